@@ -1,18 +1,21 @@
-"""What an index costs to build: time of the index work beside its prefill, and peak memory against its bound.
+"""What an index costs to build: prefill alone, with the index, and with both written; peak memory against its bound.
 
-    python -m bench.build [--device cpu|cuda] [--context 8191] [--preset default] [--json FILE]
-    python -m bench.build --device cuda --shape llama-3.1-8b --context 131072
-    python -m bench.build --device cuda --shape llama-3.1-8b --context 131071 --prefill --layers 3
+    python -m bench.build [--device cpu|cuda] [--contexts 8191] [--preset default] [--json FILE]
+    python -m bench.build --device cuda --shape llama-3.1-8b --contexts 131072
+    python -m bench.build --device cuda --shape llama-3.1-8b --contexts 8192 32768 131071 --prefill [--layers 3]
 
 Gate: the finished artifact verifies. Bound of memory: model + one layer's q, k, v + one layer's index + 1 GiB.
 With --shape the parts of the index work are measured on made-up queries and keys (`build_parts.py`); with --prefill,
-too, a whole build of a model of that shape, with random weights and as many layers as are asked for.
+too, a whole build of a model of that shape, with random weights and as many layers as are asked for. A short build
+comes first, so that nothing is compiled in what is timed. Files go where temporary ones do (TMPDIR).
 """
 
 import argparse
 import resource
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +30,14 @@ from bench.shapes import config_named
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact, verify_artifact
 from csattn.config import IndexConfig
+from csattn.cpus import available_cpus
 from csattn.models import LoadedModel, load_model
 from csattn.models.loader import wrap_model
+from index_build.capture import prefill
 from index_build.inputs import make_config
+from index_build.layer import index_arrays
+from index_build.outbox import make_outbox
+from index_build.pieces import fit_next_query
 from index_build.pipeline import build_artifact
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
@@ -58,10 +66,26 @@ def random_model(
     return wrap_model(model, tokenizer, f"random-{shape_name}")
 
 
+def prefill_seconds(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig | None) -> float:
+    """Of a prefill whose layers are dropped, or with a configuration indexed and copied to the host before they are."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(available_cpus()) as threads, make_outbox(loaded.device) as outbox:
+        for capture, leaving in prefill(loaded.model, torch.from_numpy(ids).long()):
+            if config is not None:
+                if loaded.geometry.is_predicted(capture.layer_idx + 1):
+                    fit_next_query(loaded.model, capture, leaving)
+                make = partial(index_arrays, capture.q, capture.kv, config, threads)
+                outbox.send(capture.kv, make, lambda arrays: None)
+    return time.perf_counter() - started
+
+
 def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dict[str, Any]:
     """Build an artifact in a scratch directory and look at what it took. Token ids [context_len]."""
-    geometry, context_len = loaded.geometry, len(ids)
+    geometry, context_len, on_gpu = loaded.geometry, len(ids), loaded.device.type == "cuda"
     model_bytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    alone_s, indexed_s = prefill_seconds(loaded, ids, None), prefill_seconds(loaded, ids, config)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     before = peak_bytes()
     with tempfile.TemporaryDirectory() as store:
         started = time.perf_counter()
@@ -75,18 +99,13 @@ def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dic
     heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
     qkv = heads * context_len * geometry.head_dim * loaded.dtype.itemsize
     kv_bytes = 2 * 2 * geometry.num_layers * geometry.num_kv_heads * context_len * geometry.head_dim
-    seconds = report.seconds
-    on_gpu = loaded.device.type == "cuda"
-    return {
-        "bench": "build",
-        "model": loaded.name,
-        "num_layers": geometry.num_layers,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "index_config": config.to_json(),
+    case = {
         "context_len": context_len,
-        "wall_s": round(wall_s, 2),
-        "seconds": {phase: round(value, 2) for phase, value in seconds.items()},
-        "index_over_prefill": round(seconds["index"] / seconds["prefill"], 3),
+        "prefill_s": round(alone_s, 3),
+        "with_index_s": round(indexed_s, 3),
+        "written_s": round(wall_s, 3),
+        "phases_s": {phase: round(value, 3) for phase, value in report.seconds.items()},
+        "index_share": round((indexed_s - alone_s) / indexed_s, 4),
         "artifact_bytes": size,
         "index_bytes": index_bytes,
         "index_over_16_bit_kv": round(index_bytes / kv_bytes, 4),
@@ -94,13 +113,20 @@ def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dic
         "peak_before_build_bytes": before,
         "device_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "bound_bytes": round(model_bytes + qkv + index_bytes / geometry.num_layers + GIB),
-        "machine": machine(),
     }
+    print(
+        f"{context_len} tokens: prefill {alone_s:.2f} s, with the index {indexed_s:.2f} s ({case['index_share']:.1%} "
+        f"of it), written {wall_s:.2f} s ({size / wall_s / 1e9:.2f} GB/s); "
+        f"index {index_bytes / 2**20:.1f} MiB, {case['index_over_16_bit_kv']:.2%} of a 16-bit KV; "
+        f"peak memory {peak / GIB:.2f} GiB of {case['bound_bytes'] / GIB:.2f} GiB allowed",
+        flush=True,
+    )
+    return case
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", "--context-len", type=int, default=8191)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[8191], help="tokens")
     parser.add_argument("--preset", default="default")
     parser.add_argument("--model", help="[default: the installed SmolLM2-135M]")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -111,20 +137,27 @@ def main() -> None:
     given = parser.parse_args()
     if given.shape and not given.prefill:
         device = torch.device(given.device)
-        finish(build_parts.run(given.shape, given.context, given.layers, device), given.json)
+        finish(build_parts.run(given.shape, given.contexts, given.layers, device), given.json)
         return
-    if given.shape:
-        loaded = random_model(given.shape, given.layers, given.device)
-        ids = np.random.default_rng(0).integers(0, loaded.geometry.vocab_size, given.context, dtype=np.int32)
-    else:
-        loaded = load_model(given.model, device=given.device)
-        ids = text_ids(loaded, given.context)
-    result = run(loaded, ids, make_config(given.preset, {}, given.device))
-    print(f"prefill {result['seconds']['prefill']} s, index {result['seconds']['index']} s "
-          f"({result['index_over_prefill']:.1%}), write {result['seconds']['write']} s")  # fmt: skip
-    print(f"index {result['index_bytes'] / 2**20:.1f} MiB, {result['index_over_16_bit_kv']:.2%} of a 16-bit KV")
-    print(f"peak memory {result['peak_bytes'] / GIB:.2f} GiB of {result['bound_bytes'] / GIB:.2f} GiB allowed")
-    finish(result, given.json)
+    loaded = (
+        random_model(given.shape, given.layers, given.device)
+        if given.shape
+        else load_model(given.model, device=given.device)
+    )
+    config = make_config(given.preset, {}, given.device)
+
+    def ids_of(context_len: int) -> NDArray[np.int32]:
+        if not given.shape:
+            return text_ids(loaded, context_len)
+        return np.random.default_rng(0).integers(0, loaded.geometry.vocab_size, context_len, dtype=np.int32)
+
+    with tempfile.TemporaryDirectory() as store:
+        build_artifact(loaded, ids_of(min(given.contexts) // 2), config, Path(store))
+    cases = [run(loaded, ids_of(context_len), config) for context_len in given.contexts]
+    result = {"bench": "build", "model": loaded.name, "num_layers": loaded.geometry.num_layers}
+    result |= {"device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu"}
+    result |= {"dtype": str(loaded.dtype).removeprefix("torch."), "index_config": config.to_json()}
+    finish(result | {"machine": machine(), "cases": cases}, given.json)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,15 +122,26 @@ def time_parts(
     with make_outbox(q.device) as outbox:
         for _ in range(3):  # the first two lock host memory
             started = time.perf_counter()
-            outbox.take_kv(kv)
-            outbox.send(arrays, lambda arrays: None)
+            outbox.send(kv, lambda: arrays, lambda arrays: None)
+            outbox.skip()  # comes back when that was made
             wait(q.device)
             seconds["copy"] = time.perf_counter() - started
     return seconds
 
 
-def run(shape_name: str, context_len: int, num_layers: int | None, device: torch.device) -> dict[str, Any]:
-    """Check, then measure the parts of one layer, then all layers in a row."""
+def run(shape_name: str, contexts: list[int], num_layers: int | None, device: torch.device) -> dict[str, Any]:
+    """Of each context: check, then measure the parts of one layer, then all layers in a row."""
+    return {
+        "bench": "build_parts",
+        "shape": shape_name,
+        "index_config": SketchConfig().to_json(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "machine": machine(),
+        "cases": [run_case(shape_name, context_len, num_layers, device) for context_len in contexts],
+    }
+
+
+def run_case(shape_name: str, context_len: int, num_layers: int | None, device: torch.device) -> dict[str, Any]:
     shape = shape_named(shape_name)
     config = SketchConfig()
     num_samples = len(range(context_len)[sample_rows(context_len, shape.head_dim)])
@@ -147,23 +159,18 @@ def run(shape_name: str, context_len: int, num_layers: int | None, device: torch
                 q, kv = make_layer(shape, context_len, layer_idx, device)
                 wait(device)
                 started = time.perf_counter()
-                outbox.take_kv(kv)
                 fit_predictor(*samples)
-                outbox.send(index_arrays(q, kv, config, threads), lambda arrays: None)
+                outbox.send(kv, partial(index_arrays, q, kv, config, threads), lambda arrays: None)
+                outbox.skip()
                 wait_for_stream(device)  # the last copies go on beside what follows, as beside a prefill
                 layer_s.append(time.perf_counter() - started)
     return {
-        "bench": "build_parts",
-        "shape": shape_name,
         "context_len": context_len,
         "num_layers": len(layer_s),
-        "index_config": config.to_json(),
         "lost_variance": round(error, 4),
         "part_s": {name: round(value, 4) for name, value in part_s.items()},
-        "first_layers_s": [round(took, 3) for took in layer_s[:3]],  # two of them lock host memory
-        "later_layer_s": round(float(np.median(layer_s[2:])), 4) if len(layer_s) > 2 else None,
+        "first_layers_s": [round(took, 3) for took in layer_s[:4]],  # they lock host memory
+        "later_layer_s": round(float(np.median(layer_s[4:])), 4) if len(layer_s) > 4 else None,
         "index_s": round(sum(layer_s), 3),
         "device_peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "machine": machine(),
     }

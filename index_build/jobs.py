@@ -1,4 +1,6 @@
-"""Many contexts over a Ray cluster: tasks that prefill on GPUs (or CPUs), and tasks that index on CPUs.
+"""Many contexts over a Ray cluster: a process on each GPU makes layers as a whole, or tasks on CPUs prefill and index.
+
+Lists are indexed on CPUs in any case: k-means takes longer than a GPU's prefill.
 
 Context files, models and the store lie where every node sees them, under the same paths. Tasks hand over by files in
 the store, and what is there is not made again: a task whose worker or node died is begun again elsewhere, a batch that
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from csattn.artifact import remote_store
+from csattn.config import SketchConfig, preset
 from csattn.errors import ConfigError
 from index_build.batch import BatchReport, OnJobProgress, OnJobResult, by_model, failing, result_of, sentence
 from index_build.board import Board
@@ -21,7 +24,7 @@ from index_build.context_build import ContextBuild
 from index_build.job_list import Job
 from index_build.needs import TaskNeeds, choose_needs
 from index_build.pieces import Piece
-from index_build.tasks import run_piece
+from index_build.tasks import NEEDS_MODEL, GpuBuilder, run_piece
 
 NO_ROOM_S = 600.0  # how long a cluster may be without a node for a task
 _CONNECT_S = 5.0
@@ -42,14 +45,18 @@ def run_on_ray(
 
     address: of the cluster; `auto` finds the one this process belongs to, `local` starts one on this machine for as
     long as the batch takes. Where this process is connected already, that connection is used.
-    num_threads: CPUs of each task but a prefill on a GPU, which has one. [default: the smallest node's, at most 8]
+    num_threads: CPUs of each task. [default: the smallest node's, on a GPU its share of them, at most 8]
     Raises ConfigError when there is no ray, no such cluster, or no node in it that a task fits on.
     """
     started = time.perf_counter()
     with _connected(address) as ray:
         prefill, index = choose_needs(_nodes(ray), device, num_threads)
         place = store if remote_store(store) is not None else Path(store).absolute()
-        builds = {idx: ContextBuild(place) for group in by_model(jobs) for idx in group}
+        builds = {
+            idx: ContextBuild(place, by_layer=prefill.device == "cuda" and _has_sketch(jobs[idx]))
+            for group in by_model(jobs)
+            for idx in group
+        }
         _Dispatch(ray, jobs, builds, prefill, index, on_progress, on_result).run()
     results = tuple(result_of(job, builds[idx]) for idx, job in enumerate(jobs))
     return BatchReport(results, time.perf_counter() - started)
@@ -98,6 +105,10 @@ def _nodes(ray: Any) -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
+def _has_sketch(job: Job) -> bool:
+    return isinstance(preset(job.options.preset), SketchConfig)
+
+
 class _Dispatch:
     """Keeps as many tasks in flight as the cluster has room for, and one more of a kind, until every build ended.
 
@@ -124,6 +135,8 @@ class _Dispatch:
         self._plans: dict[int, Any] = {}  # where the cluster has those of the open contexts
         self._tasks: dict[TaskNeeds, Any] = {}
         self._running: dict[Any, tuple[int, Piece, TaskNeeds]] = {}
+        self._idle: list[Any] = []  # actors that have a GPU each
+        self._builders: dict[Any, Any] = {}  # and those that have something to do, by what is running
         self._had_room = time.monotonic()
 
     def run(self) -> None:
@@ -138,7 +151,10 @@ class _Dispatch:
         finally:
             for ref in self._running:
                 with suppress(Exception):
-                    self._ray.cancel(ref, force=True)
+                    self._cancel(ref)
+            for builder in self._idle:
+                with suppress(Exception):
+                    self._ray.kill(builder)
             for build in self._open.values():
                 build.abandon()
             with suppress(Exception):
@@ -153,7 +169,7 @@ class _Dispatch:
 
     def _submit(self) -> None:
         nodes = _nodes(self._ray)
-        # One task of each kind waits on the cluster, lest a node wait for us.
+        # One task of each kind waits on the cluster, lest a node wait for us; GPUs have a process each, which waits.
         room = {needs: needs.room(nodes) for needs in (self._prefill, self._index)}
         now = time.monotonic()
         self._had_room = now if all(room.values()) else self._had_room
@@ -165,8 +181,9 @@ class _Dispatch:
         for job_idx, build in self._open.items():
             with failing(build):
                 for piece in build.due():
-                    needs = self._prefill if piece.kind == "prefill" else self._index
-                    if sum(other == needs for *_, other in self._running.values()) <= room[needs]:
+                    needs = self._prefill if piece.kind in NEEDS_MODEL else self._index
+                    ahead = 0 if needs.device == "cuda" else 1
+                    if sum(other == needs for *_, other in self._running.values()) < room[needs] + ahead:
                         self._start(job_idx, build, piece, needs)
 
     def _start(self, job_idx: int, build: ContextBuild, piece: Piece, needs: TaskNeeds) -> None:
@@ -174,22 +191,35 @@ class _Dispatch:
         if build.plan is not None and job_idx not in self._plans:
             self._plans[job_idx] = self._ray.put(build.plan)
         more = (self._plans.get(job_idx), build.store, self._prefill.device, needs.num_threads, job_idx, self._board)
-        self._running[self._task(needs).remote(piece, self._jobs[job_idx], *more)] = job_idx, piece, needs
+        arguments = piece, self._jobs[job_idx], *more
+        if needs.device == "cuda":
+            builder = self._idle.pop() if self._idle else self._new_builder()
+            ref = builder.run_piece.remote(*arguments)
+            self._builders[ref] = builder
+        else:
+            ref = self._task(needs).remote(*arguments)
+        self._running[ref] = job_idx, piece, needs
+
+    def _new_builder(self) -> Any:
+        return self._ray.remote(num_gpus=1, num_cpus=0)(GpuBuilder).remote()
 
     def _task(self, needs: TaskNeeds) -> Any:
         """`run_piece` as a task; the same one each time, because Ray keeps what it knows of every one it is given."""
         if needs not in self._tasks:
             # retries are counted here and not by Ray, which begins a task that needs too much memory again without end
-            options: dict[str, Any] = {"num_cpus": needs.num_threads, "max_retries": 0}
-            if needs.device == "cuda":
-                options |= {"num_gpus": 1, "max_calls": 1}  # a process that has met one GPU cannot be given another
-            self._tasks[needs] = self._ray.remote(**options)(run_piece)
+            self._tasks[needs] = self._ray.remote(num_cpus=needs.num_threads, max_retries=0)(run_piece)
         return self._tasks[needs]
+
+    def _cancel(self, ref: Any) -> None:
+        if ref in self._builders:
+            self._ray.kill(self._builders.pop(ref))
+        else:
+            self._ray.cancel(ref, force=True)
 
     def _give_up(self) -> None:
         """Fail what is left."""
         for ref in self._running:
-            self._ray.cancel(ref, force=True)
+            self._cancel(ref)
         self._running.clear()
         self._open |= self._waiting
         for build in self._open.values():
@@ -200,15 +230,29 @@ class _Dispatch:
         """Take a task's result, or have its piece done again when its worker died."""
         job_idx, piece, _ = self._running.pop(ref)
         build = self._open.get(job_idx)
+        builder = self._builders.pop(ref, None)
+        value = self._value_of(ref)
+        died = isinstance(value, self._ray.exceptions.RayError)
+        if builder is not None and not died:
+            self._idle.append(builder)
         if build is None or build.outcome is not None:
             return
         with failing(build):
-            try:
-                build.settle(piece, self._ray.get(ref))
-            except self._ray.exceptions.RayTaskError as error:  # not the worker's end: what it ran into
-                build.fail(sentence(error.cause))
-            except self._ray.exceptions.RayError as error:
-                build.lose(piece, sentence(error))
+            if died:
+                build.lose(piece, sentence(value))
+            elif isinstance(value, Exception):
+                build.fail(sentence(value))
+            else:
+                build.settle(piece, value)
+
+    def _value_of(self, ref: Any) -> Any:
+        """What a task returned; else the error that it ran into, or a RayError where its worker died."""
+        try:
+            return self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as error:
+            return error.cause
+        except self._ray.exceptions.RayError as error:
+            return error
 
     def _close_those_that_ended(self) -> None:
         for job_idx, build in list(self._open.items()):
@@ -218,7 +262,7 @@ class _Dispatch:
             self._plans.pop(job_idx, None)
             for ref, (other_idx, *_) in self._running.items():
                 if other_idx == job_idx:
-                    self._ray.cancel(ref, force=True)
+                    self._cancel(ref)
             self._on_result(job_idx, result_of(self._jobs[job_idx], build))
 
     def _pass_on_progress(self) -> None:

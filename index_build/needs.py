@@ -17,7 +17,8 @@ class TaskNeeds:
 
     @property
     def resources(self) -> dict[str, int]:
-        return {"CPU": self.num_threads, **({"GPU": 1} if self.device == "cuda" else {})}
+        """A GPU's process asks for no CPUs: it stays, and index tasks of a whole node must find theirs."""
+        return {"GPU": 1} if self.device == "cuda" else {"CPU": self.num_threads}
 
     def room(self, nodes: list[dict[str, float]]) -> int:
         """How many tasks run at once on nodes with these resources."""
@@ -27,18 +28,21 @@ class TaskNeeds:
 def choose_needs(nodes: list[dict[str, float]], device: str, num_threads: int | None) -> tuple[TaskNeeds, TaskNeeds]:
     """What a prefill and an index task each ask of a cluster whose nodes have these resources.
 
-    Prefills go to GPUs where there are any, indexes to CPUs.
+    Prefills, and sketches with them, go to GPUs where there are any, indexes of lists to CPUs.
     """
     if device not in DEVICES:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
     if num_threads is not None and num_threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {num_threads}")
-    has_gpu = any(node.get("GPU", 0) >= 1 for node in nodes)
-    if device == "cuda" and not has_gpu:
+    with_gpu = [node for node in nodes if node.get("GPU", 0) >= 1]
+    if device == "cuda" and not with_gpu:
         raise ConfigError("--device cuda needs a node with a GPU, and the cluster has none; use cpu")
     smallest = min((int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1), default=1)
     index = TaskNeeds("cpu", num_threads or min(smallest, MAX_DEFAULT_THREADS))
-    prefill = TaskNeeds("cuda", 1) if has_gpu and device != "cpu" else index
+    prefill = index
+    if with_gpu and device != "cpu":
+        fewest = min(int(node.get("CPU", 1) // node["GPU"]) for node in with_gpu)
+        prefill = TaskNeeds("cuda", num_threads or min(max(fewest, 1), MAX_DEFAULT_THREADS))
     for needs in (prefill, index):
         if not needs.room(nodes):
             wanted = " and ".join(f"{count} {kind}" for kind, count in needs.resources.items())

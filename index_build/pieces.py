@@ -155,7 +155,7 @@ def prefill_layers(
                 next_query = None
                 if spec.model.is_predicted(layer_idx + 1):
                     with times.timed("index"):
-                        next_query = _fit_next_query(loaded.model, capture, leaving)
+                        next_query = fit_next_query(loaded.model, capture, leaving)
                 kv = capture.kv[:, spec.context_len - spec.model.num_kept(layer_idx, spec.context_len) :]
                 make = partial(_make, capture, spec, index_threads, times)
                 outbox.send(kv, make, partial(_write, work, layer_idx, next_query, times), keep)
@@ -206,7 +206,7 @@ class _CheckpointClock:
         return due
 
 
-def _fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> NDArray[np.float32]:
+def fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> NDArray[np.float32]:
     """How the next layer's query is predicted from this layer's input."""
     rows = sample_rows(len(leaving), capture.q.shape[2])
     with torch.inference_mode(), lent(model, capture.layer_idx + 1, PROJECTS_QUERIES) as following:

@@ -1,8 +1,6 @@
 """What Ray's workers run: a piece of a build each. Thin: the work is in `pieces.py`."""
 
 import time
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,20 @@ from index_build.job_list import Job
 from index_build.pieces import BuildProgress, Piece, perform
 from index_build.plan import Plan
 
+NEEDS_MODEL = ("plan", "layers", "prefill")  # kinds of pieces
 _SHOW_EVERY_S = 0.5
+_loaded: dict[tuple[str | None, str, str, str | None], LoadedModel] = {}
 
 
 def run_piece(
     piece: Piece, job: Job, plan: Plan | None, store: Path, device: str, num_threads: int, job_idx: int, board: Any
 ) -> Plan | int:
-    """Do a piece of a job. device: the prefill's; all else needs no GPU."""
+    """Do a piece of a job. device: the model's."""
     torch.set_num_threads(num_threads)
-    if plan is None:  # the index is made on CPUs
-        plan = plan_job(job, _model(job.options, "cpu"), "cpu")
-        return replace(plan, versions={**plan.versions, "device": device})
+    loaded = _model(job.options, device) if piece.kind in NEEDS_MODEL else None
+    if plan is None:
+        assert loaded is not None
+        return plan_job(job, loaded, "cpu")  # lists are made on CPUs
     shown_s = time.monotonic()
 
     def show(progress: BuildProgress) -> None:
@@ -34,15 +35,20 @@ def run_piece(
             shown_s = time.monotonic()
             board.put.remote(job_idx, progress.layer_idx, progress.done)
 
-    loaded = _model(job.options, device) if piece.kind == "prefill" else None
     return perform(piece, plan, store, loaded, num_threads, show)
 
 
-@lru_cache(maxsize=1)
-def _load(name: str | None, dtype: str, device: str, weights: str | None) -> LoadedModel:
-    """The model that this process loaded last: tasks of one model follow each other."""
-    return load_model(name, dtype, device, weights=weights, may_lend=True)
+class GpuBuilder:
+    """An actor that has a GPU, and the model that it built with last, for as long as the batch takes."""
+
+    def run_piece(self, *arguments: Any) -> Plan | int:
+        return run_piece(*arguments)
 
 
 def _model(options: BuildOptions, device: str) -> LoadedModel:
-    return _load(options.model, options.dtype, device, options.weights)
+    """The model that this process loaded last: tasks of one model follow each other."""
+    key = options.model, options.dtype, device, options.weights
+    if key not in _loaded:
+        _loaded.clear()  # first: there is room for one
+        _loaded[key] = load_model(*key[:3], weights=options.weights, may_lend=True)
+    return _loaded[key]

@@ -27,8 +27,9 @@ CPU_NODE, BIG_NODE, GPU_NODE = {"CPU": 4.0}, {"CPU": 64.0}, {"CPU": 16.0, "GPU":
         ([BIG_NODE], "auto", None, [TaskNeeds("cpu", 8)] * 2, [8] * 2),
         ([CPU_NODE, BIG_NODE], "cpu", 5, [TaskNeeds("cpu", 5)] * 2, [12] * 2),
         ([{}, {"CPU": 1.0}], "auto", None, [TaskNeeds("cpu", 1)] * 2, [1] * 2),
-        ([CPU_NODE, GPU_NODE], "auto", None, [TaskNeeds("cuda", 1), TaskNeeds("cpu", 4)], [2, 5]),
-        ([GPU_NODE], "cuda", 16, [TaskNeeds("cuda", 1), TaskNeeds("cpu", 16)], [2, 1]),
+        ([CPU_NODE, GPU_NODE], "auto", None, [TaskNeeds("cuda", 8), TaskNeeds("cpu", 4)], [2, 5]),
+        ([GPU_NODE], "cuda", 16, [TaskNeeds("cuda", 16), TaskNeeds("cpu", 16)], [2, 1]),
+        ([{"CPU": 2.0, "GPU": 4.0}], "auto", None, [TaskNeeds("cuda", 1), TaskNeeds("cpu", 2)], [4, 1]),
         ([GPU_NODE], "cpu", None, [TaskNeeds("cpu", 8)] * 2, [2] * 2),
     ],
 )
@@ -60,7 +61,10 @@ def test_without_ray_the_sentence_says_how_to_get_it(tmp_path: Path, monkeypatch
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[tuple[Any, Any]]:
-    """A cluster of two nodes of one CPU each, and the one that may be removed; this process is connected to it."""
+    """A cluster of two nodes of one CPU each, and the one that may be removed; this process is connected to it.
+
+    Each has what Ray takes for a GPU.
+    """
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
@@ -68,8 +72,10 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
         import ray
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        node = cluster.add_node(num_cpus=1)
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1, "include_dashboard": False}
+        )
+        node = cluster.add_node(num_cpus=1, num_gpus=1)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         yield cluster, node
         ray.shutdown()
@@ -82,7 +88,9 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 3))
     lines: list[int] = []
-    report = run_on_ray(jobs, store, num_threads=1, on_result=lambda job_idx, result: lines.append(result.job.line))
+    report = run_on_ray(
+        jobs, store, device="cpu", num_threads=1, on_result=lambda job_idx, result: lines.append(result.job.line)
+    )
     assert sorted(result.outcome for result in report.results) == sorted(["built"] + ["reused"] * 2)
     assert sorted(result.attempts for result in report.results) == [1] * 2 + [2]
     assert sum(result.prefilled_layers for result in report.results) == 3
@@ -90,6 +98,25 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
     assert sorted(lines) == list(range(1, 4))
     assert [entry.name for entry in store.iterdir()] == [report.results[0].artifact_id]
     run_batch(jobs[:1], tmp_path / "in-one-go", device="cpu")
+    assert hashes(store) == hashes(tmp_path / "in-one-go")
+
+
+@pytest.mark.parametrize("preset", ["default", "lists"])
+def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monkeypatch, preset: str) -> None:
+    """... and another takes the place of the one that is killed over its second context."""
+    monkeypatch.setattr("index_build.jobs.GpuBuilder", mishaps.BuilderOnCpu)
+    place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
+    few = {"num_centroids": 16} if preset == "lists" else {}
+    options = {"model": "model", "preset": preset, **few}
+    jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", **options} for number in range(6))))
+    report = run_on_ray(jobs, store, num_threads=1)
+    assert [(result.outcome, result.error) for result in report.results] == [("built", None)] * 6
+    assert sum(result.attempts for result in report.results) == 6 + 1
+    built = [line.split() for line in (tmp_path / "built").read_text().splitlines()]
+    assert len({process for process, _ in built}) == 3
+    kinds = {kind for _, kind in built}
+    assert kinds == ({"plan", "layers"} if preset == "default" else {"plan", "prefill"})
+    run_batch(jobs, tmp_path / "in-one-go", device="cpu")
     assert hashes(store) == hashes(tmp_path / "in-one-go")
 
 
@@ -109,7 +136,7 @@ def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: An
 
     remover = threading.Thread(target=remove_the_node_half_way)
     remover.start()
-    report = run_on_ray(jobs, store, num_threads=1)
+    report = run_on_ray(jobs, store, device="cpu", num_threads=1)
     remover.join()
     assert [result.outcome for result in report.results] == ["reused"] + ["built"] * 5
     assert max(result.attempts for result in report.results) == 2

@@ -83,6 +83,7 @@ def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dic
     """Build an artifact in a scratch directory and look at what it took. Token ids [context_len]."""
     geometry, context_len, on_gpu = loaded.geometry, len(ids), loaded.device.type == "cuda"
     model_bytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    next(prefill(loaded.model, torch.from_numpy(ids).long()))  # plans kernels for each number of rows
     alone_s, indexed_s = prefill_seconds(loaded, ids, None), prefill_seconds(loaded, ids, config)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

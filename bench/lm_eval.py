@@ -12,6 +12,7 @@ fails some tasks whatever attends: what tells is the difference from full attent
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--placement", default="cpu", help="of full attention and the default")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, of the services")
-    parser.add_argument("--store", type=Path, help="where contexts are kept; else a scratch directory")
+    parser.add_argument("--store", type=Path, help="where a part's contexts are until it is judged; else a scratch one")
     parser.add_argument("--seconds", type=float, help="after which runs are given up")
     parser.add_argument("--outcomes", type=Path)
     parser.add_argument("--json", type=Path)
@@ -227,11 +228,13 @@ def main() -> None:
             return options.seconds is not None and time.monotonic() > options.started_at + options.seconds
 
         def judge_part(part: Part) -> None:
+            store = (options.store or scratch) / f"{part.task}-{part.length}-{part.samples[0]}"
             for variant in judged:  # the first leaves its contexts to the others
                 if not outcomes.has(part, variant) and not is_late():
-                    store = options.store or scratch / "store"
                     with suppress(subprocess.TimeoutExpired):
                         outcomes.add(judge(part, variant, store, scratch, options))
+            if all(outcomes.has(part, variant) for variant in judged):
+                shutil.rmtree(store, ignore_errors=True)
 
         list(pool.map(judge_part, parts(options)))
     names = [variant.name for variant in variants(options.placement)]

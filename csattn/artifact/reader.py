@@ -4,6 +4,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -29,6 +30,7 @@ from csattn.artifact.layout import (
 )
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.tensor_file import how_to_heal, map_file, open_regular_file
+from csattn.cpus import available_cpus
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
@@ -36,6 +38,7 @@ from csattn.sketch import SketchIndex
 Progress = Callable[[int, int], None]  # bytes hashed so far, bytes in all
 
 _CHUNK_BYTES = 4 * 2**20
+_MAX_THREADS = 8  # that hash files
 _MAX_MANIFEST_BYTES = 16 * 2**20
 
 
@@ -261,12 +264,17 @@ def _require_file_set(path: Path, manifest: Manifest) -> None:
 def _require_hashes(path: Path, manifest: Manifest, progress: Progress | None) -> None:
     total_bytes = sum(record.size_bytes for record in manifest.files.values())
     done_bytes = 0
-    for name, record in manifest.files.items():
-        if hash_file(path / name) != record.sha256:
-            raise ArtifactCorruptError(f"{path / name} is altered: its SHA-256 is wrong; {how_to_heal(path)}")
-        done_bytes += record.size_bytes
-        if progress is not None:
-            progress(done_bytes, total_bytes)
+    with ThreadPoolExecutor(min(available_cpus(), _MAX_THREADS)) as threads:
+        hashes = threads.map(hash_file, [path / name for name in manifest.files])
+        try:
+            for (name, record), found in zip(manifest.files.items(), hashes, strict=True):
+                if found != record.sha256:
+                    raise ArtifactCorruptError(f"{path / name} is altered: its SHA-256 is wrong; {how_to_heal(path)}")
+                done_bytes += record.size_bytes
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def hash_file(path: Path) -> str:

@@ -327,6 +327,24 @@ def published() -> list[str]:
     return lines
 
 
+def builds() -> list[str]:
+    head = "| tokens | prefill alone, s | with the index | written, too | GB/s | index, of a 16-bit KV |"
+    lines = [head, "|---:|---:|---:|---:|---:|---:|"]
+    for of in measured("build-h100.json"):
+        seconds = " | ".join(f"{of[name]:.2f}" for name in ("prefill_s", "with_index_s", "written_s"))
+        rate = of["artifact_bytes"] / of["written_s"] / 1e9
+        lines.append(f"| {of['context_len']:,} | {seconds} | {rate:.2f} | {of['index_over_16_bit_kv']:.1%} |")
+    one, two = measured("build-gpus-h100.json")
+    rates = " and ".join(f"{(16 - of['num_gpus']) / of['between_s']:.2f}" for of in (one, two))
+    lines += [
+        "",
+        f"16 contexts of 65,536 tokens, 16 layers of that shape, on Ray (`python -m bench.build_gpus`): "
+        f"{one['seconds']:.1f} s on one H100, {two['seconds']:.1f} s on two, of which {two['first_s']:.0f} s go by until "
+        f"the first is built; when each has built one, {rates} contexts a second follow.",
+    ]
+    return lines
+
+
 def only(name: str, **wanted: Any) -> Case:
     """The one case of a result file that has all these."""
     [found] = [of for of in measured(name) if all(of.get(field) == value for field, value in wanted.items())]
@@ -371,6 +389,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("docs/quality.md", "lm-eval"): lm_eval,
     ("docs/quality.md", "why"): why,
     ("bench/README.md", "hisa"): hisa,
+    ("bench/log.md", "builds"): builds,
     ("docs/operate.md", "plan"): capacity,
 }
 

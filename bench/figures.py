@@ -339,8 +339,8 @@ def builds() -> list[str]:
     lines += [
         "",
         f"16 contexts of 65,536 tokens, 16 layers of that shape, on Ray (`python -m bench.build_gpus`): "
-        f"{one['seconds']:.1f} s on one H100, {two['seconds']:.1f} s on two, of which {two['first_s']:.0f} s go by until "
-        f"the first is built; when each has built one, {rates} contexts a second follow.",
+        f"{one['seconds']:.1f} s on one H100, {two['seconds']:.1f} s on two, of which {two['first_s']:.0f} s go by "
+        f"until the first is built; when each has built one, {rates} contexts a second follow.",
     ]
     return lines
 

@@ -76,6 +76,8 @@ def prefill_seconds(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexCo
                     fit_next_query(loaded.model, capture, leaving)
                 make = partial(index_arrays, capture.q, capture.kv, config, threads)
                 outbox.send(capture.kv, make, lambda arrays: None)
+                if capture.is_reused_at_once:
+                    outbox.settle()
     return time.perf_counter() - started
 
 

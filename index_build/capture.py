@@ -32,12 +32,13 @@ CHUNK_LEN_ON_GPU = 8192
 
 @dataclass(slots=True)
 class LayerCapture:
-    """One layer's view of the context, in arrays that the next layer reuses; on a GPU, the next layer but one."""
+    """One layer's view of the context, in arrays that are used again."""
 
     layer_idx: int
     q: Tensor  # [num_q_heads, context_len, head_dim]; of latents no rows
     kv: Tensor  # [num_kv_heads, context_len, 2, head_dim]: K and V of one key side by side
     hidden_in: Tensor  # [context_len, hidden_size], what entered the layer
+    is_reused_at_once: bool  # the arrays, by the next layer; else by the next but one, where a GPU has room for it
     # of a layer that keeps neither: what became of the context, conv and memory; then q and kv are those of another
     state: dict[str, Tensor] | None = None
 
@@ -140,19 +141,17 @@ def prefill(
     head_dim = spec.head_dim
     positions = torch.arange(context_len, device=hidden.device)[None]
     embeddings = position_embeddings(body, hidden[None], positions)
-    arrays = [
-        (
-            hidden.new_empty(spec.num_q_heads, context_len if spec.indexed_layers else 0, head_dim),
-            hidden.new_empty(spec.num_kv_heads, context_len, 2, head_dim),
-        )
-        for _ in range(2 if hidden.is_cuda else 1)
-    ]
+    q_shape = spec.num_q_heads, context_len if spec.indexed_layers else 0, head_dim
+    kv_shape = spec.num_kv_heads, context_len, 2, head_dim
+    arrays = [(hidden.new_empty(q_shape), hidden.new_empty(kv_shape))]
+    if _has_room_for_another(arrays[0]):
+        arrays.append((hidden.new_empty(q_shape), hidden.new_empty(kv_shape)))
     top_k = next((x.latent.top_k for x in spec.layers if x.latent is not None), None)
     chosen = None if top_k is None else torch.empty(context_len, top_k, dtype=torch.int32, device=hidden.device)
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
             q, kv = arrays[layer_idx % len(arrays)]
-            capture, leaving = LayerCapture(layer_idx, q, kv, hidden), torch.empty_like(hidden)
+            capture, leaving = LayerCapture(layer_idx, q, kv, hidden, len(arrays) == 1), torch.empty_like(hidden)
             of_layer, sinks = spec.layers[layer_idx], None
             cache: _StateCache | _CapturingCache = _StateCache()
             told, latent = embeddings[layer_idx], None
@@ -183,6 +182,14 @@ def prefill(
             _require_finite(capture)
             yield capture, leaving
             hidden = leaving
+
+
+def _has_room_for_another(arrays: tuple[Tensor, Tensor]) -> bool:
+    """On a GPU, next to what passes through a layer and what its index takes while it is made."""
+    if not arrays[0].is_cuda:
+        return False
+    free_bytes, _ = torch.cuda.mem_get_info(arrays[0].device)
+    return 4 * sum(array.nbytes for array in arrays) <= free_bytes
 
 
 def may_begin(model: Any, layer_idx: int) -> bool:

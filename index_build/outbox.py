@@ -37,14 +37,15 @@ class Outbox:
     def send(self, kv: Tensor, make: Make, write: Write, then: Then | None = None) -> None:
         """Have a layer's index made, and it and the layer's KV, under the name `kv`, written.
 
-        kv: [num_kv_heads, num_kept, 2, head_dim]. It, and what `make` reads, stay as they are until the next `send` has
-        returned. `then` is called when this layer and all before it are written. Earlier errors may be raised here.
+        kv: [num_kv_heads, num_kept, 2, head_dim]. It, and what `make` reads, stay as they are until the next `send`, or
+        `settle`, has returned. `then` is called when this layer and all before it are written. Earlier errors may be
+        raised here.
         """
         write({"kv": kv, **make()})
-        self.skip(then)
+        self.settle(then)
 
-    def skip(self, then: Then | None = None) -> None:
-        """The same for a layer of which nothing has to be made."""
+    def settle(self, then: Then | None = None) -> None:
+        """Return when what was sent last may change; `then` as above."""
         if then is not None:
             then()
 
@@ -72,24 +73,20 @@ class DeviceOutbox(Outbox):
         captured = torch.cuda.current_stream().record_event()
         slot.made = self._indexer.submit(self._make, slot, captured, kv, make)
         slot.written = self._writers.submit(_write, slot.made, slot.arrays, write)
-        self._wait_for_last()
+        self.settle()
         self._slots = [*self._slots[1:], slot]
-        self._call_then(then)
+        self._call_when_written(then)
 
-    def skip(self, then: Then | None = None) -> None:
-        self._wait_for_last()
-        self._call_then(then)
-
-    def _wait_for_last(self) -> None:
-        """Before what the last layer was captured in is written again."""
+    def settle(self, then: Then | None = None) -> None:
         if (last := self._slots[-1].made) is not None:
             for event in last.result():
                 torch.cuda.current_stream().wait_event(event)
+        self._call_when_written(then)
 
-    def _call_then(self, then: Then | None) -> None:
+    def _call_when_written(self, then: Then | None) -> None:
         if then is not None:
             last, written = self._slots[-1], [slot.written for slot in self._slots]
-            last.written = self._writers.submit(_call_when_written, written, then)
+            last.written = self._writers.submit(_wait_and_call, written, then)
 
     def _make(self, slot: "_Slot", captured: torch.cuda.Event, kv: Tensor, make: Make) -> "list[torch.cuda.Event]":
         """Events after which the layer's own arrays have been read; with the last all that is written is copied."""
@@ -136,7 +133,7 @@ def _write(made: "Future[list[torch.cuda.Event]]", arrays: Arrays, write: Write)
     write(arrays)
 
 
-def _call_when_written(layers: Sequence["Future[None] | None"], then: Then) -> None:
+def _wait_and_call(layers: Sequence["Future[None] | None"], then: Then) -> None:
     for written in layers:
         if written is not None:
             written.result()

@@ -161,7 +161,9 @@ def prefill_layers(
                 outbox.send(kv, make, partial(_write, work, layer_idx, next_query, times), keep)
                 report(layer_idx, "write")
             else:
-                outbox.skip(keep)
+                outbox.settle(keep)
+            if capture.is_reused_at_once:
+                outbox.settle()
             done = 0
             if is_last:
                 return num_new

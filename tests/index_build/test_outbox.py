@@ -36,25 +36,30 @@ def device_outbox(monkeypatch: pytest.MonkeyPatch) -> DeviceOutbox:
 
 
 class Sender:
-    """Layers whose arrays all hold their number, in memory that every second of them is captured in."""
+    """Layers whose arrays all hold their number, in memory that every second of them is captured in, or every one."""
 
-    def __init__(self, outbox) -> None:
-        self._outbox, self._memory, self._layer = outbox, [torch.empty(3), torch.empty(3)], 0
+    def __init__(self, outbox, num_memories: int = 2) -> None:
+        self._outbox, self._memory, self._layer = outbox, [torch.empty(3) for _ in range(num_memories)], 0
+
+    def _capture(self) -> Tensor:
+        captured = self._memory[self._layer % len(self._memory)].fill_(float(self._layer))
+        self._layer += 1
+        return captured
 
     def send(self, write, then=None, make_s: float = 0.0) -> None:
-        captured = self._memory[self._layer % 2].fill_(float(self._layer))
-        self._layer += 1
+        captured = self._capture()
 
         def make() -> dict[str, Tensor]:
             time.sleep(make_s)
             return {"codes": captured[:2].clone()}
 
         self._outbox.send(captured, make, write, then)
+        if len(self._memory) == 1:
+            self._outbox.settle()
 
     def skip(self) -> None:
-        self._memory[self._layer % 2].fill_(-1.0)
-        self._layer += 1
-        self._outbox.skip()
+        self._capture()
+        self._outbox.settle()
 
 
 def test_on_the_cpu_a_layer_is_written_before_send_returns() -> None:
@@ -66,19 +71,20 @@ def test_on_the_cpu_a_layer_is_written_before_send_returns() -> None:
         assert seen[0]["kv"] is kv, "nothing is copied"
         assert seen[0]["codes"] is codes
         assert seen[1] == {}
-        outbox.skip(seen.clear)
+        outbox.settle(seen.clear)
         assert seen == []
 
 
-def test_every_layer_is_written_as_it_was_sent(device_outbox: DeviceOutbox) -> None:
-    """An index that takes long is of a layer that is not overwritten: by the next but one, sent or not."""
+@pytest.mark.parametrize("num_memories", [1, 2])
+def test_every_layer_is_written_as_it_was_sent(device_outbox: DeviceOutbox, num_memories: int) -> None:
+    """An index that takes long is of a layer that is not overwritten, whether the next is sent or not."""
     seen: set[tuple[float, float]] = set()
 
     def write(arrays: Mapping[str, Tensor]) -> None:
         seen.add((float(arrays["kv"].sum()), float(arrays["codes"].sum())))
 
     with device_outbox as outbox:
-        sender = Sender(outbox)
+        sender = Sender(outbox, num_memories)
         for layer in range(12):
             if layer % 5 == 3:
                 sender.skip()

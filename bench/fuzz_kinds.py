@@ -31,8 +31,8 @@ def hurt(artifact_dir: Path, others: list[Path], rng: random.Random) -> tuple[li
 
 
 def some_file(artifact_dir: Path, rng: random.Random) -> Path:
-    """A plain one: from a pipe, or a link to a device, this would wait itself."""
-    files = sorted(path for path in artifact_dir.iterdir() if path.is_file())
+    """A plain one: from a pipe this would wait itself, and what a link leads to is another artifact's."""
+    files = sorted(path for path in artifact_dir.iterdir() if path.is_file() and not path.is_symlink())
     return rng.choice(files)
 
 

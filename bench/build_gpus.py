@@ -3,8 +3,8 @@
     python -m bench.build_gpus --shape llama-3.1-8b --layers 16 --contexts 16 --context-len 65536 [--json FILE]
 
 Contexts are a book's text at different places, a token for each byte, weights are random. The seconds of a batch begin
-with its start, processes and the loading of weights among them; `between_s` is from the first artifact of the batch to
-its last. Gate: every artifact verifies, and is built once. Everything lies where temporary files do (TMPDIR).
+with its start, processes and the loading of weights among them; `between_s` is from when there are as many artifacts as
+GPUs to the last. Gate: every artifact verifies, and is built once. Everything lies where temporary files do (TMPDIR).
 """
 
 import argparse

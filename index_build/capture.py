@@ -1,7 +1,7 @@
-"""Prefill layer by layer: every layer's post-RoPE queries, keys and values, one layer in memory at a time.
+"""Prefill layer by layer: every layer's post-RoPE queries, keys and values, one layer in memory, on a GPU two.
 
 The hidden states of the whole context pass through layer 0, then through layer 1, and so on, in chunks of rows.
-So memory holds one layer's q, k and v whatever the depth, and a build can resume at any layer from the hidden
+So memory holds as much of q, k and v whatever the depth, and a build can resume at any layer from the hidden
 states that enter it. Everything is held where the model is; layers that are not there are lent to it in their turn.
 """
 
@@ -188,7 +188,9 @@ def _has_room_for_another(arrays: tuple[Tensor, Tensor]) -> bool:
     """On a GPU, next to what passes through a layer and what its index takes while it is made."""
     if not arrays[0].is_cuda:
         return False
-    free_bytes, _ = torch.cuda.mem_get_info(arrays[0].device)
+    device = arrays[0].device
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return 4 * sum(array.nbytes for array in arrays) <= free_bytes
 
 
@@ -221,7 +223,7 @@ def attend_chunk_on_gpu(
 
 
 def _cudnn_is_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """On a Hopper, by almost twice. What it can take is known to torch."""
+    """On an H100, by almost twice; from that architecture on. What it can take is known to torch."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device) < (9, 0):
         return False
     return can_use_cudnn_attention(SDPAParams(q[None], k[None], v[None], None, 0.0, False, True))

@@ -70,6 +70,8 @@ class ContextBuild:
             pieces = []
         else:
             pieces = self._due_index() + self._due_prefill()
+            if not pieces and not self._in_work:  # a worker died behind its last layer
+                self._finish_if_complete()
         return [piece for piece in pieces if piece not in self._in_work]
 
     def start(self, piece: Piece) -> None:
@@ -208,9 +210,8 @@ class ContextBuild:
         self._look()
         pieces = []
         for layer_idx in sorted(self._ready):
-            if self._writer.is_finished(layer_idx) or not self._has_index(layer_idx):
-                self._writer.take_layer(layer_idx)
-            else:
+            is_finished = self._writer.is_finished(layer_idx) or self._writer.take_layer(layer_idx)
+            if not is_finished and self._has_index(layer_idx):
                 pieces.append(Piece("index", layer_idx))
         return pieces
 

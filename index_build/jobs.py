@@ -17,7 +17,7 @@ from typing import Any
 
 from csattn.artifact import remote_store
 from csattn.config import SketchConfig, preset
-from csattn.errors import ConfigError
+from csattn.errors import ConfigError, CsattnError
 from index_build.batch import BatchReport, OnJobProgress, OnJobResult, by_model, failing, result_of, sentence
 from index_build.board import Board
 from index_build.context_build import ContextBuild
@@ -29,6 +29,7 @@ from index_build.tasks import NEEDS_MODEL, GpuBuilder, run_piece
 NO_ROOM_S = 600.0  # how long a cluster may be without a node for a task
 _CONNECT_S = 5.0
 _POLL_S = 0.1
+_MOST_LOST = 20  # processes on GPUs, in a row
 
 
 def run_on_ray(
@@ -110,7 +111,7 @@ def _has_sketch(job: Job) -> bool:
 
 
 class _Dispatch:
-    """Keeps as many tasks in flight as the cluster has room for, and one more of a kind, until every build ended.
+    """Keeps as many tasks in flight as the cluster has room for, and one more on CPUs, until every build ended.
 
     Contexts are opened in their order, and those that were opened first are finished first.
     """
@@ -135,8 +136,7 @@ class _Dispatch:
         self._plans: dict[int, Any] = {}  # where the cluster has those of the open contexts
         self._tasks: dict[TaskNeeds, Any] = {}
         self._running: dict[Any, tuple[int, Piece, TaskNeeds]] = {}
-        self._idle: list[Any] = []  # actors that have a GPU each
-        self._builders: dict[Any, Any] = {}  # and those that have something to do, by what is running
+        self._builders = _Builders(ray)
         self._had_room = time.monotonic()
 
     def run(self) -> None:
@@ -150,40 +150,45 @@ class _Dispatch:
                 self._pass_on_progress()
         finally:
             for ref in self._running:
-                with suppress(Exception):
-                    self._cancel(ref)
-            for builder in self._idle:
-                with suppress(Exception):
-                    self._ray.kill(builder)
+                self._cancel(ref)
+            self._builders.end()
             for build in self._open.values():
                 build.abandon()
             with suppress(Exception):
                 self._ray.kill(self._board)
 
     def _wait(self) -> list[Any]:
-        """The tasks that have ended, as soon as there is one, or after a while."""
-        if self._running:
-            return list(self._ray.wait(list(self._running), timeout=_POLL_S)[0])
-        time.sleep(_POLL_S)
-        return []
+        """The tasks that have ended, as soon as there is one or a GPU's process is there, or after a while."""
+        refs = [*self._running, *self._builders.asked]
+        if not refs:
+            time.sleep(_POLL_S)
+            return []
+        return [ref for ref in self._ray.wait(refs, timeout=_POLL_S)[0] if ref in self._running]
 
     def _submit(self) -> None:
         nodes = _nodes(self._ray)
-        # One task of each kind waits on the cluster, lest a node wait for us; GPUs have a process each, which waits.
+        # On CPUs one task of each kind waits on the cluster, lest a node wait for us.
         room = {needs: needs.room(nodes) for needs in (self._prefill, self._index)}
         now = time.monotonic()
         self._had_room = now if all(room.values()) else self._had_room
         if now - self._had_room > NO_ROOM_S:
-            self._give_up()
+            self._give_up(f"the cluster had no node for it for {NO_ROOM_S:.0f} s")
         num_open = sum(not build.is_waiting for build in self._open.values())
         for job_idx in list(self._waiting)[: max(0, room[self._prefill] + 2 - num_open)]:
             self._open[job_idx] = self._waiting.pop(job_idx)
+        if self._prefill.device == "cuda":
+            self._builders.look(min(room[self._prefill], len(self._open)))
+            if self._builders.why_lost:
+                self._give_up(f"processes on GPUs die as they start, last of {self._builders.why_lost}")
         for job_idx, build in self._open.items():
             with failing(build):
                 for piece in build.due():
                     needs = self._prefill if piece.kind in NEEDS_MODEL else self._index
-                    ahead = 0 if needs.device == "cuda" else 1
-                    if sum(other == needs for *_, other in self._running.values()) < room[needs] + ahead:
+                    if needs.device == "cuda":
+                        has_room = self._builders.has_idle
+                    else:
+                        has_room = sum(other == needs for *_, other in self._running.values()) <= room[needs]
+                    if has_room:
                         self._start(job_idx, build, piece, needs)
 
     def _start(self, job_idx: int, build: ContextBuild, piece: Piece, needs: TaskNeeds) -> None:
@@ -192,16 +197,8 @@ class _Dispatch:
             self._plans[job_idx] = self._ray.put(build.plan)
         more = (self._plans.get(job_idx), build.store, self._prefill.device, needs.num_threads, job_idx, self._board)
         arguments = piece, self._jobs[job_idx], *more
-        if needs.device == "cuda":
-            builder = self._idle.pop() if self._idle else self._new_builder()
-            ref = builder.run_piece.remote(*arguments)
-            self._builders[ref] = builder
-        else:
-            ref = self._task(needs).remote(*arguments)
-        self._running[ref] = job_idx, piece, needs
-
-    def _new_builder(self) -> Any:
-        return self._ray.remote(num_gpus=1, num_cpus=0)(GpuBuilder).remote()
+        run = self._builders.run_piece if needs.device == "cuda" else self._task(needs).remote
+        self._running[run(*arguments)] = job_idx, piece, needs
 
     def _task(self, needs: TaskNeeds) -> Any:
         """`run_piece` as a task; the same one each time, because Ray keeps what it knows of every one it is given."""
@@ -211,30 +208,26 @@ class _Dispatch:
         return self._tasks[needs]
 
     def _cancel(self, ref: Any) -> None:
-        if ref in self._builders:
-            self._ray.kill(self._builders.pop(ref))
-        else:
-            self._ray.cancel(ref, force=True)
+        with suppress(Exception):  # it may have ended, or been cancelled before
+            if not self._builders.drop(ref):
+                self._ray.cancel(ref, force=True)
 
-    def _give_up(self) -> None:
+    def _give_up(self, reason: str) -> None:
         """Fail what is left."""
         for ref in self._running:
             self._cancel(ref)
         self._running.clear()
         self._open |= self._waiting
         for build in self._open.values():
-            build.fail(f"the cluster had no node for it for {NO_ROOM_S:.0f} s")
+            build.fail(reason)
         self._waiting.clear()
 
     def _settle(self, ref: Any) -> None:
         """Take a task's result, or have its piece done again when its worker died."""
         job_idx, piece, _ = self._running.pop(ref)
+        value, died = self._outcome_of(ref)
+        self._builders.settle(ref, value, died)
         build = self._open.get(job_idx)
-        builder = self._builders.pop(ref, None)
-        value = self._value_of(ref)
-        died = isinstance(value, self._ray.exceptions.RayError)
-        if builder is not None and not died:
-            self._idle.append(builder)
         if build is None or build.outcome is not None:
             return
         with failing(build):
@@ -245,14 +238,14 @@ class _Dispatch:
             else:
                 build.settle(piece, value)
 
-    def _value_of(self, ref: Any) -> Any:
-        """What a task returned; else the error that it ran into, or a RayError where its worker died."""
+    def _outcome_of(self, ref: Any) -> tuple[Any, bool]:
+        """What a task returned or what it ran into, and whether that was its worker's end."""
         try:
-            return self._ray.get(ref)
+            return self._ray.get(ref), False
         except self._ray.exceptions.RayTaskError as error:
-            return error.cause
+            return error.cause, False
         except self._ray.exceptions.RayError as error:
-            return error
+            return error, True
 
     def _close_those_that_ended(self) -> None:
         for job_idx, build in list(self._open.items()):
@@ -278,3 +271,68 @@ class _Dispatch:
         for job_idx, build in self._open.items():
             if (state := build.progress) is not None:
                 self._on_progress(job_idx, state)
+
+
+class _Builders:
+    """Actors that have a GPU each. Only those that have said that they are there get something to do."""
+
+    def __init__(self, ray: Any):
+        self._ray = ray
+        self._make = ray.remote(num_gpus=1, num_cpus=0)(GpuBuilder).remote
+        self.asked: dict[Any, Any] = {}  # actors that have not answered yet, by their answer
+        self.why_lost = ""  # when too many were
+        self._num_lost = 0  # in a row, before they answered
+        self._idle: list[Any] = []
+        self._busy: dict[Any, Any] = {}  # by what is running
+
+    @property
+    def has_idle(self) -> bool:
+        return bool(self._idle)
+
+    def look(self, num_wanted: int) -> None:
+        """See who is there; start actors until there are as many."""
+        for ref in self._ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
+            builder = self.asked.pop(ref)
+            try:
+                self._ray.get(ref)
+            except self._ray.exceptions.RayError as error:
+                self._num_lost += 1
+                self.why_lost = sentence(error) if self._num_lost >= _MOST_LOST else ""
+            else:
+                self._num_lost = 0
+                self._idle.append(builder)
+        for _ in range(num_wanted - len(self.asked) - len(self._idle) - len(self._busy)):
+            builder = self._make()
+            self.asked[builder.ready.remote()] = builder
+
+    def run_piece(self, *arguments: Any) -> Any:
+        builder = self._idle.pop()
+        ref = builder.run_piece.remote(*arguments)
+        self._busy[ref] = builder
+        return ref
+
+    def settle(self, ref: Any, value: Any, died: bool) -> None:
+        """Keep an actor that did what it should; what else it ran into may have broken its GPU's context for good."""
+        builder = self._busy.pop(ref, None)
+        if builder is None:
+            return
+        if died:  # and others with it, if it was a node: they would each cost a piece an attempt
+            for other in self._idle:
+                self._ray.kill(other)
+            self._idle.clear()
+        elif isinstance(value, Exception) and not isinstance(value, CsattnError):
+            self._ray.kill(builder)
+        else:
+            self._idle.append(builder)
+
+    def drop(self, ref: Any) -> bool:
+        """End the actor that is busy with it, if there is one."""
+        builder = self._busy.pop(ref, None)
+        if builder is not None:
+            self._ray.kill(builder)
+        return builder is not None
+
+    def end(self) -> None:
+        for builder in (*self.asked.values(), *self._idle, *self._busy.values()):
+            with suppress(Exception):
+                self._ray.kill(builder)

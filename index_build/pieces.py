@@ -65,7 +65,10 @@ OnProgress = Callable[[BuildProgress], None]
 
 
 class PhaseTimes:
-    """How long each part of a build took; on a GPU all go on beside each other, and some layers are written at once."""
+    """How long each part of a build took, checkpoints apart.
+
+    On a GPU all go on beside each other, and some layers are written at once.
+    """
 
     def __init__(self) -> None:
         self.seconds = {"prefill": 0.0, "index": 0.0, "write": 0.0}

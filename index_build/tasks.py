@@ -41,6 +41,9 @@ def run_piece(
 class GpuBuilder:
     """An actor that has a GPU, and the model that it built with last, for as long as the batch takes."""
 
+    def ready(self) -> None:
+        """Answers when there is a GPU for it, and it is there."""
+
     def run_piece(self, *arguments: Any) -> Plan | int:
         return run_piece(*arguments)
 
@@ -50,5 +53,7 @@ def _model(options: BuildOptions, device: str) -> LoadedModel:
     key = options.model, options.dtype, device, options.weights
     if key not in _loaded:
         _loaded.clear()  # first: there is room for one
+        if device == "cuda":
+            torch.cuda.empty_cache()  # what is cached counts as taken
         _loaded[key] = load_model(*key[:3], weights=options.weights, may_lend=True)
     return _loaded[key]

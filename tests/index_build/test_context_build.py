@@ -190,3 +190,18 @@ def test_a_piece_whose_workers_always_die_fails_its_context(tmp_path: Path) -> N
         build.lose(piece, "power")
     assert build.outcome == "failed"
     assert build.error == f"its worker died {MAX_ATTEMPTS} times, last of power"
+
+
+def test_a_worker_that_dies_behind_the_last_layer_leaves_a_whole_artifact(
+    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
+) -> None:
+    """... and nothing else is due while it is at work, whatever it has finished."""
+    build = ContextBuild(tmp_path, plan_job(job, loaded, "cpu"), by_layer=True)
+    [layers] = build.due()
+    build.start(layers)
+    do(layers, build, job, loaded)
+    assert build.due() == [] and build.outcome is None, "it may still be writing"
+    build.lose(layers, "a node that left")
+    assert build.due() == []
+    assert build.outcome == "built"
+    assert hashes(tmp_path) == in_one_go

@@ -102,20 +102,34 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
 
 
 def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    """... and another takes the place of the one that is killed over its second context. Lists are made on CPUs."""
+    """... unless it is killed or broken; then another takes its place. Lists are made on CPUs."""
     monkeypatch.setattr("index_build.jobs.GpuBuilder", mishaps.BuilderOnCpu)
-    place, store = make_place(tmp_path / "place", 5), tmp_path / "store"
-    lines: list[dict[str, Any] | str] = [{"context": f"{number}.txt", "model": "model"} for number in range(4)]
+    place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
+    (place / "5.txt").rename(place / "breaks.txt")
+    names = [*"01", "breaks", *"23"]
+    lines: list[dict[str, Any] | str] = [{"context": f"{name}.txt", "model": "model"} for name in names]
     lines.append({"context": "4.txt", "model": "model", "preset": "lists", "num_centroids": 16})
     jobs = read_jobs(write_list(place, *lines))
     report = run_on_ray(jobs, store, num_threads=1)
-    assert [(result.outcome, result.error) for result in report.results] == [("built", None)] * 5
-    assert sum(result.attempts for result in report.results) == 5 + 1
+    errors = [result.error for result in report.results]
+    assert errors == [None, None, "RuntimeError: CUDA error", None, None, None]
+    assert sum(result.attempts for result in report.results) == 6 + 1
     did = [line.split() for line in (tmp_path / "did").read_text().splitlines()]
-    assert len({process for process, _ in did}) == 3
-    assert sorted(kind for _, kind in did) == ["layers"] * 4 + ["plan"] * 5 + ["prefill"]
+    assert 2 <= len({process for process, _ in did}) <= 4
+    assert sorted(kind for _, kind in did) == ["breaks"] + ["layers"] * 4 + ["plan"] * 6 + ["prefill"]
+    [broken] = (number for number, (_, kind) in enumerate(did) if kind == "breaks")
+    assert did[broken][0] not in {process for process, _ in did[broken + 1 :]}
+    del jobs[2]
     run_batch(jobs, tmp_path / "in-one-go", device="cpu")
     assert hashes(store) == hashes(tmp_path / "in-one-go")
+
+
+def test_gpus_whose_processes_die_as_they_start_are_given_up(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("index_build.jobs.GpuBuilder", mishaps.BuilderThatDies)
+    monkeypatch.setattr("index_build.jobs._MOST_LOST", 2)
+    place = make_place(tmp_path / "place", 1)
+    report = run_on_ray(read_jobs(write_list(place, {"context": "0.txt", "model": "model"})), tmp_path / "store")
+    assert "die as they start" in (report.results[0].error or "")
 
 
 def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:

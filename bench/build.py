@@ -103,6 +103,7 @@ def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dic
     heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
     qkv = heads * context_len * geometry.head_dim * loaded.dtype.itemsize
     kv_bytes = 2 * 2 * geometry.num_layers * geometry.num_kv_heads * context_len * geometry.head_dim
+    bound = round(model_bytes + qkv + index_bytes / geometry.num_layers + GIB)
     case = {
         "context_len": context_len,
         "prefill_s": round(alone_s, 3),
@@ -116,11 +117,9 @@ def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dic
         "peak_bytes": peak,
         "peak_before_build_bytes": before,
         "device_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "bound_bytes": None if on_gpu else round(model_bytes + qkv + index_bytes / geometry.num_layers + GIB),
+        "bound_bytes": None if on_gpu else bound,
     }
-    memory = f"{peak / GIB:.2f} GiB"
-    if case["bound_bytes"] is not None:
-        memory += f" of {case['bound_bytes'] / GIB:.2f} GiB allowed"
+    memory = f"{peak / GIB:.2f} GiB" + ("" if on_gpu else f" of {bound / GIB:.2f} GiB allowed")
     print(
         f"{context_len} tokens: prefill {alone_s:.2f} s, with the index {indexed_s:.2f} s ({case['index_share']:.1%} "
         f"of it), written {wall_s:.2f} s ({size / wall_s / 1e9:.2f} GB/s); "

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from csattn.attention import attend_chunk, merge_state
+from csattn.cuda import free_device_bytes
 from csattn.errors import CaptureError
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.families import describe
@@ -188,10 +189,7 @@ def _has_room_for_another(arrays: tuple[Tensor, Tensor]) -> bool:
     """On a GPU, next to what passes through a layer and what its index takes while it is made."""
     if not arrays[0].is_cuda:
         return False
-    device = arrays[0].device
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 4 * sum(array.nbytes for array in arrays) <= free_bytes
+    return 4 * sum(array.nbytes for array in arrays) <= free_device_bytes(arrays[0].device)
 
 
 def may_begin(model: Any, layer_idx: int) -> bool:

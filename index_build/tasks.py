@@ -53,7 +53,5 @@ def _model(options: BuildOptions, device: str) -> LoadedModel:
     key = options.model, options.dtype, device, options.weights
     if key not in _loaded:
         _loaded.clear()  # first: there is room for one
-        if device == "cuda":
-            torch.cuda.empty_cache()  # what is cached counts as taken
         _loaded[key] = load_model(*key[:3], weights=options.weights, may_lend=True)
     return _loaded[key]

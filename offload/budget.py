@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
+from csattn.cuda import free_device_bytes
 from offload.errors import MemoryPlanError
 
 GIB = 1 << 30
@@ -80,10 +81,8 @@ def _amount(num_bytes: int) -> str:
 
 
 def available_memory(device: torch.device) -> AvailableMemory:
-    """What this machine has left now. What torch has cached of the device's memory counts as left."""
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return AvailableMemory(device_bytes=free_bytes + cached_bytes, host_bytes=host_memory_bytes())
+    """What this machine has left now."""
+    return AvailableMemory(device_bytes=free_device_bytes(device), host_bytes=host_memory_bytes())
 
 
 def require_host_memory(what: str, needed_bytes: int, remedy: str) -> None:

@@ -147,6 +147,12 @@ def num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def free_device_bytes(device: torch.device | str) -> int:
+    """What is left of a device's memory, with what torch keeps for later of what it has given back."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 @cache
 def has_warpgroup_products(device: torch.device) -> bool:
     """Whether it runs what is compiled for sm_90a: products of whole warpgroups, which are Hopper's alone."""

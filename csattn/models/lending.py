@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from csattn.cuda import free_device_bytes
+
 MOST_SHARE = 0.75  # of the device's free memory for weights: what passes through layers needs some, too
 
 
@@ -53,6 +55,5 @@ def are_lent(model: Any) -> bool:
 def _has_room(model: Any, device: str) -> bool:
     if torch.device(device).type != "cuda":
         return True
-    free_bytes, _ = torch.cuda.mem_get_info(device)
     needed = sum(int(parameter.nbytes) for parameter in model.parameters())
-    return needed <= MOST_SHARE * free_bytes
+    return needed <= MOST_SHARE * free_device_bytes(device)

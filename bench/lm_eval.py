@@ -198,7 +198,9 @@ def shares_of_cpus(processes: int) -> "Queue[list[int]]":
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lm-eval", default="lm_eval", help="its command, in whatever environment it has")
-    parser.add_argument("--lm-eval-path", help="its PYTHONPATH, if not this one's")
+    parser.add_argument(
+        "--lm-eval-path", help="its PYTHONPATH, if not this one's; a folder `site-packages`, for dill's sake"
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192])
     parser.add_argument("--variants", nargs="+", default=[], help="besides full attention; else all: 'default, 2%%'")

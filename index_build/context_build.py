@@ -133,6 +133,11 @@ class ContextBuild:
         return 1 + max(self._losses.values(), default=0)
 
     @property
+    def needs_model(self) -> bool:
+        """Whether there is a plan to make, or a layer to prefill."""
+        return self.outcome is None and (self.plan is None or len(self._ready) < self._num_layers)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether another process is building this artifact."""
         return self._is_refused and self.outcome is None

@@ -177,7 +177,8 @@ class _Dispatch:
         for job_idx in list(self._waiting)[: max(0, room[self._prefill] + 2 - num_open)]:
             self._open[job_idx] = self._waiting.pop(job_idx)
         if self._prefill.device == "cuda":
-            self._builders.look(min(room[self._prefill], len(self._open)))
+            num_builds = sum(build.needs_model for build in (*self._open.values(), *self._waiting.values()))
+            self._builders.look(min(room[self._prefill], num_builds))
             if self._builders.why_lost:
                 self._give_up(f"processes on GPUs die as they start, last of {self._builders.why_lost}")
         for job_idx, build in self._open.items():
@@ -290,7 +291,7 @@ class _Builders:
         return bool(self._idle)
 
     def look(self, num_wanted: int) -> None:
-        """See who is there; start actors until there are as many."""
+        """See who is there; start actors until there are as many, or end those that are idle beyond."""
         for ref in self._ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
             builder = self.asked.pop(ref)
             try:
@@ -301,9 +302,13 @@ class _Builders:
             else:
                 self._num_lost = 0
                 self._idle.append(builder)
-        for _ in range(num_wanted - len(self.asked) - len(self._idle) - len(self._busy)):
+        num_missing = num_wanted - len(self.asked) - len(self._idle) - len(self._busy)
+        for _ in range(num_missing):
             builder = self._make()
             self.asked[builder.ready.remote()] = builder
+        for builder in self._idle[: max(0, -num_missing)]:
+            self._idle.remove(builder)
+            self._ray.kill(builder)
 
     def run_piece(self, *arguments: Any) -> Any:
         builder = self._idle.pop()

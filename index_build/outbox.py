@@ -54,9 +54,8 @@ class DeviceOutbox(Outbox):
     """Makes indexes by a thread on a stream of its own, copies to page-locked memory, writes from there by threads."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.linalg.inv(
-            torch.eye(1, device=device)
-        )  # torch loads what these need, which no two threads may do at once
+        # torch loads what it needs for this once, and not when two threads ask for it at the same time
+        torch.linalg.inv(torch.eye(1, device=device))
         self._index_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._slots = [_Slot(copy_stream) for _ in range(_NUM_SLOTS)]  # that of the last layer is the last

@@ -164,19 +164,23 @@ def test_a_second_builder_waits_and_finds_the_artifact(job: Job, loaded: LoadedM
     verify_artifact(tmp_path / second.artifact_id)
 
 
-def test_a_build_in_this_process_waits_for_another_builder(job: Job, loaded: LoadedModel, tmp_path: Path) -> None:
+def test_a_build_in_this_process_waits_for_another_builder(
+    job: Job, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... which takes it a while, and of which it tells once."""
     plan = plan_job(job, loaded, "cpu")
     other = ContextBuild(tmp_path, plan)
     assert other.due(), "it has the lock"
-    num_waits = 0
+    did: list[str] = []
 
-    def finish_the_other() -> None:
-        nonlocal num_waits
-        num_waits += 1
-        work(other, job, loaded)
+    def look_again(seconds: float) -> None:
+        did.append("looks again")
+        if len(did) == 4:
+            work(other, job, loaded)
 
-    report = build_plan(loaded, plan, tmp_path, on_wait=finish_the_other)
-    assert num_waits == 1
+    monkeypatch.setattr("index_build.pipeline.time.sleep", look_again)
+    report = build_plan(loaded, plan, tmp_path, on_wait=lambda: did.append("waits"))
+    assert did == ["waits", *["looks again"] * 3]
     assert report.reused and other.outcome == "built"
 
 

@@ -41,9 +41,9 @@ def test_captured_queries_reproduce_the_captured_attention() -> None:
     torch.testing.assert_close(seen["out"][0], (scores.softmax(-1) @ v).transpose(0, 1).reshape(60, -1))
 
 
-@pytest.mark.parametrize("chunk_len", [1, 63, 64, 200])
-def test_results_do_not_depend_on_the_chunk_size(chunk_len: int) -> None:
-    model, ids = make_model("llama"), torch.from_numpy(token_ids(129)).long()
+@pytest.mark.parametrize(("family", "chunk_len"), [*(("llama", n) for n in (1, 63, 64, 200)), ("deepseek_v3", 64)])
+def test_results_do_not_depend_on_the_chunk_size(family: str, chunk_len: int) -> None:
+    model, ids = make_model(family), torch.from_numpy(token_ids(129)).long()
     for got, want in zip(all_layers(model, ids, chunk_len=chunk_len), all_layers(model, ids), strict=True):
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

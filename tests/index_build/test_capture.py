@@ -41,6 +41,15 @@ def test_captured_queries_reproduce_the_captured_attention() -> None:
     torch.testing.assert_close(seen["out"][0], (scores.softmax(-1) @ v).transpose(0, 1).reshape(60, -1))
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_what_leaves_layers_of_latents_is_what_leaves_the_models_own(family: str) -> None:
+    model, ids = make_model(family), torch.from_numpy(token_ids(150)).long()
+    with torch.no_grad():
+        want = model.model(ids[None], output_hidden_states=True).hidden_states
+    for layer_idx, (_, _, leaving) in enumerate(all_layers(model, ids, chunk_len=64)[:-1]):
+        torch.testing.assert_close(leaving, want[layer_idx + 1][0], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(("family", "chunk_len"), [*(("llama", n) for n in (1, 63, 64, 200)), ("deepseek_v3", 64)])
 def test_results_do_not_depend_on_the_chunk_size(family: str, chunk_len: int) -> None:
     model, ids = make_model(family), torch.from_numpy(token_ids(129)).long()

@@ -26,7 +26,7 @@ import torch
 
 from bench.fuzz_kinds import hurt
 from bench.timing import finish, gate
-from csattn.artifact import open_artifact
+from csattn.artifact import open_artifact, verify_artifact
 from csattn.build_options import BuildOptions
 from csattn.config import SearchConfig
 from csattn.errors import CsattnError
@@ -158,6 +158,8 @@ def main() -> None:
                     faults.append(f"--seed {options.seed} --only {number}: {came}")
                     print(faults[-1], flush=True)
             os.close(lines)
+        for path, _ in artifacts:
+            verify_artifact(path)  # what was hurt were copies
     result = {"bench": "fuzz", "seed": options.seed, "tries": outcomes.total(), "faults": len(faults)}
     result |= {"by_kind": dict(sorted(tries.items())), "outcomes": dict(outcomes.most_common())}
     finish(result | {"first_faults": faults[:10]}, options.json)

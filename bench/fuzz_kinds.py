@@ -32,8 +32,18 @@ def hurt(artifact_dir: Path, others: list[Path], rng: random.Random) -> tuple[li
 
 def some_file(artifact_dir: Path, rng: random.Random) -> Path:
     """A plain one: from a pipe this would wait itself, and what a link leads to is another artifact's."""
-    files = sorted(path for path in artifact_dir.iterdir() if path.is_file() and not path.is_symlink())
-    return rng.choice(files)
+    return rng.choice(plain_files(artifact_dir))
+
+
+def plain_files(artifact_dir: Path) -> list[Path]:
+    return sorted(path for path in artifact_dir.iterdir() if path.is_file() and not path.is_symlink())
+
+
+def write(path: Path, data: bytes) -> None:
+    """In the place of a link, if there is one: not to where it leads."""
+    if path.is_symlink():
+        path.unlink()
+    path.write_bytes(data)
 
 
 def flip_bytes(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
@@ -47,7 +57,7 @@ def flip_bytes(artifact_dir: Path, others: list[Path], rng: random.Random) -> No
 
 def forge_values(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
     """Rows of KV, codes, transforms or tokens: a bit, or a run of values that hurt."""
-    files = [path for path in sorted(artifact_dir.glob("*.safetensors")) if path.is_file()]
+    files = [path for path in plain_files(artifact_dir) if path.suffix == ".safetensors"]
     path = rng.choice(files or [some_file(artifact_dir, rng)])
     data = bytearray(path.read_bytes())
     if len(data) <= HEADER_BYTES:
@@ -110,7 +120,7 @@ def replace(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
 
 def add(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
     name = rng.choice(["notes.txt", "layer-000.kv.safetensors.new", "layer-999.kv.safetensors", "\u202e", "x" * 200])
-    (artifact_dir / name).write_bytes(rng.randbytes(9))
+    write(artifact_dir / name, rng.randbytes(9))
 
 
 def edit_manifest(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
@@ -127,7 +137,7 @@ def edit_manifest(artifact_dir: Path, others: list[Path], rng: random.Random) ->
         inside[rng.choice(["", "files", "x", "spec", "../up"])] = inside.pop(key)
     else:
         inside[key] = other_value(inside[key], rng)
-    path.write_text(json.dumps(manifest))
+    write(path, json.dumps(manifest).encode())
 
 
 def read_manifest(path: Path) -> Any:
@@ -164,6 +174,6 @@ def reseal(artifact_dir: Path) -> None:
             file = artifact_dir / name
             data = file.read_bytes() if file.is_file() else b""
             record |= {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        path.write_text(json.dumps(manifest))
+        write(path, json.dumps(manifest).encode())
     if path.is_file() and (hash_path.is_file() or not os.path.lexists(hash_path)):
-        hash_path.write_text(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {MANIFEST}\n")
+        write(hash_path, f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {MANIFEST}\n".encode())

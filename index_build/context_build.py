@@ -204,21 +204,18 @@ class ContextBuild:
         return self._writer is not None
 
     def _look(self) -> None:
-        """See which layers have been handed over since."""
+        """See which layers have been handed over, or finished, since."""
         assert self._writer is not None
         for layer_idx in range(self._num_layers):
             if layer_idx not in self._ready and is_ready(self._writer.work, layer_idx):
                 self._ready.add(layer_idx)
+                self._writer.take_layer(layer_idx)
 
     def _due_index(self) -> list[Piece]:
         assert self._writer is not None
         self._look()
-        pieces = []
-        for layer_idx in sorted(self._ready):
-            is_finished = self._writer.is_finished(layer_idx) or self._writer.take_layer(layer_idx)
-            if not is_finished and self._has_index(layer_idx):
-                pieces.append(Piece("index", layer_idx))
-        return pieces
+        unfinished = [layer_idx for layer_idx in sorted(self._ready) if not self._writer.is_finished(layer_idx)]
+        return [Piece("index", layer_idx) for layer_idx in unfinished if self._has_index(layer_idx)]
 
     def _due_prefill(self) -> list[Piece]:
         assert self.plan is not None

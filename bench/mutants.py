@@ -3,8 +3,8 @@
 python -m bench.mutants [--number 300] [--seed 0] [--only csattn/sketch] [--whole] [--processes 2] [--json FILE]
 
 An operator, a bound or a constant is changed in a copy of the last commit, and the tests of its package run until one
-fails; with --whole, all tests where those do not. What is in FILE already is not done again. Survivors are listed:
-each wants a test, or changes nothing.
+fails; with --whole, all tests where those do not. FILE has what was judged so far; what is in it already is not done
+again. Survivors are listed: each wants a test, or changes nothing.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
+from threading import Lock
 from typing import Any
 
 from bench.timing import finish
@@ -160,6 +161,7 @@ def run(chosen: list[Mutant], options: argparse.Namespace) -> dict[str, Any]:
     known = json.loads(options.json.read_text())["mutants"] if options.json and options.json.is_file() else []
     results = {(of["file"], of["at"], of["after"]): of for of in known}
     checkouts: Queue[Path] = Queue()
+    writing = Lock()
 
     def judge(mutant: Mutant) -> None:
         key = mutant.file, mutant.at, mutant.after
@@ -172,17 +174,23 @@ def run(chosen: list[Mutant], options: argparse.Namespace) -> dict[str, Any]:
                 by = notices(checkout, mutant, "tests")
         finally:
             checkouts.put(checkout)
-        results[key] = {**asdict(mutant), "noticed_by": by}
+        with writing:
+            results[key] = {**asdict(mutant), "noticed_by": by}
+            if options.json is not None:
+                options.json.write_text(json.dumps(summary()))
         print(f"{mutant.file}:{mutant.line}: {mutant.before} → {mutant.after}: {by or 'NOT NOTICED'}", flush=True)
+
+    def summary() -> dict[str, Any]:
+        of_chosen = [results[key] for mutant in chosen if (key := (mutant.file, mutant.at, mutant.after)) in results]
+        noticed = sum(of["noticed_by"] is not None for of in of_chosen)
+        return {"seed": options.seed, "faults": len(of_chosen), "noticed": noticed, "mutants": of_chosen}
 
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.processes) as pool:
         for number in range(options.processes):
             checkouts.put(Path(scratch, str(number)))
             subprocess.run(["git", "clone", "-q", str(ROOT), f"{scratch}/{number}"], check=True)
         list(pool.map(judge, chosen))
-    of_chosen = [results[mutant.file, mutant.at, mutant.after] for mutant in chosen]
-    noticed = sum(of["noticed_by"] is not None for of in of_chosen)
-    return {"seed": options.seed, "faults": len(chosen), "noticed": noticed, "mutants": of_chosen}
+    return summary()
 
 
 if __name__ == "__main__":

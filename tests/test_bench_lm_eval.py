@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from bench.lm_eval import FULL, Outcome, Outcomes, Part, prefills, table, variants
+from bench.lm_eval.__main__ import variants
+from bench.lm_eval.outcomes import FULL, Outcome, Outcomes, Part, prefills, table
 
 TASK = "ruler_vt"
 FULL_VARIANT, SPARSE = variants("cpu")[:2]

@@ -42,8 +42,17 @@ class ExactSelector:
         self._tail = self._tail.with_row(torch.from_numpy(k))
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
-        keys = self._keys
-        grouped = torch.from_numpy(q).to(keys.dtype).view(keys.shape[0], -1, keys.shape[2])
-        parts = (keys, self._tail.rows) if self._tail.num_rows else (keys,)
-        logits = torch.cat([grouped @ part.transpose(1, 2) for part in parts], dim=2).float()
+        num_kv_heads, _, head_dim = self._keys.shape
+        grouped = torch.from_numpy(q).view(num_kv_heads, -1, head_dim)
+        parts = (self._keys, self._tail.rows) if self._tail.num_rows else (self._keys,)
+        logits = torch.cat([products(grouped, part) for part in parts], dim=2)
         return top_rows(group_shares(logits * self._view.softmax_scale), self._view)
+
+
+def products(grouped: Tensor, keys: Tensor) -> Tensor:
+    """Of each query with the keys of its head; in float32, a head at a time, for no more is decoded at once.
+
+    grouped: [num_kv_heads, group_size, head_dim] float32; keys: [num_kv_heads, num_keys, head_dim] of any dtype and
+    strides -> [num_kv_heads, group_size, num_keys] float32.
+    """
+    return torch.stack([queries @ of_head.float().T for queries, of_head in zip(grouped, keys, strict=True)])

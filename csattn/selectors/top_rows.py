@@ -19,12 +19,14 @@ def top_rows(group_scores: Tensor, view: ContextView) -> Selection:
     """
     mask_resident(group_scores, view)
     top_k = min(view.top_k, num_free(view, group_scores.shape[1]))
-    # stable, so that of equal rows the first come first
-    order = group_scores.argsort(dim=1, descending=True, stable=True)[:, :top_k]
-    return Selection(
-        kv_indices=order.sort(dim=1).values.to(torch.int32).numpy(),
-        valid_len=np.full(group_scores.shape[0], top_k, dtype=np.int32),
-    )
+    num_heads = len(group_scores)
+    if top_k == 0:
+        return Selection(np.empty((num_heads, 0), np.int32), np.zeros(num_heads, np.int32))
+    worst = group_scores.topk(top_k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    better, equal = group_scores > worst, group_scores == worst
+    num_left = top_k - better.sum(1, keepdim=True)
+    rows = (better | (equal & (equal.cumsum(1) <= num_left))).nonzero()[:, 1].view(num_heads, top_k)
+    return Selection(rows.to(torch.int32).numpy(), np.full(num_heads, top_k, dtype=np.int32))
 
 
 def num_free(view: ContextView, num_keys: int) -> int:

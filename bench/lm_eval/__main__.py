@@ -1,0 +1,185 @@
+"""What does lm-eval, unmodified, say of the service? RULER's tasks that need no network, by `local-completions`.
+
+    pip install 'lm-eval[ruler,api]' transformers     # in a venv of its own
+    python -m bench.lm_eval --lm-eval VENV/bin/python [--placement device] [--outcomes FILE] [--json FILE]
+
+For each length and task: full attention, `default` and exact Top-K (the others dropped) at 2 and 5 %, each a service of
+its own over one store, with the same samples. The first computes their contexts, the others find them. A small model
+fails some tasks whatever attends: what tells is the difference from full attention, sample by sample, with its error.
+--outcomes keeps what each run gave, and goes on behind it when it is called again.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from multiprocessing.connection import Client
+from pathlib import Path
+from queue import Queue
+from threading import Lock
+
+import numpy as np
+
+from bench.lm_eval.outcomes import FULL, TASKS, Outcome, Outcomes, Part, Variant, prefills, table
+from bench.timing import finish, gate, machine
+from bench.turns.service import MODEL, serving
+
+AT_ONCE = 8  # requests, of which each has a context of its own
+OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+
+
+def variants(placement: str) -> list[Variant]:
+    """Exact Top-K reads every key, in numpy: on the CPU, whatever the others have."""
+    at, on_cpu = f"engine.placement={placement}", "engine.placement=cpu"
+    exact = on_cpu, "engine.selector=exact", "search.rest=none"
+    return [
+        Variant(FULL, (at, "engine.selector=full")),
+        *(Variant(f"default, {keep:.0%}", (at, f"search.keep={keep}")) for keep in (0.02, 0.05)),
+        *(Variant(f"exact Top-K, {keep:.0%}", (*exact, f"search.keep={keep}")) for keep in (0.02, 0.05)),
+    ]
+
+
+def parts(options: argparse.Namespace) -> list[Part]:
+    return [
+        Part(task, length, tuple(range(first, options.limit, options.parts)))
+        for length in options.lengths
+        for task in options.tasks
+        for first in range(min(options.parts, options.limit))
+    ]
+
+
+class LmEval:
+    """lm-eval's process of a task of one length. Threads may ask it at the same time."""
+
+    def __init__(self, task: str, length: int, scratch: Path, options: argparse.Namespace) -> None:
+        self._of, self._tokenizer = f"{task}, {length}", str(scratch / "tokenizer")
+        self._address, self._log = str(scratch / f"{task}-{length}"), scratch / f"{task}-{length}.log"
+        server = str(Path(__file__).with_name("server.py"))
+        command = [*options.lm_eval.split(), server, self._address, task, str(length), self._tokenizer]
+        environment = {**os.environ, **OFFLINE, "TOKENIZERS_PARALLELISM": "false"}
+        if options.lm_eval_path is not None:
+            environment["PYTHONPATH"] = options.lm_eval_path
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=log, stdout=log)
+
+    def scores(self, url: str, samples: tuple[int, ...], until: float | None) -> dict[str, float]:
+        """By sample. Raises TimeoutError when the clock, time.monotonic, says more than `until`."""
+        settings = {
+            "model": MODEL, "base_url": url, "tokenizer": self._tokenizer, "tokenizer_backend": "huggingface",
+            "max_length": 8192, "num_concurrent": AT_ONCE, "timeout": 3600, "max_retries": 5,
+        }  # fmt: skip
+        while not os.path.exists(self._address):
+            gate(self._process.poll() is None, f"lm-eval of {self._of} ended: {self._log.read_text()[-2000:]}")
+            require_time(until)
+            time.sleep(0.1)
+        with Client(self._address, "AF_UNIX") as connection:
+            connection.send((settings, list(samples)))
+            while not connection.poll(0.5):
+                require_time(until)
+            try:
+                scores: dict[str, float] = connection.recv()
+            except EOFError:
+                gate(False, f"lm-eval's run of {self._of} ended: {self._log.read_text()[-2000:]}")
+        return scores
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def require_time(until: float | None) -> None:
+    if until is not None and time.monotonic() > until:
+        raise TimeoutError("the time for these runs is over")
+
+
+def judge(part: Part, variant: Variant, lm_eval: LmEval, store: Path, options: argparse.Namespace) -> Outcome:
+    """lm-eval's run of some samples against a service of their own."""
+    settings = [*variant.settings, f"build.dtype={options.dtype}", f"engine.max_context_len={max(options.lengths)}"]
+    settings += [f"engine.num_contexts={AT_ONCE}", "limits.request_timeout_s=3600", *options.set]
+    with serving(store, *settings) as service:
+        since = time.perf_counter()
+        scores = lm_eval.scores(f"{service.url}/v1/completions", part.samples, options.until)
+        seconds = time.perf_counter() - since
+        tokens = [int(service.metric(f"csattn_{kind}_tokens_total")) for kind in ("prompt", "cached")]
+    gate(scores.keys() == set(map(str, part.samples)), f"{part.task}, {variant.name}: scores of {sorted(scores)} came")
+    mean = np.mean(list(scores.values()))
+    print(f"{part.length} {part.task} {variant.name}: {mean:.3f}, {seconds:.0f} s", flush=True)
+    return Outcome(part.task, part.length, variant.name, scores, tokens[0], tokens[1], seconds)
+
+
+def take_cpus(free: "Queue[list[int]]") -> None:
+    """This thread, and the processes that it starts, have CPUs of their own."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, free.get())
+
+
+def shares_of_cpus(processes: int) -> "Queue[list[int]]":
+    free: Queue[list[int]] = Queue()
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    for number in range(processes):
+        free.put(cpus[number % len(cpus) :: processes])
+    return free
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lm-eval", required=True, help="the Python of its environment")
+    parser.add_argument(
+        "--lm-eval-path", help="its PYTHONPATH, if not this one's; a folder `site-packages`, for dill's sake"
+    )
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192])
+    parser.add_argument("--variants", nargs="+", default=[], help="besides full attention; else all: 'default, 2%%'")
+    parser.add_argument("--limit", type=int, default=50, help="samples of each task and length")
+    parser.add_argument("--parts", type=int, default=1, help="that a task's samples are divided into")
+    parser.add_argument("--processes", type=int, default=1, help="parts that are judged at the same time")
+    parser.add_argument("--placement", default="cpu", help="of full attention and the default")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, of the services")
+    parser.add_argument("--store", type=Path, help="where a part's contexts are until it is judged; else a scratch one")
+    parser.add_argument("--seconds", type=float, help="after which runs are given up")
+    parser.add_argument("--outcomes", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.until = None if options.seconds is None else time.monotonic() + options.seconds
+    from csattn.models import load_model
+
+    judged = [v for v in variants(options.placement) if not options.variants or v.name in (FULL, *options.variants)]
+    outcomes, free = Outcomes(options.outcomes), shares_of_cpus(options.processes)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ExitStack() as stack,
+        ThreadPoolExecutor(options.processes, initializer=take_cpus, initargs=(free,)) as pool,
+    ):
+        scratch, started, starting = Path(directory), dict[tuple[str, int], LmEval](), Lock()
+        load_model().tokenizer.save_pretrained(scratch / "tokenizer")
+
+        def lm_eval_of(part: Part) -> LmEval:
+            with starting:
+                of = part.task, part.length
+                if of not in started:
+                    started[of] = stack.enter_context(closing(LmEval(*of, scratch, options)))
+                return started[of]
+
+        def judge_part(part: Part) -> None:
+            store = (options.store or scratch) / f"{part.task}-{part.length}-{part.samples[0]}"
+            with suppress(TimeoutError):
+                for variant in judged:  # the first leaves its contexts to the others
+                    if not outcomes.has(part, variant):
+                        require_time(options.until)
+                        outcomes.add(judge(part, variant, lm_eval_of(part), store, options))
+                shutil.rmtree(store, ignore_errors=True)
+
+        list(pool.map(judge_part, parts(options)))
+    names = [variant.name for variant in variants(options.placement)]
+    result = {"bench": "lm_eval", "machine": machine(), "model": MODEL, "placement": options.placement}
+    result |= {"dtype": options.dtype, "prefills": prefills(outcomes.all, names), "cases": table(outcomes.all, names)}
+    finish(result, options.json)
+
+
+if __name__ == "__main__":
+    main()

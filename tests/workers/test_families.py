@@ -195,6 +195,10 @@ def compare_on_gpu(family: Family, placement: str, following: list[int], **optio
         config = SearchConfig(keep=keep, window_len=16)
         with GpuEngine(family.loaded, config, placement, selector=selector, device=DEVICE, **options) as engine:  # type: ignore[arg-type]
             engine.add_context(0, family.artifact)
+            placed = engine._placing.placed
+            assert placed is not None
+            planned = {part.name: part.device_bytes for part in placed.plan.parts}.get("the layers without an index", 0)
+            assert planned == (0 if placed.local is None else placed.local.nbytes), "planned for what is there"
             logits = read(engine, config, following, selector)
             divergences.append(family.divergence(logits, following))
             if selector == "full":

@@ -57,6 +57,13 @@ class LocalLayers:
     def __repr__(self) -> str:
         return f"<LocalLayers, {len(self._places)} of {self._spec.num_layers}, {self.inner!r}>"
 
+    @property
+    def nbytes(self) -> int:
+        """Of rows and states."""
+        states = [part for state in self.states if state is not None for part in (state.conv, state.memory)]
+        states += [part for begun in self._begun for part in begun]
+        return sum(part.nbytes for part in states) + sum(place.nbytes for place in self._places.values())
+
     def load(self, context_id: int, kv: Sequence[Tensor], states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
         """kv: of layers that keep rows, [num_kv_heads, num_kept, 2, head_dim]; states: of the others."""
         for (conv, memory), state in zip(self._begun, states, strict=True):
@@ -110,6 +117,10 @@ class _Place:
         self.source: RowSource = row_sources(self._rows, self._lens)[0]
         own = shape.num_tails, shape.num_kv_heads, shape.tail_capacity, 2, shape.head_dim
         self.tails = torch.zeros(own, dtype=shape.dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._rows.nbytes + self.tails.nbytes
 
     def load(self, context_id: int, kv: Tensor) -> None:
         self._rows[0, context_id, : kv.shape[:2].numel()].view(kv.shape).copy_(kv)

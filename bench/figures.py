@@ -188,12 +188,17 @@ def lm_eval() -> list[str]:
     cases = [c for path in sorted((ROOT / "bench" / "results").glob("lm-eval-*.json")) for c in measured(path.name)]
     if not cases:
         return []
+    most: dict[tuple[str, int], int] = {}  # samples: where two runs have a task, those of the larger one
+    for case in cases:
+        of = case["task"], case["length"]
+        most[of] = max(most.get(of, 0), case["samples"])
+    cases = [case for case in cases if case["samples"] == most[case["task"], case["length"]]]
     names = list(dict.fromkeys(case["variant"] for case in cases))
     lines = [*LM_EVAL, "", "| score | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-    for of in dict.fromkeys((case["task"], case["length"]) for case in cases):
+    for of in most:
         row = {case["variant"]: case for case in cases if (case["task"], case["length"]) == of}
         cells = [score_cell(row[name]) if name in row else "–" for name in names]
-        lines.append(f"| {of[0]}, {of[1] // 1024}K | {' | '.join(cells)} |")
+        lines.append(f"| {of[0]}, {of[1] // 1024}K, {most[of]} samples | {' | '.join(cells)} |")
     return lines
 
 

@@ -21,8 +21,10 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from queue import Queue
 from threading import Lock
+from typing import Any
 
 import numpy as np
+import torch
 
 from bench.lm_eval.outcomes import FULL, TASKS, Outcome, Outcomes, Part, Variant, prefills, table
 from bench.timing import finish, gate, machine
@@ -176,8 +178,10 @@ def main() -> None:
 
         list(pool.map(judge_part, parts(options)))
     names = [variant.name for variant in variants(options.placement)]
-    result = {"bench": "lm_eval", "machine": machine(), "model": MODEL, "placement": options.placement}
-    result |= {"dtype": options.dtype, "prefills": prefills(outcomes.all, names), "cases": table(outcomes.all, names)}
+    device = "cpu" if options.placement == "cpu" else torch.cuda.get_device_name()
+    result: dict[str, Any] = {"bench": "lm_eval", "machine": machine(), "model": MODEL, "device": device}
+    result |= {"placement": options.placement, "dtype": options.dtype}
+    result |= {"prefills": prefills(outcomes.all, names), "cases": table(outcomes.all, names)}
     finish(result, options.json)
 
 

@@ -185,6 +185,20 @@ class KeptChoice:
 
     kv_indices: NDArray[np.int32]  # [num_layers, num_index_heads, top_k]
     valid_len: NDArray[np.int32]  # [num_layers, num_index_heads]
+    found: tuple[NDArray[np.int32], NDArray[np.int32]]  # both, by the step under way: others of its rows read the last
+
+    @classmethod
+    def nothing(cls, num_layers: int, num_index_heads: int, top_k: int) -> "KeptChoice":
+        sizes = num_layers, num_index_heads
+        kv_indices, valid_len = np.full((*sizes, top_k), -1, np.int32), np.zeros(sizes, np.int32)
+        return cls(kv_indices, valid_len, (kv_indices.copy(), valid_len.copy()))
+
+    def find(self, layer_idx: int, kv_indices: NDArray[np.int32], valid_len: NDArray[np.int32]) -> None:
+        """What tokens of later steps read, once the step is committed."""
+        self.found[0][layer_idx], self.found[1][layer_idx] = kv_indices, valid_len
+
+    def commit(self) -> None:
+        self.kv_indices[:], self.valid_len[:] = self.found
 
 
 @dataclass(slots=True)
@@ -245,8 +259,7 @@ class CpuRequest:
         reads_all_in_place = self.selector == "full" and self.context.in_place
         self.near = (context_len, context_len) if reads_all_in_place else (middle.start, middle.stop)
         if self.search_period > 1:
-            sizes = len(self.context.kv), self.num_index_heads
-            self.kept = KeptChoice(np.full((*sizes, self.top_k), -1, np.int32), np.zeros(sizes, np.int32))
+            self.kept = KeptChoice.nothing(len(self.context.kv), self.num_index_heads, self.top_k)
 
     @property
     def search_period(self) -> int:

@@ -211,6 +211,7 @@ class CpuEngine:
         except BaseException:
             plain.abandon()
             raise
+        plan.commit()
         plain.commit()
         model.commit(slots)
         plan.count(tail_lens, self.num_layers)

@@ -111,11 +111,18 @@ class RowPlan:
             request.count.add(more)
 
     def keep(self, layer_idx: int) -> None:
-        """Keep what the next tokens will read of that layer."""
+        """Keep what tokens of the next steps will read of that layer, when `commit` says so."""
         for row in self.last_searches:
             kept, chosen = self.requests[row].kept, self.selection(row, layer_idx)
             assert kept is not None and chosen is not None
-            kept.kv_indices[layer_idx], kept.valid_len[layer_idx] = chosen
+            kept.find(layer_idx, *chosen)
+
+    def commit(self) -> None:
+        """The step has succeeded."""
+        for row in self.last_searches:
+            kept = self.requests[row].kept
+            assert kept is not None
+            kept.commit()
 
     def early(self, layer_idx: int) -> list[RowSearch]:
         """The searches that may start before the layer's own queries are there."""

@@ -1,6 +1,7 @@
 """The CPU engine: says what is defined over an artifact, and the same bits alone and among others."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.workers.engine.talks import (
     random_talks,
     run_together,
 )
+from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.searcher import RowSearch
@@ -215,20 +217,49 @@ class _Failing(PoolSearcher):
             raise RuntimeError("lost")
 
 
-def test_a_step_that_fails_can_be_run_again(store) -> None:
-    config = SearchConfig(keep=0.05, window_len=64, lookahead=1)
+@pytest.mark.parametrize("period", [1, 5])
+def test_a_step_that_fails_can_be_run_again(store, period) -> None:
+    """Also one whose rows read what an earlier step has chosen, before others of it search."""
+    config = SearchConfig(keep=0.05, window_len=64, lookahead=1, search_period=period)
+    question = list(range(1, 12))
     with opened(store, "llama", 0) as artifact:
         with make_engine([artifact]) as engine:
-            want = alone(engine, Talk(0, config, "csattn", [1, 2, 3], 3))
-        with make_engine([artifact], searcher=_Failing(1)) as engine:
-            got = Talk(0, config, "csattn", [1, 2, 3], 3)
+            want = alone(engine, Talk(0, config, "csattn", question, 3))
+        searcher = _Failing(1)
+        with make_engine([artifact], searcher=searcher) as engine:
+            got = Talk(0, config, "csattn", question, 3)
             engine.open(0, 0, config, "csattn")
+            searcher.fail = False
+            engine.step([StepRow(0, token) for token in question[:3]])
+            got.fed, searcher.fail = 3, True
             with pytest.raises(RuntimeError, match="lost"):
-                engine.step([StepRow(0, token) for token in (1, 2, 3)])
-            while not got.done:
-                rows = got.next_rows(3)
-                result = engine.step([StepRow(0, token) for token in rows], want_logits=True)
-                got.take(len(rows), result.next_ids, result.logits)
+                engine.step([StepRow(0, token) for token in question[3:]])
+            drive(engine, got)
+    assert_same(got, want)
+
+
+def drive(engine: CpuEngine, talk: Talk) -> None:
+    """The rest of a talk in slot 0, in steps of up to 8 rows."""
+    while not talk.done:
+        rows = talk.next_rows(8)
+        result = engine.step([StepRow(0, token) for token in rows], want_logits=True)
+        talk.take(len(rows), result.next_ids, result.logits)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, lookahead) -> None:
+    """Within a host budget, where rows are attended to one by one."""
+    config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead, search_period=5)
+    budget = HostBudget(32 << 20, config, "csattn")
+    with opened(store, "llama", 0) as artifact, make_engine([artifact], host_budget=budget) as engine:
+        want, got = (Talk(0, config, "csattn", list(range(1, 12)), 3) for _ in range(2))
+        for talk, cuts in ((want, range(1, 11)), (got, (3,))):
+            engine.open(0, 0, config, "csattn")
+            for begin, end in pairwise((0, *cuts)):
+                engine.step([StepRow(0, token) for token in talk.question[begin:end]])
+                talk.fed = end
+            drive(engine, talk)
+            engine.close_slot(0)
     assert_same(got, want)
 
 

@@ -26,6 +26,7 @@ from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.timing import finish, gate, numbers
 from csattn.config import SearchConfig, SketchConfig
+from csattn.models.loader import geometry_of
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import ModelWeights
 from workers.engine.gpu_engine import GpuEngine
@@ -63,7 +64,7 @@ class MadeContext:
     def local_kv(self) -> list[Tensor]:
         return self._layers
 
-    def require_model(self, fingerprint: str) -> None:
+    def require_model(self, fingerprint: str, geometry: object) -> None:
         """It is any model's."""
 
     def require_tokenizer(self, tokenizer_hash: str) -> None:
@@ -123,6 +124,7 @@ def measure(
     model = StepModel(
         name="random",
         fingerprint="",
+        geometry=geometry_of(spec),
         tokenizer_hash="",
         spec=spec,
         dtype=weights.dtype,

@@ -127,7 +127,7 @@ def take_next_query(arrays: dict[str, NDArray[Any]]) -> NDArray[np.float32] | No
     """The inverse of `next_query_arrays`, nearly; these are no longer among the arrays."""
     if "next_query" not in arrays:
         return None
-    with np.errstate(over="ignore"):  # `fault_of_index` refuses what is not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # `fault_of_index` refuses what is not finite
         rows: NDArray[np.float32] = arrays.pop("next_query") * arrays.pop("next_query_scale")[..., None]
     return rows
 

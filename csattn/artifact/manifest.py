@@ -14,7 +14,7 @@ from csattn.config import IndexConfig, index_config_from_json, num_index_heads
 from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigError
 
 FORMAT_NAME = "csattn-artifact"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 STATE, ALL = -1, -2  # in a layer's place among the reaches
 
 _MAX_SHOWN = 200  # characters of what is wrong with a manifest

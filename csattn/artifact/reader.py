@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -28,7 +29,7 @@ from csattn.artifact.layout import (
     state_file,
     take_next_query,
 )
-from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
+from csattn.artifact.manifest import ArtifactSpec, Manifest, ModelGeometry, hash_token_ids
 from csattn.artifact.tensor_file import how_to_heal, map_file, open_regular_file
 from csattn.cpus import available_cpus
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
@@ -127,14 +128,21 @@ class Artifact:
             self._indexes[layer_idx] = index
         return index
 
-    def require_model(self, fingerprint: str) -> None:
-        """Refuse to serve a model that did not make this artifact."""
+    def require_model(self, fingerprint: str, geometry: ModelGeometry) -> None:
+        """Refuse to serve a model that did not make this artifact. Both are the model's, whole."""
         if fingerprint != self.spec.model_fingerprint:
             raise ArtifactMismatchError(
                 f"the artifact {self.path} was built with {self.spec.model_name} in {self.spec.kv_dtype} (fingerprint "
                 f"{self.spec.model_fingerprint}) and the loaded model has fingerprint {fingerprint}; load the model "
                 f"that built it in {self.spec.kv_dtype}, its weights rounded as they were then, or build the context "
                 "again with this one"
+            )
+        if (sizes := self.manifest.spec.model) != geometry:
+            names = [of.name for of in fields(sizes) if getattr(sizes, of.name) != getattr(geometry, of.name)]
+            has, wants = (", ".join(f"{name} {getattr(of, name)}" for name in names) for of in (sizes, geometry))
+            raise ArtifactMismatchError(
+                f"the artifact {self.path} has {has} and the loaded model {wants}: a manifest or a config.json was "
+                "altered; build the context again with this model"
             )
 
     def require_tokenizer(self, tokenizer_hash: str) -> None:
@@ -223,15 +231,21 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(place: Path | str, data: bytes, hash_line: bytes, remedy: str) -> Manifest:
-    """The manifest of the artifact at that place, vouched for by the line that holds its hash."""
+    """The manifest of the artifact at that place, vouched for by the line that holds its hash.
+
+    It lists the files that the format wants and no others, so that their names may be joined to a path.
+    """
     if hash_line != manifest_hash_line(data):
         raise ArtifactCorruptError(
             f"{place}/{MANIFEST_FILE} and {MANIFEST_HASH_FILE} do not agree: one of them is altered; {remedy}"
         )
     try:
-        return Manifest.from_bytes(data)
+        manifest = Manifest.from_bytes(data)
     except ArtifactError as error:
         raise type(error)(f"{place}: {error}; {remedy}") from error
+    if manifest.spec.model.num_layers > MAX_LAYERS or set(manifest.files) != set(file_names(manifest.spec)):
+        raise ArtifactCorruptError(f"{place}: the manifest lists the wrong files; {remedy}")
+    return manifest
 
 
 def manifest_hash_line(manifest: bytes) -> bytes:
@@ -240,10 +254,7 @@ def manifest_hash_line(manifest: bytes) -> bytes:
 
 
 def _require_file_set(path: Path, manifest: Manifest) -> None:
-    """Refuse missing and unknown files, and wrong sizes; the manifest itself must list what the format wants."""
-    num_layers = manifest.spec.model.num_layers
-    if num_layers > MAX_LAYERS or set(manifest.files) != set(file_names(manifest.spec)):
-        raise ArtifactCorruptError(f"{path}: the manifest lists the wrong files; {how_to_heal(path)}")
+    """Refuse missing and unknown files, and wrong sizes."""
     if is_artifact_id(path.name) and path.name != manifest.spec.artifact_id:
         raise ArtifactCorruptError(f"{path} holds the artifact {manifest.spec.artifact_id}; {how_to_heal(path)}")
     found = set(os.listdir(path)) - {MANIFEST_FILE, MANIFEST_HASH_FILE}

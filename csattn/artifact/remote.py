@@ -169,25 +169,41 @@ def shrink_cache(max_bytes: int) -> list[Path]:
     A reader that has a copy open keeps it: its memory is mapped.
     """
     cache = cache_store()
-    copies = [cache / name for name in store_entries(cache) if is_artifact_id(name)]
-    used = sorted(copies, key=lambda path: path.stat().st_mtime, reverse=True)
+    with store_errors(f"look through the cache {cache}", cache):
+        copies = [path for name in store_entries(cache) if is_artifact_id(name) and (path := cache / name).is_dir()]
+        used = sorted(copies, key=_last_use, reverse=True)
     removed, left_bytes = [], 0
     for path in used:
-        left_bytes += sum(file.stat().st_size for file in path.iterdir())
+        left_bytes += (num_bytes := _num_bytes(path))
         lock = BuildLock(cache / f"{BUILDING_PREFIX}{path.name}{LOCK_SUFFIX}")
         if left_bytes <= max_bytes or not lock.try_acquire():
             continue
         try:
-            with store_errors(f"remove {path}", cache):
-                left_bytes -= sum(file.stat().st_size for file in path.iterdir())
+            with store_errors(f"remove {path}", cache), suppress(FileNotFoundError):  # somebody else has removed it
+                left_bytes -= num_bytes
                 gone = cache / f"{BUILDING_PREFIX}{path.name}"
                 remove(gone)
                 os.rename(path, gone)  # at once, so that nobody opens half of it
                 remove(gone)
-            removed.append(path)
+                removed.append(path)
         finally:
             lock.release()
     return removed
+
+
+def _last_use(path: Path) -> float:
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _num_bytes(path: Path) -> int:
+    """Of the files of a copy; of one that is removed meanwhile, of those that were left."""
+    num_bytes = 0
+    with suppress(FileNotFoundError):
+        for file in path.iterdir():
+            num_bytes += file.stat().st_size
+    return num_bytes
 
 
 def _is_whole(path: Path) -> bool:

@@ -1,7 +1,6 @@
 """A store: a directory of artifacts, each under its id."""
 
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id, store_entries
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.reader import open_artifact
-from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX
+from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, remove
 from csattn.errors import ArtifactError
 
 _WORK = re.compile(rf"({re.escape(BUILDING_PREFIX)}[0-9a-f]{{16}})({re.escape(LOCK_SUFFIX)})?")
@@ -51,10 +50,7 @@ def collect_garbage(store: Path) -> list[Path]:
             continue
         try:
             with store_errors(f"remove {work}", store):
-                if work.is_dir() and not work.is_symlink():
-                    shutil.rmtree(work)
-                else:
-                    work.unlink(missing_ok=True)
+                remove(work)
             removed.append(work)
         finally:
             lock.release()

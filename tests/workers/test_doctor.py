@@ -9,6 +9,7 @@ import pytest
 from transformers import MambaConfig
 
 from csattn.artifact.manifest import FORMAT_VERSION
+from csattn.models.families import describe
 from csattn.models.loader import geometry_of, read_config, weight_bytes
 from tests.tiny import tiny_config
 from workers.capacity import context_bytes, spec_of
@@ -294,7 +295,7 @@ def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path
     tiny_config("gemma2", **sizes).save_pretrained(tmp_path)
     found = examine_model(str(tmp_path), machine())
     assert [finding.status for finding in found] == ["ok", "warning", "warning", "ok"]
-    geometry = geometry_of(tiny_config("gemma2", **sizes))
+    geometry = geometry_of(describe(tiny_config("gemma2", **sizes)))
     kv, sketch = context_bytes(spec_of(geometry, 32_768))
     assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 24 * 2 < 3 * 8192 and 0 < sketch < kv
     left = machine().probes["memory"]["available_bytes"] - weight_bytes(read_config(str(tmp_path)), 2)[0]

@@ -27,7 +27,7 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
         size = weight_bytes(config, _ITEM_BYTES, weights)
     except ModelError as error:
         return [Finding("model", "problem", f"{name}: {error}", "Use a model of a family that docs/models.md lists.")]
-    return [*_needs(name, spec, geometry_of(config), *size, facts), *_refusals(spec)]
+    return [*_needs(name, spec, geometry_of(spec), *size, facts), *_refusals(spec)]
 
 
 def _needs(

@@ -113,7 +113,7 @@ class CpuEngine:
         return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self._requests)} requests>"
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
-        artifact.require_model(self.loaded.fingerprint)
+        artifact.require_model(self.loaded.fingerprint, self.loaded.geometry)
         artifact.require_tokenizer(self.loaded.tokenizer_hash)
         require_new_context(context_id, self._contexts, artifact, self.max_positions)
         if artifact.spec.kv_dtype != self._model.kind:

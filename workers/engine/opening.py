@@ -34,7 +34,7 @@ def open_engine(
     Raises a sentence for what does not go together.
     """
     require_together(placement, selector, host_budget_bytes, num_devices, kv_format)
-    artifact.require_model(loaded.fingerprint)
+    artifact.require_model(loaded.fingerprint, loaded.geometry)
     artifact.require_tokenizer(loaded.tokenizer_hash)
     engine: CpuEngine | GpuEngine | SplitEngine
     if placement == "cpu":

@@ -130,7 +130,7 @@ class PlacedModel:
             torch.cuda.synchronize(self.device)
 
     def _require_fit(self, artifact: Artifact) -> None:
-        artifact.require_model(self.model.fingerprint)
+        artifact.require_model(self.model.fingerprint, self.model.geometry)
         artifact.require_tokenizer(self.model.tokenizer_hash)
         if artifact.spec.index_config != self.index_config:
             raise ConfigError("the artifacts have different index configurations; start an engine for each")

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from csattn.artifact import Artifact
+from csattn.artifact.manifest import ModelGeometry
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
 from csattn.models.families import describe
@@ -26,6 +27,7 @@ class StepModel:
 
     name: str
     fingerprint: str
+    geometry: ModelGeometry  # of the whole
     tokenizer_hash: str
     spec: ModelSpec
     dtype: torch.dtype
@@ -51,6 +53,7 @@ def step_model(loaded: LoadedModel) -> StepModel:
     return StepModel(
         name=loaded.name,
         fingerprint=loaded.fingerprint,
+        geometry=loaded.geometry,
         tokenizer_hash=loaded.tokenizer_hash,
         spec=spec,
         dtype=loaded.dtype,

@@ -14,7 +14,8 @@ class Usable:
     """Asked on any thread."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._fingerprint, self._tokenizer_hash = loaded.fingerprint, loaded.tokenizer_hash
+        self._fingerprint, self._geometry = loaded.fingerprint, loaded.geometry
+        self._tokenizer_hash = loaded.tokenizer_hash
         self._known: dict[str, str] = {}  # faults by artifact's id: what has that id is always the same
 
     def fault(self, path: Path) -> str:
@@ -48,6 +49,6 @@ class Usable:
 
     def _open(self, path: Path) -> Artifact:
         artifact = open_artifact(path)
-        artifact.require_model(self._fingerprint)
+        artifact.require_model(self._fingerprint, self._geometry)
         artifact.require_tokenizer(self._tokenizer_hash)
         return artifact

@@ -37,19 +37,19 @@ class Followers:
         self._numbers, self._answers = count(1), dict[tuple[int, int], Future[Any]]()
         self._fault, self._is_up, self._is_closing = "", False, False
         self._must_end_by: float | None = None
-        self._connections, self._children = [], list[subprocess.Popen[bytes]]()
+        self._connections, self._children = list[Connection](), list[subprocess.Popen[bytes]]()
         ready = [self._answer(rank, 0) for rank in range(len(specs))]
-        for spec in specs:
-            connection, child = _start(module)
-            self._connections.append(connection)
-            self._children.append(child)
-            connection.send_bytes(pickle.dumps(spec))
         self._thread = Thread(target=self._watch, name="followers", daemon=True)
-        self._thread.start()
         try:
+            for spec in specs:
+                connection, child = _start(module)
+                self._connections.append(connection)
+                self._children.append(child)
+                connection.send_bytes(pickle.dumps(spec))
+            self._thread.start()
             for answer in ready:
                 answer.result(START_S)
-        except (DevicesError, TimeoutError) as error:
+        except (DevicesError, OSError) as error:  # TimeoutError is one
             self.close()
             raise DevicesError(
                 f"the process of another device did not start ({error or 'no word of it'}); look at its output"
@@ -114,7 +114,8 @@ class Followers:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         for connection in self._connections:
             connection.close()
 

@@ -54,6 +54,7 @@ def plan_memory(
         MemoryPart(name="the layers without an index", device_bytes=shape.local_bytes),
         MemoryPart(name="the moments of the rows between", device_bytes=shape.moments_bytes),
         MemoryPart(name="the choices that later tokens read", device_bytes=kept),
+        MemoryPart(name="what tells queries a layer ahead", device_bytes=shape.next_query_bytes),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
     if shape.latents is not None and placement == "device":

@@ -76,7 +76,11 @@ class SearchOnHost:
         self._give_up = self._memory.zeros((1,), torch.int64)  # 1: the step's queries will not come
         self._mail = {size: _StepMail(shape, size, self._memory) for size in self._plans}
         assert self._memory.place_of(self._give_up) == GIVE_UP
-        searcher.attach(self._memory)
+        try:
+            searcher.attach(self._memory)
+        except BaseException:
+            self._memory.close()
+            raise
         self._background = BackgroundThread("step-searches")
         self._searching: Future[None] | None = None  # for the step at hand
 

@@ -74,7 +74,9 @@ class PlacedModel:
         self.local: LocalLayers | None = None
         if self.watch is not None and len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, self.watch, sinks, device)
-        self._next_query = _room_for_next_query(shape, device) if self.attention.lookahead else None
+        self._next_query: Tensor | None = None
+        if self.attention.lookahead:
+            self._next_query = torch.zeros(shape.next_query_sizes, dtype=shape.dtype, device=device)
         attention, grows = self.local or self.watch or self.attention, self.own is not None
         self.runner = ModelRunner(
             weights, attention, shape.batch_sizes, self._next_query, grows=grows, devices=model.devices
@@ -193,6 +195,7 @@ class PlacedModel:
             undo.callback(self.attention.unload, context_id)
             assert self._searcher is not None
             self._searcher.load(context_id, artifact)
+            undo.callback(self._searcher.unload, context_id)
         elif isinstance(self.attention, SearchOnDevice):
             self.attention.load(context_id, kv, self._index_on_device(artifact), plain)
             undo.callback(self.attention.unload, context_id)
@@ -226,9 +229,3 @@ def _sinks_of(weights: ModelWeights) -> Tensor | None:
     """[all layers, num_q_heads] float32, where the model has them."""
     sinks = [layer.sinks for layer in weights.layers if layer.sinks is not None]
     return torch.stack(sinks) if sinks else None
-
-
-def _room_for_next_query(shape: EngineShape, device: torch.device) -> Tensor:
-    """[num_contexts, num_layers, num_q_heads, head_dim + 1, head_dim]; of the last layer nothing is read."""
-    sizes = shape.num_contexts, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim
-    return torch.zeros(sizes, dtype=shape.dtype, device=device)

@@ -121,6 +121,17 @@ class EngineShape:
         return rows * self.num_kv_heads * self.row_bytes + (self.num_contexts + self.num_tails) * self.state_bytes
 
     @property
+    def next_query_sizes(self) -> tuple[int, ...]:
+        """[num_contexts, num_layers, num_q_heads, head_dim + 1, head_dim]; of the last layer nothing is read."""
+        return self.num_contexts, self.num_layers, self.num_q_heads, self.head_dim + 1, self.head_dim
+
+    @property
+    def next_query_bytes(self) -> int:
+        """Of what tells a layer's queries ahead."""
+        looks_ahead = self.search.lookahead > 0 and not self.attends_all
+        return prod(self.next_query_sizes) * self.dtype.itemsize if looks_ahead else 0
+
+    @property
     def resident_bytes(self) -> int:
         return self.num_layers * self.num_contexts * self.num_kv_heads * self.max_resident_len * self.context_row_bytes
 

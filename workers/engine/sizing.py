@@ -8,6 +8,7 @@ from csattn.errors import ConfigError
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth
 from offload.codecs.formats import KvFormat
+from offload.slot_cache import MAX_SLOTS
 from workers.engine.memory import Placement, plan_memory
 from workers.engine.own_choice import latents_of, least_slots
 from workers.engine.shape import EngineShape
@@ -62,6 +63,9 @@ class Sizing:
 
         longest, least = self.model.spec.max_positions, planned_bytes(1)
         room = (available_bytes - least) // 2
+        if self.placement != "device":  # a cache has room for so many, whatever memory there is
+            while longest > max(needed, 1) and self.num_cached(longest) > MAX_SLOTS:
+                longest //= 2
         while longest > max(needed, 1) and planned_bytes(longest) > least + room:
             longest //= 2
         return max(longest, needed)

@@ -243,6 +243,25 @@ def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes
     assert "the index" not in plans["hybrid", "full"]
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_memory_is_planned_for_queries_that_are_told_ahead(artifacts, lookahead) -> None:
+    with make_engine("device") as ready:
+        config = replace(CONFIG, lookahead=lookahead)
+        sizing = replace(ready._placing._sizing, search=config)
+        plan = plan_memory(0, preset("default"), sizing.shape(preset("default"), 400), "device", 0)
+        planned = {part.name: part.device_bytes for part in plan.parts}["what tells queries a layer ahead"]
+    assert planned == lookahead * 2 * 3 * 4 * 17 * 16 * 4  # contexts, layers, query heads, maps in float32
+
+
+@pytest.mark.parametrize("placement", ["device", "hybrid"])
+def test_a_model_of_millions_of_positions_is_planned_for_as_many_as_a_cache_can_hold(artifacts, placement) -> None:
+    with make_engine(placement) as ready:
+        sizing = ready._placing._sizing
+        model = replace(sizing.model, spec=replace(sizing.model.spec, max_positions=10 << 20))
+        longest = replace(sizing, model=model).longest(preset("default"), 300, 1 << 50)
+    assert longest == (10 << 20 if placement == "device" else 10 << 17)
+
+
 def test_what_an_engine_cannot_do_is_a_sentence(artifacts) -> None:
     with pytest.raises(ConfigError, match="'quest', but a GPU decodes with csattn or full"):
         make_engine("device", selector="quest")

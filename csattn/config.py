@@ -156,7 +156,8 @@ PRESET_NAMES = ("default", "lists", "paper")
 
 def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+        names = ", ".join(str(one) for one in allowed if one is not None)
+        raise ConfigError(f"{name} must be one of {names}, got {value!r}")
 
 
 def _require_at_least(name: str, value: int, lowest: int) -> None:

@@ -64,9 +64,9 @@ def _read_job(line: str, number: int, base: Path, defaults: BuildOptions) -> Job
     if not isinstance(given, dict):
         raise ConfigError(f'expected an object like {{"context": "handbook.txt"}}, got {line.strip()[:60]}')
     context = given.pop("context", None)
+    options = _read_options(given, base, defaults)
     if not isinstance(context, str) or not context:
         raise ConfigError('"context" must be the path of a text file' + ("" if context is None else f", got {context}"))
-    options = _read_options(given, base, defaults)
     file = base / Path(context).expanduser()
     return Job(line=number, context=file, context_bytes=len(read_text(str(file)).encode()), options=options)
 

@@ -18,7 +18,7 @@ from csattn.artifact.places import (
 )
 from csattn.artifact.reader import Artifact
 from csattn.artifact.remote import RemoteStore, cache_store, shrink_cache
-from csattn.artifact.store import ArtifactSummary, broken_artifacts, collect_garbage, list_store
+from csattn.artifact.store import ArtifactSummary, broken_artifacts, collect_garbage, list_store, unfinished_builds
 from csattn.artifact.work import WorkDir
 from csattn.artifact.writer import ArtifactWriter
 
@@ -47,5 +47,6 @@ __all__ = [
     "require_space",
     "resolve_artifact",
     "shrink_cache",
+    "unfinished_builds",
     "verify_artifact",
 ]

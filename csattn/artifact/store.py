@@ -37,15 +37,20 @@ def broken_artifacts(store: Path) -> dict[Path, ArtifactError]:
     return _scan(store)[1]
 
 
+def unfinished_builds(store: Path) -> list[Path]:
+    """Where builds work that have not published: they run, or were interrupted and can go on."""
+    names = {match[1] for name in store_entries(store) if (match := _WORK.fullmatch(name))}
+    return [store / name for name in sorted(names)]
+
+
 def collect_garbage(store: Path) -> list[Path]:
     """Remove the work of builds that ended before they published, and return what was removed.
 
     A build that is running keeps its work; one that was interrupted can no longer be resumed.
     """
     removed = []
-    for name in sorted({match[1] for name in store_entries(store) if (match := _WORK.fullmatch(name))}):
-        work = store / name
-        lock = BuildLock(store / f"{name}{LOCK_SUFFIX}")
+    for work in unfinished_builds(store):
+        lock = BuildLock(store / f"{work.name}{LOCK_SUFFIX}")
         if not lock.try_acquire():
             continue
         try:

@@ -374,7 +374,8 @@ def _converted(gguf: Path) -> Path:
             if not target.is_dir():
                 raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{gguf} could not be converted: {_first_line(error)}") from error
+        why = _first_line(error).replace(f"{gguf}", "it")
+        raise ModelError(f"{gguf} could not be converted: {why}; give a whole .gguf file, or a directory") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target

@@ -62,6 +62,7 @@ BAD_LINES = {
     '{"context": "absent.txt"}': "No such file",
     '{"context": "empty.txt"}': "holds no text",
     '{"context": "0.txt", "presett": "paper"}': "unknown option 'presett'",
+    '{"contxt": "0.txt"}': "unknown option 'contxt'; known are context",
     '{"context": "0.txt", "preset": "best"}': "unknown preset 'best'",
     '{"context": "0.txt", "dtype": "int3"}': "dtype must be one of",
     '{"context": "0.txt", "num_fine": 0}': "num_fine must be at least 1",

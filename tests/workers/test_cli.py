@@ -221,7 +221,18 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     listed = last_line(in_process("ls", "--store", place / "store", "--json", capsys=capsys))
     assert inspected["size_bytes"] == verified["size_bytes"] == listed["artifacts"][0]["size_bytes"]
     assert verified["intact"] is True
-    assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == []
+    work = place / "store" / f".building-{'0' * 16}"
+    work.mkdir()
+    shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
+    assert last_line(shown)["unfinished"] == [str(work)] and "the same build goes on with it" in shown.stderr
+    for removed in ([str(work)], []):
+        assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
+
+
+@pytest.mark.parametrize("verb", ["ls", "gc"])
+def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: str) -> None:
+    done = in_process(verb, "--store", place / "stroe", capsys=capsys)
+    assert done.returncode == 1 and f"there is no store at {place}/stroe; `csattn build` makes one" in done.stderr
 
 
 @pytest.mark.parametrize(

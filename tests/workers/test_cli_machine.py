@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -108,13 +109,38 @@ def test_what_is_shown_is_what_is_said(capsys) -> None:
         assert said in capsys.readouterr().out
 
 
+def test_without_a_verb_there_is_the_help_and_no_more(capsys) -> None:
+    done = in_process(capsys=capsys)
+    assert done.returncode == 2 and "Usage" in done.stdout + done.stderr and "error" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_service_that_ends_before_it_is_ready_is_no_success(tmp_path: Path, number: signal.Signals) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from workers.cli import main; main()",
+        "serve",
+        "--local",
+        "--json",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen([*command, "--store", str(tmp_path)], stdout=-1, stderr=-1, text=True) as process:
+        assert process.stderr is not None and process.stdout is not None
+        assert "loading the model" in process.stderr.readline()
+        process.send_signal(number)
+        assert process.wait(60) == 130
+        assert json.loads(process.stdout.read().splitlines()[-1])["error"]["type"] == "Interrupted"
+
+
 def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:
     def interrupted(store):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shelf, "listing", interrupted)
     done = in_process("ls", "--json", capsys=capsys)
-    assert done.returncode == 130 and "interrupted; a build goes on where it stopped" in done.stderr
+    assert done.returncode == 130 and "interrupted" in done.stderr and "build" not in done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
 
 

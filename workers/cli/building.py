@@ -99,5 +99,5 @@ def use_threads(threads: int | None) -> None:
     import torch
 
     if threads is not None and not 1 <= threads <= 4096:
-        raise ConfigError(f"--threads must be at least 1, got {threads}")
+        raise ConfigError(f"--threads must lie in 1 to 4096, got {threads}")
     torch.set_num_threads(threads or available_cpus())

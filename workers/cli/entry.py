@@ -11,6 +11,7 @@ from workers.cli.app import app
 
 # typer brings its own copy of click in some versions; this is ClickException in all of them
 _ClickError: Any = typer.BadParameter.__mro__[2]
+_BUILDING = ["build"], ["demo"]
 _MAX_TOLD = 300  # characters of a library's message
 _REMEDIES = (
     "end other programs, take a shorter context or a narrower --dtype, or a machine with more; "
@@ -25,9 +26,12 @@ def main() -> None:
     except (CsattnError, OffloadError) as error:
         _fail({"type": type(error).__name__, "message": str(error)}, 1)
     except _ClickError as error:
-        _fail({"type": "UsageError", "message": error.format_message()}, error.exit_code)
+        if not (message := error.format_message()):  # no arguments: the help is there already
+            sys.exit(error.exit_code)
+        _fail({"type": "UsageError", "message": message}, error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        _fail({"type": "Interrupted", "message": "interrupted; a build goes on where it stopped when run again"}, 130)
+        goes_on = "; a build goes on where it stopped when run again" if sys.argv[1:2] in _BUILDING else ""
+        _fail({"type": "Interrupted", "message": f"interrupted{goes_on}"}, 130)
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
             raise

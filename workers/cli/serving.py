@@ -23,11 +23,20 @@ def serve(
 ) -> None:
     """Until SIGTERM or SIGINT."""
     _require_packages(_PACKAGES if in_one_process else (*_PACKAGES, "ray"))
-    _on_signal(lambda: sys.exit(0))  # while nothing is under way
+    is_ready = False
+
+    def end() -> None:
+        if is_ready:
+            sys.exit(0)
+        raise KeyboardInterrupt  # a supervisor is not to take it for one that has served
+
+    _on_signal(end)  # while nothing is under way
     settings = _settled(load_settings(file, os.environ, flags).settings)
     _name(settings, contexts)
 
     def on_ready(url: str, found: str) -> None:
+        nonlocal is_ready
+        is_ready = True
         out.print(f"found {found}")
         out.print(f"ready at {url}: OpenAI's clients take base_url {url}/v1, a browser {url}/; Ctrl-C ends it")
         if json:
@@ -37,6 +46,8 @@ def serve(
         _serve_here(settings, on_ready)
     else:
         _serve_on_ray(settings, on_ready)
+    if not is_ready:
+        end()
     err.print("ended")
 
 

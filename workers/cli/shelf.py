@@ -13,9 +13,11 @@ from csattn.artifact import (
     remote_store,
     resolve_artifact,
     shrink_cache,
+    unfinished_builds,
     verify_artifact,
 )
 from csattn.config import IndexConfig, SketchConfig
+from csattn.errors import ArtifactNotFoundError
 from workers.cli.terminal import counted, counting, err, out, size, table
 
 
@@ -77,7 +79,10 @@ def listing(store: Path | str) -> dict[str, Any]:
     if (remote := remote_store(store)) is not None:
         manifests, faults = remote.manifests()
         found = [(f"{remote.url}/{name}", one.spec, one.size_bytes) for name, one in manifests.items()]
+        unfinished = []
     else:
+        require_store(Path(store))
+        unfinished = [work for work in unfinished_builds(Path(store)) if work.is_dir()]
         opened = [read_manifest(summary.path) for summary in list_store(Path(store))]
         found = [(str(Path(store) / one.spec.artifact_id), one.spec, one.size_bytes) for one in opened]
         faults = {path.name: error for path, error in broken_artifacts(Path(store)).items()}
@@ -90,6 +95,8 @@ def listing(store: Path | str) -> dict[str, Any]:
     )
     for name, error in faults.items():
         err.print(f"not usable: {name}: {error}")
+    for work in unfinished:
+        err.print(f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it")
     return {
         "store": str(store),
         "artifacts": [
@@ -103,12 +110,20 @@ def listing(store: Path | str) -> dict[str, Any]:
             for place, spec, size_bytes in found
         ],
         "broken": {name: str(error) for name, error in faults.items()},
+        "unfinished": [str(work) for work in unfinished],
     }
+
+
+def require_store(place: Path) -> None:
+    if not place.is_dir():
+        raise ArtifactNotFoundError(f"there is no store at {place}; `csattn build` makes one, --store names another")
 
 
 def clean(store: Path | str, cache_bytes: int | None) -> dict[str, Any]:
     """Builds for a store behind a URL go on in the cache, so that is where their leavings are."""
     place = cache_store() if is_url(store) else Path(store)
+    if not is_url(store):
+        require_store(place)
     removed = collect_garbage(place)
     out.print(f"removed {counted(len(removed), 'unfinished build')} from {place}")
     copies = [] if cache_bytes is None else shrink_cache(cache_bytes)

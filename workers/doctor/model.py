@@ -17,6 +17,7 @@ from workers.engine.own_choice import index_key_share, latents_of, require_laten
 from workers.settings import EngineSettings
 
 _ITEM_BYTES = 2  # of bfloat16
+_MODELS = "Name a directory with a config.json, a .gguf file or a hub id, of a family that docs/models.md lists."
 
 
 def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[Finding]:
@@ -26,7 +27,8 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
         spec = describe(config)
         size = weight_bytes(config, _ITEM_BYTES, weights)
     except ModelError as error:
-        return [Finding("model", "problem", f"{name}: {error}", "Use a model of a family that docs/models.md lists.")]
+        said = str(error) if name in str(error) else f"{name}: {error}"
+        return [Finding("model", "problem", said, _MODELS)]
     return [*_needs(name, spec, geometry_of(spec), *size, facts), *_refusals(spec)]
 
 

@@ -24,11 +24,11 @@ def found_here(settings: Settings, loaded: LoadedModel) -> str:
     for context_len in told_lens(loaded.geometry):
         spec = spec_of(loaded.geometry, context_len, settings.build.dtype, settings.build.preset)
         room = room_for_contexts(spec, settings.engine, host_bytes, device_bytes, model)
-        rooms.append(f"{room} of {context_len:,}")
+        rooms.append(f"{room} contexts of {context_len:,} tokens")
     free_bytes = shutil.disk_usage(settings.store.path).free
     return (
         f"{_gpus(visible_gpus())}, {available_cpus()} CPUs, {gib(host_bytes)} of memory and {gib(free_bytes)} of disk "
-        f"for the store; room for contexts of so many tokens at the same time: {', '.join(rooms)}"
+        f"for the store; room at the same time for {' or '.join(rooms)}"
     )
 
 

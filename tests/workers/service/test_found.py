@@ -33,12 +33,12 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
 def test_it_is_one_line(settings: Settings) -> None:
     line = found_here(settings, loaded())
     assert line.startswith("no GPU, 3 CPUs, 0.0 GiB of memory and 5.0 GiB of disk for the store; room")
-    assert line.endswith(f" 7 of {loaded().geometry.max_positions:,}") and "\n" not in line
+    assert line.endswith(f" 7 contexts of {loaded().geometry.max_positions:,} tokens") and "\n" not in line
 
 
 def test_a_budget_is_kept(settings: Settings) -> None:
     engine = EngineSettings(context_bytes=1)
-    assert " 0 of " in found_here(replace(settings, engine=engine), loaded())
+    assert " 0 contexts of " in found_here(replace(settings, engine=engine), loaded())
 
 
 def test_gpus_are_told_with_their_links(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,4 +48,4 @@ def test_gpus_are_told_with_their_links(settings: Settings, monkeypatch: pytest.
     monkeypatch.setattr(found, "torch", SimpleNamespace(cuda=cuda))
     line = found_here(replace(settings, engine=EngineSettings(placement="hybrid", num_contexts=6)), loaded())
     assert line.startswith("2 × NVIDIA H200 (136.7 GiB of 140.4 GiB free, PCIe 5.0 x16), 3 CPUs")
-    assert " 6 of " in line
+    assert " 6 contexts of " in line

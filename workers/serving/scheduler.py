@@ -102,9 +102,10 @@ class Scheduler:
     def _take_in(self) -> None:
         news = self.inbox.take()
         self._queue.extend(news.arrived)
+        now = self.clock()
         for request in news.cancelled:
-            if not request.is_over:
-                self._end(request, "cancelled", None)
+            if not request.is_over:  # in a step that took long, its time may have passed before it was given up
+                self._end(request, "timeout" if now >= request.deadline else "cancelled", None)
         for call in news.calls:
             _run(call)
 

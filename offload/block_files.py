@@ -52,7 +52,8 @@ class BlockFiles:
         try:
             with self._path(key).open("rb") as file:
                 magic, label_len, data_len, _ = _HEAD.unpack(file.read(_HEAD.size))
-                if magic != _MAGIC or label_len != len(label):
+                num_bytes = _HEAD.size + label_len + data_len
+                if magic != _MAGIC or label_len != len(label) or os.fstat(file.fileno()).st_size != num_bytes:
                     return False
                 file.seek(data_len, os.SEEK_CUR)
                 return file.read() == label

@@ -4,6 +4,7 @@ A block has a key, under which it is looked for, and a label, which says to the 
 have one key, the second is not kept, and neither is taken for the other.
 """
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from offload.block_files import BlockFiles, Bytes
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,10 @@ class Blocks:
                 assert self._files is not None
                 if not self._files.holds(key, held.label):
                     self._files.write(key, held.label, held.data)
+            except Exception:  # this block's alone: others are still written
+                _log.exception("block %s is not written", key)
+                with self._lock:
+                    self._num_refused += 1
             finally:
                 with self._lock:
                     held.num_users -= 1

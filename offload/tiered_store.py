@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.disk import aligned_bytes
-from offload.errors import DiskError, TierError
+from offload.errors import DiskError, TierError, is_out_of_memory
 from offload.host_store import row_numbers
 from offload.host_tier import HostTier
 from offload.kv_store import STREAM_ROWS, pieces_of
@@ -46,9 +46,17 @@ class TieredStore:
         self._resident_ranges = {(rows.start, rows.stop) for rows in resident}
         self._resident: dict[tuple[int, int, int], Tensor] = {}
         self._files, plan = RowFiles(layers), self.plan
-        self.tier = HostTier(self._files, plan.num_pages, plan.num_slots, plan.page_bytes, plan.scratch_bytes)
         self._buffers: SimpleQueue[tuple[Bytes, Bytes]] = SimpleQueue()
-        self._buffers.put((aligned_bytes(plan.stream_bytes), aligned_bytes(plan.stream_bytes)))
+        try:
+            self.tier = HostTier(self._files, plan.num_pages, plan.num_slots, plan.page_bytes, plan.scratch_bytes)
+            self._buffers.put((aligned_bytes(plan.stream_bytes), aligned_bytes(plan.stream_bytes)))
+        except BaseException as error:
+            self._files.close()
+            if not is_out_of_memory(error):
+                raise
+            raise TierError(
+                f"the system has no memory for a host budget of {budget_bytes:,} bytes ({error}); give a smaller one"
+            ) from error
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-read-ahead")
 
     def __repr__(self) -> str:

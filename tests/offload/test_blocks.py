@@ -141,6 +141,42 @@ def test_a_damaged_file_is_not_found_and_goes(tmp_path, at) -> None:
     assert files_of(tmp_path)[0].read_bytes() == was
 
 
+@pytest.mark.parametrize("bit", [0, 7, 40, 62, 63])
+def test_a_wrong_size_in_a_head_is_no_such_block_and_is_written_again(tmp_path, bit) -> None:
+    blocks = make(tmp_path)
+    blocks.put(name(1), data(1))
+    blocks.close()
+    [path] = files_of(tmp_path)
+    was = bytearray(path.read_bytes())
+    was[12 + bit // 8] ^= 1 << bit % 8  # of the data's size
+    path.write_bytes(was)
+    again = make(tmp_path)
+    assert not again.holds(name(1))
+    assert again.put(name(1), data(1))
+    again.close()
+    assert bytes(was) != path.read_bytes()
+    assert BlockFiles(tmp_path, 1 << 20).read("key1", name(1).label).tolist() == data(1).tolist()
+
+
+def test_a_block_that_cannot_be_written_does_not_keep_others_from_it(tmp_path, monkeypatch, caplog) -> None:
+    write = BlockFiles.write
+
+    def fail_at_first(files, key, *more) -> bool:
+        if key == "key1":
+            raise ValueError("not this one")
+        return write(files, key, *more)
+
+    monkeypatch.setattr(BlockFiles, "write", fail_at_first)
+    blocks = make(tmp_path)
+    for number in (1, 2):
+        blocks.put(name(number), data(number))
+    blocks.close()
+    assert [path.stem for path in files_of(tmp_path)] == ["key2"] and blocks.counts.refused == 1
+    assert "block key1 is not written" in caplog.text and "not this one" in caplog.text
+    blocks.flush()
+    blocks.check()
+
+
 def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
     size = 64 + BLOCK + len(name(1).label)
     files = BlockFiles(tmp_path, 10 * size + 5 * 200)

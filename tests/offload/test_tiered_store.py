@@ -1,10 +1,13 @@
 """A context in files within a host budget: the same rows as from memory."""
 
+import errno
+import os
 import re
 
 import pytest
 import torch
 
+from offload import host_tier, tiered_store
 from offload.errors import TierError
 from offload.host_store import HostStore
 from offload.tiered_store import TieredStore
@@ -55,6 +58,20 @@ def test_a_flat_store_streams_all_rows_at_once_unless_told(tmp_path) -> None:
     (piece,) = files.flat.stream(0, slice(3, 200))
     assert piece.data_ptr() == files.kv[0][:, 3:].data_ptr()
     assert piece.shape[1] == 197
+
+
+@pytest.mark.parametrize("place", [host_tier, tiered_store], ids=["of pages", "of streams"])
+def test_a_budget_that_there_is_no_memory_for_is_a_sentence_and_leaves_no_file_open(
+    tmp_path, monkeypatch, place
+) -> None:
+    def refuse(num_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    files, before = Files(tmp_path), os.listdir("/dev/fd")
+    monkeypatch.setattr(place, "aligned_bytes", refuse)
+    with pytest.raises(TierError, match=r"no memory for a host budget of [\d,]+ bytes .*; give a smaller one"):
+        files.store()
+    assert os.listdir("/dev/fd") == before
 
 
 def test_a_stream_evicts_nothing_and_finds_the_next_time_what_had_room(tmp_path) -> None:

@@ -13,14 +13,16 @@ import torch
 
 from bench.process_memory import mapped_bytes
 from csattn.artifact import open_artifact
+from csattn.artifact.layout import index_file, plan
 from csattn.config import SearchConfig, preset
-from csattn.errors import ConfigError
+from csattn.errors import ArtifactCorruptError, ConfigError
 from index_build.pipeline import build_artifact
 from offload.errors import DiskError, TierError
 from offload.host_store import HostStore
 from offload.kv_store import STREAM_ROWS
 from offload.tiered_store import TieredStore
 from tests.tiny import loaded, token_ids
+from workers.engine.cpu_context import HostBudget, open_context
 from workers.session import csattn_session
 
 CONTEXT_LEN = 700
@@ -100,6 +102,23 @@ def test_a_budget_that_is_too_small_names_one_that_is_not(artifact) -> None:
         csattn_session(loaded(), artifact, SearchConfig(), host_budget_bytes=1000),
     ):
         pass
+
+
+def test_a_damaged_index_leaves_no_file_open(artifact, tmp_path) -> None:
+    own = shutil.copytree(artifact, tmp_path / artifact.name)
+    with open_artifact(own) as opened:
+        _, start = next(iter(plan(opened.spec, index_file(1)).tensors))
+    with (own / index_file(1)).open("r+b") as file:
+        num_bytes = file.seek(0, os.SEEK_END)
+        file.seek(start)
+        file.write(b"\xff" * (num_bytes - start))
+    budget = HostBudget(4_000_000, SearchConfig(), "csattn")
+    with open_artifact(own) as opened:
+        before = os.listdir("/dev/fd")
+        for _ in range(3):
+            with pytest.raises(ArtifactCorruptError):
+                open_context(opened, None, budget)
+        assert os.listdir("/dev/fd") == before
 
 
 def test_a_disk_that_fails_in_the_middle_ends_the_answer_with_a_sentence(artifact, monkeypatch) -> None:

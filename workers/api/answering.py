@@ -24,6 +24,7 @@ from workers.settings import LimitSettings
 log = logging.getLogger("csattn.api")
 
 T = TypeVar("T")
+GRACE_S = 1.0  # beyond a request's time: the backend ends it and counts it as such; only where it does not, we do
 MAX_HELD = 16  # events of a request with several answers, beside what each of them holds
 BROKEN_OFF = "the answer broke off; the request may be sent again"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies would else gather it
@@ -104,7 +105,7 @@ class Answering:
 
     async def _events(self, ask: Ask) -> AsyncGenerator[Event, None]:
         """The backend's events up to Done, within the request's time; closing this closes the backend's."""
-        ends_at = self._arrived_at + self._timeout_s
+        ends_at = time.monotonic() + self._timeout_s + GRACE_S  # from now on, as the backend counts
         first_at: float | None = None
         async with aclosing(self._backend.generate(ask)) as events:
             while True:

@@ -65,12 +65,12 @@ class Guard:
                 await self._app(scope, incoming.receive, outgoing.send)
             except ServingError as error:
                 await self._refuse(error, scope, incoming, outgoing)
-            except (ClientGone, OSError):
+            except ClientGone:
                 raise
             except Exception:
                 log.exception("%s %s failed", scope["method"], _route(scope))
                 await self._refuse(failed(), scope, incoming, outgoing)
-        except (ClientGone, OSError):
+        except ClientGone:
             return CLIENT_GONE
         return outgoing.status
 
@@ -157,7 +157,7 @@ class _Outgoing:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
                 await self._send(message)
-        except TimeoutError:
+        except OSError:  # also of the time-out; what the application itself meets is no client that left
             raise ClientGone from None
 
 

@@ -154,7 +154,8 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
 
     Raises MemoryPlanError where there is none for a copy.
     """
-    kv = artifact.indexed_kv()
+    # all that may be refused as damaged is read before there is a store, which has files open
+    kv, rows, index, states = artifact.indexed_kv(), artifact.local_kv(), artifact.indexes(), artifact.states()
     store: KvStore
     if budget is not None:
         store = budget.open_store(artifact)
@@ -164,8 +165,7 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
         store = CodedStore(kv, kv_format)
     else:
         store = HostStore(kv)
-    rows, in_place, index = artifact.local_kv(), budget is None, artifact.indexes()
-    return CpuContext(artifact, kv, artifact.spec.context_len, rows, store, in_place, index, artifact.states())
+    return CpuContext(artifact, kv, artifact.spec.context_len, rows, store, budget is None, index, states)
 
 
 def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:

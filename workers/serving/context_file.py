@@ -43,13 +43,16 @@ class ContextFile:
 
     def read(self) -> dict[str, Record]:
         """By name, in the order of registration."""
+        with store_errors(f"read {self._path}", self._store):
+            try:
+                text = self._path.read_bytes()
+            except FileNotFoundError:
+                return {}
         try:
-            data = json.loads(self._path.read_bytes())
+            data = json.loads(text)
             if data["version"] != _VERSION:
                 raise ValueError(f"it is of version {data['version']!r}, this csattn reads version {_VERSION}")
             return {item["name"]: Record(**item) for item in data["contexts"]}
-        except FileNotFoundError:
-            return {}
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactCorruptError(
                 f"{self._path} cannot be read ({error}); move it away and name the contexts again: their artifacts "

@@ -4,9 +4,12 @@ Fidelity is that of one layer and one row of a step, which go round from one wat
 Names of contexts come from users, so only the first MAX_CONTEXTS have a label of their own; the others share `other`.
 """
 
+import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from threading import Lock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -16,6 +19,7 @@ from offload.blocks import BlockCounts
 from workers.serving.step_engine import EngineCounts, Fidelity
 
 MAX_CONTEXTS = 64
+MAX_FORGOTTEN = 1024  # names that are remembered for requests that still run
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
@@ -44,23 +48,34 @@ class Metrics:
         self._recall = self._histogram("fidelity_recall", "Share of the exact top-k chosen.", _SHARES, ["context"])
         self._mass = self._histogram("fidelity_mass", "Share of exact attention on rows read.", _SHARES, ["context"])
         self._contexts: set[str] = set()
+        self._forgotten: dict[str, float] = {}  # when, in seconds of time.monotonic(); the last of them
+        self._labels_lock = Lock()  # contexts are forgotten on another thread than the scheduler's
         self.engine_counts = EngineCounts()  # as the scheduler last saw them
         self.kept_counts: Callable[[], BlockCounts] = lambda: BlockCounts(0, 0, 0, 0, 0)
         self.registry.register(_EngineCollector(self))
 
-    def saw_fidelity(self, context: str, fidelity: Fidelity) -> None:
-        if len(self._contexts) < MAX_CONTEXTS:
-            self._contexts.add(context)
-        label = context if context in self._contexts else "other"
-        self._recall.labels(label).observe(fidelity.recall)
-        self._mass.labels(label).observe(fidelity.mass)
+    def saw_fidelity(self, context: str, arrived_at: float, fidelity: Fidelity) -> None:
+        """arrived_at: when the request did, in seconds of time.monotonic(); its context may be gone since."""
+        with self._labels_lock:
+            if arrived_at <= self._forgotten.get(context, -math.inf):
+                context = "other"
+            elif len(self._contexts) < MAX_CONTEXTS:
+                self._contexts.add(context)
+            label = context if context in self._contexts else "other"
+            self._recall.labels(label).observe(fidelity.recall)
+            self._mass.labels(label).observe(fidelity.mass)
 
     def forget_context(self, context: str) -> None:
         """Its label is free for another."""
-        if context in self._contexts:
-            self._contexts.discard(context)
-            self._recall.remove(context)
-            self._mass.remove(context)
+        with self._labels_lock:
+            self._forgotten.pop(context, None)
+            self._forgotten[context] = time.monotonic()
+            if len(self._forgotten) > MAX_FORGOTTEN:
+                del self._forgotten[next(iter(self._forgotten))]
+            if context in self._contexts:
+                self._contexts.discard(context)
+                self._recall.remove(context)
+                self._mass.remove(context)
 
     def collect(self) -> list[Metric]:
         return list(self.registry.collect())

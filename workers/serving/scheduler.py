@@ -102,9 +102,10 @@ class Scheduler:
     def _take_in(self) -> None:
         news = self.inbox.take()
         self._queue.extend(news.arrived)
+        now = self.clock()
         for request in news.cancelled:
-            if not request.is_over:
-                self._end(request, "cancelled", None)
+            if not request.is_over:  # in a step that took long, its time may have passed before it was given up
+                self._end(request, "timeout" if now >= request.deadline else "cancelled", None)
         for call in news.calls:
             _run(call)
 
@@ -194,7 +195,8 @@ class Scheduler:
         self.metrics.step_s.observe(ended - started)
         self.metrics.batch_rows.observe(len(rows))
         if watched is not None and result.fidelity is not None:
-            self.metrics.saw_fidelity(plan[watched[0]][0].context, result.fidelity)
+            seen = plan[watched[0]][0]
+            self.metrics.saw_fidelity(seen.context, seen.arrived_at, result.fidelity)
         for (request, num_rows), row, gives in zip(plan, last_rows, gives_token, strict=True):
             request.num_rows += num_rows
             self._keep(request)

@@ -164,7 +164,7 @@ def test_a_broken_stream_ends_without_done(service: Running) -> None:
 
 
 def test_a_request_has_its_time(service: Running, client: openai.OpenAI) -> None:
-    service.backend.scripts["What is it?"] = Script(pause_s=0.9)
+    service.backend.scripts["What is it?"] = Script(pause_s=1.2)
     with pytest.raises(openai.APIStatusError) as failed:
         client.chat.completions.create(model=MODEL, messages=ASK)
     assert failed.value.status_code == 504 and failed.value.code == "timeout"

@@ -1,12 +1,15 @@
 """A client that leaves frees its slot at once, whether it is being sent to or waits."""
 
 import asyncio
+import errno
 import json
+import os
 import socket
 import time
 from typing import Any
 
 import pytest
+from starlette.types import Send
 
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
@@ -83,10 +86,9 @@ def test_a_client_that_takes_nothing_is_given_up() -> None:
         connection.close()
 
 
-def test_a_send_that_never_ends_is_given_up_under_any_server() -> None:
-    backend = FakeBackend()
+async def drive(backend: FakeBackend, send: Send, **limits: Any) -> None:
+    """Ask for a stream under a server that sends like this."""
     backend.add("handbook")
-    app = make_app(backend, settings_with(stall_timeout_s=0.2))
     body = json.dumps({"model": MODEL, "prompt": "go", "stream": True}).encode()
     headers = {"host": "localhost", "authorization": f"Bearer {KEY}", "content-type": "application/json"}
     scope = {
@@ -100,9 +102,23 @@ def test_a_send_that_never_ends_is_given_up_under_any_server() -> None:
         message = next(messages, None)
         return message if message is not None else await asyncio.Future()
 
+    await asyncio.wait_for(make_app(backend, settings_with(**limits))(scope, receive, send), 10)
+
+
+def test_a_send_that_never_ends_is_given_up_under_any_server() -> None:
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
             await asyncio.Future()
 
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10))
+    backend = FakeBackend()
+    asyncio.run(drive(backend, send, stall_timeout_s=0.2))
     assert backend.num_ended_early == 1 and not backend.running
+
+
+def test_a_send_that_fails_is_a_client_that_left(caplog: pytest.LogCaptureFixture) -> None:
+    async def send(message: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    backend = FakeBackend()
+    asyncio.run(drive(backend, send))
+    assert backend.num_ended_early == 1 and not backend.running and not caplog.text

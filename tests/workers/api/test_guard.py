@@ -1,6 +1,8 @@
 """Hostile and unlucky clients, over raw sockets: refused in OpenAI's shape, in time, and shortly."""
 
+import errno
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from csattn.errors import ConfigError
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
 from workers.api import make_app
-from workers.serving.messages import Health
+from workers.serving.messages import ContextInfo, Health
 from workers.settings import ServerSettings, Settings
 
 LIMITS = {"max_body_bytes": 100_000, "max_header_bytes": 4000, "body_timeout_s": 1.5, "stall_timeout_s": 0.7}
@@ -307,6 +309,24 @@ def test_eight_megabytes_of_json_do_not_hold_up_health() -> None:
 
         # building all of it takes longer every time, whatever else the machine does
         assert any(slowest_health_s() < 0.25 for _ in range(5))
+
+
+def test_an_error_of_the_disk_is_ours_and_no_client_that_left(caplog: pytest.LogCaptureFixture) -> None:
+    fault = OSError(errno.EIO, os.strerror(errno.EIO))
+
+    class Broken(FakeBackend):
+        async def contexts(self) -> list[ContextInfo]:
+            raise fault
+
+    with serving(Broken(scripts={"x": Script(fail_at=0, error=fault)})) as service:
+        replies = [httpx2.get(f"{service.url}/v1/models", headers=AUTH)]
+        for stream in (False, True):
+            replies.append(post(service, json={"model": "smollm2-135m@handbook", "prompt": "x", "stream": stream}))
+        metrics = httpx2.get(f"{service.url}/metrics", headers=AUTH).text
+    for reply in replies:
+        assert reply.status_code == 500 and reply.json()["error"]["code"] == "internal_error"
+    assert 'route="/v1/models",status="500"' in metrics and 'status="499"' not in metrics
+    assert caplog.text.count("Traceback") == 3 and "Input/output error" in caplog.text
 
 
 def test_metrics_count_by_pattern(service: Running) -> None:

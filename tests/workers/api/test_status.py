@@ -18,8 +18,8 @@ from workers.serving.step_engine import Fidelity
 
 def test_all_that_the_page_draws_is_measured() -> None:
     decoding = Metrics()
-    decoding.saw_fidelity("novel", Fidelity(recall=0.5, mass=0.75))
-    decoding.saw_fidelity("novel", Fidelity(recall=1.0, mass=0.25))
+    decoding.saw_fidelity("novel", 0.0, Fidelity(recall=0.5, mass=0.75))
+    decoding.saw_fidelity("novel", 0.0, Fidelity(recall=1.0, mass=0.25))
     decoding.running.set(3)
     decoding.step_s.observe(0.02)
     http = Measures()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError, ConfigError
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError
 from csattn.models import load_model
 from tests.tiny import save
 from tests.workers.serving.artifacts import build, text_of
@@ -240,6 +240,13 @@ def test_an_empty_text_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(damage)
     with pytest.raises(ArtifactCorruptError, match="move it away"):
+        ContextFile(tmp_path).read()
+
+
+def test_a_file_that_cannot_be_read_is_told_with_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / FILE_NAME).symlink_to("loop")
+    with pytest.raises(ArtifactError, match=r"cannot read .*contexts\.json: Too many levels .*; check the store"):
         ContextFile(tmp_path).read()
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx2 import ASGITransport, AsyncClient
 
 from offload.errors import MemoryPlanError
 from tests.idle import is_idle
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
+from workers.api import make_app
 from workers.serving import beginnings
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
@@ -66,6 +68,17 @@ async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
                 return text, replace(event, cached_tokens=0)
             text += event.text
     raise AssertionError("events end with Done")
+
+
+async def outcomes_of(backend: LocalBackend) -> dict[str, float]:
+    """How many requests have ended how."""
+    return {
+        sample.labels["outcome"]: sample.value
+        for metric in await backend.metrics()
+        if metric.name == "csattn_requests"
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -145,14 +158,7 @@ def test_overload_is_told_at_once_and_passes(built: Path) -> None:
                 await asyncio.wait([task])
                 await events.aclose()
             assert (await answer(backend, ask()))[1].reason == "length"
-            refused_metric = {
-                sample.labels["outcome"]: sample.value
-                for metric in await backend.metrics()
-                if metric.name == "csattn_requests"
-                for sample in metric.samples
-                if sample.name.endswith("_total")
-            }
-            assert refused_metric["refused"] == 40
+            assert (await outcomes_of(backend))["refused"] == 40
 
     asyncio.run(main())
 
@@ -190,6 +196,36 @@ def test_a_request_that_takes_too_long_is_ended(built: Path) -> None:
                 await answer(backend, ask(max_new_tokens=600))
             assert time.perf_counter() - started < 10
             await until(lambda: not engine.slots)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("waits_for", ["tokens", "slot", "context"])
+def test_whoever_waits_too_long_over_http_is_told_in_time_and_counted(built: Path, monkeypatch, waits_for: str) -> None:
+    async def never(*args: Any) -> None:
+        await asyncio.Future()
+
+    if waits_for == "context":
+        monkeypatch.setattr(beginnings.Beginnings, "find", never)
+
+    async def main() -> None:
+        engine, limits = FullEngine(loaded(), tail_capacity=900), {"request_timeout_s": 0.3}
+        running_most = 1 if waits_for == "slot" else 4
+        body = {"model": "smollm2-135m@heron", "prompt": "who?", "max_tokens": 600}
+        async with running(built, engine, max_concurrent_requests=running_most, **limits) as backend:
+            transport = ASGITransport(make_app(backend, settings_of(built, **limits)))
+            async with AsyncClient(transport=transport, base_url="http://localhost") as http:
+                asked = [http.post("/v1/completions", json={**body, "stream": n % 2 == 0}) for n in range(4)]
+                started = time.perf_counter()
+                replies = await asyncio.gather(*asked)
+                assert time.perf_counter() - started < 10
+            assert all('"timeout"' in reply.text for reply in replies)
+            assert {reply.status_code for reply in replies} <= ({504} if waits_for == "context" else {200, 504})
+            outcomes = await outcomes_of(backend)
+            assert "cancelled" not in outcomes
+            assert waits_for == "context" or outcomes["timeout"] == 4
+            await until(lambda: not engine.slots)
+            assert backend._scheduler.flow.num_in_flight == 0
 
     asyncio.run(main())
 

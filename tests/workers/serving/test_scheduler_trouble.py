@@ -38,6 +38,19 @@ def test_what_takes_too_long_is_ended_wherever_it_is(built: Path) -> None:
     assert not engine.slots
 
 
+def test_what_is_given_up_when_its_time_has_passed_took_too_long(built: Path) -> None:
+    """As after a step that took so long that its reader's own clock was first."""
+    scheduler, _, clock = make_scheduler(built)
+    requests = [make_request(scheduler, max_new_tokens=200, timeout_s=timeout_s) for timeout_s in (5.0, 50.0)]
+    scheduler.turn()
+    clock.now += 7
+    for request in requests:
+        scheduler.inbox.cancel(request)
+    scheduler.turn()
+    for outcome in ("timeout", "cancelled"):
+        assert scheduler.metrics.registry.get_sample_value("csattn_requests_total", {"outcome": outcome}) == 1
+
+
 def test_a_reader_that_does_not_read_is_waited_for_and_then_left(built: Path) -> None:
     engine = FullEngine(loaded(), tail_capacity=2000)
     scheduler, _, clock = make_scheduler(built, engine)

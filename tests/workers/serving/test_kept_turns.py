@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import tracemalloc
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from csattn.errors import ArtifactError
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
+from offload.blocks import BlockName
 from tests.tiny import byte_tokenizer, loaded, make_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.serving import kept_rows
 from workers.serving.context_build import Builder
-from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY
+from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY, OwnRows, open_kept_rows
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
     Ask,
@@ -230,6 +232,46 @@ def test_a_hash_that_two_prompts_share_finds_neither_s_rows_for_the_other(tmp_pa
             got = answers(store, *(ask(text) for text in texts))
             assert [said for said, _ in got] == want
         assert any(done.cached_tokens for _, done in got), "what was stored is found by whose it is"
+
+
+def test_a_long_prompt_of_which_nothing_is_kept_takes_no_memory(tmp_path) -> None:
+    settings = Settings(store=StoreSettings(path=tmp_path))
+    kept, token_ids = open_kept_rows(loaded(), settings), list(range(64_000))
+    tracemalloc.start()
+    try:
+        assert kept.num_kept(b"mine", token_ids) == 0 and kept.find(b"mine", token_ids).num_found == 0
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+        kept.close()
+
+
+def test_tokens_are_looked_at_when_a_block_has_become_whole(tmp_path, monkeypatch) -> None:
+    """And of its block alone the name is made."""
+    kept: list[int] = []
+    named: list[BlockName] = []
+    real = OwnRows.keep
+
+    def keep(self: OwnRows, token_ids: Any, read_rows: Any) -> None:
+        kept.append(len(token_ids))
+        real(self, token_ids, read_rows)
+
+    def name(*parts: Any) -> BlockName:
+        named.append(BlockName(*parts))
+        return named[-1]
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            events = backend.generate(ask(FIRST, new=200))
+            async with aclosing(events):
+                await anext(events)
+                monkeypatch.setattr(OwnRows, "keep", keep)
+                monkeypatch.setattr(kept_rows, "BlockName", name)
+                async for _ in events:
+                    pass
+
+    asyncio.run(main())
+    assert 2 <= len(kept) <= 4 and len(kept) == len(named), kept
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "gone", "swapped"])

@@ -37,6 +37,7 @@ LEFT_OUT = 256  # last tokens of a prompt, at least, that stay out of its contex
 STEP = 256  # a context's tokens are a multiple: prompts that differ behind it find it all the same
 _STALE_S = 86400.0
 Tokens = NDArray[np.int32]
+_Key = tuple[Path, bytes]  # where it is built, and of what
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +50,13 @@ class Found:
     is_new: bool = False  # made for this prompt
 
 
+@dataclass(slots=True)
+class _Build:
+    task: asyncio.Task[Path]
+    num_waiting: int = 0
+    has_begun: bool = False
+
+
 class OwnContexts:
     """For one event loop. The directories are the truth: several services, of other models too, may share them."""
 
@@ -59,7 +67,7 @@ class OwnContexts:
         self._index_config = preset(settings.build.preset)
         self._tokens: dict[Path, Tokens | None] = {}  # None: it cannot be used
         self._checked: set[Path] = set()  # own ones whose every byte was looked at
-        self._builds: dict[tuple[Path, bytes], asyncio.Task[Path]] = {}
+        self._builds: dict[_Key, _Build] = {}
         self._turn_to_build = asyncio.Semaphore(1)
 
     async def find(self, token_ids: Sequence[int], salt: str, registered: Sequence[Path]) -> Found:
@@ -70,10 +78,15 @@ class OwnContexts:
         """A context of the prompt's first tokens, `cut_of` them. Raises a ServingError where none can be made."""
         ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), cut_of(len(token_ids))
         key = directory, hashlib.sha256(ids[:cut].tobytes()).digest()
-        if key not in self._builds:
-            self._builds[key] = asyncio.create_task(self._build(ids[:cut], directory))
-            self._builds[key].add_done_callback(lambda task: self._forget(key))
-        path = await asyncio.shield(self._builds[key])  # who leaves does not end it: it is found when he comes again
+        build = self._builds.get(key) or self._begin(key, ids[:cut], directory)
+        build.num_waiting += 1
+        try:
+            path = await asyncio.shield(build.task)  # who leaves does not end it: it is found when he comes again
+        finally:
+            build.num_waiting -= 1
+            if not build.num_waiting and not build.has_begun:
+                self._forget(key, build)
+                build.task.cancel()
         return Found(path, cut, is_new=True)
 
     async def drop(self, path: Path) -> bool:
@@ -85,7 +98,7 @@ class OwnContexts:
 
     async def close(self) -> None:
         """End builds; they go on when such a prompt comes again."""
-        tasks = list(self._builds.values())
+        tasks = [build.task for build in self._builds.values()]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -132,15 +145,26 @@ class OwnContexts:
         self._checked.add(path)
         return True
 
+    def _begin(self, key: _Key, ids: Tokens, directory: Path) -> _Build:
+        """When those before it are built."""
+
+        async def run() -> Path:
+            async with self._turn_to_build:
+                build.has_begun = True
+                return await self._build(ids, directory)
+
+        build = self._builds[key] = _Build(asyncio.create_task(run()))
+        build.task.add_done_callback(lambda task: self._forget(key, build))
+        return build
+
     async def _build(self, ids: Tokens, directory: Path) -> Path:
         ids_path = directory / f"tokens-{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.json"
         try:
-            async with self._turn_to_build:
-                with store_errors(f"make {directory}", self._settings.store.path):
-                    await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-                await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
-                source = ["--tokens", str(ids_path)]
-                result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
+            with store_errors(f"make {directory}", self._settings.store.path):
+                await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+            await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
+            source = ["--tokens", str(ids_path)]
+            result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except CsattnError as error:
             raise ContextNotReadyError(f"no context could be made of the prompt's beginning: {error}") from error
         finally:
@@ -155,10 +179,11 @@ class OwnContexts:
                 await asyncio.to_thread(self._remove, old)
         return path
 
-    def _forget(self, key: tuple[Path, bytes]) -> None:
-        task = self._builds.pop(key)
-        if not task.cancelled():
-            task.exception()  # of which those who wait are told, if any still do
+    def _forget(self, key: _Key, build: _Build) -> None:
+        if self._builds.get(key) is build:
+            del self._builds[key]
+        if build.task.done() and not build.task.cancelled():
+            build.task.exception()  # of which those who wait are told, if any still do
 
     def _beyond_budget(self, newest: Path) -> list[Path]:
         """Those that have to go, used least recently: all together take more than they may."""

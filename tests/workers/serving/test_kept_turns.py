@@ -163,6 +163,37 @@ def test_many_that_come_at_once_with_one_document_wait_for_one_build(tmp_path, b
     asyncio.run(main())
 
 
+def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, monkeypatch) -> None:
+    """And who comes again, or has stayed, has it built all the same."""
+    begun, may_end, real = asyncio.Event(), asyncio.Event(), Builder.build
+
+    async def wait(self: Builder, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        begun.set()
+        await may_end.wait()
+        return await real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Builder, "build", wait)
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            own, salts = backend._beginnings._own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
+            coming = [asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="first")))]
+            await begun.wait()
+            for salt in salts:
+                coming.append(asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt=salt))))
+            while len(own._builds) < len({"first", *salts}):
+                await asyncio.sleep(0.01)
+            for task in coming[:-1]:
+                task.cancel()
+            await asyncio.wait(coming[:-1])
+            back = asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="back")))
+            may_end.set()
+            said = {text for text, _ in await asyncio.gather(back, coming[-1])}
+            assert len(said) == 1 and builds == [own._of(salt) for salt in ("first", "stayed", "back")]
+
+    asyncio.run(main())
+
+
 def test_a_salt_keeps_what_it_leaves_for_itself(tmp_path, builds) -> None:
     """Rows and contexts; and the store of another salt's contexts tells nothing to who builds."""
     long, short = DOCUMENT + "Which are red?", FIRST

@@ -21,6 +21,7 @@ from workers.serving.messages import (
     ContextNotReadyError,
     ServingError,
     UnknownContextError,
+    closing,
 )
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
@@ -49,6 +50,7 @@ class Contexts:
         self._file = ContextFile(store)
         self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
         self._builds: dict[str, _Build] = {}
+        self._is_closed = False
         self._unwritten: dict[Record, Record] = {}  # what became of builds, where the file could not be told
 
     async def start(self) -> None:
@@ -112,7 +114,8 @@ class Contexts:
         return None if record.artifact_id is None else self._store / record.artifact_id
 
     async def close(self) -> None:
-        """End builds; they go on when a service starts again."""
+        """End builds, and begin none; they go on when a service starts again."""
+        self._is_closed = True
         tasks = [build.task for build in self._builds.values()]
         for task in tasks:
             task.cancel()
@@ -169,6 +172,8 @@ class Contexts:
         return True
 
     def _build(self, record: Record) -> None:
+        if self._is_closed:
+            raise closing()
         self._unwritten.pop(record, None)
         build = _Build(asyncio.create_task(self._run_build(record)))
         self._builds[record.name] = build

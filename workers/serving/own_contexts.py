@@ -29,7 +29,7 @@ from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.kept_rows import DIRECTORY
-from workers.serving.messages import ContextNotReadyError
+from workers.serving.messages import ContextNotReadyError, closing
 from workers.serving.residency import Residency
 from workers.settings import Settings
 
@@ -69,6 +69,7 @@ class OwnContexts:
         self._checked: set[Path] = set()  # own ones whose every byte was looked at
         self._builds: dict[_Key, _Build] = {}
         self._turn_to_build = asyncio.Semaphore(1)
+        self._is_closed = False
 
     async def find(self, token_ids: Sequence[int], salt: str, registered: Sequence[Path]) -> Found:
         """The longest context that the prompt begins with. registered: contexts that all may find."""
@@ -97,7 +98,8 @@ class OwnContexts:
         return is_own
 
     async def close(self) -> None:
-        """End builds; they go on when such a prompt comes again."""
+        """End builds, and begin none; they go on when such a prompt comes again."""
+        self._is_closed = True
         tasks = [build.task for build in self._builds.values()]
         for task in tasks:
             task.cancel()
@@ -147,6 +149,8 @@ class OwnContexts:
 
     def _begin(self, key: _Key, ids: Tokens, directory: Path) -> _Build:
         """When those before it are built."""
+        if self._is_closed:
+            raise closing()
 
         async def run() -> Path:
             async with self._turn_to_build:

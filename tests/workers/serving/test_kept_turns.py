@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import threading
 import tracemalloc
 from contextlib import aclosing
 from pathlib import Path
@@ -31,7 +32,9 @@ from workers.serving.messages import (
     Done,
     Sampling,
     Turn,
+    WorkerLostError,
 )
+from workers.serving.own_contexts import Found, OwnContexts
 from workers.settings import KeptSettings, Settings, StoreSettings
 
 SEARCH = SearchConfig(keep=0.1, window_len=32)
@@ -190,6 +193,38 @@ def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, m
             may_end.set()
             said = {text for text, _ in await asyncio.gather(back, coming[-1])}
             assert len(said) == 1 and builds == [own._of(salt) for salt in ("first", "stayed", "back")]
+
+    asyncio.run(main())
+
+
+def test_no_build_begins_in_a_service_that_closes(tmp_path, builds, monkeypatch) -> None:
+    """Not for who was looking for a context meanwhile, nor for who comes then; they are told."""
+    is_looking, may_go_on, real = threading.Event(), threading.Event(), OwnContexts._longest
+
+    def look(*args: Any) -> Found:
+        is_looking.set()
+        may_go_on.wait(10.0)
+        return real(*args)
+
+    monkeypatch.setattr(OwnContexts, "_longest", look)
+
+    async def main() -> None:
+        backend = make_backend(tmp_path)
+        await backend.start()
+        early = asyncio.create_task(answer(backend, ask(DOCUMENT)))
+        await asyncio.to_thread(is_looking.wait)
+        closing = asyncio.create_task(backend.close(drain_s=30.0))
+        await asyncio.sleep(0)
+        late = answer(backend, ask(DOCUMENT))
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            await asyncio.wait_for(late, 5.0)
+        may_go_on.set()
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            await early
+        await closing
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            await backend.register("a", DOCUMENT)
+        assert not builds
 
     asyncio.run(main())
 

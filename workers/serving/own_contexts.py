@@ -36,6 +36,7 @@ from workers.settings import Settings
 LEFT_OUT = 256  # last tokens of a prompt, at least, that stay out of its context: a question, which others do not ask
 STEP = 256  # a context's tokens are a multiple: prompts that differ behind it find it all the same
 _STALE_S = 86400.0
+_GONE_PREFIX, _TOKENS_PREFIX = "gone-", "tokens-"  # what is being removed; of what a build makes a context
 Tokens = NDArray[np.int32]
 _Key = tuple[Path, bytes]  # where it is built, and of what
 _log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class OwnContexts:
         return build
 
     async def _build(self, ids: Tokens, directory: Path) -> Path:
-        ids_path = directory / f"tokens-{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.json"
+        ids_path = directory / f"{_TOKENS_PREFIX}{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.json"
         try:
             with store_errors(f"make {directory}", self._settings.store.path):
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
@@ -177,10 +178,7 @@ class OwnContexts:
         path = directory / str(result["artifact"])
         self._tokens[path] = ids
         self._checked.add(path)
-        for old in await asyncio.to_thread(self._beyond_budget, path):
-            if not self._residency.is_used(old):
-                await self._residency.forget(old)
-                await asyncio.to_thread(self._remove, old)
+        await self._keep_to_budget(path)
         return path
 
     def _forget(self, key: _Key, build: _Build) -> None:
@@ -189,35 +187,42 @@ class OwnContexts:
         if build.task.done() and not build.task.cancelled():
             build.task.exception()  # of which those who wait are told, if any still do
 
-    def _beyond_budget(self, newest: Path) -> list[Path]:
-        """Those that have to go, used least recently: all together take more than they may."""
-        sizes = {path: _num_bytes(path) for path in self._all()}
-        too_many, old = sum(sizes.values()) - self._settings.kept.context_bytes, []
-        for path in sorted(sizes.keys() - {newest}, key=_used_at):
-            if too_many > 0:
-                old.append(path)
-                too_many -= sizes[path]
-        return old
+    async def _keep_to_budget(self, newest: Path) -> None:
+        """Remove what nobody uses, the least recently used first, until all together take no more than they may."""
+        sizes = await asyncio.to_thread(self._sizes)
+        too_many = sum(sizes.values()) - self._settings.kept.context_bytes
+        for path, num_bytes in sizes.items():
+            if too_many > 0 and path != newest and not self._residency.is_used(path):
+                await self._residency.forget(path)
+                await asyncio.to_thread(self._remove, path)
+                too_many -= num_bytes
 
     def _remove(self, path: Path) -> None:
         """At once for all who look, then its bytes."""
         self._checked.discard(path)
         self._tokens.pop(path, None)
-        gone = path.with_name(f"gone-{secrets.token_hex(4)}")
+        gone = path.with_name(f"{_GONE_PREFIX}{secrets.token_hex(4)}")
         with suppress(OSError):
             path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
-    def _all(self) -> list[Path]:
-        """Of all salts, with what nobody goes on building."""
+    def _sizes(self) -> dict[Path, int]:
+        """Of all salts, with what nobody goes on building; the least recently used first.
+
+        What services that were killed did not come to remove goes here.
+        """
         directories = [self._directory / name for name in _names(self._directory)]
-        below = [directory / name for directory in directories for name in _names(directory)]
-        stale = time.time() - _STALE_S
-        return [
-            path
-            for path in below
-            if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and _used_at(path) < stale)
-        ]
+        found: list[Path] = []
+        for path in [directory / name for directory in directories for name in _names(directory)]:
+            is_stale = _used_at(path) < time.time() - _STALE_S
+            if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
+                found.append(path)
+            elif path.name.startswith(_GONE_PREFIX):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(_TOKENS_PREFIX) and is_stale:
+                with suppress(OSError):
+                    path.unlink()
+        return {path: _num_bytes(path) for path in sorted(found, key=_used_at)}
 
 
 def cut_of(num_tokens: int) -> int:

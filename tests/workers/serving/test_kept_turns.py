@@ -35,6 +35,7 @@ from workers.serving.messages import (
     WorkerLostError,
 )
 from workers.serving.own_contexts import Found, OwnContexts
+from workers.serving.residency import Residency
 from workers.settings import KeptSettings, Settings, StoreSettings
 
 SEARCH = SearchConfig(keep=0.1, window_len=32)
@@ -469,6 +470,30 @@ def test_the_disk_and_the_contexts_keep_to_their_budgets(tmp_path, builds) -> No
     answers(tmp_path / "kept", *documents, context_bytes=0)
     left = [path for path in builds[0].iterdir() if path.is_dir()]
     assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
+
+
+def test_what_a_kill_left_is_removed(tmp_path, builds) -> None:
+    first, second = ask(DOCUMENT + "Which are red?"), ask("And now: " + DOCUMENT)
+    answers(tmp_path, first)
+    [place] = builds
+    gone, old, new = place / "gone-0123", place / "tokens-0123.json", place / "tokens-4567.json"
+    gone.mkdir()
+    for path in (gone / "layer-000.kv.safetensors", old, new):
+        path.write_bytes(b"[]")
+    os.utime(old, (1e9, 1e9))
+    answers(tmp_path, second)
+    assert new.exists() and not gone.exists() and not old.exists(), "the new one may be another service's"
+    assert len([path for path in place.iterdir() if path.is_dir()]) == 2
+
+
+def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeypatch) -> None:
+    answers(tmp_path, ask(DOCUMENT))
+    [used] = (path for path in builds[0].iterdir() if path.is_dir())
+    num_bytes = sum(path.stat().st_size for path in used.iterdir())
+    monkeypatch.setattr(Residency, "is_used", lambda self, path: path == used)
+    answers(tmp_path, *(ask(f"{n} {DOCUMENT}") for n in range(2)), context_bytes=int(2.5 * num_bytes))
+    left = [path for path in builds[0].iterdir() if path.is_dir()]
+    assert len(builds) == 3 and len(left) == 2 and used in left
 
 
 def files_bytes(store: Path, asked: Ask) -> int:

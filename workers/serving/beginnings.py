@@ -1,6 +1,7 @@
 """What a request begins with: a context, and rows of its own that were kept. Found, made where it is worth it, held."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
@@ -22,6 +23,7 @@ from workers.serving.step_engine import StepEngine
 from workers.settings import Settings
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +120,14 @@ class Beginnings:
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
             num_kept = 0 if identity is None else await self._beside(self.kept.num_kept, identity, own)
             is_much = len(own) - num_kept > self._settings.kept.context_tokens
-            is_much = is_much or len(own) > engine.tail_capacity - answer
-            if is_much and cut_of(len(whole)) > found.num_tokens:
-                return await self._own_contexts.make(whole, ask.cache_salt)
+            fits = len(own) <= engine.tail_capacity - answer
+            if (is_much or not fits) and cut_of(len(whole)) > found.num_tokens:
+                try:
+                    return await self._own_contexts.make(whole, ask.cache_salt)
+                except ContextNotReadyError as error:  # a full disk, say
+                    if not fits:
+                        raise
+                    _log.warning("a prompt is computed step by step: %s", error)
         return found
 
     async def _whole_ids(self, ask: Ask) -> list[int]:

@@ -398,6 +398,17 @@ def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> 
     assert not list((tmp_path / DIRECTORY).rglob("*.json"))
 
 
+def test_a_prompt_that_fits_is_answered_without_the_context_that_cannot_be_built(tmp_path, monkeypatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise ArtifactError("the disk is full")
+
+    asked = ask(FIRST * 4)
+    want = afresh(tmp_path, asked, context_tokens=680)
+    monkeypatch.setattr(Builder, "build", fail)
+    [(said, done)] = answers(tmp_path / "kept", asked)
+    assert said == want and done.context_tokens == 0 and done.question_tokens > 300
+
+
 def test_what_the_model_has_no_positions_for_is_refused_before_anything_is_built(tmp_path, builds) -> None:
     with pytest.raises(ContextTooLongError, match="1,024"):
         answers(tmp_path, ask(DOCUMENT + FIRST * 2))

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from csattn.artifact import Artifact
@@ -76,15 +77,18 @@ class Beginnings:
     async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:
         """With the context loaded. Raises a ServingError for what cannot be."""
         whole = None if ask.context else await self._whole_ids(ask)
+        without: set[Path] = set()
         while True:
-            found = await self._find(ask, config, selector, whole)
+            found = await self._find(ask, config, selector, whole, without)
             using = self._residency.using(found.path, config, selector, ask.asked_for)
             try:
                 resident = await using.__aenter__()
                 break
             except ContextNotReadyError:  # it was damaged since it was found, or has gone
-                if found.path is None or found.is_new or not await self._own_contexts.drop(found.path):
+                if ask.context or found.path is None or found.is_new:
                     raise
+                await self._own_contexts.drop(found.path)
+                without.add(found.path)
         try:
             if whole is None:
                 ids = await self._beside(prompt_ids, self._loaded.tokenizer, resident.artifact, ask)
@@ -107,15 +111,21 @@ class Beginnings:
         """Write what was kept. No request is under way."""
         self.kept.close()
 
-    async def _find(self, ask: Ask, config: SearchConfig, selector: Selector, whole: list[int] | None) -> Found:
-        """A prompt with more behind its context than is to be computed step by step, or than fits, makes a longer."""
+    async def _find(
+        self, ask: Ask, config: SearchConfig, selector: Selector, whole: list[int] | None, without: set[Path]
+    ) -> Found:
+        """A prompt with more behind its context than is to be computed step by step, or than fits, makes a longer.
+
+        without: contexts that turned out not to be usable.
+        """
         if whole is None:
             return Found(await self._contexts.artifact_path(ask.context))
         engine = self._engine
         if _scores_prompt(ask):  # a context's tokens have no scores
             found = Found(None)
         else:
-            found = await self._own_contexts.find(whole, ask.cache_salt, await self._contexts.ready_paths())
+            registered = await self._contexts.ready_paths()
+            found = await self._own_contexts.find(whole, ask.cache_salt, registered, without)
             own, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
             num_kept = 0 if identity is None else await self._beside(self.kept.num_kept, identity, own)

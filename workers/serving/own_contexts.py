@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +72,12 @@ class OwnContexts:
         self._turn_to_build = asyncio.Semaphore(1)
         self._is_closed = False
 
-    async def find(self, token_ids: Sequence[int], salt: str, registered: Sequence[Path]) -> Found:
+    async def find(
+        self, token_ids: Sequence[int], salt: str, registered: Sequence[Path], without: Collection[Path] = ()
+    ) -> Found:
         """The longest context that the prompt begins with. registered: contexts that all may find."""
-        return await asyncio.to_thread(self._longest, np.asarray(token_ids, np.int32), self._of(salt), registered)
+        ids, directory = np.asarray(token_ids, np.int32), self._of(salt)
+        return await asyncio.to_thread(self._longest, ids, directory, registered, without)
 
     async def make(self, token_ids: Sequence[int], salt: str) -> Found:
         """A context of the prompt's first tokens, `cut_of` them. Raises a ServingError where none can be made."""
@@ -91,12 +94,11 @@ class OwnContexts:
                 build.task.cancel()
         return Found(path, cut, is_new=True)
 
-    async def drop(self, path: Path) -> bool:
-        """Remove one that turned out damaged; whether it is one of these."""
-        is_own = path.is_relative_to(self._directory)
-        if is_own:
+    async def drop(self, path: Path) -> None:
+        """Forget one that turned out damaged, or gone; if it is one of these, remove it."""
+        self._tokens.pop(path, None)
+        if path.is_relative_to(self._directory):
             await asyncio.to_thread(self._remove, path)
-        return is_own
 
     async def close(self) -> None:
         """End builds, and begin none; they go on when such a prompt comes again."""
@@ -111,9 +113,10 @@ class OwnContexts:
         """The directory of the contexts of this model and salt."""
         return self._directory / hashlib.sha256(json.dumps([*self._identity, salt]).encode()).hexdigest()[:32]
 
-    def _longest(self, ids: Tokens, directory: Path, registered: Sequence[Path]) -> Found:
+    def _longest(self, ids: Tokens, directory: Path, registered: Sequence[Path], without: Collection[Path]) -> Found:
         own = [directory / name for name in _names(directory) if is_artifact_id(name)]
-        tokens = {path: of for path in [*own, *registered] if (of := self._tokens_of(path)) is not None}
+        among = [path for path in [*own, *registered] if path not in without]
+        tokens = {path: of for path in among if (of := self._tokens_of(path)) is not None}
         for path in sorted(tokens, key=lambda path: -len(tokens[path])):
             num_tokens = len(tokens[path])
             if num_tokens < len(ids) and np.array_equal(tokens[path], ids[:num_tokens]):
@@ -126,14 +129,15 @@ class OwnContexts:
         return Found(None)
 
     def _tokens_of(self, path: Path) -> Tokens | None:
-        if path not in self._tokens:
-            try:
-                with open_artifact(path) as artifact:
-                    is_alike = artifact.spec.index_config == self._index_config  # as engines want it of all they load
-                    self._tokens[path] = np.array(artifact.token_ids) if is_alike else None
-            except ArtifactError:
-                return None  # it may be there again
-        return self._tokens[path]
+        with suppress(KeyError):
+            return self._tokens[path]
+        try:
+            with open_artifact(path) as artifact:
+                is_alike = artifact.spec.index_config == self._index_config  # as engines want it of all they load
+                tokens = self._tokens[path] = np.array(artifact.token_ids) if is_alike else None
+        except ArtifactError:
+            return None  # it may be there again
+        return tokens
 
     def _is_sound(self, path: Path) -> bool:
         """Every byte is looked at, once. One that is damaged goes, and is made again."""

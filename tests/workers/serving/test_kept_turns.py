@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import threading
 import tracemalloc
 from contextlib import aclosing
@@ -23,6 +24,7 @@ from tests.tiny import byte_tokenizer, loaded, make_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.serving import kept_rows
 from workers.serving.context_build import Builder
+from workers.serving.contexts import name_artifact
 from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY, OwnRows, open_kept_rows
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
@@ -375,6 +377,39 @@ def test_a_damaged_context_is_made_again(tmp_path, builds) -> None:
     [(said, again)] = answers(tmp_path, asked)
     assert said == want and len(builds) == 2
     assert again.cached_tokens < again.context_tokens
+
+
+@pytest.mark.parametrize("damage", ["gone", "index"])
+def test_a_registered_context_that_cannot_be_loaded_any_more_is_done_without(tmp_path, builds, damage) -> None:
+    asked = ask(DOCUMENT + "Which are red?")
+    want = afresh(tmp_path, asked)
+    store = tmp_path / "kept"
+    [made] = (path for path in builds.pop().iterdir() if path.is_dir())
+    shutil.copytree(made, store / made.name)
+    name_artifact(store, "lamps", made.name, "float32")
+
+    async def main() -> None:
+        async with make_backend(store) as backend:
+            said, done = await answer(backend, asked)
+            assert said == want and done.cached_tokens == done.context_tokens == 512 and not builds
+            await backend.drop(backend.standing().held)
+            if damage == "gone":
+                shutil.rmtree(store / made.name)
+            else:
+                index = next((store / made.name).glob("*index*"))
+                index.chmod(0o644)
+                index.write_bytes(b"")
+            for _ in range(2):
+                assert (await answer(backend, asked))[0] == want
+            assert len(builds) == 1, "it brings its own"
+            [info] = await backend.contexts()
+            assert info.state == "failed" or damage == "index", "a manifest does not tell what its index is"
+            if damage == "gone":
+                assert "there is no artifact" in info.what
+            with pytest.raises(ContextNotReadyError):
+                await answer(backend, ask("Which are red?", context="lamps"))
+
+    asyncio.run(main())
 
 
 def test_a_full_disk_changes_no_answer(tmp_path, monkeypatch) -> None:

@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Build:
+    record: Record
     task: asyncio.Task[None]
     progress: float = 0.0
     what: str = "waits for another build"
@@ -95,8 +96,11 @@ class Contexts:
             record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
             raise ServingError(f"the context cannot be registered: {error}") from error
-        if record.state == "building" and name not in self._builds:
-            self._build(record)
+        if record.state == "building":
+            if self._build_of(record) is None:
+                await self._end_build(name)  # of another text: it was deleted, and registered again, elsewhere
+            if name not in self._builds:
+                self._build(record)
         return self._info(record, await asyncio.to_thread(self._fault, record))
 
     async def delete(self, name: str) -> Path | None:
@@ -107,9 +111,7 @@ class Contexts:
             raise ServingError(f"the context cannot be deleted: {error}") from error
         if record is None:
             raise UnknownContextError(f"there is no context {name[:64]!r} to delete")
-        if build := self._builds.pop(name, None):
-            build.task.cancel()
-            await asyncio.wait([build.task])
+        await self._end_build(name)
         await asyncio.to_thread(self._drop_text, record)
         return None if record.artifact_id is None else self._store / record.artifact_id
 
@@ -175,9 +177,18 @@ class Contexts:
         if self._is_closed:
             raise closing()
         self._unwritten.pop(record, None)
-        build = _Build(asyncio.create_task(self._run_build(record)))
+        build = _Build(record, asyncio.create_task(self._run_build(record)))
         self._builds[record.name] = build
         build.task.add_done_callback(lambda task: self._forget_build(record.name, build))
+
+    def _build_of(self, record: Record) -> _Build | None:
+        build = self._builds.get(record.name)
+        return build if build is not None and build.record == record else None
+
+    async def _end_build(self, name: str) -> None:
+        if build := self._builds.pop(name, None):
+            build.task.cancel()
+            await asyncio.wait([build.task])
 
     def _forget_build(self, name: str, build: _Build) -> None:
         if self._builds.get(name) is build:
@@ -231,12 +242,12 @@ class Contexts:
         return "" if record.artifact_id is None else self._fault_of(self._store / record.artifact_id)
 
     def _progress(self, record: Record) -> float:
-        build = self._builds.get(record.name)
+        build = self._build_of(record)
         return 1.0 if record.state == "ready" else build.progress if build else 0.0
 
     def _info(self, record: Record, fault: str) -> ContextInfo:
         record = self._unwritten.get(record, record)
-        build = self._builds.get(record.name)
+        build = self._build_of(record)
         return ContextInfo(
             name=record.name,
             state="failed" if fault else record.state,

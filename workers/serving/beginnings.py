@@ -1,10 +1,12 @@
 """What a request begins with: a context, and rows of its own that were kept. Found, made where it is worth it, held."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from csattn.artifact import Artifact
@@ -22,6 +24,7 @@ from workers.serving.step_engine import StepEngine
 from workers.settings import Settings
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +77,18 @@ class Beginnings:
     async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:
         """With the context loaded. Raises a ServingError for what cannot be."""
         whole = None if ask.context else await self._whole_ids(ask)
+        without: set[Path] = set()
         while True:
-            found = await self._find(ask, config, selector, whole)
+            found = await self._find(ask, config, selector, whole, without)
             using = self._residency.using(found.path, config, selector, ask.asked_for)
             try:
                 resident = await using.__aenter__()
                 break
             except ContextNotReadyError:  # it was damaged since it was found, or has gone
-                if found.path is None or found.is_new or not await self._own_contexts.drop(found.path):
+                if ask.context or found.path is None or found.is_new:
                     raise
+                await self._own_contexts.drop(found.path)
+                without.add(found.path)
         try:
             if whole is None:
                 ids = await self._beside(prompt_ids, self._loaded.tokenizer, resident.artifact, ask)
@@ -105,22 +111,33 @@ class Beginnings:
         """Write what was kept. No request is under way."""
         self.kept.close()
 
-    async def _find(self, ask: Ask, config: SearchConfig, selector: Selector, whole: list[int] | None) -> Found:
-        """A prompt with more behind its context than is to be computed step by step, or than fits, makes a longer."""
+    async def _find(
+        self, ask: Ask, config: SearchConfig, selector: Selector, whole: list[int] | None, without: set[Path]
+    ) -> Found:
+        """A prompt with more behind its context than is to be computed step by step, or than fits, makes a longer.
+
+        without: contexts that turned out not to be usable.
+        """
         if whole is None:
             return Found(await self._contexts.artifact_path(ask.context))
         engine = self._engine
         if _scores_prompt(ask):  # a context's tokens have no scores
             found = Found(None)
         else:
-            found = await self._own_contexts.find(whole, ask.cache_salt, await self._contexts.ready_paths())
+            registered = await self._contexts.ready_paths()
+            found = await self._own_contexts.find(whole, ask.cache_salt, registered, without)
             own, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
             num_kept = 0 if identity is None else await self._beside(self.kept.num_kept, identity, own)
             is_much = len(own) - num_kept > self._settings.kept.context_tokens
-            is_much = is_much or len(own) > engine.tail_capacity - answer
-            if is_much and cut_of(len(whole)) > found.num_tokens:
-                return await self._own_contexts.make(whole, ask.cache_salt)
+            fits = len(own) <= engine.tail_capacity - answer
+            if (is_much or not fits) and cut_of(len(whole)) > found.num_tokens:
+                try:
+                    return await self._own_contexts.make(whole, ask.cache_salt)
+                except ContextNotReadyError as error:  # a full disk, say
+                    if not fits:
+                        raise
+                    _log.warning("a prompt is computed step by step: %s", error)
         return found
 
     async def _whole_ids(self, ask: Ask) -> list[int]:

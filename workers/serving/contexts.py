@@ -21,6 +21,7 @@ from workers.serving.messages import (
     ContextNotReadyError,
     ServingError,
     UnknownContextError,
+    closing,
 )
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Build:
+    record: Record
     task: asyncio.Task[None]
     progress: float = 0.0
     what: str = "waits for another build"
@@ -49,6 +51,7 @@ class Contexts:
         self._file = ContextFile(store)
         self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
         self._builds: dict[str, _Build] = {}
+        self._is_closed = False
         self._unwritten: dict[Record, Record] = {}  # what became of builds, where the file could not be told
 
     async def start(self) -> None:
@@ -93,8 +96,11 @@ class Contexts:
             record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
             raise ServingError(f"the context cannot be registered: {error}") from error
-        if record.state == "building" and name not in self._builds:
-            self._build(record)
+        if record.state == "building":
+            if self._build_of(record) is None:
+                await self._end_build(name)  # of another text: it was deleted, and registered again, elsewhere
+            if name not in self._builds:
+                self._build(record)
         return self._info(record, await asyncio.to_thread(self._fault, record))
 
     async def delete(self, name: str) -> Path | None:
@@ -105,14 +111,13 @@ class Contexts:
             raise ServingError(f"the context cannot be deleted: {error}") from error
         if record is None:
             raise UnknownContextError(f"there is no context {name[:64]!r} to delete")
-        if build := self._builds.pop(name, None):
-            build.task.cancel()
-            await asyncio.wait([build.task])
+        await self._end_build(name)
         await asyncio.to_thread(self._drop_text, record)
         return None if record.artifact_id is None else self._store / record.artifact_id
 
     async def close(self) -> None:
-        """End builds; they go on when a service starts again."""
+        """End builds, and begin none; they go on when a service starts again."""
+        self._is_closed = True
         tasks = [build.task for build in self._builds.values()]
         for task in tasks:
             task.cancel()
@@ -169,10 +174,21 @@ class Contexts:
         return True
 
     def _build(self, record: Record) -> None:
+        if self._is_closed:
+            raise closing()
         self._unwritten.pop(record, None)
-        build = _Build(asyncio.create_task(self._run_build(record)))
+        build = _Build(record, asyncio.create_task(self._run_build(record)))
         self._builds[record.name] = build
         build.task.add_done_callback(lambda task: self._forget_build(record.name, build))
+
+    def _build_of(self, record: Record) -> _Build | None:
+        build = self._builds.get(record.name)
+        return build if build is not None and build.record == record else None
+
+    async def _end_build(self, name: str) -> None:
+        if build := self._builds.pop(name, None):
+            build.task.cancel()
+            await asyncio.wait([build.task])
 
     def _forget_build(self, name: str, build: _Build) -> None:
         if self._builds.get(name) is build:
@@ -226,12 +242,12 @@ class Contexts:
         return "" if record.artifact_id is None else self._fault_of(self._store / record.artifact_id)
 
     def _progress(self, record: Record) -> float:
-        build = self._builds.get(record.name)
+        build = self._build_of(record)
         return 1.0 if record.state == "ready" else build.progress if build else 0.0
 
     def _info(self, record: Record, fault: str) -> ContextInfo:
         record = self._unwritten.get(record, record)
-        build = self._builds.get(record.name)
+        build = self._build_of(record)
         return ContextInfo(
             name=record.name,
             state="failed" if fault else record.state,

@@ -9,10 +9,11 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -45,22 +46,20 @@ class KeptRows:
 
     def num_kept(self, identity: bytes, token_ids: Sequence[int]) -> int:
         """Of a prompt's first tokens, how many have rows, by the heads of their files."""
-        names = block_names(identity, token_ids[:-1])
-        return BLOCK_ROWS * next((i for i, name in enumerate(names) if not self._blocks.holds(name)), len(names))
+        return BLOCK_ROWS * sum(1 for _ in takewhile(self._blocks.holds, block_names(identity, token_ids[:-1])))
 
     def find(self, identity: bytes, token_ids: Sequence[int]) -> "OwnRows":
         """What a request with these tokens begins with. Reads files, and holds on to what it has found until it is
         released."""
         names = block_names(identity, token_ids[:-1])  # the last is fed in any case: something has to follow it
         with ExitStack() as stack:
-            found = stack.enter_context(self._blocks.hold(names))
+            found = stack.enter_context(self._blocks.hold(names))  # type: ignore[arg-type]  # goes through them once
             rows = [torch.from_numpy(block).view(self._dtype).view(self._sizes) for block in found]
             return OwnRows(self, identity, rows, stack.pop_all())
 
     def keep(self, name: BlockName, copied: Callable[[], Tensor]) -> None:
         """copied: gives the block's rows, once they are there."""
-        if not self._blocks.holds(name):
-            self._taker.submit(self._take, name, copied)
+        self._taker.submit(self._take, name, copied)
 
     def flush(self) -> None:
         """Wait until all that was kept is on the disk, or refused."""
@@ -78,7 +77,8 @@ class KeptRows:
 
     def _take(self, name: BlockName, copied: Callable[[], Tensor]) -> None:
         try:
-            self._blocks.put(name, copied().contiguous().view(torch.uint8).flatten().numpy())
+            if not self._blocks.holds(name):
+                self._blocks.put(name, copied().contiguous().view(torch.uint8).flatten().numpy())
         except Exception:  # the request has its rows; only who comes later has to make them again
             _log.exception("a block of rows was not kept")
 
@@ -104,11 +104,13 @@ class OwnRows:
             self.release()
         return rows
 
+    def has_whole(self, num_rows: int) -> bool:
+        """Whether of so many rows there is a block to `keep`."""
+        return self.keeps and num_rows - self._num_kept >= BLOCK_ROWS
+
     def keep(self, token_ids: Sequence[int], read_rows: Callable[[int, int], Callable[[], Tensor]]) -> None:
         """Keep the blocks that have become whole. token_ids: of all rows that the request has."""
-        if not self.keeps or len(token_ids) - self._num_kept < BLOCK_ROWS:
-            return
-        for name in block_names(self._identity, token_ids)[self._num_kept // BLOCK_ROWS :]:
+        for name in block_names(self._identity, token_ids, self._num_kept // BLOCK_ROWS):
             self._kept.keep(name, read_rows(self._num_kept, self._num_kept + BLOCK_ROWS))
             self._num_kept += BLOCK_ROWS
 
@@ -117,14 +119,17 @@ class OwnRows:
         self._held.close()
 
 
-def block_names(identity: bytes, token_ids: Sequence[int]) -> list[BlockName]:
-    """Of the whole blocks of these tokens."""
+def block_names(identity: bytes, token_ids: Sequence[int], first: int = 0) -> Iterator[BlockName]:
+    """Of the whole blocks of these tokens, from the first on that is asked for.
+
+    Each is made when it is its turn: a label has all tokens before it, and all labels of a long prompt take gigabytes.
+    """
     tokens, hashed = np.asarray(token_ids, np.int32), new_hash(identity)
-    names = []
-    for stop in range(BLOCK_ROWS, len(tokens) + 1, BLOCK_ROWS):
+    for i in range(len(tokens) // BLOCK_ROWS):
+        stop = BLOCK_ROWS * (i + 1)
         hashed.update(tokens[stop - BLOCK_ROWS : stop].tobytes())
-        names.append(BlockName(hashed.hexdigest(), identity + tokens[:stop].tobytes()))
-    return names
+        if i >= first:
+            yield BlockName(hashed.hexdigest(), identity + tokens[:stop].tobytes())
 
 
 def row_identity(

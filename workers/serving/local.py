@@ -37,7 +37,7 @@ from workers.serving.messages import (
     TimedOutError,
     TokenizeAsk,
     Tokens,
-    WorkerLostError,
+    closing,
     copy_of,
 )
 from workers.serving.metrics import Metrics
@@ -53,7 +53,7 @@ from workers.serving.residency import Residency
 from workers.serving.scheduler import Scheduler
 from workers.serving.speech import speech_of
 from workers.serving.step_engine import StepEngine
-from workers.serving.step_thread import CLOSING, StepThread
+from workers.serving.step_thread import StepThread
 from workers.serving.tools import ChatForm
 from workers.serving.usable import Usable
 from workers.settings import Settings
@@ -108,7 +108,11 @@ class LocalBackend:
         await self._contexts.start()
 
     async def close(self, drain_s: float = _DRAIN_S) -> None:
-        """Refuse new requests; running ones have so long to finish, then they end with an error."""
+        """Refuse new requests; running ones have so long to finish, then they end with an error.
+
+        Those that wait for a context to be built end at once.
+        """
+        self._scheduler.flow.closed = closing()  # before builds end: who comes now would begin one
         await self._contexts.close()
         await self._beginnings.close()
         await self._builder.close()
@@ -154,7 +158,7 @@ class LocalBackend:
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
-            raise WorkerLostError(CLOSING) from None  # what it waited for was cancelled, not the request
+            raise closing() from None  # what it waited for was cancelled, not the request
         finally:
             if request is None:
                 scheduler.flow.release(was_answered=False)

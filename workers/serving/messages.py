@@ -284,3 +284,8 @@ class WorkerLostError(ServingError):
 
     code = "worker_lost"
     status = 503
+
+
+def closing() -> WorkerLostError:
+    """What is told from when on the service closes."""
+    return WorkerLostError("the service is shutting down; send the request again when it is back")

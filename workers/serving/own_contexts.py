@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +29,16 @@ from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.kept_rows import DIRECTORY
-from workers.serving.messages import ContextNotReadyError
+from workers.serving.messages import ContextNotReadyError, closing
 from workers.serving.residency import Residency
 from workers.settings import Settings
 
 LEFT_OUT = 256  # last tokens of a prompt, at least, that stay out of its context: a question, which others do not ask
 STEP = 256  # a context's tokens are a multiple: prompts that differ behind it find it all the same
 _STALE_S = 86400.0
+_GONE_PREFIX, _TOKENS_PREFIX = "gone-", "tokens-"  # what is being removed; of what a build makes a context
 Tokens = NDArray[np.int32]
+_Key = tuple[Path, bytes]  # where it is built, and of what
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +51,13 @@ class Found:
     is_new: bool = False  # made for this prompt
 
 
+@dataclass(slots=True)
+class _Build:
+    task: asyncio.Task[Path]
+    num_waiting: int = 0
+    has_begun: bool = False
+
+
 class OwnContexts:
     """For one event loop. The directories are the truth: several services, of other models too, may share them."""
 
@@ -59,33 +68,42 @@ class OwnContexts:
         self._index_config = preset(settings.build.preset)
         self._tokens: dict[Path, Tokens | None] = {}  # None: it cannot be used
         self._checked: set[Path] = set()  # own ones whose every byte was looked at
-        self._builds: dict[tuple[Path, bytes], asyncio.Task[Path]] = {}
+        self._builds: dict[_Key, _Build] = {}
         self._turn_to_build = asyncio.Semaphore(1)
+        self._is_closed = False
 
-    async def find(self, token_ids: Sequence[int], salt: str, registered: Sequence[Path]) -> Found:
+    async def find(
+        self, token_ids: Sequence[int], salt: str, registered: Sequence[Path], without: Collection[Path] = ()
+    ) -> Found:
         """The longest context that the prompt begins with. registered: contexts that all may find."""
-        return await asyncio.to_thread(self._longest, np.asarray(token_ids, np.int32), self._of(salt), registered)
+        ids, directory = np.asarray(token_ids, np.int32), self._of(salt)
+        return await asyncio.to_thread(self._longest, ids, directory, registered, without)
 
     async def make(self, token_ids: Sequence[int], salt: str) -> Found:
         """A context of the prompt's first tokens, `cut_of` them. Raises a ServingError where none can be made."""
         ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), cut_of(len(token_ids))
         key = directory, hashlib.sha256(ids[:cut].tobytes()).digest()
-        if key not in self._builds:
-            self._builds[key] = asyncio.create_task(self._build(ids[:cut], directory))
-            self._builds[key].add_done_callback(lambda task: self._forget(key))
-        path = await asyncio.shield(self._builds[key])  # who leaves does not end it: it is found when he comes again
+        build = self._builds.get(key) or self._begin(key, ids[:cut], directory)
+        build.num_waiting += 1
+        try:
+            path = await asyncio.shield(build.task)  # who leaves does not end it: it is found when he comes again
+        finally:
+            build.num_waiting -= 1
+            if not build.num_waiting and not build.has_begun:
+                self._forget(key, build)
+                build.task.cancel()
         return Found(path, cut, is_new=True)
 
-    async def drop(self, path: Path) -> bool:
-        """Remove one that turned out damaged; whether it is one of these."""
-        is_own = path.is_relative_to(self._directory)
-        if is_own:
+    async def drop(self, path: Path) -> None:
+        """Forget one that turned out damaged, or gone; if it is one of these, remove it."""
+        self._tokens.pop(path, None)
+        if path.is_relative_to(self._directory):
             await asyncio.to_thread(self._remove, path)
-        return is_own
 
     async def close(self) -> None:
-        """End builds; they go on when such a prompt comes again."""
-        tasks = list(self._builds.values())
+        """End builds, and begin none; they go on when such a prompt comes again."""
+        self._is_closed = True
+        tasks = [build.task for build in self._builds.values()]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -95,9 +113,10 @@ class OwnContexts:
         """The directory of the contexts of this model and salt."""
         return self._directory / hashlib.sha256(json.dumps([*self._identity, salt]).encode()).hexdigest()[:32]
 
-    def _longest(self, ids: Tokens, directory: Path, registered: Sequence[Path]) -> Found:
+    def _longest(self, ids: Tokens, directory: Path, registered: Sequence[Path], without: Collection[Path]) -> Found:
         own = [directory / name for name in _names(directory) if is_artifact_id(name)]
-        tokens = {path: of for path in [*own, *registered] if (of := self._tokens_of(path)) is not None}
+        among = [path for path in [*own, *registered] if path not in without]
+        tokens = {path: of for path in among if (of := self._tokens_of(path)) is not None}
         for path in sorted(tokens, key=lambda path: -len(tokens[path])):
             num_tokens = len(tokens[path])
             if num_tokens < len(ids) and np.array_equal(tokens[path], ids[:num_tokens]):
@@ -110,14 +129,15 @@ class OwnContexts:
         return Found(None)
 
     def _tokens_of(self, path: Path) -> Tokens | None:
-        if path not in self._tokens:
-            try:
-                with open_artifact(path) as artifact:
-                    is_alike = artifact.spec.index_config == self._index_config  # as engines want it of all they load
-                    self._tokens[path] = np.array(artifact.token_ids) if is_alike else None
-            except ArtifactError:
-                return None  # it may be there again
-        return self._tokens[path]
+        with suppress(KeyError):
+            return self._tokens[path]
+        try:
+            with open_artifact(path) as artifact:
+                is_alike = artifact.spec.index_config == self._index_config  # as engines want it of all they load
+                tokens = self._tokens[path] = np.array(artifact.token_ids) if is_alike else None
+        except ArtifactError:
+            return None  # it may be there again
+        return tokens
 
     def _is_sound(self, path: Path) -> bool:
         """Every byte is looked at, once. One that is damaged goes, and is made again."""
@@ -132,15 +152,28 @@ class OwnContexts:
         self._checked.add(path)
         return True
 
-    async def _build(self, ids: Tokens, directory: Path) -> Path:
-        ids_path = directory / f"tokens-{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.json"
-        try:
+    def _begin(self, key: _Key, ids: Tokens, directory: Path) -> _Build:
+        """When those before it are built."""
+        if self._is_closed:
+            raise closing()
+
+        async def run() -> Path:
             async with self._turn_to_build:
-                with store_errors(f"make {directory}", self._settings.store.path):
-                    await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-                await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
-                source = ["--tokens", str(ids_path)]
-                result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
+                build.has_begun = True
+                return await self._build(ids, directory)
+
+        build = self._builds[key] = _Build(asyncio.create_task(run()))
+        build.task.add_done_callback(lambda task: self._forget(key, build))
+        return build
+
+    async def _build(self, ids: Tokens, directory: Path) -> Path:
+        ids_path = directory / f"{_TOKENS_PREFIX}{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.json"
+        try:
+            with store_errors(f"make {directory}", self._settings.store.path):
+                await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+            await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
+            source = ["--tokens", str(ids_path)]
+            result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except CsattnError as error:
             raise ContextNotReadyError(f"no context could be made of the prompt's beginning: {error}") from error
         finally:
@@ -149,46 +182,51 @@ class OwnContexts:
         path = directory / str(result["artifact"])
         self._tokens[path] = ids
         self._checked.add(path)
-        for old in await asyncio.to_thread(self._beyond_budget, path):
-            if not self._residency.is_used(old):
-                await self._residency.forget(old)
-                await asyncio.to_thread(self._remove, old)
+        await self._keep_to_budget(path)
         return path
 
-    def _forget(self, key: tuple[Path, bytes]) -> None:
-        task = self._builds.pop(key)
-        if not task.cancelled():
-            task.exception()  # of which those who wait are told, if any still do
+    def _forget(self, key: _Key, build: _Build) -> None:
+        if self._builds.get(key) is build:
+            del self._builds[key]
+        if build.task.done() and not build.task.cancelled():
+            build.task.exception()  # of which those who wait are told, if any still do
 
-    def _beyond_budget(self, newest: Path) -> list[Path]:
-        """Those that have to go, used least recently: all together take more than they may."""
-        sizes = {path: _num_bytes(path) for path in self._all()}
-        too_many, old = sum(sizes.values()) - self._settings.kept.context_bytes, []
-        for path in sorted(sizes.keys() - {newest}, key=_used_at):
-            if too_many > 0:
-                old.append(path)
-                too_many -= sizes[path]
-        return old
+    async def _keep_to_budget(self, newest: Path) -> None:
+        """Remove what nobody uses, the least recently used first, until all together take no more than they may."""
+        sizes = await asyncio.to_thread(self._sizes)
+        too_many = sum(sizes.values()) - self._settings.kept.context_bytes
+        for path, num_bytes in sizes.items():
+            if too_many > 0 and path != newest and not self._residency.is_used(path):
+                await self._residency.forget(path)
+                await asyncio.to_thread(self._remove, path)
+                too_many -= num_bytes
 
     def _remove(self, path: Path) -> None:
         """At once for all who look, then its bytes."""
         self._checked.discard(path)
         self._tokens.pop(path, None)
-        gone = path.with_name(f"gone-{secrets.token_hex(4)}")
+        gone = path.with_name(f"{_GONE_PREFIX}{secrets.token_hex(4)}")
         with suppress(OSError):
             path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
-    def _all(self) -> list[Path]:
-        """Of all salts, with what nobody goes on building."""
+    def _sizes(self) -> dict[Path, int]:
+        """Of all salts, with what nobody goes on building; the least recently used first.
+
+        What services that were killed did not come to remove goes here.
+        """
         directories = [self._directory / name for name in _names(self._directory)]
-        below = [directory / name for directory in directories for name in _names(directory)]
-        stale = time.time() - _STALE_S
-        return [
-            path
-            for path in below
-            if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and _used_at(path) < stale)
-        ]
+        found: list[Path] = []
+        for path in [directory / name for directory in directories for name in _names(directory)]:
+            is_stale = _used_at(path) < time.time() - _STALE_S
+            if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
+                found.append(path)
+            elif path.name.startswith(_GONE_PREFIX):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(_TOKENS_PREFIX) and is_stale:
+                with suppress(OSError):
+                    path.unlink()
+        return {path: _num_bytes(path) for path in sorted(found, key=_used_at)}
 
 
 def cut_of(num_tokens: int) -> int:

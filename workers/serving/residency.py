@@ -28,6 +28,7 @@ from workers.serving.messages import (
     Selector,
     ServingError,
     WorkerLostError,
+    closing,
 )
 from workers.serving.moving import drop_pages, read_index, read_rows
 from workers.serving.resident import Resident, choose_leaving
@@ -347,7 +348,7 @@ class Residency:
 def _require_not_closing(task: "asyncio.Task[object]") -> None:
     """Whether it was the task that was cancelled, and not who waits for it."""
     if task.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
-        raise WorkerLostError("the service is shutting down; send the request again when it is back") from None
+        raise closing() from None
 
 
 def _as_serving_error(error: Exception, done: str) -> ServingError:

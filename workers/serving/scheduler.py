@@ -213,7 +213,7 @@ class Scheduler:
 
     def _keep(self, request: Request) -> None:
         """What of its rows has become a whole block. That it fails is no fault of the request."""
-        if request.own is None:
+        if request.own is None or not request.own.has_whole(request.num_rows):
             return
         token_ids = [*request.question_ids, *request.token_ids][: request.num_rows]
         assert request.slot is not None

@@ -4,11 +4,10 @@ import logging
 import time
 from threading import Thread
 
-from workers.serving.messages import WorkerLostError
+from workers.serving.messages import WorkerLostError, closing
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import StepEngine
 
-CLOSING = "the service is shutting down; send the request again when it is back"
 _log = logging.getLogger(__name__)
 
 
@@ -31,7 +30,7 @@ class StepThread:
         Blocks; new requests are refused from now on.
         """
         flow = self._scheduler.flow
-        flow.closed = WorkerLostError(CLOSING)
+        flow.closed = closing()
         deadline = time.monotonic() + drain_s
         while flow.num_in_flight and self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -52,6 +51,6 @@ class StepThread:
                 continue
             if idle_s != 0.0 and not self._is_ending:
                 scheduler.inbox.wait(idle_s)
-        scheduler.inbox.close(WorkerLostError(CLOSING))
-        scheduler.fail_all(WorkerLostError(CLOSING))
+        scheduler.inbox.close(closing())
+        scheduler.fail_all(closing())
         self._engine.close()

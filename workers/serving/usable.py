@@ -21,7 +21,8 @@ class Usable:
     def fault(self, path: Path) -> str:
         """Why it cannot answer from the artifact at that path, by its manifest; empty where it can.
 
-        Each is looked at once, but for those that are missing or damaged: they may be there again.
+        Each is looked at once, but for those that are missing or damaged: they may be there again. And those that
+        could not be opened since.
         """
         if path.name not in self._known:
             try:
@@ -38,6 +39,7 @@ class Usable:
         try:
             return self._open(path)
         except ArtifactError as error:
+            self._known.pop(path.name, None)  # it has gone since
             raise ContextNotReadyError(f"{_CANNOT}: {error}") from error
 
     def require_sound(self, artifact: Artifact) -> None:

@@ -1,6 +1,7 @@
 """Contexts by name: built in the background by real processes, kept over a kill, told of when they fail."""
 
 import asyncio
+import hashlib
 import os
 import signal
 import subprocess
@@ -161,6 +162,35 @@ def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, mon
         assert (await ended(contexts, "a")).what == "the build was ended by signal 9"
         assert (await contexts.register("a", "a text")).state == "building"
         assert (await ended(contexts, "a")).state == "ready"
+
+    asyncio.run(main())
+
+
+def test_a_name_that_stands_for_another_text_since_is_built_of_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was deleted, and registered again, at another service of the store than the one that still builds it."""
+    begun: list[str] = []
+
+    async def build(self: Builder, source: list[str], store: Path, tell: Any) -> dict[str, Any]:
+        begun.append(Path(source[-1]).read_text())
+        tell(0.5, "layer 1 of 2")
+        await asyncio.sleep(1000 if begun[-1] == "old text" else 0)
+        return {"artifact": "0" * 16, "context_len": 300}
+
+    monkeypatch.setattr(Builder, "build", build)
+
+    async def main() -> None:
+        here, elsewhere = registry(tmp_path), registry(tmp_path)
+        await here.register("a", "old text")
+        async with asyncio.timeout(TIMEOUT_S):
+            while not begun:
+                await asyncio.sleep(0.01)
+        await elsewhere.delete("a")
+        elsewhere._enter("a", "new text", b"new text", hashlib.sha256(b"new text").hexdigest())
+        assert [info.progress for info in await here.infos()] == [0.0], "the old text's is not its own"
+        await asyncio.gather(*(here.register("a", "new text") for _ in range(3)))
+        assert (await ended(here, "a")).state == "ready" and begun == ["old text", "new text"]
 
     asyncio.run(main())
 

@@ -4,6 +4,9 @@ import asyncio
 import errno
 import json
 import os
+import shutil
+import threading
+import tracemalloc
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,13 @@ from csattn.errors import ArtifactError
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
+from offload.blocks import BlockName
 from tests.tiny import byte_tokenizer, loaded, make_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.serving import kept_rows
 from workers.serving.context_build import Builder
-from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY
+from workers.serving.contexts import name_artifact
+from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY, OwnRows, open_kept_rows
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
     Ask,
@@ -29,7 +34,10 @@ from workers.serving.messages import (
     Done,
     Sampling,
     Turn,
+    WorkerLostError,
 )
+from workers.serving.own_contexts import Found, OwnContexts
+from workers.serving.residency import Residency
 from workers.settings import KeptSettings, Settings, StoreSettings
 
 SEARCH = SearchConfig(keep=0.1, window_len=32)
@@ -161,6 +169,69 @@ def test_many_that_come_at_once_with_one_document_wait_for_one_build(tmp_path, b
     asyncio.run(main())
 
 
+def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, monkeypatch) -> None:
+    """And who comes again, or has stayed, has it built all the same."""
+    begun, may_end, real = asyncio.Event(), asyncio.Event(), Builder.build
+
+    async def wait(self: Builder, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        begun.set()
+        await may_end.wait()
+        return await real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Builder, "build", wait)
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            own, salts = backend._beginnings._own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
+            coming = [asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="first")))]
+            await begun.wait()
+            for salt in salts:
+                coming.append(asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt=salt))))
+            while len(own._builds) < len({"first", *salts}):
+                await asyncio.sleep(0.01)
+            for task in coming[:-1]:
+                task.cancel()
+            await asyncio.wait(coming[:-1])
+            back = asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="back")))
+            may_end.set()
+            said = {text for text, _ in await asyncio.gather(back, coming[-1])}
+            assert len(said) == 1 and builds == [own._of(salt) for salt in ("first", "stayed", "back")]
+
+    asyncio.run(main())
+
+
+def test_no_build_begins_in_a_service_that_closes(tmp_path, builds, monkeypatch) -> None:
+    """Not for who was looking for a context meanwhile, nor for who comes then; they are told."""
+    is_looking, may_go_on, real = threading.Event(), threading.Event(), OwnContexts._longest
+
+    def look(*args: Any) -> Found:
+        is_looking.set()
+        may_go_on.wait(10.0)
+        return real(*args)
+
+    monkeypatch.setattr(OwnContexts, "_longest", look)
+
+    async def main() -> None:
+        backend = make_backend(tmp_path)
+        await backend.start()
+        early = asyncio.create_task(answer(backend, ask(DOCUMENT)))
+        await asyncio.to_thread(is_looking.wait)
+        closing = asyncio.create_task(backend.close(drain_s=30.0))
+        await asyncio.sleep(0)
+        late = answer(backend, ask(DOCUMENT))
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            await asyncio.wait_for(late, 5.0)
+        may_go_on.set()
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            await early
+        await closing
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            await backend.register("a", DOCUMENT)
+        assert not builds
+
+    asyncio.run(main())
+
+
 def test_a_salt_keeps_what_it_leaves_for_itself(tmp_path, builds) -> None:
     """Rows and contexts; and the store of another salt's contexts tells nothing to who builds."""
     long, short = DOCUMENT + "Which are red?", FIRST
@@ -232,6 +303,46 @@ def test_a_hash_that_two_prompts_share_finds_neither_s_rows_for_the_other(tmp_pa
         assert any(done.cached_tokens for _, done in got), "what was stored is found by whose it is"
 
 
+def test_a_long_prompt_of_which_nothing_is_kept_takes_no_memory(tmp_path) -> None:
+    settings = Settings(store=StoreSettings(path=tmp_path))
+    kept, token_ids = open_kept_rows(loaded(), settings), list(range(64_000))
+    tracemalloc.start()
+    try:
+        assert kept.num_kept(b"mine", token_ids) == 0 and kept.find(b"mine", token_ids).num_found == 0
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+        kept.close()
+
+
+def test_tokens_are_looked_at_when_a_block_has_become_whole(tmp_path, monkeypatch) -> None:
+    """And of its block alone the name is made."""
+    kept: list[int] = []
+    named: list[BlockName] = []
+    real = OwnRows.keep
+
+    def keep(self: OwnRows, token_ids: Any, read_rows: Any) -> None:
+        kept.append(len(token_ids))
+        real(self, token_ids, read_rows)
+
+    def name(*parts: Any) -> BlockName:
+        named.append(BlockName(*parts))
+        return named[-1]
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            events = backend.generate(ask(FIRST, new=200))
+            async with aclosing(events):
+                await anext(events)
+                monkeypatch.setattr(OwnRows, "keep", keep)
+                monkeypatch.setattr(kept_rows, "BlockName", name)
+                async for _ in events:
+                    pass
+
+    asyncio.run(main())
+    assert 2 <= len(kept) <= 4 and len(kept) == len(named), kept
+
+
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "gone", "swapped"])
 def test_a_damaged_file_is_a_fresh_prefill(tmp_path, damage) -> None:
     store = tmp_path / "kept"
@@ -268,6 +379,39 @@ def test_a_damaged_context_is_made_again(tmp_path, builds) -> None:
     assert again.cached_tokens < again.context_tokens
 
 
+@pytest.mark.parametrize("damage", ["gone", "index"])
+def test_a_registered_context_that_cannot_be_loaded_any_more_is_done_without(tmp_path, builds, damage) -> None:
+    asked = ask(DOCUMENT + "Which are red?")
+    want = afresh(tmp_path, asked)
+    store = tmp_path / "kept"
+    [made] = (path for path in builds.pop().iterdir() if path.is_dir())
+    shutil.copytree(made, store / made.name)
+    name_artifact(store, "lamps", made.name, "float32")
+
+    async def main() -> None:
+        async with make_backend(store) as backend:
+            said, done = await answer(backend, asked)
+            assert said == want and done.cached_tokens == done.context_tokens == 512 and not builds
+            await backend.drop(backend.standing().held)
+            if damage == "gone":
+                shutil.rmtree(store / made.name)
+            else:
+                index = next((store / made.name).glob("*index*"))
+                index.chmod(0o644)
+                index.write_bytes(b"")
+            for _ in range(2):
+                assert (await answer(backend, asked))[0] == want
+            assert len(builds) == 1, "it brings its own"
+            [info] = await backend.contexts()
+            assert info.state == "failed" or damage == "index", "a manifest does not tell what its index is"
+            if damage == "gone":
+                assert "there is no artifact" in info.what
+            with pytest.raises(ContextNotReadyError):
+                await answer(backend, ask("Which are red?", context="lamps"))
+
+    asyncio.run(main())
+
+
 def test_a_full_disk_changes_no_answer(tmp_path, monkeypatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -287,6 +431,17 @@ def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> 
     with pytest.raises(ContextNotReadyError, match="made of the prompt's beginning: the disk is full"):
         answers(tmp_path, ask(DOCUMENT))
     assert not list((tmp_path / DIRECTORY).rglob("*.json"))
+
+
+def test_a_prompt_that_fits_is_answered_without_the_context_that_cannot_be_built(tmp_path, monkeypatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise ArtifactError("the disk is full")
+
+    asked = ask(FIRST * 4)
+    want = afresh(tmp_path, asked, context_tokens=680)
+    monkeypatch.setattr(Builder, "build", fail)
+    [(said, done)] = answers(tmp_path / "kept", asked)
+    assert said == want and done.context_tokens == 0 and done.question_tokens > 300
 
 
 def test_what_the_model_has_no_positions_for_is_refused_before_anything_is_built(tmp_path, builds) -> None:
@@ -361,6 +516,30 @@ def test_the_disk_and_the_contexts_keep_to_their_budgets(tmp_path, builds) -> No
     answers(tmp_path / "kept", *documents, context_bytes=0)
     left = [path for path in builds[0].iterdir() if path.is_dir()]
     assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
+
+
+def test_what_a_kill_left_is_removed(tmp_path, builds) -> None:
+    first, second = ask(DOCUMENT + "Which are red?"), ask("And now: " + DOCUMENT)
+    answers(tmp_path, first)
+    [place] = builds
+    gone, old, new = place / "gone-0123", place / "tokens-0123.json", place / "tokens-4567.json"
+    gone.mkdir()
+    for path in (gone / "layer-000.kv.safetensors", old, new):
+        path.write_bytes(b"[]")
+    os.utime(old, (1e9, 1e9))
+    answers(tmp_path, second)
+    assert new.exists() and not gone.exists() and not old.exists(), "the new one may be another service's"
+    assert len([path for path in place.iterdir() if path.is_dir()]) == 2
+
+
+def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeypatch) -> None:
+    answers(tmp_path, ask(DOCUMENT))
+    [used] = (path for path in builds[0].iterdir() if path.is_dir())
+    num_bytes = sum(path.stat().st_size for path in used.iterdir())
+    monkeypatch.setattr(Residency, "is_used", lambda self, path: path == used)
+    answers(tmp_path, *(ask(f"{n} {DOCUMENT}") for n in range(2)), context_bytes=int(2.5 * num_bytes))
+    left = [path for path in builds[0].iterdir() if path.is_dir()]
+    assert len(builds) == 3 and len(left) == 2 and used in left
 
 
 def files_bytes(store: Path, asked: Ask) -> int:

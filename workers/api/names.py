@@ -25,7 +25,8 @@ def context_of(asked: str, model: str) -> str:
     name, at, context = asked.partition("@")
     if not at or name != model or CONTEXT_NAME.fullmatch(context) is None:
         raise UnknownContextError(
-            f"there is no model {quoted(asked, 100)}; wanted {model}@ and a context's name; GET /v1/models lists them",
+            f"there is no model {quoted(asked, 100)}; wanted {model}, or {model}@ and a context's name; GET /v1/models "
+            "lists them",
             "model",
         )
     return context

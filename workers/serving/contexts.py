@@ -74,7 +74,9 @@ class Contexts:
         """Of a context that is ready."""
         record = (await self._records()).get(name)
         if record is None:
-            raise UnknownContextError(f"there is no context {name[:64]!r}; register it, or list those there are")
+            raise UnknownContextError(
+                f"there is no context {name[:64]!r}; GET /v1/contexts lists them, POST registers one", "model"
+            )
         record = self._unwritten.get(record, record)
         if record.state == "building":
             progress = 100 * self._progress(record)

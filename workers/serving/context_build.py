@@ -123,8 +123,9 @@ class Builder:
 
     async def _give_up(self, standby: asyncio.Task[Process]) -> None:
         standby.cancel()
-        with contextlib.suppress(asyncio.CancelledError, OSError):
-            await _end(await standby)
+        await asyncio.wait([standby])  # and not the task itself: that this one is cancelled is another matter
+        if not standby.cancelled() and not standby.exception():
+            await _end(standby.result())
 
 
 def _arguments(source: list[str], store: Path, settings: Settings) -> list[str]:

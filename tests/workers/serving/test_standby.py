@@ -112,3 +112,26 @@ def test_one_that_has_built_builds_again_with_the_model_that_it_has_until_it_is_
         await builder.close()
 
     asyncio.run(main())
+
+
+def test_a_build_that_is_ended_while_it_waits_for_its_process_begins_none(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+
+    async def begin(*args: Any, **kwargs: Any) -> Process:
+        begun.append(args)
+        raise OSError
+
+    async def main() -> None:
+        builder = Builder(settings)
+        builder.start(settle_s=1000.0)
+        ended = asyncio.create_task(build(builder, settings))
+        await asyncio.sleep(0)
+        ended.cancel()
+        await asyncio.wait([ended])
+        assert ended.cancelled() and not begun
+        await builder.close()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", begin)
+    asyncio.run(main())

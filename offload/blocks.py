@@ -7,7 +7,7 @@ have one key, the second is not kept, and neither is taken for the other.
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -88,7 +88,7 @@ class Blocks:
         return True
 
     @contextmanager
-    def hold(self, names: Sequence[BlockName]) -> Iterator[list[Bytes]]:
+    def hold(self, names: Iterable[BlockName]) -> Iterator[list[Bytes]]:
         """The first of these blocks, up to the first that is not there as it was written; in memory until the block
         ends. Those that only files have are read, and checked, here."""
         found: list[tuple[_Held | None, Bytes]] = []

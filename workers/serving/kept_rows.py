@@ -53,7 +53,7 @@ class KeptRows:
         released."""
         names = block_names(identity, token_ids[:-1])  # the last is fed in any case: something has to follow it
         with ExitStack() as stack:
-            found = stack.enter_context(self._blocks.hold(names))  # type: ignore[arg-type]  # goes through them once
+            found = stack.enter_context(self._blocks.hold(names))
             rows = [torch.from_numpy(block).view(self._dtype).view(self._sizes) for block in found]
             return OwnRows(self, identity, rows, stack.pop_all())
 

@@ -138,6 +138,7 @@ class LocalBackend:
                     config = self._search_config(ask)
                     begun = await self._beginnings.find(ask, config, self._selector(ask))
             except TimeoutError:
+                self._measured.requests.labels("timeout").inc()
                 raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
             try:
                 self._require_steps()

@@ -174,7 +174,7 @@ class OwnContexts:
             await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
             source = ["--tokens", str(ids_path)]
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
-        except CsattnError as error:
+        except (CsattnError, OSError) as error:  # OSError: no process could be started
             raise ContextNotReadyError(f"no context could be made of the prompt's beginning: {error}") from error
         finally:
             with suppress(OSError):

@@ -1,8 +1,12 @@
 """Workers that die, hang or fail in the middle of anything: the selections stay the same, and soon all are back."""
 
+import fcntl
+import os
 import random
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +27,7 @@ from tests.workers.searchers.searching import (
     search_layer,
     wait_until,
 )
-from workers.searchers import worker_searcher
+from workers.searchers import channel, worker_searcher
 from workers.searchers.mail import KIND, SEARCH
 from workers.searchers.process import ChildProcess
 from workers.searchers.step_searches import StepSearches
@@ -122,6 +126,33 @@ def test_a_worker_that_hangs_is_replaced(
         for turn in range(6):
             search_layer(searcher, [make_step(artifact, 2, 900, turn)], {0: artifact}, turn % 3)
         assert searcher.health().num_searched_here == 1
+
+
+def test_a_worker_is_ended_where_more_than_a_thousand_files_are_open(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2000:
+        pytest.skip(f"this process may open {limits[1]} files; the test takes descriptors from 1024 on")
+    peer_process = channel._peer_process
+
+    def high(connection: socket.socket) -> int | None:
+        if (low := peer_process(connection)) is None:
+            return None
+        try:
+            return fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024)
+        finally:
+            os.close(low)
+
+    monkeypatch.setattr(channel, "_peer_process", high)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2000), limits[1]))
+    try:
+        with WorkerSearcher(1, launch=children) as searcher:
+            worker = children.latest[0]
+            searcher._supervisors[0].channel.end_process()
+            wait_until(lambda: not runs(worker.pid))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_worker_that_fails_is_asked_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

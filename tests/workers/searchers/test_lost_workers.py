@@ -190,21 +190,33 @@ def test_where_nobody_can_search_the_search_is_lost(artifact: Artifact, monkeypa
 
 
 CLIENT = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
 from csattn.artifact import open_artifact
 from workers.searchers.worker_searcher import WorkerSearcher
 
+artifact = open_artifact(Path(sys.argv[1]))
 searcher = WorkerSearcher(1)
-searcher.load(0, open_artifact(Path(sys.argv[1])))
+searcher.load(0, artifact)
 print(*(supervisor.handle.pid for supervisor in searcher._supervisors), flush=True)
 """
+STEP = """
+from tests.workers.searchers.searching import wait_until
+from tests.workers.searchers.stepping import Device
+
+device = Device([artifact], [0], 90)
+searcher.attach(device.memory)
+threading.Thread(target=device._run, args=(searcher.run_step, []), daemon=True).start()
+device._post(0, 1.0)
+wait_until(lambda: (device.chosen[0] > 0).all())  # now the worker waits for the second layer's queries
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("os.fork() or sys.exit(); os.wait()", 0)],
-    ids=["killed", "not closed, and forked meanwhile"],
+    [(KILL, -signal.SIGKILL), (STEP + KILL, -signal.SIGKILL), ("os.fork() or sys.exit(); os.wait()", 0)],
+    ids=["killed", "killed in a step", "not closed, and forked meanwhile"],
 )
 def test_workers_end_with_their_client(end: str, status: int, artifact: Artifact) -> None:
     files = named_files()

@@ -134,7 +134,9 @@ class Channel:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            select.select([self._process], [], [], END_S)
+            poller = select.poll()  # `select.select` takes no descriptor from 1024 on
+            poller.register(self._process, select.POLLIN)
+            poller.poll(END_S * 1e3)
 
     def __del__(self) -> None:
         """Closed with its last user: a descriptor that one thread still waits at must not be given to another file."""

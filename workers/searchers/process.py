@@ -2,13 +2,20 @@
 
 import contextlib
 import json
+import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict
 
 from workers.child import module_command
 from workers.searchers.worker import SearchWorker, WorkerSpec
+
+GRACE_S = 1.0  # for a worker to end by itself when its client has gone
 
 
 class ChildProcess:
@@ -37,7 +44,20 @@ def main(spec: str) -> None:
     values = json.loads(spec)
     values["cpus"] = tuple(values["cpus"]) if values["cpus"] is not None else None
     with contextlib.suppress(ConnectionError, FileNotFoundError):  # the client may have gone before this worker came up
-        SearchWorker(WorkerSpec(**values)).serve()
+        SearchWorker(WorkerSpec(**values)).serve(_end_with_client)
+
+
+def _end_with_client(connection: socket.socket) -> None:
+    """Also in a step, whose next queries will not come. It is not given up: other workers look at the same word."""
+    threading.Thread(target=_await_end, args=[connection.fileno()], name="client-watch", daemon=True).start()
+
+
+def _await_end(fd: int) -> None:
+    poller = select.poll()
+    poller.register(fd, 0)  # no more than that it is closed: what the client says is for the worker
+    poller.poll()
+    time.sleep(GRACE_S)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,12 @@ class SearchWorker:
         self._artifacts: dict[int, Artifact] = {}
         self._num_answers = 0
 
-    def serve(self) -> None:
-        """Answer until the client goes. Raises OSError where there is no client at the address."""
+    def serve(self, watch: Callable[[socket.socket], object] | None = None) -> None:
+        """Answer until the client goes. Raises OSError where there is no client at the address.
+
+        Within a step only memory is looked at, and a client that is killed is not noticed. watch: gets the connection
+        before anything is answered, for whoever can end the process then.
+        """
         cpus = self.spec.cpus
         if cpus is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cpus[:1])  # of the calling thread
@@ -81,6 +85,8 @@ class SearchWorker:
         own_cpus = cpus[1:] if cpus is not None else None
         self._searches = StepSearches(SearchPool(self.spec.num_threads, own_cpus))
         self._connection = connect(self.spec.address)
+        if watch is not None:
+            watch(self._connection)
         try:
             while not self._closed and self._await_request(self._num_answers + 1):
                 self._answer()

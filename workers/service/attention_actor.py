@@ -106,10 +106,11 @@ class AttentionActor:
             return error
 
     async def _start(self) -> None:
-        """With the first call: only then is there an event loop."""
+        """With the first call, for only then is there an event loop; after a start that failed, with the next."""
         if self._starting is None:
-            self._starting = asyncio.create_task(self._backend.start())
             self._watch = asyncio.create_task(self._end_orphans())
+        if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
+            self._starting = asyncio.create_task(self._backend.start())
         await asyncio.shield(self._starting)
 
     async def _pump(self, ask: Ask, events: "asyncio.Queue[Event | ServingError | _Ended]") -> None:

@@ -6,6 +6,7 @@ nobody asks for them any more, one worker keeps them. A worker that comes back i
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
@@ -33,6 +34,7 @@ from workers.serving.messages import (
 BEAT_S = 1.0  # how often workers hear that this process lives
 HOT = 0.5  # of a worker's slots: with so many requests more than another its contexts are loaded there, too
 COLD_S = 30.0  # a context that nobody has asked a worker for so long is dropped where another worker has it
+_log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
@@ -63,6 +65,7 @@ class SpreadBackend:
         self._known: dict[str, Standing] = {}  # by the worker's name, as it was when it last answered
         self._ingress = f"{os.getpid()}-{uuid4().hex}"
         self._beating: asyncio.Task[None] | None = None
+        self._telling: dict[str, asyncio.Task[None]] = {}  # by the worker's name, what it was told beside the beat
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
         """A request goes on to another worker only before its first event."""
@@ -159,11 +162,14 @@ class SpreadBackend:
             self._beating = asyncio.create_task(self._beat())
 
     async def _beat(self) -> None:
-        """Workers end the requests of a process that they no longer hear."""
+        """Workers end the requests of a process that they no longer hear: nothing may end this or hold it up."""
         while True:
-            await asyncio.gather(*(self._hear(worker) for worker in self._workers))
-            for worker, held in cold(self._workers):
-                await _tell(worker, "drop", held)
+            try:
+                await asyncio.gather(*(self._hear(worker) for worker in self._workers))
+                for worker, held in cold(self._workers):
+                    self._tell_beside(worker, "drop", held)
+            except Exception:
+                _log.exception("a beat to the workers failed; the next one follows")
             await asyncio.sleep(BEAT_S)
 
     async def _hear(self, worker: Worker) -> None:
@@ -172,9 +178,18 @@ class SpreadBackend:
         if worker.standing is None:
             return
         before = self._known.get(worker.name)
-        if before is not None and before.since != worker.standing.since and before.held:
-            await _tell(worker, "hold", before.held)
-        self._known[worker.name] = worker.standing
+        held = before.held if before is not None and before.since != worker.standing.since else ()
+        if not held or self._tell_beside(worker, "hold", held):  # else it is told after a later beat
+            self._known[worker.name] = worker.standing
+
+    def _tell_beside(self, worker: Worker, method: str, contexts: Sequence[Held]) -> bool:
+        """In a task of its own: to load contexts takes longer than workers wait for a beat. One at a time: False if the
+        worker is still being told something else."""
+        telling = self._telling.get(worker.name)
+        if telling is not None and not telling.done():
+            return False
+        self._telling[worker.name] = asyncio.create_task(_tell(worker, method, contexts))
+        return True
 
 
 def choose(workers: Sequence[Worker], asked_for: str) -> Worker:

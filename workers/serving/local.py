@@ -102,10 +102,13 @@ class LocalBackend:
         await self.close()
 
     async def start(self) -> None:
-        """Begin to answer, and go on with builds that a service before left unfinished."""
+        """Begin to answer, and go on with builds that a service before left unfinished.
+
+        Where the file of contexts cannot be read nothing has begun: it may be called again.
+        """
+        await self._contexts.start()
         self._steps = StepThread(self._scheduler, self._engine)
         self._builder.start()
-        await self._contexts.start()
 
     async def close(self, drain_s: float = _DRAIN_S) -> None:
         """Refuse new requests; running ones have so long to finish, then they end with an error.

@@ -1,8 +1,12 @@
 """Workers that die, hang or fail in the middle of anything: the selections stay the same, and soon all are back."""
 
+import fcntl
+import os
 import random
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +27,7 @@ from tests.workers.searchers.searching import (
     search_layer,
     wait_until,
 )
-from workers.searchers import worker_searcher
+from workers.searchers import channel, worker_searcher
 from workers.searchers.mail import KIND, SEARCH
 from workers.searchers.process import ChildProcess
 from workers.searchers.step_searches import StepSearches
@@ -124,6 +128,33 @@ def test_a_worker_that_hangs_is_replaced(
         assert searcher.health().num_searched_here == 1
 
 
+def test_a_worker_is_ended_where_more_than_a_thousand_files_are_open(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2000:
+        pytest.skip(f"this process may open {limits[1]} files; the test takes descriptors from 1024 on")
+    peer_process = channel._peer_process
+
+    def high(connection: socket.socket) -> int | None:
+        if (low := peer_process(connection)) is None:
+            return None
+        try:
+            return fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024)
+        finally:
+            os.close(low)
+
+    monkeypatch.setattr(channel, "_peer_process", high)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2000), limits[1]))
+    try:
+        with WorkerSearcher(1, launch=children) as searcher:
+            worker = children.latest[0]
+            searcher._supervisors[0].channel.end_process()
+            wait_until(lambda: not runs(worker.pid))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_a_worker_that_fails_is_asked_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is sound: what it could not search is searched here, and what it says is kept."""
     search = StepSearches.search_layer
@@ -159,21 +190,33 @@ def test_where_nobody_can_search_the_search_is_lost(artifact: Artifact, monkeypa
 
 
 CLIENT = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
 from csattn.artifact import open_artifact
 from workers.searchers.worker_searcher import WorkerSearcher
 
+artifact = open_artifact(Path(sys.argv[1]))
 searcher = WorkerSearcher(1)
-searcher.load(0, open_artifact(Path(sys.argv[1])))
+searcher.load(0, artifact)
 print(*(supervisor.handle.pid for supervisor in searcher._supervisors), flush=True)
 """
+STEP = """
+from tests.workers.searchers.searching import wait_until
+from tests.workers.searchers.stepping import Device
+
+device = Device([artifact], [0], 90)
+searcher.attach(device.memory)
+threading.Thread(target=device._run, args=(searcher.run_step, []), daemon=True).start()
+device._post(0, 1.0)
+wait_until(lambda: (device.chosen[0] > 0).all())  # now the worker waits for the second layer's queries
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("os.fork() or sys.exit(); os.wait()", 0)],
-    ids=["killed", "not closed, and forked meanwhile"],
+    [(KILL, -signal.SIGKILL), (STEP + KILL, -signal.SIGKILL), ("os.fork() or sys.exit(); os.wait()", 0)],
+    ids=["killed", "killed in a step", "not closed, and forked meanwhile"],
 )
 def test_workers_end_with_their_client(end: str, status: int, artifact: Artifact) -> None:
     files = named_files()

@@ -80,14 +80,17 @@ def test_a_store_that_cannot_be_read_is_told_of_and_not_taken_for_a_lost_worker(
     async def start() -> None:
         raise ServingError("contexts.json cannot be read; move it away")
 
-    monkeypatch.setattr(backend, "start", start)
-
     async def run() -> None:
         actor = AttentionActor(Settings())
-        for told in (await actor.health(), await actor.call("contexts"), await actor.call("delete", "a")):
-            assert isinstance(told, ServingError) and "move it away" in told.message
-        [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
-        assert isinstance(error, ServingError) and "move it away" in error.message
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "start", start)
+            for told in (await actor.health(), await actor.call("contexts"), await actor.call("delete", "a")):
+                assert isinstance(told, ServingError) and "move it away" in told.message
+            [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
+            assert isinstance(error, ServingError) and "move it away" in error.message
+        assert await actor.health() == Health(True), "it has been moved away"
+        told = [event async for events in actor.generate("2", "i", ask("quick")) for event in events]
+        assert isinstance(told[-1], Done)
 
     asyncio.run(run())
 

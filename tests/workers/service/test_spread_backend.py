@@ -1,7 +1,7 @@
 """Who gets which request, and what becomes of it when a worker is full, ends, or ends in the middle."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,8 @@ class Here:
     answers: dict[str, Any] = field(default_factory=dict)  # by method
     asked: list[Any] = field(default_factory=list)
     num_closed: int = 0
+    num_beats: int = 0
+    may_answer: asyncio.Event | None = None  # None: at once
 
     async def generate(self, ingress: str, ask: Ask) -> AsyncGenerator[Event, None]:
         self.asked.append(ask.context)
@@ -59,6 +61,8 @@ class Here:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         self.asked.append((method, *arguments))
+        if self.may_answer is not None:
+            await self.may_answer.wait()
         if self.error is not None:
             raise self.error
         return self.answers.get(method)
@@ -67,7 +71,7 @@ class Here:
         return Health(self.error is None, "" if self.error is None else f"{self.name} is not there.")
 
     async def beat(self, ingress: str) -> None:
-        pass
+        self.num_beats += 1
 
 
 def workers(count: int = 4, **changes: Any) -> list[Here]:
@@ -310,17 +314,18 @@ def test_a_worker_that_does_not_answer_is_asked_last() -> None:
     assert choose(given, "book").name == choose(workers(3), "book").name
 
 
+async def until(is_so: Callable[[], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
 def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
     held = holding("book"), holding("verse")
     given = workers(2, standing=standing())
     lost, other = given
     lost.standing = standing(*held)
-
-    async def until(is_so: Any) -> None:
-        async with asyncio.timeout(5):
-            while not is_so():
-                await asyncio.sleep(0.001)
 
     async def main() -> None:
         backend = SpreadBackend(given)
@@ -336,6 +341,54 @@ def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.Monke
         assert lost.asked == [("hold", held)] and other.asked == []
 
     asyncio.run(main())
+
+
+def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told one thing at a time, and nothing that it held is forgotten."""
+    monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
+    given = workers(2)
+    held = [holding("book", idle_s=COLD_S)]
+
+    async def beats(count: int) -> None:
+        for worker in given:
+            worker.num_beats = 0
+        await until(lambda: all(worker.num_beats >= count for worker in given))
+
+    async def main() -> None:
+        for worker in given:
+            worker.standing = standing(*held)
+        [(slow, _)] = cold(given)
+        slow.may_answer = asyncio.Event()
+        await SpreadBackend(given).workers()
+        await beats(5)
+        assert slow.asked == [("drop", held)]
+        slow.standing = standing(since=2.0)  # started again, while it is still to answer
+        await beats(5)
+        assert slow.asked == [("drop", held)]
+        slow.may_answer.set()
+        await until(lambda: len(slow.asked) > 1)
+        await beats(5)
+        assert slow.asked == [("drop", held), ("hold", tuple(held))]
+
+    asyncio.run(main())
+
+
+def test_beats_go_on_after_one_that_failed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class FailsOnce(Here):
+        async def beat(self, ingress: str) -> None:
+            await super().beat(ingress)
+            if self.num_beats == 1:
+                raise RuntimeError("what nobody expected")
+
+    monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
+    given = [FailsOnce("attention-0"), Here("attention-1")]
+
+    async def main() -> None:
+        await SpreadBackend(given).workers()
+        await until(lambda: all(worker.num_beats > 2 for worker in given))
+
+    asyncio.run(main())
+    assert "what nobody expected" in caplog.text
 
 
 def test_what_is_deleted_is_unloaded_everywhere() -> None:

@@ -2,17 +2,21 @@
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from csattn.errors import StoreFullError
+from tests.tiny import loaded
 from tests.workers.serving.artifacts import build, text_of
-from tests.workers.serving.registry import registry
+from tests.workers.serving.full_engine import FullEngine
+from tests.workers.serving.registry import registry, settings_of
 from tests.workers.serving.test_contexts import ended
 from workers.serving import context_file
 from workers.serving.context_build import Builder, BuildFailedError
+from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextNotReadyError, ServingError
 
 
@@ -46,6 +50,30 @@ def test_a_file_of_contexts_that_is_damaged_is_told_to_who_asks(tmp_path: Path) 
     for asked in (contexts.start(), contexts.infos(), contexts.artifact_path("a"), contexts.delete("a")):
         with pytest.raises(ServingError, match="move it away and name the contexts again"):
             asyncio.run(asked)
+
+
+def test_a_service_begins_once_the_damaged_file_has_been_moved_away(tmp_path: Path) -> None:
+    settings, model = settings_of(tmp_path), loaded()
+    file = settings.store.path / context_file.FILE_NAME
+    file.parent.mkdir()
+    file.write_bytes(b"{")
+
+    def num_engine_threads() -> int:
+        return [thread.name for thread in threading.enumerate()].count("csattn-steps")
+
+    async def main() -> None:
+        before = num_engine_threads()
+        backend = LocalBackend(FullEngine(model), model, settings)
+        for _ in range(2):
+            with pytest.raises(ServingError, match="move it away"):
+                await backend.start()
+        file.unlink()
+        await backend.start()
+        assert num_engine_threads() == before + 1
+        assert await backend.contexts() == [] and (await backend.health()).ready
+        await backend.close()
+
+    asyncio.run(main())
 
 
 def test_a_build_whose_end_cannot_be_written_down_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from numba.core.event import TimingListener, install_listener
+
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import RestKind, SearchConfig
 from csattn.models import LoadedModel
@@ -22,6 +24,8 @@ from workers.engine.memory import require_weights
 from workers.engine.opening import open_engine, require_together
 from workers.engine.own_choice import SELECTOR as OWN_CHOICE
 from workers.serving.step_engine import StepEngine
+
+_MUCH_S = 1.0  # to compile for
 
 
 def search_config(keep: float, lookahead: int, search_period: int, window_len: int, rest: str | None) -> SearchConfig:
@@ -70,8 +74,12 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         if options.placement != "cpu" and options.num_devices == 1:
             require_weights(name, dtype, options.weights, options.placement)
         loaded = show_loading(name, dtype, weights=options.weights)
-        sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
-        result = {**sparse.to_json(), **_asked_for(config, sparse, artifact)}
+        with install_listener("numba:compile", TimingListener()) as compiling:
+            sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
+        compile_s = compiling.duration if compiling.done else 0.0
+        result = {**sparse.to_json(), **_asked_for(config, sparse, artifact), "compile_s": compile_s}
+        if compile_s > _MUCH_S:
+            out.print(f"Of its time {compile_s:.0f} s went into kernels that are compiled once for this machine.")
         if options.compare:
             gc.collect()  # what the engine before has left on the device
             full = _answer(loaded, artifact, config, "full", prompt, replace(options, kv_codec=None, num_devices=1))

@@ -104,7 +104,9 @@ class LimitSettings(_Part):
     max_new_tokens: int = setting(4096, "Of an answer; asking for more is refused.", lowest=1)
     max_concurrent_requests: int = setting(32, "Decoded at the same time.", lowest=1)
     max_queued_requests: int = setting(64, "Waiting for their turn; more are told to come again.", lowest=0)
-    request_timeout_s: float = setting(600.0, "From when a request is there to its last token.", above=0.0, highest=86400.0)
+    request_timeout_s: float = setting(
+        600.0, "From when a request is there to its last token.", above=0.0, highest=86400.0
+    )
     max_open_requests: int = setting(1024, "Received, waiting or answered at once by one HTTP process.", lowest=1)
     max_header_bytes: int = setting(16 << 10, "Of a request's header.", lowest=1024)
     max_json_depth: int = setting(64, "Of lists and objects in each other.", lowest=4)

@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -129,7 +129,7 @@ class Artifact:
         return index
 
     def require_model(self, fingerprint: str, geometry: ModelGeometry) -> None:
-        """Refuse to serve a model that did not make this artifact. Both are the model's, whole."""
+        """Refuse to serve a model that did not make this artifact. Of the whole model; its positions may be more."""
         if fingerprint != self.spec.model_fingerprint:
             raise ArtifactMismatchError(
                 f"the artifact {self.path} was built with {self.spec.model_name} in {self.spec.kv_dtype} (fingerprint "
@@ -137,7 +137,8 @@ class Artifact:
                 f"that built it in {self.spec.kv_dtype}, its weights rounded as they were then, or build the context "
                 "again with this one"
             )
-        if (sizes := self.manifest.spec.model) != geometry:
+        sizes = replace(self.manifest.spec.model, max_positions=geometry.max_positions)
+        if sizes != geometry:
             names = [of.name for of in fields(sizes) if getattr(sizes, of.name) != getattr(geometry, of.name)]
             has, wants = (", ".join(f"{name} {getattr(of, name)}" for name in names) for of in (sizes, geometry))
             raise ArtifactMismatchError(

@@ -14,9 +14,10 @@ from csattn.selectors.base import ContextView
 def top_rows(group_scores: Tensor, view: ContextView) -> Selection:
     """The view's top_k best rows of each head, resident ones left out; of equal ones the first.
 
-    group_scores: [num_index_heads, num_keys] float, finite; num_keys is context_len and the rows that have left the
-    tail's window. Changed in place.
+    group_scores: [num_index_heads, num_keys] float; num_keys is context_len and the rows that have left the tail's
+    window. NaN counts as the greatest, as in a sort. Changed in place.
     """
+    group_scores.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     mask_resident(group_scores, view)
     top_k = min(view.top_k, num_free(view, group_scores.shape[1]))
     num_heads = len(group_scores)

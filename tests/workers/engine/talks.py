@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from csattn.config import SearchConfig
+from csattn.selector_names import SelectorName
 from workers.engine.cpu_engine import CpuEngine
 from workers.serving.step_engine import StepEngine, StepRow
 
@@ -113,13 +114,15 @@ def run_together(engine: CpuEngine, talks: list[Talk], rng: np.random.Generator)
                 engine.close_slot(slot)
 
 
-def next_ids_beside_nan(engine: StepEngine, embedding: Tensor, config: SearchConfig) -> list[int]:
+def next_ids_beside_nan(
+    engine: StepEngine, embedding: Tensor, config: SearchConfig, selector: SelectorName = "csattn"
+) -> list[int]:
     """Of the rows of two new requests of context 0: of token 5, and of token 7, which is made of NaN meanwhile."""
     kept = embedding[7].clone()
     embedding[7] = torch.nan
     try:
-        engine.open(0, 0, config, "csattn")
-        engine.open(1, 0, config, "csattn")
+        engine.open(0, 0, config, selector)
+        engine.open(1, 0, config, selector)
         next_ids: list[int] = engine.step([StepRow(0, 5), StepRow(1, 7)]).next_ids.tolist()
     finally:
         embedding[7] = kept

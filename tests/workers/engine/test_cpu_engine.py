@@ -12,6 +12,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
 from csattn.models.loader import wrap_model
+from csattn.selector_names import SELECTOR_NAMES
 from index_build.pipeline import build_artifact
 from tests.tiny import FAMILIES, byte_tokenizer, loaded, make_model, token_ids
 from tests.workers.engine.definition import defined_logits
@@ -263,12 +264,13 @@ def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, 
     assert_same(got, want)
 
 
-def test_a_row_of_nan_has_no_next_token(store) -> None:
+@pytest.mark.parametrize("selector", SELECTOR_NAMES)
+def test_a_row_of_nan_has_no_next_token(store, selector) -> None:
     model = loaded("llama").model
-    with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
-        next_ids = next_ids_beside_nan(engine, model.model.embed_tokens.weight.data, CONFIG)
+    with opened(store, "llama", 0, "lists") as artifact, make_engine([artifact]) as engine:
+        next_ids = next_ids_beside_nan(engine, model.model.embed_tokens.weight.data, CONFIG, selector)
         engine.close_slot(0)
-        engine.open(0, 0, CONFIG, "csattn")
+        engine.open(0, 0, CONFIG, selector)
         assert next_ids == [int(engine.step([StepRow(0, 5)]).next_ids[0]), -1]
 
 

@@ -21,8 +21,8 @@ class Usable:
     def fault(self, path: Path) -> str:
         """Why it cannot answer from the artifact at that path, by its manifest; empty where it can.
 
-        Each is looked at once, but for those that are missing or damaged: they may be there again. And those that
-        could not be opened since.
+        Each is looked at once, but for those that are missing or damaged, then or when they were to be opened: they may
+        be there again.
         """
         if path.name not in self._known:
             try:

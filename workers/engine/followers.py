@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from threading import Thread
@@ -37,6 +37,7 @@ class Followers:
         self._numbers, self._answers = count(1), dict[tuple[int, int], Future[Any]]()
         self._fault, self._is_up, self._is_closing = "", False, False
         self._must_end_by: float | None = None
+        self._meeting = specs[0].meeting
         self._connections, self._children = list[Connection](), list[subprocess.Popen[bytes]]()
         ready = [self._answer(rank, 0) for rank in range(len(specs))]
         self._thread = Thread(target=self._watch, name="followers", daemon=True)
@@ -95,6 +96,9 @@ class Followers:
         """At once, and this process with them: for what runs on its device cannot be stopped in another way."""
         for child in self._children:
             child.kill()
+        with suppress(OSError):
+            self._meeting.unlink()
+            self._meeting.parent.rmdir()  # if it was made for that
         _log.critical("%s; this process ends, for its device may wait for the other: start it again", why)
         sys.stderr.flush()
         os._exit(1)

@@ -258,15 +258,17 @@ def test_what_cannot_be_shared_out_is_a_sentence() -> None:
         SplitEngine(loaded(), CONFIG, "hybrid", 2, module="tests.no_such_module", **OPTIONS)
 
 
-def test_a_process_that_loses_the_other_ends(artifacts) -> None:
-    """While steps go on."""
+def test_a_process_that_loses_the_other_ends(artifacts, tmp_path: Path) -> None:
+    """While steps go on. Nothing is left of their meeting."""
     command = [sys.executable, "-m", "tests.workers.engine.split_process", str(artifacts[0].path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as child:
         assert child.stdout is not None and child.stderr is not None
         os.kill(int(child.stdout.readline()), signal.SIGKILL)
         status, said = child.wait(60), child.stderr.read()
     assert status == 1
     assert re.search("(process of device 1 is lost|first device failed at a step).*this process ends", said)
+    assert not list(tmp_path.glob("csattn-devices-*"))
 
 
 def test_a_process_whose_first_one_is_gone_ends() -> None:

@@ -19,7 +19,7 @@ from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, open_artifact, parse_manifest
-from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, remove
+from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, used_at
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 
 _CHUNK_BYTES = 4 * 2**20
@@ -171,10 +171,10 @@ def shrink_cache(max_bytes: int) -> list[Path]:
     cache = cache_store()
     with store_errors(f"look through the cache {cache}", cache):
         copies = [path for name in store_entries(cache) if is_artifact_id(name) and (path := cache / name).is_dir()]
-        used = sorted(copies, key=_last_use, reverse=True)
+        used = sorted(copies, key=used_at, reverse=True)
     removed, left_bytes = [], 0
     for path in used:
-        left_bytes += (num_bytes := _num_bytes(path))
+        left_bytes += (num_bytes := num_bytes_below(path))
         lock = BuildLock(cache / f"{BUILDING_PREFIX}{path.name}{LOCK_SUFFIX}")
         if left_bytes <= max_bytes or not lock.try_acquire():
             continue
@@ -189,21 +189,6 @@ def shrink_cache(max_bytes: int) -> list[Path]:
         finally:
             lock.release()
     return removed
-
-
-def _last_use(path: Path) -> float:
-    with suppress(FileNotFoundError):
-        return path.stat().st_mtime
-    return 0.0
-
-
-def _num_bytes(path: Path) -> int:
-    """Of the files of a copy; of one that is removed meanwhile, of those that were left."""
-    num_bytes = 0
-    with suppress(FileNotFoundError):
-        for file in path.iterdir():
-            num_bytes += file.stat().st_size
-    return num_bytes
 
 
 def _is_whole(path: Path) -> bool:

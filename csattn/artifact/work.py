@@ -13,6 +13,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,23 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def num_bytes_below(path: Path) -> int:
+    """Of the files of a directory that others may be removing: of those that are left."""
+    total = 0
+    for file in path.rglob("*"):
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total
+
+
+def used_at(path: Path) -> float:
+    """When an artifact was last used, in seconds since the epoch; 0 where it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _checkpoint_layout(dtype: str, shape: tuple[int, ...]) -> FileLayout:

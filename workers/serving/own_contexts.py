@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from csattn.artifact import open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
 from csattn.artifact.find import is_artifact_id
-from csattn.artifact.work import BUILDING_PREFIX
+from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below, used_at
 from csattn.config import preset
 from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
@@ -218,7 +218,7 @@ class OwnContexts:
         directories = [self._directory / name for name in _names(self._directory)]
         found: list[Path] = []
         for path in [directory / name for directory in directories for name in _names(directory)]:
-            is_stale = _used_at(path) < time.time() - _STALE_S
+            is_stale = used_at(path) < time.time() - _STALE_S
             if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
                 found.append(path)
             elif path.name.startswith(_GONE_PREFIX):
@@ -226,7 +226,7 @@ class OwnContexts:
             elif path.name.startswith(_TOKENS_PREFIX) and is_stale:
                 with suppress(OSError):
                     path.unlink()
-        return {path: _num_bytes(path) for path in sorted(found, key=_used_at)}
+        return {path: num_bytes_below(path) for path in sorted(found, key=used_at)}
 
 
 def cut_of(num_tokens: int) -> int:
@@ -239,18 +239,3 @@ def _names(directory: Path) -> list[str]:
         return os.listdir(directory)
     except OSError:  # none yet, or no directory
         return []
-
-
-def _num_bytes(path: Path) -> int:
-    total = 0
-    for file in path.rglob("*"):
-        with suppress(OSError):
-            total += file.stat().st_size
-    return total
-
-
-def _used_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

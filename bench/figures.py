@@ -195,7 +195,7 @@ def lm_eval() -> list[str]:
     cases = [case for case in cases if case["samples"] == most[case["task"], case["length"]]]
     names = list(dict.fromkeys(case["variant"] for case in cases))
     lines = [*LM_EVAL, "", "| score | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-    for of in most:
+    for of in sorted(most, key=lambda of: of[1]):
         row = {case["variant"]: case for case in cases if (case["task"], case["length"]) == of}
         cells = [score_cell(row[name]) if name in row else "–" for name in names]
         lines.append(f"| {of[0]}, {of[1] // 1024}K, {most[of]} samples | {' | '.join(cells)} |")

@@ -1,17 +1,20 @@
 """Several attention workers behind one address: where do requests go, and what is lost when workers or nodes are?
 
 python -m bench.spread [--workers 2] [--nodes 1] [--every-s 15] [--model tiny|demo] [--budget-contexts N] ...
+python -m bench.spread --workers 1 2 --every-s 0 --model llama-3.1-8b --set engine.placement=device ...
 
 `csattn serve` on Ray, on this machine's own cluster or, with --nodes, on one of so many nodes; a trace of conversations
 (see `bench.load`) about contexts that were built before. Every so many seconds the process of an attention worker gets
 SIGKILL, or a node is taken away, and another added a while later. Gate: every answer is the one that it was before
 anything was killed, streams end whole or with an error event, none hangs, no file of an artifact is made again, and
-workers that come back hold again what they held.
+workers that come back hold again what they held. Several numbers of workers have the same trace and the same contexts,
+one number after the other, and answers are the same: what is each further worker worth? A shape has random weights.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -22,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import torch
 
+from bench.build import random_model
 from bench.build_cluster import cluster_of
 from bench.faults import processes, spread
 from bench.load import (
@@ -38,7 +43,7 @@ from bench.load import (
     replay,
     told,
 )
-from bench.timing import gate, machine
+from bench.timing import gate
 from csattn.artifact import open_artifact
 from csattn.config import preset
 from csattn.models import LoadedModel, load_model
@@ -59,16 +64,23 @@ NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
 def build(options: argparse.Namespace, place: Path) -> tuple[list[str], int]:
     """A model, and a store with all contexts: options of a service over them, and the bytes of the largest context."""
-    name = None
+    name, dtype = None if options.model == "demo" else str(place / "model"), "bfloat16"
     if options.model == "tiny":
-        name = str(place / "model")
         make_model("llama", max_position_embeddings=MAX_POSITIONS).save_pretrained(name)
+        dtype = "float32"
+    elif options.model != "demo":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        random_model(options.model, options.layers, device).model.save_pretrained(name)
+    if name is not None:
         byte_tokenizer().save_pretrained(name)
-    loaded = load_model(name, "float32" if name else "bfloat16")
+    loaded = load_model(name, dtype, device=options.device)
     store = place / "store"
     sizes = [build_one(loaded, store, number, options.context_chars) for number in range(options.contexts)]
-    dtype = [] if name else ["--set", "build.dtype=bfloat16"]
-    return ["--store", str(store), *(["--model", name] if name else []), "--threads", "1", *dtype], max(sizes)
+    del loaded
+    torch.cuda.empty_cache()  # a worker has that device next
+    settings = ["build.dtype=" + dtype, *options.set]
+    own = ["--store", str(store), *(["--model", name] if name else []), "--threads", "1"]
+    return [*own, *(word for setting in settings for word in ("--set", setting))], max(sizes)
 
 
 def build_one(loaded: LoadedModel, store: Path, number: int, num_chars: int) -> int:
@@ -81,9 +93,9 @@ def build_one(loaded: LoadedModel, store: Path, number: int, num_chars: int) -> 
 
 
 @contextlib.contextmanager
-def service_of(options: argparse.Namespace, own: list[str]) -> Iterator[tuple[Service, Any]]:
+def service_of(workers: int, options: argparse.Namespace, own: list[str]) -> Iterator[tuple[Service, Any]]:
     """And the cluster, where there are several nodes."""
-    settings = [*own, "--set", f"ray.num_attention_workers={options.workers}"]
+    settings = [*own, "--set", f"ray.num_attention_workers={workers}"]
     if options.nodes == 1:
         with serving(*settings) as service:
             yield service, None
@@ -177,11 +189,11 @@ def status_of(service: Service) -> dict[str, Any]:
         time.sleep(POLL_S)
 
 
-async def run(service: Service, cluster: Any, options: argparse.Namespace) -> dict[str, Any]:
+async def run(service: Service, cluster: Any, options: argparse.Namespace, answers: Answers) -> dict[str, Any]:
     from openai import AsyncOpenAI
 
     options.url, options.key, options.pid, options.store = service.url, "none", [], None
-    trace, answers = make_trace(options), Answers()
+    trace = make_trace(options)
     async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=20, timeout=HUNG_S) as client:
         model = await model_name(client)
         await replay(client, model, first_questions(options), options, answers)
@@ -218,21 +230,32 @@ def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     files = finished_files(place / "store")
     if options.budget_contexts:
         own += ["--set", f"engine.context_bytes={options.budget_contexts * largest}"]
-    with service_of(options, own) as (service, cluster):
-        result = asyncio.run(run(service, cluster, options))
+    answers, cases = Answers(), []
+    for workers in options.workers:
+        with service_of(workers, options, own) as (service, cluster):
+            cases.append({"workers": workers, **asyncio.run(run(service, cluster, options, answers))})
+        print(json.dumps(cases[-1]), flush=True)
     gate(finished_files(place / "store") == files, "files of contexts were made again")
-    header = {"bench": "spread", "model": options.model, "workers": options.workers, "nodes": options.nodes}
-    return {**header, "killed_every_s": options.every_s, "rebuilt_files": 0, **result, "machine": machine()}
+    header = {"bench": "spread", "model": options.model, "nodes": options.nodes, "settings": options.set}
+    header |= {"killed_every_s": options.every_s, "rebuilt_files": 0}
+    if len(cases) > 1:
+        header["gain"] = round(cases[-1]["tokens_per_s"] / cases[0]["tokens_per_s"], 3)
+        of_all = {name: sum(case[name] for case in cases) for name in ("turns", "different_answers")}
+        return {**header, **of_all, "cases": cases}
+    return {**header, **cases[0]}
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(made, named=True)
-    made.add_argument("--workers", type=int, default=2)
+    made.add_argument("--workers", type=int, nargs="+", default=[2], help="several: one after the other")
     made.add_argument("--nodes", type=int, default=1)
     made.add_argument("--every-s", type=float, default=15.0, help="something is killed; 0: nothing is")
     made.add_argument("--least-kills", type=int, default=0, help="the trace is replayed again until then")
-    made.add_argument("--model", choices=["tiny", "demo"], default="tiny")
+    made.add_argument("--model", default="tiny", help="tiny, demo, or a shape, as llama-3.1-8b")
+    made.add_argument("--layers", type=int, help="of a shape: so many only")
+    made.add_argument("--device", default="cpu", help="that builds the contexts")
+    made.add_argument("--set", action="append", default=[], help="KEY=VALUE, of the service")
     made.add_argument("--budget-contexts", type=int, default=0, help="that a worker has room for; 0: for all")
     made.set_defaults(may_lose=True)
     return made

@@ -68,7 +68,8 @@ def prefills(outcomes: list[Outcome], names: list[str]) -> list[dict[str, Any]]:
     """Of each variant: tokens that were sent, and those of them that had to be computed."""
     rows = []
     for name in names:
-        of = [outcome for outcome in outcomes if outcome.variant == name]
+        if not (of := [outcome for outcome in outcomes if outcome.variant == name]):
+            continue
         sent, cached = sum(o.prompt_tokens for o in of), sum(o.cached_tokens for o in of)
         seconds = round(sum(o.seconds for o in of), 1)
         rows.append({"variant": name, "sent_tokens": sent, "computed_tokens": sent - cached, "lm_eval_s": seconds})

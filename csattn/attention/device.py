@@ -37,7 +37,7 @@ BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1))
 SHARED_BYTES_PER_BLOCK = 227 << 10
 UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # of the kernel's `Unit` and of its barrier
 MAX_UNITS_PER_BLOCK = 64
-MOST_REST_PARTS, REST_PART_KEYS = 32, 8192  # about as many keys as share a transform
+MOST_REST_PARTS = 32
 ENOUGH_PARTS = 24  # of a unit: more than there is room for without taking more are not worth their collection
 
 
@@ -106,7 +106,7 @@ class DeviceAttention:
         softmax_scale: float,
         device: torch.device,
         rest: RestKind = "none",  # what joins in for the rows that are not selected
-        max_context_len: int = 0,  # with rest `sketch`: into how many parts it is cut does not depend on the batch
+        max_segments: int = 0,  # with rest `sketch`: each is a part, where there is room for so many
         coding: RowCoding | None = None,  # of all rows but the tails'; None: they are plain
         reach: Reach | None = None,  # resident rows are contexts' last, of which rows see those within; None: all
         logit_cap: float | None = None,  # logits are cap * tanh(logit / cap)
@@ -129,7 +129,7 @@ class DeviceAttention:
         row_units = num_index_heads * shares
         heads, num_units = num_q_heads // row_units, batch_size * row_units
         num_sms = num_multiprocessors(device)
-        plan = _plan_blocks(num_sms, num_units, row_units, heads, head_dim, dtype, rest, max_context_len)
+        plan = _plan_blocks(num_sms, num_units, row_units, heads, head_dim, dtype, rest, max_segments)
         self._plan = plan
         defines = {
             "HEAD_DIM": head_dim,
@@ -240,9 +240,9 @@ def _plan_blocks(
     head_dim: int,
     dtype: torch.dtype,
     rest: RestKind,
-    max_context_len: int,
+    max_segments: int,
 ) -> _Blocks:
-    """Splits are such that one row of the batch fills the device; they do not depend on the batch size."""
+    """Splits are such that one row of the batch fills the device; no number of parts depends on the batch size."""
     tile_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16)
     part_bytes = heads * (head_dim + PART_ENDS) * 4
     products_bytes = heads * 2 * head_dim * 4 * (rest == "moments")
@@ -256,8 +256,8 @@ def _plan_blocks(
     most_parts = max(num_warps * num_stages * tile_bytes // part_bytes, collectable)
     # a power of two, as numbers of segments often are: then each part has as many of them
     most_rest_parts = 1 << (2 * most_parts // 3).bit_length() - 1
-    wanted = min(MOST_REST_PARTS, max(1, -(-max_context_len // REST_PART_KEYS)))
-    rest_parts = {"none": 0, "moments": 1, "sketch": min(wanted, most_rest_parts)}[rest]
+    of_segments = min(MOST_REST_PARTS, max(1, max_segments), most_rest_parts)
+    rest_parts = {"none": 0, "moments": 1, "sketch": of_segments}[rest]
     # moments take three splits
     num_splits = max(3 if rest == "moments" else 1, min(num_sms // row_units, most_parts - rest_parts))
     num_items, collected_bytes = num_units * num_splits, (num_splits + rest_parts) * part_bytes

@@ -60,7 +60,7 @@ def plan_batch(shape: EngineShape, batch_size: int, device: torch.device, sinks:
         softmax_scale=shape.softmax_scale,
         device=device,
         rest=shape.rest,
-        max_context_len=shape.max_context_len,
+        max_segments=shape.max_segments,
         coding=shape.coding,
         logit_cap=shape.logit_cap,
         has_sinks=shape.has_sinks,

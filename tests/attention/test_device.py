@@ -154,10 +154,11 @@ def test_agrees_where_a_block_collects_more_parts_than_it_has_had_tiles(
     assert_close(attend_on_device(step), step.wanted())
 
 
-def test_a_contexts_rest_has_a_part_for_each_segment_of_128k_also_where_heads_are_wide() -> None:
+@pytest.mark.parametrize("num_segments", [1, 5, 16])
+def test_a_rest_has_a_part_for_each_segment_also_where_heads_are_wide(num_segments: int) -> None:
     for heads, head_dim, row_units in ((4, 128, 8), (8, 128, 4), (8, 64, 8), (2, 128, 16), (6, 256, 4), (8, 256, 2)):
-        blocks = device._plan_blocks(132, row_units, row_units, heads, head_dim, torch.bfloat16, "sketch", 131_072)
-        assert blocks.rest_parts == 16 and blocks.num_splits >= 8
+        blocks = device._plan_blocks(132, row_units, row_units, heads, head_dim, torch.bfloat16, "sketch", num_segments)
+        assert blocks.rest_parts == num_segments and blocks.num_splits >= 8
         assert blocks.shared_bytes <= device.SHARED_BYTES_PER_BLOCK
 
 

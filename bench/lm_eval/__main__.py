@@ -35,9 +35,9 @@ OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_
 
 
 def variants(placement: str) -> list[Variant]:
-    """Exact Top-K reads every key, in numpy: on the CPU, whatever the others have."""
-    at, on_cpu = f"engine.placement={placement}", "engine.placement=cpu"
-    exact = on_cpu, "engine.selector=exact", "search.rest=none"
+    """Exact Top-K reads every key: on the CPU, where the others do not have them on the device."""
+    at = f"engine.placement={placement}"
+    exact = at if placement == "device" else "engine.placement=cpu", "engine.selector=exact", "search.rest=none"
     return [
         Variant(FULL, (at, "engine.selector=full")),
         *(Variant(f"default, {keep:.0%}", (at, f"search.keep={keep}")) for keep in (0.02, 0.05)),

@@ -63,7 +63,7 @@ from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Read
 BATCH_SIZES = (1, 8)  # of one request: its steps, and its question eight tokens at a time
 MAX_ROWS = 64  # of a step
 TAIL_CAPACITY = 2048
-GPU_SELECTORS: tuple[Selector, ...] = ("csattn", "full")
+GPU_SELECTORS: tuple[Selector, ...] = ("csattn", "full", "exact")
 SLOT_SHARE = 0.15  # of a context's rows, kept on the device where its KV is on the host
 
 
@@ -102,7 +102,7 @@ class GpuEngine:
         max_context_len: int | None = None,  # rows of the longest; by the model and the memory, unless said
         index_config: IndexConfig | None = None,  # of contexts; as the first one's, or preset default, unless said
         slot_share: float = SLOT_SHARE,
-        selector: Selector = "csattn",  # of all requests; or full
+        selector: Selector = "csattn",  # of all requests; or full, or in placement device exact
         kv_format: KvFormat | None = None,  # of contexts' rows, on the device and in host memory; None: as built
         num_threads: int | None = None,  # that search, in placement `host`; all cores unless said
         searcher: StepSearcher | None = None,  # in placement `host`, instead of threads; closed with the engine
@@ -115,7 +115,7 @@ class GpuEngine:
         self.selector = selector
         require_latents_placed(spec, self.placement)
         require_device()
-        require_selector(selector)
+        require_selector(selector, self.placement, kv_format)
         require_own_choice(spec, config, selector)
         if kv_format is not None:
             require_plain_rows(spec, "a KV codec")
@@ -278,7 +278,7 @@ class GpuEngine:
             return Reading("full", context_len + own)
         resident = min(context_len, request.config.sink_len + request.config.window_len)
         far = min(request.config.top_k(context_len), context_len - resident)
-        return Reading("csattn", resident + far + own)
+        return Reading(self.selector, resident + far + own)
 
     def counts(self) -> EngineCounts:
         """On a GPU the parts of a step are not timed one by one: they run side by side."""
@@ -421,11 +421,14 @@ def _joined(first: StepResult, second: StepResult) -> StepResult:
     return StepResult(np.concatenate([first.next_ids, second.next_ids]), logits, first.fidelity or second.fidelity)
 
 
-def require_selector(selector: str) -> None:
-    if selector not in GPU_SELECTORS:
+def require_selector(selector: str, placement: str, kv_format: KvFormat | None) -> None:
+    """Raise ConfigError for one that is not for a GPU, or not there."""
+    everywhere = GPU_SELECTORS[:-1]
+    there = GPU_SELECTORS if placement == "device" and kv_format is None else everywhere
+    if selector not in there:
         raise ConfigError(
-            f"selector is {selector!r}, but a GPU decodes with {' or '.join(GPU_SELECTORS)}; choose one of them, or "
-            "decode on the CPU"
+            f"selector is {selector!r}, but a GPU decodes with {' or '.join(everywhere)}, or exact where it has all keys "
+            "as they were built: in placement device, without a KV codec; choose one of them, or decode on the CPU"
         )
 
 

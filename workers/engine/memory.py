@@ -9,6 +9,7 @@ from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.models.families import describe
 from csattn.models.loader import DTYPES, read_config, weight_bytes
+from csattn.search.device import exact_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import streamed_bytes
@@ -43,6 +44,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """The parts of an engine, each with its bytes."""
     working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
+    if shape.reads_keys:
+        working += exact_bytes(shape.rows, shape.batch_sizes, shape.max_context_len)
     if shape.latents is not None:
         working = latents_working_bytes(shape)
     kept = 0 if shape.attends_all else schedule_bytes(shape)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from csattn.search.device import (
     DeviceIndexes,
     DeviceLayerIndex,
     DeviceSearch,
+    ExactSearch,
     IndexShape,
     SketchPass,
     SketchShape,
@@ -53,7 +54,7 @@ class SearchOnDevice:
         self._resident = ResidentRows(shape, device)
         self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         self._plans = plan_batches(shape, device, sinks)
-        self._searches = _make_searches(shape, index, device)
+        self._searches = _make_searches(shape, index, far, device)
         self._coded_rest: CodedRest | None = None
         self._schedule = Schedule(shape, device)
         if shape.sums_rest_apart:
@@ -144,9 +145,9 @@ class SearchOnDevice:
         selected = plan.selection(layer_idx)
         if self._coded_rest is not None:
             return self._coded_rest.post(layer_idx, selected, rows, plan.attention)
-        searched = self._searches[rows.batch_size].scores
-        assert isinstance(searched, SketchPass)
-        post_rest(searched, self.indexes, layer_idx, selected, rows, plan.attention)
+        search = self._searches[rows.batch_size]
+        assert isinstance(search, DeviceSearch) and isinstance(search.scores, SketchPass)
+        post_rest(search.scores, self.indexes, layer_idx, selected, rows, plan.attention)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
         """Enqueue the search on the current stream, and the way of its rows."""
@@ -167,18 +168,22 @@ class _Fetched:
     is_there: torch.cuda.Event | None  # likewise
 
 
-def _make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:
+def _make_searches(
+    shape: EngineShape, index: IndexShape, far: FarRows, device: torch.device
+) -> dict[int, DeviceSearch | ExactSearch]:
     """A search for each batch size."""
-    return {
-        batch_size: DeviceSearch(
-            index,
-            batch_size=batch_size,
-            max_context_len=shape.max_context_len,
-            softmax_scale=shape.softmax_scale,
-            query_dtype=shape.dtype,
-            device=device,
-            max_segments=shape.max_segments,
-            sums_rest=shape.rest == "sketch" and not shape.sums_rest_apart,
-        )
-        for batch_size in shape.batch_sizes
-    }
+    made: dict[int, DeviceSearch | ExactSearch] = {}
+    for batch_size in shape.batch_sizes:
+        sizes: dict[str, Any] = {
+            "batch_size": batch_size,
+            "max_context_len": shape.max_context_len,
+            "softmax_scale": shape.softmax_scale,
+            "query_dtype": shape.dtype,
+            "device": device,
+        }
+        if shape.reads_keys:
+            made[batch_size] = ExactSearch(shape.rows, [far.source(i) for i in range(shape.num_layers)], **sizes)
+            continue
+        sums_rest = shape.rest == "sketch" and not shape.sums_rest_apart
+        made[batch_size] = DeviceSearch(index, **sizes, max_segments=shape.max_segments, sums_rest=sums_rest)
+    return made

@@ -96,7 +96,7 @@ def require_together(
         return
     if placement not in PLACEMENTS:
         raise ConfigError(f"unknown placement {placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
-    require_selector(selector)
+    require_selector(selector, placement, kv_format)
     if num_devices > 1:
         require_tried(placement, selector, kv_format)
     if host_budget_bytes is not None:

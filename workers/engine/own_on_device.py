@@ -128,6 +128,7 @@ def own_shape(shape: EngineShape) -> EngineShape:
         kv_format=None,
         growth=None,
         has_sinks=False,  # which are joined once, behind
+        reads_keys=False,
     )
 
 

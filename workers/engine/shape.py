@@ -13,6 +13,7 @@ from csattn.errors import ConfigError
 from csattn.models.spec import LatentSpec
 from csattn.reach import Reach
 from csattn.rest.device import moments_shape
+from csattn.search.device import RowsShape
 from csattn.sketch.own import Growth
 from offload.codecs.formats import KvFormat
 
@@ -42,6 +43,7 @@ class EngineShape:
     rest: RestKind = "none"  # how rows that are neither resident nor selected are attended to
     max_segments: int = 0  # of a context's sketch
     attends_all: bool = False  # to every row of a context: nothing is selected, nothing estimated
+    reads_keys: bool = False  # rows are chosen by all keys, not by an index
     kv_format: KvFormat | None = None  # of contexts' rows; None: plain ones. Tails are always plain
     growth: Growth | None = None  # of requests' own rows into segments; None: all of a tail is attended to
     logit_cap: float | None = None
@@ -63,8 +65,10 @@ class EngineShape:
 
     @property
     def sums_rest_apart(self) -> bool:
-        """Whether the rest takes a pass over the codes of its own: rows are chosen by other queries than attend."""
-        return self.rest == "sketch" and (bool(self.search.lookahead) or self.search.search_period > 1)
+        """Whether the rest takes a pass over the codes of its own: rows are chosen by other queries than attend, or
+        not by codes."""
+        by_others = bool(self.search.lookahead) or self.search.search_period > 1
+        return self.rest == "sketch" and (by_others or self.reads_keys)
 
     @property
     def max_top_k(self) -> int:
@@ -76,6 +80,12 @@ class EngineShape:
     def max_resident_len(self) -> int:
         """Sinks and window of a context; requests' own rows are resident besides."""
         return 0 if self.attends_all else self.search.sink_len + self.search.window_len
+
+    @property
+    def rows(self) -> RowsShape:
+        """Of a context's rows, where they are searched."""
+        group_size = self.num_q_heads // self.num_kv_heads
+        return RowsShape(num_index_heads=self.num_kv_heads, group_size=group_size, head_dim=self.head_dim)
 
     @property
     def row_bytes(self) -> int:

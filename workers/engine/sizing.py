@@ -95,14 +95,14 @@ class Sizing:
         selector = self.selector
         if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
             selector = selector_for(selector, ContextView(longest, spec.softmax_scale, self.search))
-        full = selector == "full"
-        heads = spec.num_kv_heads if full else num_index_heads(index_config, spec.num_q_heads, spec.num_kv_heads)
+        heads = num_index_heads(index_config, spec.num_q_heads, spec.num_kv_heads)
         return replace(
             all_rows,
             num_layers=len(spec.indexed_layers),
-            num_index_heads=heads,
+            num_index_heads=heads if selector == "csattn" else spec.num_kv_heads,
             rest=resolve_rest(self.search, selector, index_config.layout, attention.logit_cap is not None),
-            attends_all=full,
+            attends_all=selector == "full",
+            reads_keys=selector == "exact",
             kv_format=self.kv_format,
             growth=self.growth,
             logit_cap=attention.logit_cap,

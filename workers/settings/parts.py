@@ -149,7 +149,8 @@ class EngineSettings(_Part):
         "cpu", "cpu: no GPU. On a GPU, index and KV: both on the device, the index alone (hybrid), or none (host)."
     )
     selector: SelectorName = setting(
-        "csattn", "Of requests that name none. On a GPU csattn or full, and then all requests' own."
+        "csattn",
+        "Of requests that name none. On a GPU csattn, full, or in placement device exact, and then all requests' own.",
     )
     slot_share: float = setting(
         0.15, "hybrid, host: share of a context's rows that have a slot on the device.", above=0.0, highest=1.0

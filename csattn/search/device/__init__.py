@@ -1,5 +1,6 @@
 """The search on a CUDA device, a batch over several contexts; and attention by codes to what is not chosen."""
 
+from csattn.search.device.exact import ExactSearch, exact_bytes
 from csattn.search.device.indexes import (
     DeviceIndexes,
     DeviceLayerIndex,
@@ -9,7 +10,7 @@ from csattn.search.device.indexes import (
     to_device,
 )
 from csattn.search.device.run import DeviceSearch
-from csattn.search.device.shapes import IndexShape, ListsShape, SketchShape, index_shape
+from csattn.search.device.shapes import IndexShape, ListsShape, RowsShape, SketchShape, index_shape
 from csattn.search.device.sketch_pass import SketchPass
 
 __all__ = [
@@ -18,10 +19,13 @@ __all__ = [
     "DeviceLists",
     "DeviceSearch",
     "DeviceSketch",
+    "ExactSearch",
     "IndexShape",
     "ListsShape",
+    "RowsShape",
     "SketchPass",
     "SketchShape",
+    "exact_bytes",
     "index_shape",
     "place_codes",
     "to_device",

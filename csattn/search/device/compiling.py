@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
-from csattn.search.device.shapes import IndexShape, SketchShape
+from csattn.search.device.shapes import IndexShape, ListsShape, RowsShape, SketchShape
 
 HERE = Path(__file__).parent
 THREADS = 512
@@ -24,7 +24,7 @@ def blocks_of_slot(device: torch.device, num_slots: int, max_keys: int, per_mult
     return max(1, min(max_keys // CHUNK_KEYS, MAX_BLOCKS, per_multiprocessor * multiprocessors(device) // num_slots))
 
 
-def require_queries(q: Tensor, shape: IndexShape, batch_size: int, dtype: torch.dtype) -> None:
+def require_queries(q: Tensor, shape: IndexShape | RowsShape, batch_size: int, dtype: torch.dtype) -> None:
     """Raise AssertionError unless q is [batch_size, num_q_heads, head_dim] as kernels were compiled for it."""
     assert q.is_contiguous() and q.dtype == dtype, f"q is {q.dtype}, or not contiguous"
     expected = batch_size, shape.num_index_heads * shape.group_size, shape.head_dim
@@ -34,13 +34,13 @@ def require_queries(q: Tensor, shape: IndexShape, batch_size: int, dtype: torch.
 def compiled(
     source: str,  # a file of this folder
     name: str,
-    shape: IndexShape,
+    shape: IndexShape | RowsShape,
     query_dtype: torch.dtype = torch.float32,
     threads: int = THREADS,
     shared_bytes: int = 0,
     **more: int,
 ) -> CudaKernel:
-    """A kernel for indexes of that shape."""
+    """A kernel for indexes, or rows, of that shape."""
     if query_dtype not in QUERY_TYPES:
         raise ConfigError(f"queries of {query_dtype} cannot be searched with; use float32, float16 or bfloat16")
     defines: dict[str, object] = {
@@ -54,6 +54,6 @@ def compiled(
     }
     if isinstance(shape, SketchShape):
         defines |= {"FINE": shape.num_fine, "COARSE": shape.num_coarse}
-    else:
+    elif isinstance(shape, ListsShape):
         defines |= {"SUBSPACES": shape.num_subspaces, "CENTROIDS": shape.num_centroids}
     return cuda_kernel(HERE / source, name, defines, shared_bytes, early_start=True)

@@ -55,6 +55,15 @@ class SketchShape:
         return num_coords(self.num_fine, self.num_coarse)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsShape:
+    """Of rows that are searched as they are."""
+
+    num_index_heads: int
+    group_size: int
+    head_dim: int
+
+
 IndexShape = ListsShape | SketchShape
 
 

@@ -77,7 +77,9 @@ CAPABILITIES = {
     "a model that keeps latents and chooses among them, several requests": Capability("latents", num_requests=2),
     "search workers": Capability(num_workers=2),
     "a context partly on disk, within a budget of host memory": Capability(budget_bytes=1 << 21),
-    "other selectors over the same artifact": Capability(selector="exact"),
+    "exact Top-K": Capability(selector="exact"),
+    "exact Top-K, the rest by codes": Capability(selector="exact", search={"rest": "sketch"}),
+    "other selectors over the same artifact": Capability(selector="quest"),
 }
 REFUSALS = {
     1: "where the GPU searches; search workers serve",

@@ -21,6 +21,7 @@ from workers.serving.prompts import prompt_ids, require_embedded, room_for, whol
 from workers.serving.residency import Residency
 from workers.serving.resident import Resident
 from workers.serving.step_engine import StepEngine
+from workers.serving.usable import Usable
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -65,13 +66,14 @@ class Beginnings:
         settings: Settings,
         engine: StepEngine,
         contexts: Contexts,
+        usable: Usable,
         residency: Residency,
         builder: Builder,
         threads: Executor,
     ) -> None:
         self._loaded, self._settings, self._engine, self._threads = loaded, settings, engine, threads
         self._contexts, self._residency = contexts, residency
-        self._own_contexts = OwnContexts(loaded, settings, residency, builder)
+        self._own_contexts = OwnContexts(loaded, settings, usable, residency, builder)
         self.kept = open_kept_rows(loaded, settings)
 
     async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:
@@ -124,7 +126,7 @@ class Beginnings:
         if _scores_prompt(ask):  # a context's tokens have no scores
             found = Found(None)
         else:
-            registered = await self._contexts.ready_paths()
+            registered = await self._contexts.paths()
             found = await self._own_contexts.find(whole, ask.cache_salt, registered, without)
             own, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)

@@ -23,12 +23,13 @@ from workers.serving.messages import (
     UnknownContextError,
     closing,
 )
+from workers.serving.usable import Known
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
 MAX_BUILDS = 1  # at the same time
 
 SameText = Callable[[Artifact, str], bool]  # whether an artifact was built from that text
-FaultOf = Callable[[Path], str]  # why this service cannot answer from an artifact; empty where it can
+Look = Callable[[Path], Known]  # at an artifact
 _log = logging.getLogger(__name__)
 
 
@@ -46,8 +47,8 @@ class Contexts:
     several services, of other models too, may share a store.
     """
 
-    def __init__(self, store: Path, builder: Builder, same_text: SameText, fault_of: FaultOf) -> None:
-        self._store, self._builder, self._same_text, self._fault_of = store, builder, same_text, fault_of
+    def __init__(self, store: Path, builder: Builder, same_text: SameText, look: Look) -> None:
+        self._store, self._builder, self._same_text, self._look = store, builder, same_text, look
         self._file = ContextFile(store)
         self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
         self._builds: dict[str, _Build] = {}
@@ -65,10 +66,10 @@ class Contexts:
         faults = await asyncio.to_thread(lambda: [self._fault(record) for record in records])
         return [self._info(record, fault) for record, fault in zip(records, faults, strict=True)]
 
-    async def ready_paths(self) -> list[Path]:
-        """Artifacts of all contexts that this service can answer from."""
-        infos = await self.infos()
-        return [self._store / info.artifact_id for info in infos if info.state == "ready" and info.artifact_id]
+    async def paths(self) -> list[Path]:
+        """Artifacts of all contexts that have one, whether or not this service can answer from it."""
+        records = [self._unwritten.get(record, record) for record in (await self._records()).values()]
+        return [self._store / record.artifact_id for record in records if record.artifact_id is not None]
 
     async def artifact_path(self, name: str) -> Path:
         """Of a context that is ready."""
@@ -136,7 +137,9 @@ class Contexts:
         known = self._file.read().get(name)
         if known is not None:
             self._require_same(known, text, digest)
-        is_gone = known is not None and known.artifact_id is not None and not self._holds(known.artifact_id)
+        is_gone = (
+            known is not None and known.artifact_id is not None and self._look(self._store / known.artifact_id).is_lost
+        )
         if known is None or known.state == "failed" or is_gone:
             text_path = self._text_path(digest)
             with store_errors(f"make {text_path.parent}", self._store):
@@ -166,14 +169,6 @@ class Contexts:
             raise ContextExistsError(
                 f"the context {known.name!r} has another text; delete it first, or choose another name", "name"
             )
-
-    def _holds(self, artifact_id: str) -> bool:
-        """Whether the artifact is still in the store."""
-        try:
-            open_artifact(self._store / artifact_id).close()
-        except ArtifactError:
-            return False
-        return True
 
     def _build(self, record: Record) -> None:
         if self._is_closed:
@@ -241,7 +236,7 @@ class Contexts:
 
     def _fault(self, record: Record) -> str:
         """Of the artifact; none where there is none yet."""
-        return "" if record.artifact_id is None else self._fault_of(self._store / record.artifact_id)
+        return "" if record.artifact_id is None else self._look(self._store / record.artifact_id).fault
 
     def _progress(self, record: Record) -> float:
         build = self._build_of(record)

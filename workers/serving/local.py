@@ -84,10 +84,10 @@ class LocalBackend:
         usable = Usable(loaded)
         self._residency = Residency(self._scheduler, engine, usable, settings.engine)
         self._builder = Builder(settings)
-        self._contexts = Contexts(settings.store.path, self._builder, self._has_text, usable.fault)
+        self._contexts = Contexts(settings.store.path, self._builder, self._has_text, usable.look)
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
         self._beginnings = Beginnings(
-            loaded, settings, engine, self._contexts, self._residency, self._builder, self._tokenisers
+            loaded, settings, engine, self._contexts, usable, self._residency, self._builder, self._tokenisers
         )
         self._measured.kept_counts = lambda: self._beginnings.kept.counts
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from csattn.artifact import open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
@@ -31,13 +30,13 @@ from workers.serving.context_build import Builder
 from workers.serving.kept_rows import DIRECTORY
 from workers.serving.messages import ContextNotReadyError, closing
 from workers.serving.residency import Residency
+from workers.serving.usable import Tokens, Usable
 from workers.settings import Settings
 
 LEFT_OUT = 256  # last tokens of a prompt, at least, that stay out of its context: a question, which others do not ask
 STEP = 256  # a context's tokens are a multiple: prompts that differ behind it find it all the same
 _STALE_S = 86400.0
 _GONE_PREFIX, _TOKENS_PREFIX = "gone-", "tokens-"  # what is being removed; of what a build makes a context
-Tokens = NDArray[np.int32]
 _Key = tuple[Path, bytes]  # where it is built, and of what
 _log = logging.getLogger(__name__)
 
@@ -61,15 +60,16 @@ class _Build:
 class OwnContexts:
     """For one event loop. The directories are the truth: several services, of other models too, may share them."""
 
-    def __init__(self, loaded: LoadedModel, settings: Settings, residency: Residency, builder: Builder) -> None:
-        self._settings, self._residency, self._builder = settings, residency, builder
+    def __init__(
+        self, loaded: LoadedModel, settings: Settings, usable: Usable, residency: Residency, builder: Builder
+    ) -> None:
+        self._settings, self._usable, self._residency, self._builder = settings, usable, residency, builder
         self._directory = settings.store.path / DIRECTORY
         self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
         self._index_config = preset(settings.build.preset)
-        self._tokens: dict[Path, Tokens | None] = {}  # None: it cannot be used
         self._checked: set[Path] = set()  # own ones whose every byte was looked at
         self._builds: dict[_Key, _Build] = {}
-        self._turn_to_build = asyncio.Semaphore(1)
+        self._turn_to_build = asyncio.Semaphore(1)  # its own: who waits here is not behind builds that nobody waits for
         self._is_closed = False
 
     async def find(
@@ -95,8 +95,7 @@ class OwnContexts:
         return Found(path, cut, is_new=True)
 
     async def drop(self, path: Path) -> None:
-        """Forget one that turned out damaged, or gone; if it is one of these, remove it."""
-        self._tokens.pop(path, None)
+        """If one that turned out damaged, or gone, is one of these, remove it."""
         if path.is_relative_to(self._directory):
             await asyncio.to_thread(self._remove, path)
 
@@ -129,15 +128,9 @@ class OwnContexts:
         return Found(None)
 
     def _tokens_of(self, path: Path) -> Tokens | None:
-        with suppress(KeyError):
-            return self._tokens[path]
-        try:
-            with open_artifact(path) as artifact:
-                is_alike = artifact.spec.index_config == self._index_config  # as engines want it of all they load
-                tokens = self._tokens[path] = np.array(artifact.token_ids) if is_alike else None
-        except ArtifactError:
-            return None  # it may be there again
-        return tokens
+        """None: it cannot be used, or has not the index that engines want of all they load."""
+        known = self._usable.recall(path)
+        return known.token_ids if known.index_config == self._index_config else None
 
     def _is_sound(self, path: Path) -> bool:
         """Every byte is looked at, once. One that is damaged goes, and is made again."""
@@ -180,7 +173,6 @@ class OwnContexts:
             with suppress(OSError):
                 ids_path.unlink()
         path = directory / str(result["artifact"])
-        self._tokens[path] = ids
         self._checked.add(path)
         await self._keep_to_budget(path)
         return path
@@ -204,7 +196,7 @@ class OwnContexts:
     def _remove(self, path: Path) -> None:
         """At once for all who look, then its bytes."""
         self._checked.discard(path)
-        self._tokens.pop(path, None)
+        self._usable.forget(path)
         gone = path.with_name(f"{_GONE_PREFIX}{secrets.token_hex(4)}")
         with suppress(OSError):
             path.rename(gone)

@@ -5,6 +5,7 @@ from typing import Any
 
 from workers.serving.context_build import Builder
 from workers.serving.contexts import Contexts
+from workers.serving.usable import Known
 from workers.settings import BuildSettings, ModelSettings, Settings, StoreSettings
 
 
@@ -18,4 +19,6 @@ def settings_of(place: Path, model: Path | None = None) -> Settings:
 
 def registry(place: Path, **options: Any) -> Contexts:
     builder = Builder(settings_of(place, **options))
-    return Contexts(place / "store", builder, lambda artifact, text: False, lambda path: "")
+    return Contexts(
+        place / "store", builder, lambda artifact, text: False, lambda path: Known(is_lost=not path.exists())
+    )

@@ -197,6 +197,7 @@ class LocalBackend:
             budget_bytes=self._settings.engine.context_bytes,
             has_room=self._residency.has_room,
             held=self._residency.held(self._settings.store.path),
+            failed_builds=self._beginnings.own_contexts.setbacks.told(),
         )
 
     async def hold(self, contexts: Sequence[Held]) -> None:

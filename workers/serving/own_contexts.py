@@ -28,8 +28,9 @@ from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.kept_rows import DIRECTORY
-from workers.serving.messages import ContextNotReadyError, closing
+from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
 from workers.serving.residency import Residency
+from workers.serving.setbacks import Setbacks
 from workers.serving.usable import Tokens, Usable
 from workers.settings import Settings
 
@@ -70,6 +71,7 @@ class OwnContexts:
         self._checked: set[Path] = set()  # own ones whose every byte was looked at
         self._builds: dict[_Key, _Build] = {}
         self._turn_to_build = asyncio.Semaphore(1)  # its own: who waits here is not behind builds that nobody waits for
+        self.setbacks = Setbacks()
         self._is_closed = False
 
     async def find(
@@ -83,7 +85,7 @@ class OwnContexts:
         """A context of the prompt's first tokens, `cut_of` them. Raises a ServingError where none can be made."""
         ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), cut_of(len(token_ids))
         key = directory, hashlib.sha256(ids[:cut].tobytes()).digest()
-        build = self._builds.get(key) or self._begin(key, ids[:cut], directory)
+        build = self._builds.get(key) or self._begin(key, ids[:cut])
         build.num_waiting += 1
         try:
             path = await asyncio.shield(build.task)  # who leaves does not end it: it is found when he comes again
@@ -145,22 +147,25 @@ class OwnContexts:
         self._checked.add(path)
         return True
 
-    def _begin(self, key: _Key, ids: Tokens, directory: Path) -> _Build:
+    def _begin(self, key: _Key, ids: Tokens) -> _Build:
         """When those before it are built."""
         if self._is_closed:
             raise closing()
+        if failed := self.setbacks.of(key):
+            raise _refusal(failed)
 
         async def run() -> Path:
             async with self._turn_to_build:
                 build.has_begun = True
-                return await self._build(ids, directory)
+                return await self._build(key, ids)
 
         build = self._builds[key] = _Build(asyncio.create_task(run()))
         build.task.add_done_callback(lambda task: self._forget(key, build))
         return build
 
-    async def _build(self, ids: Tokens, directory: Path) -> Path:
-        ids_path = directory / f"{_TOKENS_PREFIX}{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.json"
+    async def _build(self, key: _Key, ids: Tokens) -> Path:
+        directory, digest = key
+        ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}.json"
         try:
             with store_errors(f"make {directory}", self._settings.store.path):
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
@@ -168,10 +173,13 @@ class OwnContexts:
             source = ["--tokens", str(ids_path)]
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
-            raise ContextNotReadyError(f"no context could be made of the prompt's beginning: {error}") from error
+            refusal = _refusal(self.setbacks.add(key, len(ids), str(error)))
+            _log.warning("%s", refusal)
+            raise refusal from error
         finally:
             with suppress(OSError):
                 ids_path.unlink()
+        self.setbacks.forget(key)
         path = directory / str(result["artifact"])
         self._checked.add(path)
         await self._keep_to_budget(path)
@@ -224,6 +232,15 @@ class OwnContexts:
 def cut_of(num_tokens: int) -> int:
     """How many tokens of so long a prompt become a context."""
     return max(0, num_tokens - LEFT_OUT) // STEP * STEP
+
+
+def _refusal(failed: FailedBuild) -> ContextNotReadyError:
+    tries = "" if failed.num_tries == 1 else f" in {failed.num_tries} tries"
+    return ContextNotReadyError(
+        f"no context of {failed.num_tokens:,} tokens could be made of the prompt's beginning{tries}: {failed.why}; it "
+        f"is not tried again for {failed.retry_in_s:.0f} s",
+        retry_after_s=failed.retry_in_s,
+    )
 
 
 def _names(directory: Path) -> list[str]:

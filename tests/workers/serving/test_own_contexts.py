@@ -1,6 +1,7 @@
 """Contexts that prompts bring: found by those who begin alike, built once, within a budget, made again when damaged."""
 
 import asyncio
+import itertools
 import os
 import shutil
 import threading
@@ -10,12 +11,14 @@ import pytest
 
 from csattn.errors import ArtifactError
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
+from tests.workers.serving.requests import Clock
 from workers.serving.context_build import Builder
 from workers.serving.contexts import name_artifact
 from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY
 from workers.serving.messages import ContextNotReadyError, ContextTooLongError, WorkerLostError
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency
+from workers.serving.setbacks import FIRST_WAIT_S, LONGEST_WAIT_S, Setbacks
 
 pytestmark = pytest.mark.usefixtures("builds")  # no process builds
 
@@ -54,7 +57,7 @@ def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, m
 
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
-            own, salts = backend._beginnings._own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
+            own, salts = backend._beginnings.own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
             coming = [asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="first")))]
             await begun.wait()
             for salt in salts:
@@ -157,6 +160,54 @@ def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> 
     with pytest.raises(ContextNotReadyError, match="made of the prompt's beginning: the disk is full"):
         answers(tmp_path, ask(DOCUMENT))
     assert not list((tmp_path / DIRECTORY).rglob("*.json"))
+
+
+def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_path, builds, monkeypatch, caplog) -> None:
+    """And other prompts' builds are not held up by it; what they wait for is told."""
+    tries, is_full, real, clock = [], True, Builder.build, Clock()
+
+    async def build(self: Builder, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        tries.append(clock.now)
+        if is_full:
+            raise ArtifactError("the disk is full")
+        return await real(self, *args, **kwargs)
+
+    async def main() -> None:
+        nonlocal is_full
+        async with make_backend(tmp_path) as backend:
+            backend._beginnings.own_contexts.setbacks = Setbacks(clock)
+            for _ in range(100):
+                with pytest.raises(ContextNotReadyError, match="not tried again for") as refused:
+                    await answer(backend, ask(DOCUMENT + "Which are red?"))
+                assert refused.value.retry_after_s is not None
+                clock.now += 1.0
+            waits = [after - before for before, after in itertools.pairwise(tries)]
+            assert waits == [FIRST_WAIT_S * 2**n for n in range(len(waits))] and len(waits) == 4
+            assert caplog.text.count("tried again") == len(tries)
+            [failed] = backend.standing().failed_builds
+            assert (failed.num_tokens, failed.num_tries, failed.why) == (512, 5, "the disk is full")
+            is_full = False
+            await answer(backend, ask("Another. " + DOCUMENT))
+            clock.now += failed.retry_in_s
+            await answer(backend, ask(DOCUMENT + "Which are red?"))
+            assert backend.standing().failed_builds == () and len(builds) == 2
+
+    monkeypatch.setattr(Builder, "build", build)
+    asyncio.run(main())
+
+
+def test_waits_are_bounded_and_so_are_those_that_wait() -> None:
+    clock = Clock()
+    setbacks = Setbacks(clock)
+    waits = [setbacks.add("a", 256, "no").retry_in_s for _ in range(2000)]
+    assert waits[:3] == [FIRST_WAIT_S, 2 * FIRST_WAIT_S, 4 * FIRST_WAIT_S] and waits[-1] == LONGEST_WAIT_S
+    assert setbacks.of("b") is None
+    clock.now += LONGEST_WAIT_S
+    assert setbacks.of("a") is None and setbacks.told()[0].retry_in_s == 0.0
+    for number in range(5000):
+        setbacks.add(number, 256, "no")
+    assert len(setbacks._known) <= 1000 and setbacks.of(4999) is not None and setbacks.of("a") is None
+    assert [failed.num_tries for failed in setbacks.told()] == [1] * 5
 
 
 def test_a_prompt_that_fits_is_answered_without_the_context_that_cannot_be_built(tmp_path, monkeypatch) -> None:

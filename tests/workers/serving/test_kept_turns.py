@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from csattn.config import SearchConfig
 from csattn.models.loader import wrap_model
@@ -29,7 +30,7 @@ from tests.workers.serving.prompting import (
 from workers.serving import kept_rows
 from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY, OwnRows, open_kept_rows
 from workers.serving.messages import Ask, ContextTooLongError, Done
-from workers.settings import Settings, StoreSettings
+from workers.settings import KeptSettings, Settings, StoreSettings
 
 pytestmark = pytest.mark.usefixtures("builds")  # no process builds
 
@@ -141,6 +142,21 @@ def test_a_long_prompt_of_which_nothing_is_kept_takes_no_memory(tmp_path) -> Non
     try:
         assert kept.num_kept(b"mine", token_ids) == 0 and kept.find(b"mine", token_ids).num_found == 0
         assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+        kept.close()
+
+
+def test_what_a_long_prompt_s_blocks_are_takes_little_memory(tmp_path) -> None:
+    """Beside their rows, which are counted: here of a byte."""
+    kept = open_kept_rows(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
+    own = kept.find(b"mine", [])
+    tracemalloc.start()
+    try:
+        own.keep(range(64_000), lambda start, stop: lambda: torch.zeros(1, dtype=torch.uint8))
+        kept.flush()
+        assert kept.counts.memory_blocks == 1000 and tracemalloc.get_traced_memory()[0] < 4_000_000
+        assert kept.num_kept(b"mine", range(64_001)) == 64_000
     finally:
         tracemalloc.stop()
         kept.close()

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from csattn.artifact import Artifact, find_artifact, open_artifact
+from csattn.artifact import find_artifact, open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
 from csattn.errors import ArtifactError, ConfigError
 from workers.serving.context_build import Builder
 from workers.serving.context_file import ContextFile, Record
+from workers.serving.context_texts import ContextTexts
 from workers.serving.messages import (
     CONTEXT_NAME,
     BadRequestError,
@@ -28,7 +29,6 @@ from workers.serving.usable import Known
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
 MAX_BUILDS = 1  # at the same time
 
-SameText = Callable[[Artifact, str], bool]  # whether an artifact was built from that text
 Look = Callable[[Path], Known]  # at an artifact
 _log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Contexts:
     several services, of other models too, may share a store.
     """
 
-    def __init__(self, store: Path, builder: Builder, same_text: SameText, look: Look) -> None:
-        self._store, self._builder, self._same_text, self._look = store, builder, same_text, look
+    def __init__(self, store: Path, builder: Builder, texts: ContextTexts, look: Look) -> None:
+        self._store, self._builder, self._texts, self._look = store, builder, texts, look
         self._file = ContextFile(store)
         self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
         self._builds: dict[str, _Build] = {}
@@ -89,7 +89,10 @@ class Contexts:
         return self._store / record.artifact_id
 
     async def register(self, name: str, text: str) -> ContextInfo:
-        """Start building, unless this text has this name already; what failed, or is gone, is built again."""
+        """Start building, unless this text has this name already; what failed, or is gone, is built again.
+
+        Raises BadRequestError, before anything is written, for a text that can never be a context.
+        """
         require_name(name)
         if not text.strip():
             raise BadRequestError("the context's text is empty; give some text", "text")
@@ -141,6 +144,7 @@ class Contexts:
             known is not None and known.artifact_id is not None and self._look(self._store / known.artifact_id).is_lost
         )
         if known is None or known.state == "failed" or is_gone:
+            self._texts.require(text)
             text_path = self._text_path(digest)
             with store_errors(f"make {text_path.parent}", self._store):
                 text_path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +168,7 @@ class Contexts:
             is_same = known.text_sha256 == digest
         else:
             with open_artifact(self._store / known.artifact_id) as artifact:
-                is_same = self._same_text(artifact, text)
+                is_same = self._texts.is_of(artifact, text)
         if not is_same:
             raise ContextExistsError(
                 f"the context {known.name!r} has another text; delete it first, or choose another name", "name"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from csattn.errors import ConfigError
+
 SelectorName = Literal["csattn", "exact", "quest", "sparq", "pqcache", "magicpig", "h2o", "window", "full"]
 SELECTOR_NAMES: tuple[SelectorName, ...] = get_args(SelectorName)
 
@@ -27,6 +29,14 @@ ABOUT: dict[SelectorName, About] = {
     "window": About("sinks and recent rows alone", "StreamingLLM, arXiv:2309.17453", False),
     "full": About("everything", "", False),
 }
+
+
+def selector_named(name: str) -> SelectorName:
+    """Raises ConfigError when there is none of that name."""
+    for selector in SELECTOR_NAMES:
+        if selector == name:
+            return selector
+    raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(SELECTOR_NAMES)}")
 
 
 def described() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from csattn.build_options import COUNTS, BuildOptions
 from csattn.config import PRESET_NAMES
 from csattn.errors import ConfigError, ContextError
-from csattn.models.loader import DTYPES
+from csattn.models.loader import require_numbers
 from index_build.inputs import make_config, read_text
 
 
@@ -80,8 +80,7 @@ def _read_options(given: dict[str, Any], base: Path, defaults: BuildOptions) -> 
     options = replace(defaults, **{name: value for name, value in given.items() if value is not None})
     if options.preset not in PRESET_NAMES:
         raise ConfigError(f"unknown preset {options.preset!r}; choose one of {', '.join(PRESET_NAMES)}")
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
+    require_numbers(options.dtype, options.weights)
     make_config(options.preset, options.index_changes, "cpu")  # refuses what does not go together
     # a model that the line names may lie beside the list; one from the command line is as the shell sees it
     return replace(options, model=_locate(options.model, base if given.get("model") else Path.cwd()))

@@ -12,15 +12,11 @@ from numpy.typing import NDArray
 from csattn import __version__
 from csattn.artifact import ArtifactSpec, hash_token_ids
 from csattn.build_options import BuildOptions
-from csattn.config import IndexConfig, ListConfig
-from csattn.errors import ContextError
+from csattn.config import IndexConfig
 from csattn.models import LoadedModel
-from csattn.models.prompt import choose_wrapping, context_ids
+from csattn.models.prompt import choose_wrapping, context_ids, require_indexable
 from index_build.inputs import make_config
 from index_build.kmeans import kmeans_version
-
-# Fewer rows than this are cheaper to attend to than to index.
-MIN_CONTEXT_LEN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +30,8 @@ class Plan:
 
 
 def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig, notes: Mapping[str, Any]) -> Plan:
-    """The artifact of these tokens. Raises ContextError when they are too few or too many."""
-    _require_indexable(len(token_ids), config, loaded)
+    """The artifact of these tokens. Raises ContextError where there can be none."""
+    require_indexable(token_ids, config, loaded)
     spec = ArtifactSpec(
         model_name=loaded.name,
         model_fingerprint=loaded.fingerprint,
@@ -59,28 +55,9 @@ def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel
 
 def plan_tokens(token_ids: NDArray[np.int32], options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:
     """The artifact of the beginning of a prompt, whatever it was written by."""
-    if len(token_ids) and int(token_ids.max()) >= loaded.geometry.vocab_size:
-        raise ContextError(
-            f"the context has the token {token_ids.max()}, and the model's embedding has those below "
-            f"{loaded.geometry.vocab_size}; make its tokens with this model's tokenizer"
-        )
     config = make_config(options.preset, options.index_changes, index_device)
     notes = {"wrapping": "none", "preset": options.preset, "source": "the beginning of a prompt"}
     return make_plan(loaded, token_ids, config, notes)
-
-
-def _require_indexable(context_len: int, config: IndexConfig, loaded: LoadedModel) -> None:
-    shortest = max(MIN_CONTEXT_LEN, config.num_centroids) if isinstance(config, ListConfig) else MIN_CONTEXT_LEN
-    if context_len < shortest:
-        raise ContextError(
-            f"the context has {context_len} tokens, an index needs at least {shortest}; "
-            "a context this short is better put into the prompt"
-        )
-    if context_len >= loaded.geometry.max_positions:
-        raise ContextError(
-            f"the context has {context_len} tokens and {loaded.name} has {loaded.geometry.max_positions} positions, "
-            "one at least for the question; shorten the context or use a model with more positions"
-        )
 
 
 def _library_versions(device: torch.device) -> dict[str, Any]:

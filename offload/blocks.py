@@ -17,17 +17,44 @@ from offload.block_files import BlockFiles, Bytes
 _log = logging.getLogger(__name__)
 
 
+class Label:
+    """What a block is, to the byte: all that the block before it is, which they share, and what is its own."""
+
+    __slots__ = ("before", "own")
+
+    def __init__(self, before: "Label | None", own: bytes) -> None:
+        self.before, self.own = before, own
+
+    def __bytes__(self) -> bytes:
+        parts, label = [], self
+        while label.before is not None:
+            parts.append(label.own)
+            label = label.before
+        return b"".join([label.own, *reversed(parts)])
+
+    def is_same(self, other: "Label") -> bool:
+        """Looks at all before them up to what they share."""
+        one: Label | None = self
+        two: Label | None = other
+        while one is not two:
+            if one is None or two is None or one.own != two.own:
+                return False
+            one, two = one.before, two.before
+        self.before = other.before  # which is the same: who asks of the next block need not look at these again
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class BlockName:
     """Where a block is looked for, and what it has to be."""
 
     key: str  # of letters and digits
-    label: bytes
+    label: Label
 
 
 @dataclass(slots=True)
 class _Held:
-    label: bytes
+    label: Label
     data: Bytes
     num_users: int = 0  # readers, and the writer until it is in its file
 
@@ -69,14 +96,14 @@ class Blocks:
         with self._lock:
             held = self._held.get(name.key)
             if held is not None:
-                return held.label == name.label
-        return self._files is not None and self._files.holds(name.key, name.label)
+                return held.label.is_same(name.label)
+        return self._files is not None and self._files.holds(name.key, bytes(name.label))
 
     def put(self, name: BlockName, data: Bytes) -> bool:
         """Keep a block, which is the caller's no more; whether that could be. It is written to its file behind."""
         with self._lock:
             if name.key in self._held:
-                return self._held[name.key].label == name.label
+                return self._held[name.key].label.is_same(name.label)
             held = self._enter(name, data)
             if held is None:
                 self._num_refused += 1
@@ -138,19 +165,19 @@ class Blocks:
         with self._lock:
             held = self._held.get(name.key)
             if held is not None:
-                if held.label != name.label:
+                if not held.label.is_same(name.label):
                     return None
                 self._held.move_to_end(name.key)
                 held.num_users += 1
                 return held, held.data
-        data = None if self._files is None else self._files.read(name.key, name.label)
+        data = None if self._files is None else self._files.read(name.key, bytes(name.label))
         if data is None:
             return None
         with self._lock:
             held = self._held.get(name.key)  # another thread may have read it meanwhile
             if held is None:
                 held = self._enter(name, data)
-            if held is None or held.label != name.label:
+            if held is None or not held.label.is_same(name.label):
                 return None, data
             held.num_users += 1
             return held, held.data
@@ -178,8 +205,9 @@ class Blocks:
             key, held = item
             try:
                 assert self._files is not None
-                if not self._files.holds(key, held.label):
-                    self._files.write(key, held.label, held.data)
+                label = bytes(held.label)
+                if not self._files.holds(key, label):
+                    self._files.write(key, label, held.data)
             except Exception:  # this block's alone: others are still written
                 _log.exception("block %s is not written", key)
                 with self._lock:

@@ -3,10 +3,12 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id, store_entries
 from csattn.artifact.lock import BuildLock
+from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import open_artifact
 from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, remove
 from csattn.errors import ArtifactError
@@ -19,12 +21,25 @@ class ArtifactSummary:
     """One line of a store's listing."""
 
     artifact_id: str
-    path: Path
+    path: Path | str  # str: a URL
     model_name: str
     context_len: int
     layout: str  # of the table
     kv_dtype: str
     size_bytes: int
+
+    @classmethod
+    def of(cls, path: Path | str, manifest: Manifest) -> Self:
+        spec = manifest.spec
+        return cls(
+            artifact_id=spec.artifact_id,
+            path=path,
+            model_name=spec.model_name,
+            context_len=spec.context_len,
+            layout=spec.index_config.layout,
+            kv_dtype=spec.kv_dtype,
+            size_bytes=manifest.size_bytes,
+        )
 
 
 def list_store(store: Path) -> list[ArtifactSummary]:
@@ -67,21 +82,8 @@ def _scan(store: Path) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]
     broken: dict[Path, ArtifactError] = {}
     for path in (store / name for name in store_entries(store) if is_artifact_id(name)):
         try:
-            summaries.append(_summarise(path))
+            with open_artifact(path) as artifact:
+                summaries.append(ArtifactSummary.of(path, artifact.manifest))
         except ArtifactError as error:
             broken[path] = error
     return summaries, broken
-
-
-def _summarise(path: Path) -> ArtifactSummary:
-    with open_artifact(path) as artifact:
-        spec = artifact.spec
-        return ArtifactSummary(
-            artifact_id=spec.artifact_id,
-            path=path,
-            model_name=spec.model_name,
-            context_len=spec.context_len,
-            layout=spec.index_config.layout,
-            kv_dtype=spec.kv_dtype,
-            size_bytes=artifact.size_bytes,
-        )

@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 
 from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import ALL, STATE
-from csattn.errors import ModelError
+from csattn.errors import ConfigError, ModelError
 from csattn.models.families import FAMILIES, describe, stretch_positions
+from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
 from csattn.models.quantized import Quantization, read_state
 from csattn.models.quantized_weight import (
@@ -86,13 +87,11 @@ def load_model(
     numbers. may_lend: its layers stay on the host where the device has no room for them, for `lending.lent`.
     Raises ModelError when it cannot be found, loaded, or is of an unsupported kind.
     """
+    rounding = require_numbers(dtype, weights)
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    rounding = None if weights is None else rounding_named(weights)
     name = name or DEMO_MODEL
     source = _resolve(name)
     try:
@@ -105,8 +104,15 @@ def load_model(
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelError(f"{name} could not be loaded as a causal language model: {_first_line(error)}") from error
+        raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
     return wrap_model(model, tokenizer, name)
+
+
+def require_numbers(dtype: str, weights: str | None) -> Rounding | None:
+    """What `load_model` rounds weights to. Raises ConfigError for numbers that it knows none of by that name."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return None if weights is None else rounding_named(weights)
 
 
 def read_config(name: str | None) -> Any:
@@ -116,7 +122,7 @@ def read_config(name: str | None) -> Any:
     try:
         return AutoConfig.from_pretrained(_resolve(name or DEMO_MODEL))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{name} has no config that can be read: {_first_line(error)}") from error
+        raise ModelError(f"{name} has no config that can be read: {first_line(error)}") from error
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:
@@ -215,7 +221,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         if quantization is None:
             model, found = AutoModelForCausalLM.from_pretrained(source, **how)
         else:
-            folder = Path(source if Path(source).is_dir() else _fetched(source))
+            folder = Path(source if Path(source).is_dir() else fetched(source))
             if weights is not None:
                 raise ModelError(
                     f"its weights are in few bits as published; load it without rounding them to {weights}"
@@ -302,13 +308,6 @@ def _round(model: Any, rounding: Rounding) -> None:
     _keep(model, quantized)
 
 
-def _fetched(hub_id: str) -> str:
-    from huggingface_hub import snapshot_download
-
-    fetched: str = snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"])
-    return fetched
-
-
 def _require_whole(found: dict[str, Any]) -> None:
     """found: what `transformers` tells of a load."""
     mismatched = {name: (tuple(there), tuple(wanted)) for name, there, wanted in found["mismatched_keys"]}
@@ -338,7 +337,7 @@ def _resolve(name: str) -> str:
         return str(_converted(path))
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix == ".gguf":
         raise ModelError(f"there is no model at {name}; give a directory, a .gguf file, or a hub id like owner/name")
-    return name
+    return hub_source(name)
 
 
 def _demo_gguf() -> Path:
@@ -374,7 +373,7 @@ def _converted(gguf: Path) -> Path:
             if not target.is_dir():
                 raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        why = _first_line(error).replace(f"{gguf}", "it")
+        why = first_line(error).replace(f"{gguf}", "it")
         raise ModelError(f"{gguf} could not be converted: {why}; give a whole .gguf file, or a directory") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -441,7 +440,3 @@ def _fingerprint(model: Any) -> str:
 def _tokenizer_hash(tokenizer: Any) -> str:
     vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.sha256(f"{vocabulary}\n{tokenizer.chat_template}".encode()).hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

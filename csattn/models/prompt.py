@@ -6,10 +6,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.errors import ArtifactMismatchError, ModelError
+from csattn.config import IndexConfig, ListConfig
+from csattn.errors import ArtifactMismatchError, ContextError, ModelError
+from csattn.models.loader import LoadedModel
 
 # How the context is wrapped: as the system message, inside the first user message, or not at all.
 Wrapping = Literal["system", "user", "none"]
+MIN_CONTEXT_LEN = 256  # fewer rows are cheaper to attend to than to index
 _PROBE = "⟨context⟩"
 _BETWEEN = "\n"  # separates context and question where both stand in one message
 
@@ -50,6 +53,27 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
             "cannot be shared; build with --no-chat"
         ) from error
     return ids
+
+
+def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded: LoadedModel) -> None:
+    """Raise ContextError where these tokens [context_len] can be no context of the model."""
+    context_len, model = len(token_ids), loaded.geometry
+    shortest = max(MIN_CONTEXT_LEN, config.num_centroids) if isinstance(config, ListConfig) else MIN_CONTEXT_LEN
+    if context_len < shortest:
+        raise ContextError(
+            f"the context has {context_len} tokens, an index needs at least {shortest}; "
+            "a context this short is better put into the prompt"
+        )
+    if context_len >= model.max_positions:
+        raise ContextError(
+            f"the context has {context_len} tokens and {loaded.name} has {model.max_positions} positions, "
+            "one at least for the question; shorten the context or use a model with more positions"
+        )
+    if (greatest := int(token_ids.max())) >= model.vocab_size:
+        raise ContextError(
+            f"the context has the token {greatest}, and the model's embedding has those below {model.vocab_size}; "
+            "make its tokens with this model's tokenizer"
+        )
 
 
 def question_ids(tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapping: Wrapping) -> NDArray[np.int32]:

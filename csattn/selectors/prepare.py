@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
-from csattn.selector_names import ABOUT, SELECTOR_NAMES, SelectorName
+from csattn.selector_names import ABOUT, SelectorName, selector_named
 from csattn.selectors.base import ContextLayer, ContextView, Prepared
 from csattn.selectors.exact import PreparedExact
 from csattn.selectors.h2o import PreparedH2o
@@ -36,9 +36,8 @@ def selector_for(name: str, view: ContextView) -> SelectorName:
 
     Raises ConfigError for a name that is not one.
     """
-    if name not in SELECTOR_NAMES:
-        raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(SELECTOR_NAMES)}")
-    return "full" if view.everything_kept and ABOUT[name].keeps_top_k else name
+    selector = selector_named(name)
+    return "full" if view.everything_kept and ABOUT[selector].keeps_top_k else selector
 
 
 def resolve_rest(config: SearchConfig, name: SelectorName, layout: str, capped: bool = False) -> RestKind:

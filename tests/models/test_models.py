@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.accuracy.attending.rotation import rotate_for
-from csattn.errors import ArtifactMismatchError, ModelError
+from csattn.errors import ArtifactMismatchError, ConfigError, ModelError
 from csattn.models import load_model
 from csattn.models.families import describe, stretch_positions
 from csattn.models.loader import wrap_model
@@ -89,7 +89,7 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ModelError, match="float8"):
+    with pytest.raises(ConfigError, match="float8"):
         load_model("x/y", "float8")
 
 

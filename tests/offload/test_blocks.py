@@ -12,13 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.block_files import BlockFiles
-from offload.blocks import BlockName, Blocks
+from offload.blocks import BlockName, Blocks, Label
 
 BLOCK = 40  # bytes of data
 
 
 def name(number: int, key: str | None = None) -> BlockName:
-    return BlockName(key or f"key{number}", f"block number {number}".encode() * (number + 1))
+    return BlockName(key or f"key{number}", Label(None, label(number)))
+
+
+def label(number: int) -> bytes:
+    return f"block number {number}".encode() * (number + 1)
 
 
 def data(number: int) -> np.ndarray:
@@ -117,6 +121,41 @@ def test_one_key_is_not_taken_for_another_block(tmp_path) -> None:
     other.close()
 
 
+def chain(*own: bytes) -> list[Label]:
+    labels = [Label(None, b"all")]
+    for part in own:
+        labels.append(Label(labels[-1], part))
+    return labels
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([b"a", b"b"]), max_size=5), min_size=2, max_size=6), st.randoms())
+def test_labels_are_the_same_where_all_before_them_is(parts, random) -> None:
+    """Whatever they were compared with before."""
+    labels = [label for own in parts for label in chain(*own)]
+    want = [bytes(label) for label in labels]
+    for _ in range(100):
+        i, j = random.randrange(len(labels)), random.randrange(len(labels))
+        assert labels[i].is_same(labels[j]) == (want[i] == want[j])
+    assert [bytes(label) for label in labels] == want
+
+
+def test_who_goes_along_a_chain_looks_at_each_label_a_few_times(monkeypatch) -> None:
+    """And a chain of a million tokens can go."""
+
+    class Counted(bytes):
+        num_looks = 0
+
+        def __ne__(self, other: object) -> bool:
+            Counted.num_looks += 1
+            return bytes.__ne__(self, other)
+
+    own = [Counted(number.to_bytes(4)) for number in range(16_000)]
+    for one, other in zip(chain(*own), chain(*own), strict=True):
+        assert one.is_same(other)
+    assert Counted.num_looks < 3 * len(own)
+
+
 @pytest.mark.parametrize("at", [0, 9, 20, 70, 110, -1, "short", "long", "empty"])
 def test_a_damaged_file_is_not_found_and_goes(tmp_path, at) -> None:
     blocks = make(tmp_path)
@@ -155,7 +194,7 @@ def test_a_wrong_size_in_a_head_is_no_such_block_and_is_written_again(tmp_path, 
     assert again.put(name(1), data(1))
     again.close()
     assert bytes(was) != path.read_bytes()
-    assert BlockFiles(tmp_path, 1 << 20).read("key1", name(1).label).tolist() == data(1).tolist()
+    assert BlockFiles(tmp_path, 1 << 20).read("key1", label(1)).tolist() == data(1).tolist()
 
 
 def test_a_block_that_cannot_be_written_does_not_keep_others_from_it(tmp_path, monkeypatch, caplog) -> None:
@@ -178,13 +217,13 @@ def test_a_block_that_cannot_be_written_does_not_keep_others_from_it(tmp_path, m
 
 
 def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
-    size = 64 + BLOCK + len(name(1).label)
+    size = 64 + BLOCK + len(label(1))
     files = BlockFiles(tmp_path, 10 * size + 5 * 200)
     for number in range(20):
-        assert files.write(name(number).key, name(number).label, data(number))
+        assert files.write(name(number).key, label(number), data(number))
         os.utime(tmp_path / f"key{number}.block", (1000 + number, 1000 + number))
         if number > 3:
-            assert files.read("key3", name(3).label) is not None, "what is used stays"
+            assert files.read("key3", label(3)) is not None, "what is used stays"
         assert files.num_bytes <= 10 * size + 5 * 200
         assert files.num_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
     left = {path.stem for path in files_of(tmp_path)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import save
-from workers.cli import main
+from workers.cli import building, main
 
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
@@ -119,6 +119,30 @@ def test_a_context_decodes_within_a_host_budget(capsys, artifact: Path) -> None:
         refused = in_process(*asked[:-1], "--host-budget", *wrong, capsys=capsys)
         assert refused.returncode == 1
         assert sentence in " ".join(refused.stderr.split())
+
+
+ASKED = "generate", "{artifact}", "--prompt", "x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*ASKED, "--selector", "best"), "unknown selector 'best'; choose one of csattn"),
+        ((*ASKED, "--selector", "h2o", "--rest", "moments"), "goes with the selectors csattn and exact"),
+        ((*ASKED, "--selector", "h2o", "--host-budget", "1MiB"), "reads all keys from host memory"),
+        ((*ASKED, "--kv-codec", "fp8", "--host-budget", "1MiB"), "a host budget keeps rows as the artifact has them"),
+        ((*ASKED, "--weights", "int3"), "weights can be rounded to fp8 or int4, not to 'int3'"),
+        (("build", "--context", "{place}/text.txt", "--dtype", "int3"), "dtype must be one of float32"),
+        (("eval", "--text", "{place}/text.txt", "--dtype", "int3"), "dtype must be one of float32"),
+        (("stream", "--prompt", "x", "--dtype", "int3"), "dtype must be one of float32"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_is_loaded(
+    capsys, monkeypatch, place, artifact, arguments, words
+) -> None:
+    monkeypatch.setattr(building, "_load_model", lambda *_, **__: pytest.fail("a model is loaded"))
+    done = in_process(*(part.format(place=place, artifact=artifact) for part in arguments), capsys=capsys)
+    assert done.returncode == 1 and words in done.stderr and "loading" not in done.stderr
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """What the page for a person shows: the service's state and the few measures that it draws, as one object."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import Metric
@@ -69,6 +70,7 @@ def _worker_object(name: str, standing: Standing | None) -> dict[str, Any]:
         "contexts": len(standing.held) if standing else 0,
         "held_bytes": standing.held_bytes if standing else 0,
         "budget_bytes": standing.budget_bytes if standing else None,
+        "failed_builds": [asdict(failed) for failed in standing.failed_builds] if standing else [],
     }
 
 

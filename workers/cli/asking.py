@@ -12,7 +12,7 @@ from numba.core.event import TimingListener, install_listener
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import RestKind, SearchConfig
 from csattn.models import LoadedModel
-from csattn.selector_names import SelectorName
+from csattn.selector_names import SelectorName, selector_named
 from csattn.selectors import resolve_rest
 from index_build.inputs import require_utf8
 from offload.codecs.formats import KvFormat
@@ -70,6 +70,7 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
     require_utf8("--prompt", prompt)
     use_threads(options.threads)
     with open_artifact(place) as artifact:
+        resolve_rest(config, selector_named(options.selector), artifact.spec.index_config.layout)  # before a load
         name, dtype = options.model or artifact.spec.model_name, artifact.spec.kv_dtype
         if options.placement != "cpu" and options.num_devices == 1:
             require_weights(name, dtype, options.weights, options.placement)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from csattn.artifact import (
+    ArtifactSummary,
     broken_artifacts,
     cache_store,
     collect_garbage,
@@ -78,18 +79,14 @@ def verify(place: Path | str) -> dict[str, Any]:
 def listing(store: Path | str) -> dict[str, Any]:
     if (remote := remote_store(store)) is not None:
         manifests, faults = remote.manifests()
-        found = [(f"{remote.url}/{name}", one.spec, one.size_bytes) for name, one in manifests.items()]
+        found = [ArtifactSummary.of(f"{remote.url}/{name}", one) for name, one in manifests.items()]
         unfinished = []
     else:
         require_store(Path(store))
         unfinished = [work for work in unfinished_builds(Path(store)) if work.is_dir()]
-        opened = [read_manifest(summary.path) for summary in list_store(Path(store))]
-        found = [(str(Path(store) / one.spec.artifact_id), one.spec, one.size_bytes) for one in opened]
+        found = list_store(Path(store))
         faults = {path.name: error for path, error in broken_artifacts(Path(store)).items()}
-    rows = [
-        [spec.artifact_id, spec.model_name, str(spec.context_len), spec.index_config.layout, size(size_bytes)]
-        for _, spec, size_bytes in found
-    ]
+    rows = [[of.artifact_id, of.model_name, str(of.context_len), of.layout, size(of.size_bytes)] for of in found]
     out.print(
         table(f"{counted(len(rows), 'artifact')} in {store}", ["artifact", "model", "tokens", "index", "size"], rows)
     )
@@ -101,13 +98,13 @@ def listing(store: Path | str) -> dict[str, Any]:
         "store": str(store),
         "artifacts": [
             {
-                "artifact": spec.artifact_id,
-                "path": place,
-                "model": spec.model_name,
-                "context_len": spec.context_len,
-                "size_bytes": size_bytes,
+                "artifact": of.artifact_id,
+                "path": str(of.path),
+                "model": of.model_name,
+                "context_len": of.context_len,
+                "size_bytes": of.size_bytes,
             }
-            for place, spec, size_bytes in found
+            for of in found
         ],
         "broken": {name: str(error) for name, error in faults.items()},
         "unfinished": [str(work) for work in unfinished],

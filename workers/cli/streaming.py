@@ -1,6 +1,7 @@
 """`csattn stream`: continue a text for as long as is wanted, in memory that does not grow."""
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,8 +32,15 @@ def stream(
     """Continue a text without end, in constant memory; tokens appear as they come."""
     from workers.cli.terminal import end
 
-    config = stream_config(policy, sink_len, window_len, heavy_len)
-    end(_stream(prompt, config, max_new_tokens, model, dtype, threads), json)
+    config, said = stream_config(policy, sink_len, window_len, heavy_len), list[str]()
+
+    def tell(text: str) -> None:
+        _write(text)
+        if json:  # else it would grow without end
+            said.append(text)
+
+    result = _stream(prompt, config, max_new_tokens, model, dtype, threads, tell)
+    end({**result, "text": "".join(said)}, json)
 
 
 def stream_config(policy: str, sink_len: int | None, window_len: int | None, heavy_len: int | None) -> "StreamConfig":
@@ -48,9 +56,15 @@ def stream_config(policy: str, sink_len: int | None, window_len: int | None, hea
 
 
 def _stream(
-    prompt: str, config: "StreamConfig", max_new_tokens: int, model: str | None, dtype: str, threads: int | None
+    prompt: str,
+    config: "StreamConfig",
+    max_new_tokens: int,
+    model: str | None,
+    dtype: str,
+    threads: int | None,
+    on_text: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Continue on stdout, and return the verb's JSON object."""
+    """Continue, and return the verb's JSON object, but for the text."""
     from index_build.inputs import read_text, require_utf8
     from workers.cli.building import show_loading, use_threads
     from workers.cli.terminal import err, size
@@ -62,7 +76,7 @@ def _stream(
     loaded = show_loading(model, dtype)
     with StreamSession(loaded, config) as session:
         try:
-            streamed = stream_text(session, text, max_new_tokens, _write)
+            streamed = stream_text(session, text, max_new_tokens, on_text)
         finally:
             _write("\n")
     err.print(

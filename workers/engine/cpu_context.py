@@ -38,20 +38,12 @@ _SELECTED_STREAM_ROWS = 64  # where nothing is streamed but what stays resident:
 class HostBudget:
     """Of host memory for each context's rows, which are read from its files: for contexts that are larger than memory.
 
-    What stays in memory follows from how requests read, so all of them read alike. Raises ConfigError where this
-    selector reads more than a budget is to hold.
+    What stays in memory follows from how requests read, so all of them read alike.
     """
 
     num_bytes: int
     config: SearchConfig
     selector: str
-
-    def __post_init__(self) -> None:
-        if self.selector not in WITHOUT_ALL_KEYS:
-            raise ConfigError(
-                f"selector {self.selector!r} reads all keys from host memory, which a host budget is to save; choose "
-                f"{', '.join(WITHOUT_ALL_KEYS)}, or leave the budget out"
-            )
 
     def open_store(self, artifact: Artifact) -> TieredStore:
         """Close it with the context. Raises TierError for a budget that is too small."""

@@ -82,8 +82,6 @@ class CpuEngine:
         self._growth = growth or Growth()
         if max_rows > self._growth.least_near:
             raise ConfigError(f"a step has up to {self._growth.least_near} rows, got {max_rows}; leave out some")
-        if kv_format is not None and host_budget is not None:
-            raise ConfigError("a host budget keeps rows as the artifact has them; leave out the format, or the budget")
         for what, is_asked in (("a KV codec", kv_format), ("a host budget", host_budget)):
             if is_asked is not None:
                 require_plain_rows(describe(loaded.model.config), what)

@@ -6,9 +6,9 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.selector_names import SelectorName
+from csattn.selector_names import SelectorName, selector_named
 from offload.codecs.formats import KvFormat
-from workers.engine.cpu_context import HostBudget
+from workers.engine.cpu_context import WITHOUT_ALL_KEYS, HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import TAIL_CAPACITY, GpuEngine, require_selector
 from workers.engine.memory import PLACEMENTS, Placement
@@ -87,8 +87,12 @@ def require_together(
     num_devices: int = 1,
     kv_format: KvFormat | None = None,
 ) -> None:
-    """Raise ConfigError for a placement that is none, and for what there is on the CPU, or on GPUs, only."""
+    """Before anything is loaded. Raise ConfigError for a placement or a selector that is none, and for what there is on
+    the CPU, or on GPUs, only."""
+    selector_named(selector)
     if placement == "cpu":
+        if host_budget_bytes is not None:
+            _require_for_budget(selector, kv_format)
         if num_devices != 1:
             raise ConfigError(
                 f"{num_devices} devices are GPUs, and the placement is cpu; choose one device, or another placement"
@@ -103,3 +107,14 @@ def require_together(
         raise ConfigError(
             "a host budget is for decoding on the CPU; leave out the host budget, or choose placement cpu"
         )
+
+
+def _require_for_budget(selector: str, kv_format: KvFormat | None) -> None:
+    """What reads more of the context's rows, or others, than a host budget is to hold."""
+    if selector not in WITHOUT_ALL_KEYS:
+        raise ConfigError(
+            f"selector {selector!r} reads all keys from host memory, which a host budget is to save; choose "
+            f"{', '.join(WITHOUT_ALL_KEYS)}, or leave the budget out"
+        )
+    if kv_format is not None:
+        raise ConfigError("a host budget keeps rows as the artifact has them; leave out the format, or the budget")

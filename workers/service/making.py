@@ -8,6 +8,7 @@ from csattn.config import preset
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
+from csattn.selectors import resolve_rest
 from csattn.sketch.own import Growth
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import MAX_ROWS, TAIL_CAPACITY, step_sizes
@@ -19,7 +20,7 @@ from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.local import LocalBackend
 from workers.serving.step_engine import StepEngine
-from workers.settings import EngineSettings, Settings
+from workers.settings import Settings
 
 QUESTION_ROWS = 16  # that a step has at least: however few requests there may be, questions come in such pieces
 
@@ -29,7 +30,7 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
 
     launch: how search workers are started, if there are to be any.
     """
-    _require_engine(settings.engine)
+    _require_engine(settings)
     if settings.engine.placement != "cpu" and settings.engine.num_devices == 1:
         require_weights(settings.model.name, settings.build.dtype, settings.model.weights, settings.engine.placement)
     torch.set_num_threads(settings.engine.num_threads or available_cpus())
@@ -88,9 +89,11 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
     )
 
 
-def _require_engine(engine: EngineSettings) -> None:
+def _require_engine(settings: Settings) -> None:
     """Before anything is loaded."""
+    engine = settings.engine
     require_together(engine.placement, engine.selector, None, engine.num_devices, engine.kv_format)
+    resolve_rest(settings.search, engine.selector, preset(settings.build.preset).layout)
     if engine.placement == "cpu":
         return
     require_device()

@@ -1,7 +1,6 @@
 """What a request begins with: a context, and rows of its own that were kept. Found, made where it is worth it, held."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
@@ -21,10 +20,10 @@ from workers.serving.prompts import prompt_ids, require_embedded, room_for, whol
 from workers.serving.residency import Residency
 from workers.serving.resident import Resident
 from workers.serving.step_engine import StepEngine
+from workers.serving.usable import Usable
 from workers.settings import Settings
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +64,14 @@ class Beginnings:
         settings: Settings,
         engine: StepEngine,
         contexts: Contexts,
+        usable: Usable,
         residency: Residency,
         builder: Builder,
         threads: Executor,
     ) -> None:
         self._loaded, self._settings, self._engine, self._threads = loaded, settings, engine, threads
         self._contexts, self._residency = contexts, residency
-        self._own_contexts = OwnContexts(loaded, settings, residency, builder)
+        self.own_contexts = OwnContexts(loaded, settings, usable, residency, builder)
         self.kept = open_kept_rows(loaded, settings)
 
     async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:
@@ -87,7 +87,7 @@ class Beginnings:
             except ContextNotReadyError:  # it was damaged since it was found, or has gone
                 if ask.context or found.path is None or found.is_new:
                     raise
-                await self._own_contexts.drop(found.path)
+                await self.own_contexts.drop(found.path)
                 without.add(found.path)
         try:
             if whole is None:
@@ -105,7 +105,7 @@ class Beginnings:
 
     async def close(self) -> None:
         """End builds of contexts. Rows that come are still kept, until `flush`."""
-        await self._own_contexts.close()
+        await self.own_contexts.close()
 
     def flush(self) -> None:
         """Write what was kept. No request is under way."""
@@ -124,8 +124,8 @@ class Beginnings:
         if _scores_prompt(ask):  # a context's tokens have no scores
             found = Found(None)
         else:
-            registered = await self._contexts.ready_paths()
-            found = await self._own_contexts.find(whole, ask.cache_salt, registered, without)
+            registered = await self._contexts.paths()
+            found = await self.own_contexts.find(whole, ask.cache_salt, registered, without)
             own, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
             num_kept = 0 if identity is None else await self._beside(self.kept.num_kept, identity, own)
@@ -133,11 +133,10 @@ class Beginnings:
             fits = len(own) <= engine.tail_capacity - answer
             if (is_much or not fits) and cut_of(len(whole)) > found.num_tokens:
                 try:
-                    return await self._own_contexts.make(whole, ask.cache_salt)
-                except ContextNotReadyError as error:  # a full disk, say
+                    return await self.own_contexts.make(whole, ask.cache_salt)
+                except ContextNotReadyError:  # a full disk, say
                     if not fits:
                         raise
-                    _log.warning("a prompt is computed step by step: %s", error)
         return found
 
     async def _whole_ids(self, ask: Ask) -> list[int]:

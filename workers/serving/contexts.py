@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from csattn.artifact import Artifact, find_artifact, open_artifact
+from csattn.artifact import find_artifact, open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
 from csattn.errors import ArtifactError, ConfigError
 from workers.serving.context_build import Builder
 from workers.serving.context_file import ContextFile, Record
+from workers.serving.context_texts import ContextTexts
 from workers.serving.messages import (
     CONTEXT_NAME,
     BadRequestError,
@@ -23,12 +24,12 @@ from workers.serving.messages import (
     UnknownContextError,
     closing,
 )
+from workers.serving.usable import Known
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
 MAX_BUILDS = 1  # at the same time
 
-SameText = Callable[[Artifact, str], bool]  # whether an artifact was built from that text
-FaultOf = Callable[[Path], str]  # why this service cannot answer from an artifact; empty where it can
+Look = Callable[[Path], Known]  # at an artifact
 _log = logging.getLogger(__name__)
 
 
@@ -46,8 +47,8 @@ class Contexts:
     several services, of other models too, may share a store.
     """
 
-    def __init__(self, store: Path, builder: Builder, same_text: SameText, fault_of: FaultOf) -> None:
-        self._store, self._builder, self._same_text, self._fault_of = store, builder, same_text, fault_of
+    def __init__(self, store: Path, builder: Builder, texts: ContextTexts, look: Look) -> None:
+        self._store, self._builder, self._texts, self._look = store, builder, texts, look
         self._file = ContextFile(store)
         self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
         self._builds: dict[str, _Build] = {}
@@ -65,10 +66,10 @@ class Contexts:
         faults = await asyncio.to_thread(lambda: [self._fault(record) for record in records])
         return [self._info(record, fault) for record, fault in zip(records, faults, strict=True)]
 
-    async def ready_paths(self) -> list[Path]:
-        """Artifacts of all contexts that this service can answer from."""
-        infos = await self.infos()
-        return [self._store / info.artifact_id for info in infos if info.state == "ready" and info.artifact_id]
+    async def paths(self) -> list[Path]:
+        """Artifacts of all contexts that have one, whether or not this service can answer from it."""
+        records = [self._unwritten.get(record, record) for record in (await self._records()).values()]
+        return [self._store / record.artifact_id for record in records if record.artifact_id is not None]
 
     async def artifact_path(self, name: str) -> Path:
         """Of a context that is ready."""
@@ -88,7 +89,10 @@ class Contexts:
         return self._store / record.artifact_id
 
     async def register(self, name: str, text: str) -> ContextInfo:
-        """Start building, unless this text has this name already; what failed, or is gone, is built again."""
+        """Start building, unless this text has this name already; what failed, or is gone, is built again.
+
+        Raises BadRequestError, before anything is written, for a text that can never be a context.
+        """
         require_name(name)
         if not text.strip():
             raise BadRequestError("the context's text is empty; give some text", "text")
@@ -136,8 +140,11 @@ class Contexts:
         known = self._file.read().get(name)
         if known is not None:
             self._require_same(known, text, digest)
-        is_gone = known is not None and known.artifact_id is not None and not self._holds(known.artifact_id)
+        is_gone = (
+            known is not None and known.artifact_id is not None and self._look(self._store / known.artifact_id).is_lost
+        )
         if known is None or known.state == "failed" or is_gone:
+            self._texts.require(text)
             text_path = self._text_path(digest)
             with store_errors(f"make {text_path.parent}", self._store):
                 text_path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,19 +168,11 @@ class Contexts:
             is_same = known.text_sha256 == digest
         else:
             with open_artifact(self._store / known.artifact_id) as artifact:
-                is_same = self._same_text(artifact, text)
+                is_same = self._texts.is_of(artifact, text)
         if not is_same:
             raise ContextExistsError(
                 f"the context {known.name!r} has another text; delete it first, or choose another name", "name"
             )
-
-    def _holds(self, artifact_id: str) -> bool:
-        """Whether the artifact is still in the store."""
-        try:
-            open_artifact(self._store / artifact_id).close()
-        except ArtifactError:
-            return False
-        return True
 
     def _build(self, record: Record) -> None:
         if self._is_closed:
@@ -241,7 +240,7 @@ class Contexts:
 
     def _fault(self, record: Record) -> str:
         """Of the artifact; none where there is none yet."""
-        return "" if record.artifact_id is None else self._fault_of(self._store / record.artifact_id)
+        return "" if record.artifact_id is None else self._look(self._store / record.artifact_id).fault
 
     def _progress(self, record: Record) -> float:
         build = self._build_of(record)

@@ -25,7 +25,7 @@ from csattn.artifact.manifest import ALL
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from offload.block_files import BlockFiles
-from offload.blocks import BlockCounts, BlockName, Blocks
+from offload.blocks import BlockCounts, BlockName, Blocks, Label
 from workers.serving.messages import Selector
 from workers.settings import Settings
 
@@ -46,16 +46,19 @@ class KeptRows:
 
     def num_kept(self, identity: bytes, token_ids: Sequence[int]) -> int:
         """Of a prompt's first tokens, how many have rows, by the heads of their files."""
-        return BLOCK_ROWS * sum(1 for _ in takewhile(self._blocks.holds, block_names(identity, token_ids[:-1])))
+        return BLOCK_ROWS * sum(1 for _ in takewhile(self._blocks.holds, BlockNames(identity).more(token_ids[:-1])))
 
     def find(self, identity: bytes, token_ids: Sequence[int]) -> "OwnRows":
         """What a request with these tokens begins with. Reads files, and holds on to what it has found until it is
         released."""
-        names = block_names(identity, token_ids[:-1])  # the last is fed in any case: something has to follow it
+        token_ids = token_ids[:-1]  # the last is fed in any case: something has to follow it
         with ExitStack() as stack:
-            found = stack.enter_context(self._blocks.hold(names))
+            found = stack.enter_context(self._blocks.hold(BlockNames(identity).more(token_ids)))
             rows = [torch.from_numpy(block).view(self._dtype).view(self._sizes) for block in found]
-            return OwnRows(self, identity, rows, stack.pop_all())
+            names = BlockNames(identity)
+            for _ in names.more(token_ids[: BLOCK_ROWS * len(rows)]):
+                pass
+            return OwnRows(self, names, rows, stack.pop_all())
 
     def keep(self, name: BlockName, copied: Callable[[], Tensor]) -> None:
         """copied: gives the block's rows, once they are there."""
@@ -86,11 +89,12 @@ class KeptRows:
 class OwnRows:
     """Of one request. Its scheduler's thread asks; `release` is for any."""
 
-    def __init__(self, kept: KeptRows, identity: bytes, found: list[Tensor], held: ExitStack) -> None:
-        self._kept, self._identity, self._held = kept, identity, held
+    def __init__(self, kept: KeptRows, names: "BlockNames", found: list[Tensor], held: ExitStack) -> None:
+        """names: of the blocks that follow those that were found."""
+        self._kept, self._names, self._held = kept, names, held
         self._waiting = deque(found)
         self.keeps = True
-        self.num_found = self._num_kept = BLOCK_ROWS * len(found)
+        self.num_found = BLOCK_ROWS * len(found)
 
     @property
     def has_waiting(self) -> bool:
@@ -106,30 +110,32 @@ class OwnRows:
 
     def has_whole(self, num_rows: int) -> bool:
         """Whether of so many rows there is a block to `keep`."""
-        return self.keeps and num_rows - self._num_kept >= BLOCK_ROWS
+        return self.keeps and num_rows - self._names.num_named >= BLOCK_ROWS
 
     def keep(self, token_ids: Sequence[int], read_rows: Callable[[int, int], Callable[[], Tensor]]) -> None:
         """Keep the blocks that have become whole. token_ids: of all rows that the request has."""
-        for name in block_names(self._identity, token_ids, self._num_kept // BLOCK_ROWS):
-            self._kept.keep(name, read_rows(self._num_kept, self._num_kept + BLOCK_ROWS))
-            self._num_kept += BLOCK_ROWS
+        for name in self._names.more(token_ids):
+            self._kept.keep(name, read_rows(self._names.num_named - BLOCK_ROWS, self._names.num_named))
 
     def release(self) -> None:
         """Hold on to nothing any more."""
         self._held.close()
 
 
-def block_names(identity: bytes, token_ids: Sequence[int], first: int = 0) -> Iterator[BlockName]:
-    """Of the whole blocks of these tokens, from the first on that is asked for.
+class BlockNames:
+    """Of a request's whole blocks, one after another."""
 
-    Each is made when it is its turn: a label has all tokens before it, and all labels of a long prompt take gigabytes.
-    """
-    tokens, hashed = np.asarray(token_ids, np.int32), new_hash(identity)
-    for i in range(len(tokens) // BLOCK_ROWS):
-        stop = BLOCK_ROWS * (i + 1)
-        hashed.update(tokens[stop - BLOCK_ROWS : stop].tobytes())
-        if i >= first:
-            yield BlockName(hashed.hexdigest(), identity + tokens[:stop].tobytes())
+    def __init__(self, identity: bytes) -> None:
+        self.num_named = 0  # tokens
+        self._hashed, self._label = new_hash(identity), Label(None, identity)
+
+    def more(self, token_ids: Sequence[int]) -> Iterator[BlockName]:
+        """Of the blocks that are not named yet. token_ids: from the request's first on."""
+        while (stop := self.num_named + BLOCK_ROWS) <= len(token_ids):
+            own = np.asarray(token_ids[self.num_named : stop], np.int32).tobytes()
+            self._hashed.update(own)
+            self._label, self.num_named = Label(self._label, own), stop
+            yield BlockName(self._hashed.hexdigest(), self._label)
 
 
 def row_identity(

@@ -7,19 +7,17 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from io import StringIO
 from typing import Any, Self, TypeVar
 
 import numpy as np
 from prometheus_client import Metric
 
-from csattn.artifact import Artifact, hash_token_ids
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.models.prompt import context_ids
 from workers.serving.beginnings import Beginning, Beginnings
 from workers.serving.context_build import Builder
+from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import Contexts
 from workers.serving.grammar import Grammar, Grammars
 from workers.serving.messages import (
@@ -84,10 +82,10 @@ class LocalBackend:
         usable = Usable(loaded)
         self._residency = Residency(self._scheduler, engine, usable, settings.engine)
         self._builder = Builder(settings)
-        self._contexts = Contexts(settings.store.path, self._builder, self._has_text, usable.fault)
+        self._contexts = Contexts(settings.store.path, self._builder, ContextTexts(loaded, settings.build), usable.look)
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
         self._beginnings = Beginnings(
-            loaded, settings, engine, self._contexts, self._residency, self._builder, self._tokenisers
+            loaded, settings, engine, self._contexts, usable, self._residency, self._builder, self._tokenisers
         )
         self._measured.kept_counts = lambda: self._beginnings.kept.counts
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
@@ -197,6 +195,7 @@ class LocalBackend:
             budget_bytes=self._settings.engine.context_bytes,
             has_room=self._residency.has_room,
             held=self._residency.held(self._settings.store.path),
+            failed_builds=self._beginnings.own_contexts.setbacks.told(),
         )
 
     async def hold(self, contexts: Sequence[Held]) -> None:
@@ -297,9 +296,3 @@ class LocalBackend:
             return replace(self._settings.search, **given)
         except ConfigError as error:
             raise BadRequestError(str(error), next(iter(given), None)) from error
-
-    def _has_text(self, artifact: Artifact, text: str) -> bool:
-        wrapping = artifact.manifest.build_notes.get("wrapping", "none")
-        text = StringIO(text.removeprefix("\ufeff"), newline=None).read()  # as builds read it
-        ids = context_ids(self.loaded.tokenizer, text, wrapping)
-        return hash_token_ids(ids) == artifact.spec.token_ids_sha256

@@ -183,6 +183,16 @@ class Held:
     idle_s: float = 0.0  # since its last user left
 
 
+@dataclass(frozen=True, slots=True)
+class FailedBuild:
+    """Of a context that prompts bring: it is tried again for the first that comes after the wait."""
+
+    num_tokens: int
+    num_tries: int
+    why: str
+    retry_in_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """What an attention worker has to do, holds, and can hold."""
@@ -193,6 +203,7 @@ class Standing:
     budget_bytes: int | None = None  # of contexts that are loaded; None: as far as there is memory
     has_room: bool = True  # for one more context, as large as the largest that it holds
     held: tuple[Held, ...] = ()
+    failed_builds: tuple[FailedBuild, ...] = ()  # the newest first
 
     @property
     def held_bytes(self) -> int:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from csattn.artifact import open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
@@ -29,15 +28,16 @@ from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.kept_rows import DIRECTORY
-from workers.serving.messages import ContextNotReadyError, closing
+from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
 from workers.serving.residency import Residency
+from workers.serving.setbacks import Setbacks
+from workers.serving.usable import Tokens, Usable
 from workers.settings import Settings
 
 LEFT_OUT = 256  # last tokens of a prompt, at least, that stay out of its context: a question, which others do not ask
 STEP = 256  # a context's tokens are a multiple: prompts that differ behind it find it all the same
 _STALE_S = 86400.0
 _GONE_PREFIX, _TOKENS_PREFIX = "gone-", "tokens-"  # what is being removed; of what a build makes a context
-Tokens = NDArray[np.int32]
 _Key = tuple[Path, bytes]  # where it is built, and of what
 _log = logging.getLogger(__name__)
 
@@ -61,15 +61,17 @@ class _Build:
 class OwnContexts:
     """For one event loop. The directories are the truth: several services, of other models too, may share them."""
 
-    def __init__(self, loaded: LoadedModel, settings: Settings, residency: Residency, builder: Builder) -> None:
-        self._settings, self._residency, self._builder = settings, residency, builder
+    def __init__(
+        self, loaded: LoadedModel, settings: Settings, usable: Usable, residency: Residency, builder: Builder
+    ) -> None:
+        self._settings, self._usable, self._residency, self._builder = settings, usable, residency, builder
         self._directory = settings.store.path / DIRECTORY
         self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
         self._index_config = preset(settings.build.preset)
-        self._tokens: dict[Path, Tokens | None] = {}  # None: it cannot be used
         self._checked: set[Path] = set()  # own ones whose every byte was looked at
         self._builds: dict[_Key, _Build] = {}
-        self._turn_to_build = asyncio.Semaphore(1)
+        self._turn_to_build = asyncio.Semaphore(1)  # its own: who waits here is not behind builds that nobody waits for
+        self.setbacks = Setbacks()
         self._is_closed = False
 
     async def find(
@@ -83,7 +85,7 @@ class OwnContexts:
         """A context of the prompt's first tokens, `cut_of` them. Raises a ServingError where none can be made."""
         ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), cut_of(len(token_ids))
         key = directory, hashlib.sha256(ids[:cut].tobytes()).digest()
-        build = self._builds.get(key) or self._begin(key, ids[:cut], directory)
+        build = self._builds.get(key) or self._begin(key, ids[:cut])
         build.num_waiting += 1
         try:
             path = await asyncio.shield(build.task)  # who leaves does not end it: it is found when he comes again
@@ -95,8 +97,7 @@ class OwnContexts:
         return Found(path, cut, is_new=True)
 
     async def drop(self, path: Path) -> None:
-        """Forget one that turned out damaged, or gone; if it is one of these, remove it."""
-        self._tokens.pop(path, None)
+        """If one that turned out damaged, or gone, is one of these, remove it."""
         if path.is_relative_to(self._directory):
             await asyncio.to_thread(self._remove, path)
 
@@ -129,15 +130,9 @@ class OwnContexts:
         return Found(None)
 
     def _tokens_of(self, path: Path) -> Tokens | None:
-        with suppress(KeyError):
-            return self._tokens[path]
-        try:
-            with open_artifact(path) as artifact:
-                is_alike = artifact.spec.index_config == self._index_config  # as engines want it of all they load
-                tokens = self._tokens[path] = np.array(artifact.token_ids) if is_alike else None
-        except ArtifactError:
-            return None  # it may be there again
-        return tokens
+        """None: it cannot be used, or has not the index that engines want of all they load."""
+        known = self._usable.recall(path)
+        return known.token_ids if known.index_config == self._index_config else None
 
     def _is_sound(self, path: Path) -> bool:
         """Every byte is looked at, once. One that is damaged goes, and is made again."""
@@ -152,22 +147,25 @@ class OwnContexts:
         self._checked.add(path)
         return True
 
-    def _begin(self, key: _Key, ids: Tokens, directory: Path) -> _Build:
+    def _begin(self, key: _Key, ids: Tokens) -> _Build:
         """When those before it are built."""
         if self._is_closed:
             raise closing()
+        if failed := self.setbacks.of(key):
+            raise _refusal(failed)
 
         async def run() -> Path:
             async with self._turn_to_build:
                 build.has_begun = True
-                return await self._build(ids, directory)
+                return await self._build(key, ids)
 
         build = self._builds[key] = _Build(asyncio.create_task(run()))
         build.task.add_done_callback(lambda task: self._forget(key, build))
         return build
 
-    async def _build(self, ids: Tokens, directory: Path) -> Path:
-        ids_path = directory / f"{_TOKENS_PREFIX}{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.json"
+    async def _build(self, key: _Key, ids: Tokens) -> Path:
+        directory, digest = key
+        ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}.json"
         try:
             with store_errors(f"make {directory}", self._settings.store.path):
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
@@ -175,12 +173,14 @@ class OwnContexts:
             source = ["--tokens", str(ids_path)]
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
-            raise ContextNotReadyError(f"no context could be made of the prompt's beginning: {error}") from error
+            refusal = _refusal(self.setbacks.add(key, len(ids), str(error)))
+            _log.warning("%s", refusal)
+            raise refusal from error
         finally:
             with suppress(OSError):
                 ids_path.unlink()
+        self.setbacks.forget(key)
         path = directory / str(result["artifact"])
-        self._tokens[path] = ids
         self._checked.add(path)
         await self._keep_to_budget(path)
         return path
@@ -204,7 +204,7 @@ class OwnContexts:
     def _remove(self, path: Path) -> None:
         """At once for all who look, then its bytes."""
         self._checked.discard(path)
-        self._tokens.pop(path, None)
+        self._usable.forget(path)
         gone = path.with_name(f"{_GONE_PREFIX}{secrets.token_hex(4)}")
         with suppress(OSError):
             path.rename(gone)
@@ -232,6 +232,15 @@ class OwnContexts:
 def cut_of(num_tokens: int) -> int:
     """How many tokens of so long a prompt become a context."""
     return max(0, num_tokens - LEFT_OUT) // STEP * STEP
+
+
+def _refusal(failed: FailedBuild) -> ContextNotReadyError:
+    tries = "" if failed.num_tries == 1 else f" in {failed.num_tries} tries"
+    return ContextNotReadyError(
+        f"no context of {failed.num_tokens:,} tokens could be made of the prompt's beginning{tries}: {failed.why}; it "
+        f"is not tried again for {failed.retry_in_s:.0f} s",
+        retry_after_s=failed.retry_in_s,
+    )
 
 
 def _names(directory: Path) -> list[str]:

@@ -1,56 +1,104 @@
-"""Which artifacts this service can answer from: those that its model and its tokenizer made."""
+"""Which artifacts this service can answer from: those that its model and its tokenizer made, while they are whole."""
 
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from csattn.artifact import Artifact, open_artifact
-from csattn.errors import ArtifactError, ArtifactMismatchError
+from csattn.config import IndexConfig
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
 from workers.serving.messages import ContextNotReadyError
 
+Tokens = NDArray[np.int32]
 _CANNOT = "the context's artifact cannot be used"
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was found where an artifact should be."""
+
+    fault: str = ""  # why it cannot be answered from
+    is_lost: bool = False  # it is missing or damaged, as far as opening it tells: it can be built there again
+    token_ids: Tokens | None = None  # [context_len], of one without a fault
+    index_config: IndexConfig | None = None
+    stamp: int = 0  # of its files, as they were then
+
+
 class Usable:
-    """Asked on any thread."""
+    """Asked on any thread. What was found holds as long as none of the artifact's files has changed."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._fingerprint, self._geometry = loaded.fingerprint, loaded.geometry
         self._tokenizer_hash = loaded.tokenizer_hash
-        self._known: dict[str, str] = {}  # faults by artifact's id: what has that id is always the same
+        self._known: dict[Path, Known] = {}
 
-    def fault(self, path: Path) -> str:
-        """Why it cannot answer from the artifact at that path, by its manifest; empty where it can.
+    def look(self, path: Path) -> Known:
+        """At that path now. Of files that are as they were, sizes and times are read and nothing else."""
+        stamp = _stamp(path)
+        known = self._known.get(path)
+        if known is None or known.stamp != stamp:
+            known = self._examine(path, stamp)
+        return known
 
-        Each is looked at once, but for those that are missing or damaged, then or when they were to be opened: they may
-        be there again.
-        """
-        if path.name not in self._known:
-            try:
-                self._open(path).close()
-                self._known[path.name] = ""
-            except ArtifactMismatchError as error:
-                self._known[path.name] = f"{_CANNOT}: {error}"
-            except ArtifactError as error:
-                return f"{_CANNOT}: {error}"
-        return self._known[path.name]
+    def recall(self, path: Path) -> Known:
+        """The same without asking the disk, where it could be answered from when it was last looked at."""
+        known = self._known.get(path)
+        return self.look(path) if known is None or known.fault else known
+
+    def forget(self, path: Path) -> None:
+        """It is removed."""
+        self._known.pop(path, None)
 
     def open(self, path: Path) -> Artifact:
         """Open an artifact; before it is searched, `require_sound`."""
+        fault = self.look(path).fault
         try:
-            return self._open(path)
-        except ArtifactError as error:
-            self._known.pop(path.name, None)  # it has gone since
-            raise ContextNotReadyError(f"{_CANNOT}: {error}") from error
+            if not fault:
+                return open_artifact(path)
+        except ArtifactError as error:  # it has gone since
+            fault = f"{_CANNOT}: {error}"
+        raise ContextNotReadyError(fault)
 
     def require_sound(self, artifact: Artifact) -> None:
-        """Check all that a search relies on, so that loading it is quick."""
+        """Check all that a search relies on, so that loading it is quick. One that fails is not looked at again."""
         try:
             artifact.indexes()
         except ArtifactError as error:
-            raise ContextNotReadyError(f"{_CANNOT}: {error}") from error
+            fault = f"{_CANNOT}: {error}"
+            self._known[artifact.path] = replace(self.look(artifact.path), fault=fault, token_ids=None)
+            raise ContextNotReadyError(fault) from error
 
-    def _open(self, path: Path) -> Artifact:
-        artifact = open_artifact(path)
-        artifact.require_model(self._fingerprint, self._geometry)
-        artifact.require_tokenizer(self._tokenizer_hash)
-        return artifact
+    def _examine(self, path: Path, stamp: int) -> Known:
+        self._known.pop(path, None)
+        try:
+            with open_artifact(path) as artifact:
+                known = self._of(artifact, stamp)
+        except ArtifactError as error:
+            known = Known(f"{_CANNOT}: {error}", is_lost=True, stamp=stamp)
+            if not isinstance(error, ArtifactCorruptError | ArtifactMismatchError):
+                return known  # it may be there again, with the same files
+        self._known[path] = known
+        return known
+
+    def _of(self, artifact: Artifact, stamp: int) -> Known:
+        spec = artifact.spec
+        try:
+            artifact.require_model(self._fingerprint, self._geometry)
+            artifact.require_tokenizer(self._tokenizer_hash)
+        except ArtifactMismatchError as error:
+            return Known(f"{_CANNOT}: {error}", stamp=stamp)
+        return Known("", False, np.array(artifact.token_ids), spec.index_config, stamp)
+
+
+def _stamp(path: Path) -> int:
+    """Another one when any of the files is another, or was written to."""
+    try:
+        with os.scandir(path) as entries:
+            files = [(entry.name, entry.stat()) for entry in entries]
+    except OSError:  # gone, or no directory
+        return 0
+    return hash(frozenset((name, of.st_size, of.st_ino, of.st_ctime_ns) for name, of in files))

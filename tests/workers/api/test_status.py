@@ -11,7 +11,7 @@ from tests.workers.api.running import KEY, serving
 from workers.api.app import PAGE_FILES, STATIC
 from workers.api.measures import Measures
 from workers.api.status import HISTOGRAMS, NUMBERS, OF_CONTEXTS, status_object
-from workers.serving.messages import ContextInfo, Health, Held, Standing
+from workers.serving.messages import ContextInfo, FailedBuild, Health, Held, Standing
 from workers.serving.metrics import Metrics
 from workers.serving.step_engine import Fidelity
 
@@ -28,7 +28,8 @@ def test_all_that_the_page_draws_is_measured() -> None:
         ContextInfo(name="novel", state="ready", artifact_id="ab"),
         ContextInfo(name="new", state="building", progress=0.5),
     ]
-    here = Standing(since=1.0, num_running=2, num_slots=4, held=(Held("ab", ("novel",), 7, 1),))
+    held, failed = (Held("ab", ("novel",), 7, 1),), (FailedBuild(512, 2, "the disk is full", 10.0),)
+    here = Standing(since=1.0, num_running=2, num_slots=4, held=held, failed_builds=failed)
     workers = {"lost": None, "here": here}
     status = status_object("m", Health(True), contexts, [*http.registry.collect(), *decoding.collect()], workers)
     assert set(status["numbers"]) == set(NUMBERS) and set(status["histograms"]) == set(HISTOGRAMS)
@@ -42,6 +43,7 @@ def test_all_that_the_page_draws_is_measured() -> None:
     lost, told = status["workers"]
     assert (lost["since"], lost["running"]) == (None, 0)
     assert (told["since"], told["running"], told["contexts"], told["held_bytes"]) == (1.0, 2, 1, 7)
+    assert lost["failed_builds"] == [] and told["failed_builds"][0]["why"] == "the disk is full"
     assert new["fidelity"] == {} and new["progress"] == 0.5 and set(OF_CONTEXTS) == set(novel["fidelity"])
     json.dumps(status, allow_nan=False)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from offload.errors import NoDeviceError
 from tests.tiny import loaded
@@ -41,6 +42,15 @@ def test_search_workers_that_would_search_nothing_are_refused(
     monkeypatch.setattr(making, "require_device", lambda: None)
     settings = Settings(engine=EngineSettings(placement=placement, selector=selector, num_search_workers=2))
     with pytest.raises(ConfigError, match=f"num_search_workers is 2, engine.placement {placement} and .*, {where}"):
+        make_backend(settings, Threads())
+
+
+def test_a_rest_that_the_selector_has_not_is_refused_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(making, "load_model", lambda *_, **__: pytest.fail("a model is loaded"))
+    settings = Settings(engine=EngineSettings(selector="quest"), search=SearchConfig(rest="sketch"))
+    with pytest.raises(ConfigError, match="rest sketch goes with the selectors csattn and exact"):
         make_backend(settings, Threads())
 
 

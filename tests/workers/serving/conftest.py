@@ -1,10 +1,18 @@
-"""A store with a few small contexts, shared by the tests that only read it."""
+"""A store with a few small contexts, shared by the tests that only read it; and builds without their process."""
 
+import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from csattn.config import preset
+from index_build.pipeline import build_artifact
+from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS, build, text_of
+from workers.serving.context_build import Builder
 from workers.serving.contexts import name_artifact
 
 
@@ -16,3 +24,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name_artifact(store, secret, build(store, text_of(secret)), "float32")
     name_artifact(store, "bare", build(store, text_of("bare"), chat=False), "float32")
     return store
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Own contexts are built here, instead of in a process: the stores of those that were."""
+    made: list[Path] = []
+
+    async def build(self: Builder, source: list[str], store: Path, tell: Any, nice: int) -> dict[str, Any]:
+        ids = np.array(json.loads(Path(source[-1]).read_text()), np.int32)
+        made.append(store)
+        report = await asyncio.to_thread(build_artifact, loaded(), ids, preset("default"), store)
+        return {"artifact": report.artifact_id, "context_len": len(ids)}
+
+    monkeypatch.setattr(Builder, "build", build)
+    return made

@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from csattn.artifact import Artifact
 from workers.serving.context_build import Builder
+from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import Contexts
+from workers.serving.usable import Known
 from workers.settings import BuildSettings, ModelSettings, Settings, StoreSettings
 
 
@@ -16,6 +19,17 @@ def settings_of(place: Path, model: Path | None = None) -> Settings:
     )
 
 
+class AnyText(ContextTexts):
+    """A build alone tells whether it can be a context."""
+
+    def __init__(self) -> None: ...
+
+    def is_of(self, artifact: Artifact, text: str) -> bool:
+        return False
+
+    def require(self, text: str) -> None: ...
+
+
 def registry(place: Path, **options: Any) -> Contexts:
     builder = Builder(settings_of(place, **options))
-    return Contexts(place / "store", builder, lambda artifact, text: False, lambda path: "")
+    return Contexts(place / "store", builder, AnyText(), lambda path: Known(is_lost=not path.exists()))

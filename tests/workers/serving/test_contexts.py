@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError
+from csattn.config import preset
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError, ContextError
 from csattn.models import load_model
+from index_build.plan import make_plan
 from tests.tiny import save
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
@@ -264,6 +267,29 @@ def test_names_that_are_none_are_refused(tmp_path: Path, name: str) -> None:
 def test_an_empty_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRequestError, match="empty"):
         asyncio.run(registry(tmp_path).register("a", " \n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("Once.", "an index needs at least 256"), ("Lamps burn. " * 200, "1024 positions, one at least for the question")],
+)
+def test_a_text_that_can_never_be_a_context_is_refused_at_once(tmp_path: Path, text: str, why: str) -> None:
+    async def main() -> None:
+        model = load_tiny()
+        async with LocalBackend(FullEngine(model), model, settings_of(tmp_path)) as backend:
+            with pytest.raises(BadRequestError, match=why) as refused:
+                await backend.register("a", text)
+            assert refused.value.param == "text" and await backend.contexts() == []
+        assert not (tmp_path / "store" / TEXTS).exists()
+
+    asyncio.run(main())
+
+
+def test_tokens_that_the_model_does_not_embed_are_no_context() -> None:
+    model = load_tiny()
+    ids = np.full(300, model.geometry.vocab_size, np.int32)
+    with pytest.raises(ContextError, match="the model's embedding has those below"):
+        make_plan(model, ids, preset("default"), {})
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"version": 9, "contexts": []}', b'{"version": 1}'])

@@ -2,121 +2,37 @@
 
 import asyncio
 import errno
-import json
 import os
-import shutil
-import threading
 import tracemalloc
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
-from csattn.config import SearchConfig, preset
-from csattn.errors import ArtifactError
-from csattn.models import LoadedModel
+from csattn.config import SearchConfig
 from csattn.models.loader import wrap_model
-from index_build.pipeline import build_artifact
 from offload.blocks import BlockName
 from tests.tiny import byte_tokenizer, loaded, make_model
-from workers.engine.cpu_engine import CpuEngine
-from workers.serving import kept_rows
-from workers.serving.context_build import Builder
-from workers.serving.contexts import name_artifact
-from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY, OwnRows, open_kept_rows
-from workers.serving.local import LocalBackend
-from workers.serving.messages import (
-    Ask,
-    ContextNotReadyError,
-    ContextTooLongError,
-    Done,
-    Sampling,
-    Turn,
-    WorkerLostError,
+from tests.workers.serving.prompting import (
+    DOCUMENT,
+    FIRST,
+    SECOND,
+    afresh,
+    answer,
+    answers,
+    ask,
+    computed,
+    files_of,
+    make_backend,
 )
-from workers.serving.own_contexts import Found, OwnContexts
-from workers.serving.residency import Residency
+from workers.serving import kept_rows
+from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY, OwnRows, open_kept_rows
+from workers.serving.messages import Ask, ContextTooLongError, Done
 from workers.settings import KeptSettings, Settings, StoreSettings
 
-SEARCH = SearchConfig(keep=0.1, window_len=32)
-DOCUMENT = "".join(f"Lamp {n} is {'red' if n % 3 else 'blue'} and burns {n * 7 % 24} hours. " for n in range(23))
-
-
-@pytest.fixture(autouse=True)
-def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Own contexts are built here, instead of in a process: the stores of those that were."""
-    made: list[Path] = []
-
-    async def build(self: Builder, source: list[str], store: Path, tell: Any, nice: int) -> dict[str, Any]:
-        ids = np.array(json.loads(Path(source[-1]).read_text()), np.int32)
-        made.append(store)
-        report = await asyncio.to_thread(build_artifact, loaded(), ids, preset("default"), store)
-        return {"artifact": report.artifact_id, "context_len": len(ids)}
-
-    monkeypatch.setattr(Builder, "build", build)
-    return made
-
-
-def make_backend(
-    store: Path, model: LoadedModel | None = None, search: SearchConfig = SEARCH, **kept: Any
-) -> LocalBackend:
-    model = model or loaded()
-    engine = CpuEngine(model, max_rows=16, num_slots=6, tail_capacity=700, num_threads=1)
-    settings = Settings(
-        store=StoreSettings(path=store), search=search, kept=KeptSettings(**{"context_tokens": 300, **kept})
-    )
-    return LocalBackend(engine, model, settings)
-
-
-def turns_of(*texts: str) -> tuple[Turn, ...]:
-    """The user's and the assistant's, in turn."""
-    return tuple(Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
-
-
-def ask(*texts: str, new: int = 20, salt: str = "", **more: Any) -> Ask:
-    named = {name: more.pop(name) for name in ("context", "prompt", "echo", "keep", "selector") if name in more}
-    turns = {} if "prompt" in named else {"turns": turns_of(*texts)}
-    sampling = Sampling(max_new_tokens=new, **more)
-    return Ask(**{"request_id": "1", "context": "", **turns, **named}, cache_salt=salt, sampling=sampling)
-
-
-async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
-    text = ""
-    async with aclosing(backend.generate(asked)) as events:
-        async for event in events:
-            if isinstance(event, Done):
-                return text, event
-            text += event.text
-    raise AssertionError("events end with Done")
-
-
-def computed(done: Done) -> int:
-    return done.context_tokens + done.question_tokens - done.cached_tokens
-
-
-def answers(store: Path, *asks: Ask, **options: Any) -> list[tuple[str, Done]]:
-    """Of a service that lives as long as these, one after another."""
-
-    async def main() -> list[tuple[str, Done]]:
-        async with make_backend(store, **options) as backend:
-            return [await answer(backend, asked) for asked in asks]
-
-    return asyncio.run(main())
-
-
-def afresh(tmp_path: Path, asked: Ask, **options: Any) -> str:
-    """What is said where nothing is kept."""
-    return answers(tmp_path / "fresh", asked, memory_bytes=0, **options)[0][0]
-
-
-def files_of(store: Path) -> list[Path]:
-    return sorted((store / DIRECTORY).glob("*.block"))
-
-
-# long enough for blocks: a byte is a token
-FIRST, SECOND = "Tell me of lamps, and of what they are made. " * 3, "And of their hours? " * 4
+pytestmark = pytest.mark.usefixtures("builds")  # no process builds
 
 
 def test_a_turn_computes_what_is_new_and_says_the_same(tmp_path) -> None:
@@ -144,90 +60,6 @@ def test_a_conversation_in_one_service_finds_its_turns_in_memory(tmp_path) -> No
                 assert said == (await asyncio.to_thread(afresh, tmp_path, branch))
             counts = backend._beginnings.kept.counts
             assert counts.disk_blocks == 0 and counts.memory_blocks < 12, "branches share what they have in common"
-
-    asyncio.run(main())
-
-
-def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds) -> None:
-    question = ask(DOCUMENT + "Which are red?"), ask(DOCUMENT + "How many hours does lamp 3 burn?")
-    (_, first), (said, second) = answers(tmp_path / "kept", *question)
-    assert len(builds) == 1 and first.context_tokens == second.context_tokens == 512
-    assert first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens
-    assert computed(second) <= len("How many hours does lamp 3 burn?") + 30 + BLOCK_ROWS
-    [(again, done)] = answers(tmp_path / "kept", question[1])
-    assert again == said and done.cached_tokens >= second.cached_tokens and len(builds) == 1
-    [(other, done)] = answers(tmp_path / "other", question[1])
-    assert other == said and computed(done) == done.context_tokens + done.question_tokens and len(builds) == 2
-
-
-def test_many_that_come_at_once_with_one_document_wait_for_one_build(tmp_path, builds) -> None:
-    async def main() -> None:
-        async with make_backend(tmp_path) as backend:
-            said = await asyncio.gather(*(answer(backend, ask(DOCUMENT + "Which are red?")) for _ in range(4)))
-            assert len({text for text, _ in said}) == 1 and len(builds) == 1
-
-    asyncio.run(main())
-
-
-def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, monkeypatch) -> None:
-    """And who comes again, or has stayed, has it built all the same."""
-    begun, may_end, real = asyncio.Event(), asyncio.Event(), Builder.build
-
-    async def wait(self: Builder, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        begun.set()
-        await may_end.wait()
-        return await real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Builder, "build", wait)
-
-    async def main() -> None:
-        async with make_backend(tmp_path) as backend:
-            own, salts = backend._beginnings._own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
-            coming = [asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="first")))]
-            await begun.wait()
-            for salt in salts:
-                coming.append(asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt=salt))))
-            while len(own._builds) < len({"first", *salts}):
-                await asyncio.sleep(0.01)
-            for task in coming[:-1]:
-                task.cancel()
-            await asyncio.wait(coming[:-1])
-            back = asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="back")))
-            may_end.set()
-            said = {text for text, _ in await asyncio.gather(back, coming[-1])}
-            assert len(said) == 1 and builds == [own._of(salt) for salt in ("first", "stayed", "back")]
-
-    asyncio.run(main())
-
-
-def test_no_build_begins_in_a_service_that_closes(tmp_path, builds, monkeypatch) -> None:
-    """Not for who was looking for a context meanwhile, nor for who comes then; they are told."""
-    is_looking, may_go_on, real = threading.Event(), threading.Event(), OwnContexts._longest
-
-    def look(*args: Any) -> Found:
-        is_looking.set()
-        may_go_on.wait(10.0)
-        return real(*args)
-
-    monkeypatch.setattr(OwnContexts, "_longest", look)
-
-    async def main() -> None:
-        backend = make_backend(tmp_path)
-        await backend.start()
-        early = asyncio.create_task(answer(backend, ask(DOCUMENT)))
-        await asyncio.to_thread(is_looking.wait)
-        closing = asyncio.create_task(backend.close(drain_s=30.0))
-        await asyncio.sleep(0)
-        late = answer(backend, ask(DOCUMENT))
-        with pytest.raises(WorkerLostError, match="shutting down"):
-            await asyncio.wait_for(late, 5.0)
-        may_go_on.set()
-        with pytest.raises(WorkerLostError, match="shutting down"):
-            await early
-        await closing
-        with pytest.raises(WorkerLostError, match="shutting down"):
-            await backend.register("a", DOCUMENT)
-        assert not builds
 
     asyncio.run(main())
 
@@ -315,6 +147,21 @@ def test_a_long_prompt_of_which_nothing_is_kept_takes_no_memory(tmp_path) -> Non
         kept.close()
 
 
+def test_what_a_long_prompt_s_blocks_are_takes_little_memory(tmp_path) -> None:
+    """Beside their rows, which are counted: here of a byte."""
+    kept = open_kept_rows(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
+    own = kept.find(b"mine", [])
+    tracemalloc.start()
+    try:
+        own.keep(range(64_000), lambda start, stop: lambda: torch.zeros(1, dtype=torch.uint8))
+        kept.flush()
+        assert kept.counts.memory_blocks == 1000 and tracemalloc.get_traced_memory()[0] < 4_000_000
+        assert kept.num_kept(b"mine", range(64_001)) == 64_000
+    finally:
+        tracemalloc.stop()
+        kept.close()
+
+
 def test_tokens_are_looked_at_when_a_block_has_become_whole(tmp_path, monkeypatch) -> None:
     """And of its block alone the name is made."""
     kept: list[int] = []
@@ -366,52 +213,6 @@ def test_a_damaged_file_is_a_fresh_prefill(tmp_path, damage) -> None:
     assert said == want and computed(done) <= BLOCK_ROWS, "what was damaged is there again"
 
 
-def test_a_damaged_context_is_made_again(tmp_path, builds) -> None:
-    asked = ask(DOCUMENT + "Which are red?")
-    [(want, _)] = answers(tmp_path, asked)
-    [kv] = builds[0].glob("*/layer-001.kv.safetensors")
-    data = bytearray(kv.read_bytes())
-    data[-100] ^= 1
-    kv.chmod(0o644)
-    kv.write_bytes(bytes(data))
-    [(said, again)] = answers(tmp_path, asked)
-    assert said == want and len(builds) == 2
-    assert again.cached_tokens < again.context_tokens
-
-
-@pytest.mark.parametrize("damage", ["gone", "index"])
-def test_a_registered_context_that_cannot_be_loaded_any_more_is_done_without(tmp_path, builds, damage) -> None:
-    asked = ask(DOCUMENT + "Which are red?")
-    want = afresh(tmp_path, asked)
-    store = tmp_path / "kept"
-    [made] = (path for path in builds.pop().iterdir() if path.is_dir())
-    shutil.copytree(made, store / made.name)
-    name_artifact(store, "lamps", made.name, "float32")
-
-    async def main() -> None:
-        async with make_backend(store) as backend:
-            said, done = await answer(backend, asked)
-            assert said == want and done.cached_tokens == done.context_tokens == 512 and not builds
-            await backend.drop(backend.standing().held)
-            if damage == "gone":
-                shutil.rmtree(store / made.name)
-            else:
-                index = next((store / made.name).glob("*index*"))
-                index.chmod(0o644)
-                index.write_bytes(b"")
-            for _ in range(2):
-                assert (await answer(backend, asked))[0] == want
-            assert len(builds) == 1, "it brings its own"
-            [info] = await backend.contexts()
-            assert info.state == "failed" or damage == "index", "a manifest does not tell what its index is"
-            if damage == "gone":
-                assert "there is no artifact" in info.what
-            with pytest.raises(ContextNotReadyError):
-                await answer(backend, ask("Which are red?", context="lamps"))
-
-    asyncio.run(main())
-
-
 def test_a_full_disk_changes_no_answer(tmp_path, monkeypatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -421,33 +222,6 @@ def test_a_full_disk_changes_no_answer(tmp_path, monkeypatch) -> None:
     got = answers(tmp_path / "kept", ask(FIRST), ask(FIRST))
     assert [said for said, _ in got] == [want, want] and got[1][1].cached_tokens > 0, "memory has it"
     assert not list((tmp_path / "kept" / DIRECTORY).iterdir())
-
-
-def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> None:
-    async def fail(*_: Any, **__: Any) -> None:
-        raise ArtifactError("the disk is full")
-
-    monkeypatch.setattr(Builder, "build", fail)
-    with pytest.raises(ContextNotReadyError, match="made of the prompt's beginning: the disk is full"):
-        answers(tmp_path, ask(DOCUMENT))
-    assert not list((tmp_path / DIRECTORY).rglob("*.json"))
-
-
-def test_a_prompt_that_fits_is_answered_without_the_context_that_cannot_be_built(tmp_path, monkeypatch) -> None:
-    async def fail(*_: Any, **__: Any) -> None:
-        raise ArtifactError("the disk is full")
-
-    asked = ask(FIRST * 4)
-    want = afresh(tmp_path, asked, context_tokens=680)
-    monkeypatch.setattr(Builder, "build", fail)
-    [(said, done)] = answers(tmp_path / "kept", asked)
-    assert said == want and done.context_tokens == 0 and done.question_tokens > 300
-
-
-def test_what_the_model_has_no_positions_for_is_refused_before_anything_is_built(tmp_path, builds) -> None:
-    with pytest.raises(ContextTooLongError, match="1,024"):
-        answers(tmp_path, ask(DOCUMENT + FIRST * 2))
-    assert not builds
 
 
 def test_rows_of_one_who_left_are_kept(tmp_path) -> None:
@@ -506,40 +280,12 @@ def test_with_a_search_period_nothing_is_kept(tmp_path) -> None:
     assert not files_of(tmp_path)
 
 
-def test_the_disk_and_the_contexts_keep_to_their_budgets(tmp_path, builds) -> None:
+def test_the_disk_keeps_to_its_budget(tmp_path) -> None:
     num_bytes = files_bytes(tmp_path / "one", ask(FIRST))
     budget = 5 * num_bytes
     asks = [ask(f"{n} {FIRST}") for n in range(8)]
     answers(tmp_path / "kept", *asks, disk_bytes=budget)
     assert sum(path.stat().st_size for path in files_of(tmp_path / "kept")) <= budget
-    documents = [ask(f"{n} {DOCUMENT}") for n in range(4)]
-    answers(tmp_path / "kept", *documents, context_bytes=0)
-    left = [path for path in builds[0].iterdir() if path.is_dir()]
-    assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
-
-
-def test_what_a_kill_left_is_removed(tmp_path, builds) -> None:
-    first, second = ask(DOCUMENT + "Which are red?"), ask("And now: " + DOCUMENT)
-    answers(tmp_path, first)
-    [place] = builds
-    gone, old, new = place / "gone-0123", place / "tokens-0123.json", place / "tokens-4567.json"
-    gone.mkdir()
-    for path in (gone / "layer-000.kv.safetensors", old, new):
-        path.write_bytes(b"[]")
-    os.utime(old, (1e9, 1e9))
-    answers(tmp_path, second)
-    assert new.exists() and not gone.exists() and not old.exists(), "the new one may be another service's"
-    assert len([path for path in place.iterdir() if path.is_dir()]) == 2
-
-
-def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeypatch) -> None:
-    answers(tmp_path, ask(DOCUMENT))
-    [used] = (path for path in builds[0].iterdir() if path.is_dir())
-    num_bytes = sum(path.stat().st_size for path in used.iterdir())
-    monkeypatch.setattr(Residency, "is_used", lambda self, path: path == used)
-    answers(tmp_path, *(ask(f"{n} {DOCUMENT}") for n in range(2)), context_bytes=int(2.5 * num_bytes))
-    left = [path for path in builds[0].iterdir() if path.is_dir()]
-    assert len(builds) == 3 and len(left) == 2 and used in left
 
 
 def files_bytes(store: Path, asked: Ask) -> int:

@@ -1,12 +1,14 @@
 """A store that services of several models share: each lists as ready what it can answer from, and changes nothing."""
 
 import asyncio
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from csattn.artifact import Artifact
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from tests.tiny import byte_tokenizer, loaded, make_model
@@ -80,5 +82,56 @@ def test_what_is_missing_is_looked_for_again(store: Path) -> None:
             assert info.state == "failed" and "there is no artifact" in info.what
             shutil.move(away, artifact)
             assert (await only(backend)).state == "ready"
+
+    asyncio.run(main())
+
+
+def test_a_file_that_lost_bytes_since_it_was_looked_at_is_told_of(store: Path) -> None:
+    index = next(store.glob("*/layer-001.index.safetensors"))
+    whole = index.read_bytes()
+    index.chmod(0o644)
+
+    async def main() -> None:
+        async with backend_of(store, loaded()) as backend:
+            assert (await only(backend)).state == "ready"
+            index.write_bytes(whole[:-1])
+            info = await only(backend)
+            assert info.state == "failed" and f"{index.name} has" in info.what
+            index.write_bytes(whole)
+            assert (await only(backend)).state == "ready"
+
+    asyncio.run(main())
+
+
+def test_damage_that_a_load_found_is_told_of_until_the_file_is_another(store: Path, monkeypatch) -> None:
+    """Of an index that no size tells of: its floats are NaN."""
+    index = next(store.glob("*/layer-001.index.safetensors"))
+    whole = index.read_bytes()
+    header_len = int.from_bytes(whole[:8], "little")
+    start, stop = json.loads(whole[8 : 8 + header_len])["key_mean"]["data_offsets"]
+    damaged = bytearray(whole)
+    damaged[8 + header_len + start : 8 + header_len + stop] = b"\xff" * (stop - start)
+    index.chmod(0o644)
+    index.write_bytes(damaged)
+    loads, real = [], usable.Usable.require_sound
+
+    def count(self: usable.Usable, artifact: Artifact) -> None:
+        loads.append(artifact)
+        real(self, artifact)
+
+    monkeypatch.setattr(usable.Usable, "require_sound", count)
+
+    async def main() -> None:
+        async with backend_of(store, loaded()) as backend:
+            assert (await only(backend)).state == "ready", "nobody has read it yet"
+            for _ in range(2):
+                with pytest.raises(ContextNotReadyError, match="key_mean holds NaN"):
+                    await answer(backend, ask("heron"))
+                info = await only(backend)
+                assert info.state == "failed" and "key_mean holds NaN" in info.what
+            assert len(loads) == 1
+            index.write_bytes(whole)
+            assert (await only(backend)).state == "ready"
+            await answer(backend, ask("heron"))
 
     asyncio.run(main())

@@ -132,6 +132,9 @@ function showWorkers(workers) {
   $("workers").replaceChildren(...workers.map((worker) => {
     const row = element("tr"), state = element("td"), answers = worker.since !== null;
     state.append(element("span", `pill ${answers ? "ready" : "failed"}`, answers ? "answers" : "no answer"));
+    for (const failed of worker.failed_builds) {
+      state.append(element("small", "", `no context of a prompt's ${plain(failed.num_tokens)} tokens: ${failed.why}; not tried again for ${plain(Math.ceil(failed.retry_in_s))} s`));
+    }
     row.append(element("td", "id", worker.name), state);
     const cells = [`${plain(worker.running)} of ${plain(worker.slots)}`, plain(worker.contexts), bytes(worker.held_bytes),
       worker.budget_bytes === null ? "none" : bytes(worker.budget_bytes)];

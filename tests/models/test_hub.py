@@ -1,0 +1,65 @@
+"""Models of the hub, where it can be asked and where it cannot."""
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+
+from csattn.errors import ModelError
+from csattn.models import load_model
+from csattn.models.hub import hub_source
+from tests.tiny import save
+
+
+class NoAnswer(Exception):
+    """As an HTTP client's own errors are: of no class that is known here."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A hub that does not answer: how long each question waits for it, in seconds."""
+    timeouts: list[float] = []
+
+    def ask(self: HfApi, repo_id: str, *, timeout: float) -> None:
+        timeouts.append(timeout)
+        raise NoAnswer("name or service not known\nand more")
+
+    monkeypatch.setattr(HfApi, "model_info", ask)
+    return timeouts
+
+
+def test_without_a_hub_a_model_that_was_not_fetched_is_refused_at_once(cache: Path, asked: list[float]) -> None:
+    with pytest.raises(
+        ModelError,
+        match=r"some/model could not be loaded: it was not fetched .*\(name or service not known\); connect this",
+    ):
+        load_model("some/model")
+    assert len(asked) == 1 and asked[0] < 10
+
+
+def test_without_a_hub_what_was_fetched_before_is_loaded(cache: Path, asked: list[float]) -> None:
+    of = cache / "models--some--model"
+    save(of / "snapshots" / ("0" * 40))
+    (of / "refs").mkdir()
+    (of / "refs" / "main").write_text("0" * 40)
+    loaded = load_model("some/model")
+    assert loaded.name == "some/model" and len(asked) == 1
+
+
+def test_where_the_hub_answers_it_is_asked_for_what_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: None)
+    assert hub_source("some/model") == "some/model"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise HfHubHTTPError.__new__(HfHubHTTPError)
+
+    monkeypatch.setattr(HfApi, "model_info", refuse)
+    assert hub_source("some/model") == "some/model"
+    assert hub_source("some/ model ") == "some/ model "

@@ -1,0 +1,76 @@
+"""A service whose requests name no context, and what it says: for the tests of what is kept of prompts."""
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel
+from tests.tiny import loaded
+from workers.engine.cpu_engine import CpuEngine
+from workers.serving.kept_rows import DIRECTORY
+from workers.serving.local import LocalBackend
+from workers.serving.messages import Ask, Done, Sampling, Turn
+from workers.settings import KeptSettings, Settings, StoreSettings
+
+SEARCH = SearchConfig(keep=0.1, window_len=32)
+DOCUMENT = "".join(f"Lamp {n} is {'red' if n % 3 else 'blue'} and burns {n * 7 % 24} hours. " for n in range(23))
+# long enough for blocks: a byte is a token
+FIRST, SECOND = "Tell me of lamps, and of what they are made. " * 3, "And of their hours? " * 4
+
+
+def make_backend(
+    store: Path, model: LoadedModel | None = None, search: SearchConfig = SEARCH, **kept: Any
+) -> LocalBackend:
+    model = model or loaded()
+    engine = CpuEngine(model, max_rows=16, num_slots=6, tail_capacity=700, num_threads=1)
+    settings = Settings(
+        store=StoreSettings(path=store), search=search, kept=KeptSettings(**{"context_tokens": 300, **kept})
+    )
+    return LocalBackend(engine, model, settings)
+
+
+def turns_of(*texts: str) -> tuple[Turn, ...]:
+    """The user's and the assistant's, in turn."""
+    return tuple(Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
+
+
+def ask(*texts: str, new: int = 20, salt: str = "", **more: Any) -> Ask:
+    named = {name: more.pop(name) for name in ("context", "prompt", "echo", "keep", "selector") if name in more}
+    turns = {} if "prompt" in named else {"turns": turns_of(*texts)}
+    sampling = Sampling(max_new_tokens=new, **more)
+    return Ask(**{"request_id": "1", "context": "", **turns, **named}, cache_salt=salt, sampling=sampling)
+
+
+async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
+    text = ""
+    async with aclosing(backend.generate(asked)) as events:
+        async for event in events:
+            if isinstance(event, Done):
+                return text, event
+            text += event.text
+    raise AssertionError("events end with Done")
+
+
+def computed(done: Done) -> int:
+    return done.context_tokens + done.question_tokens - done.cached_tokens
+
+
+def answers(store: Path, *asks: Ask, **options: Any) -> list[tuple[str, Done]]:
+    """Of a service that lives as long as these, one after another."""
+
+    async def main() -> list[tuple[str, Done]]:
+        async with make_backend(store, **options) as backend:
+            return [await answer(backend, asked) for asked in asks]
+
+    return asyncio.run(main())
+
+
+def afresh(tmp_path: Path, asked: Ask, **options: Any) -> str:
+    """What is said where nothing is kept."""
+    return answers(tmp_path / "fresh", asked, memory_bytes=0, **options)[0][0]
+
+
+def files_of(store: Path) -> list[Path]:
+    return sorted((store / DIRECTORY).glob("*.block"))

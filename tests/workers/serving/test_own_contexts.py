@@ -1,0 +1,258 @@
+"""Contexts that prompts bring: found by those who begin alike, built once, within a budget, made again when damaged."""
+
+import asyncio
+import itertools
+import os
+import shutil
+import threading
+from typing import Any
+
+import pytest
+
+from csattn.errors import ArtifactError
+from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
+from tests.workers.serving.requests import Clock
+from workers.serving.context_build import Builder
+from workers.serving.contexts import name_artifact
+from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY
+from workers.serving.messages import ContextNotReadyError, ContextTooLongError, WorkerLostError
+from workers.serving.own_contexts import Found, OwnContexts
+from workers.serving.residency import Residency
+from workers.serving.setbacks import FIRST_WAIT_S, LONGEST_WAIT_S, Setbacks
+
+pytestmark = pytest.mark.usefixtures("builds")  # no process builds
+
+
+def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds) -> None:
+    question = ask(DOCUMENT + "Which are red?"), ask(DOCUMENT + "How many hours does lamp 3 burn?")
+    (_, first), (said, second) = answers(tmp_path / "kept", *question)
+    assert len(builds) == 1 and first.context_tokens == second.context_tokens == 512
+    assert first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens
+    assert computed(second) <= len("How many hours does lamp 3 burn?") + 30 + BLOCK_ROWS
+    [(again, done)] = answers(tmp_path / "kept", question[1])
+    assert again == said and done.cached_tokens >= second.cached_tokens and len(builds) == 1
+    [(other, done)] = answers(tmp_path / "other", question[1])
+    assert other == said and computed(done) == done.context_tokens + done.question_tokens and len(builds) == 2
+
+
+def test_many_that_come_at_once_with_one_document_wait_for_one_build(tmp_path, builds) -> None:
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            said = await asyncio.gather(*(answer(backend, ask(DOCUMENT + "Which are red?")) for _ in range(4)))
+            assert len({text for text, _ in said}) == 1 and len(builds) == 1
+
+    asyncio.run(main())
+
+
+def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, monkeypatch) -> None:
+    """And who comes again, or has stayed, has it built all the same."""
+    begun, may_end, real = asyncio.Event(), asyncio.Event(), Builder.build
+
+    async def wait(self: Builder, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        begun.set()
+        await may_end.wait()
+        return await real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Builder, "build", wait)
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            own, salts = backend._beginnings.own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
+            coming = [asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="first")))]
+            await begun.wait()
+            for salt in salts:
+                coming.append(asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt=salt))))
+            while len(own._builds) < len({"first", *salts}):
+                await asyncio.sleep(0.01)
+            for task in coming[:-1]:
+                task.cancel()
+            await asyncio.wait(coming[:-1])
+            back = asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="back")))
+            may_end.set()
+            said = {text for text, _ in await asyncio.gather(back, coming[-1])}
+            assert len(said) == 1 and builds == [own._of(salt) for salt in ("first", "stayed", "back")]
+
+    asyncio.run(main())
+
+
+def test_no_build_begins_in_a_service_that_closes(tmp_path, builds, monkeypatch) -> None:
+    """Not for who was looking for a context meanwhile, nor for who comes then; they are told."""
+    is_looking, may_go_on, real = threading.Event(), threading.Event(), OwnContexts._longest
+
+    def look(*args: Any) -> Found:
+        is_looking.set()
+        may_go_on.wait(10.0)
+        return real(*args)
+
+    monkeypatch.setattr(OwnContexts, "_longest", look)
+
+    async def main() -> None:
+        backend = make_backend(tmp_path)
+        await backend.start()
+        early = asyncio.create_task(answer(backend, ask(DOCUMENT)))
+        await asyncio.to_thread(is_looking.wait)
+        closing = asyncio.create_task(backend.close(drain_s=30.0))
+        await asyncio.sleep(0)
+        late = answer(backend, ask(DOCUMENT))
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            await asyncio.wait_for(late, 5.0)
+        may_go_on.set()
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            await early
+        await closing
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            await backend.register("a", DOCUMENT)
+        assert not builds
+
+    asyncio.run(main())
+
+
+def test_a_damaged_context_is_made_again(tmp_path, builds) -> None:
+    asked = ask(DOCUMENT + "Which are red?")
+    [(want, _)] = answers(tmp_path, asked)
+    [kv] = builds[0].glob("*/layer-001.kv.safetensors")
+    data = bytearray(kv.read_bytes())
+    data[-100] ^= 1
+    kv.chmod(0o644)
+    kv.write_bytes(bytes(data))
+    [(said, again)] = answers(tmp_path, asked)
+    assert said == want and len(builds) == 2
+    assert again.cached_tokens < again.context_tokens
+
+
+@pytest.mark.parametrize("damage", ["gone", "index"])
+def test_a_registered_context_that_cannot_be_loaded_any_more_is_done_without(tmp_path, builds, damage) -> None:
+    asked = ask(DOCUMENT + "Which are red?")
+    want = afresh(tmp_path, asked)
+    store = tmp_path / "kept"
+    [made] = (path for path in builds.pop().iterdir() if path.is_dir())
+    shutil.copytree(made, store / made.name)
+    name_artifact(store, "lamps", made.name, "float32")
+
+    async def main() -> None:
+        async with make_backend(store) as backend:
+            said, done = await answer(backend, asked)
+            assert said == want and done.cached_tokens == done.context_tokens == 512 and not builds
+            await backend.drop(backend.standing().held)
+            if damage == "gone":
+                shutil.rmtree(store / made.name)
+            else:
+                index = next((store / made.name).glob("*index*"))
+                index.chmod(0o644)
+                index.write_bytes(b"")
+            for _ in range(2):
+                assert (await answer(backend, asked))[0] == want
+            assert len(builds) == 1, "it brings its own"
+            [info] = await backend.contexts()
+            assert info.state == "failed"
+            assert ("there is no artifact" if damage == "gone" else "has 0 bytes instead of") in info.what
+            with pytest.raises(ContextNotReadyError):
+                await answer(backend, ask("Which are red?", context="lamps"))
+
+    asyncio.run(main())
+
+
+def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise ArtifactError("the disk is full")
+
+    monkeypatch.setattr(Builder, "build", fail)
+    with pytest.raises(ContextNotReadyError, match="made of the prompt's beginning: the disk is full"):
+        answers(tmp_path, ask(DOCUMENT))
+    assert not list((tmp_path / DIRECTORY).rglob("*.json"))
+
+
+def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_path, builds, monkeypatch, caplog) -> None:
+    """And other prompts' builds are not held up by it; what they wait for is told."""
+    tries, is_full, real, clock = [], True, Builder.build, Clock()
+
+    async def build(self: Builder, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        tries.append(clock.now)
+        if is_full:
+            raise ArtifactError("the disk is full")
+        return await real(self, *args, **kwargs)
+
+    async def main() -> None:
+        nonlocal is_full
+        async with make_backend(tmp_path) as backend:
+            backend._beginnings.own_contexts.setbacks = Setbacks(clock)
+            for _ in range(100):
+                with pytest.raises(ContextNotReadyError, match="not tried again for") as refused:
+                    await answer(backend, ask(DOCUMENT + "Which are red?"))
+                assert refused.value.retry_after_s is not None
+                clock.now += 1.0
+            waits = [after - before for before, after in itertools.pairwise(tries)]
+            assert waits == [FIRST_WAIT_S * 2**n for n in range(len(waits))] and len(waits) == 4
+            assert caplog.text.count("tried again") == len(tries)
+            [failed] = backend.standing().failed_builds
+            assert (failed.num_tokens, failed.num_tries, failed.why) == (512, 5, "the disk is full")
+            is_full = False
+            await answer(backend, ask("Another. " + DOCUMENT))
+            clock.now += failed.retry_in_s
+            await answer(backend, ask(DOCUMENT + "Which are red?"))
+            assert backend.standing().failed_builds == () and len(builds) == 2
+
+    monkeypatch.setattr(Builder, "build", build)
+    asyncio.run(main())
+
+
+def test_waits_are_bounded_and_so_are_those_that_wait() -> None:
+    clock = Clock()
+    setbacks = Setbacks(clock)
+    waits = [setbacks.add("a", 256, "no").retry_in_s for _ in range(2000)]
+    assert waits[:3] == [FIRST_WAIT_S, 2 * FIRST_WAIT_S, 4 * FIRST_WAIT_S] and waits[-1] == LONGEST_WAIT_S
+    assert setbacks.of("b") is None
+    clock.now += LONGEST_WAIT_S
+    assert setbacks.of("a") is None and setbacks.told()[0].retry_in_s == 0.0
+    for number in range(5000):
+        setbacks.add(number, 256, "no")
+    assert len(setbacks._known) <= 1000 and setbacks.of(4999) is not None and setbacks.of("a") is None
+    assert [failed.num_tries for failed in setbacks.told()] == [1] * 5
+
+
+def test_a_prompt_that_fits_is_answered_without_the_context_that_cannot_be_built(tmp_path, monkeypatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise ArtifactError("the disk is full")
+
+    asked = ask(FIRST * 4)
+    want = afresh(tmp_path, asked, context_tokens=680)
+    monkeypatch.setattr(Builder, "build", fail)
+    [(said, done)] = answers(tmp_path / "kept", asked)
+    assert said == want and done.context_tokens == 0 and done.question_tokens > 300
+
+
+def test_what_the_model_has_no_positions_for_is_refused_before_anything_is_built(tmp_path, builds) -> None:
+    with pytest.raises(ContextTooLongError, match="1,024"):
+        answers(tmp_path, ask(DOCUMENT + FIRST * 2))
+    assert not builds
+
+
+def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
+    documents = [ask(f"{n} {DOCUMENT}") for n in range(4)]
+    answers(tmp_path, *documents, context_bytes=0)
+    left = [path for path in builds[0].iterdir() if path.is_dir()]
+    assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
+
+
+def test_what_a_kill_left_is_removed(tmp_path, builds) -> None:
+    first, second = ask(DOCUMENT + "Which are red?"), ask("And now: " + DOCUMENT)
+    answers(tmp_path, first)
+    [place] = builds
+    gone, old, new = place / "gone-0123", place / "tokens-0123.json", place / "tokens-4567.json"
+    gone.mkdir()
+    for path in (gone / "layer-000.kv.safetensors", old, new):
+        path.write_bytes(b"[]")
+    os.utime(old, (1e9, 1e9))
+    answers(tmp_path, second)
+    assert new.exists() and not gone.exists() and not old.exists(), "the new one may be another service's"
+    assert len([path for path in place.iterdir() if path.is_dir()]) == 2
+
+
+def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeypatch) -> None:
+    answers(tmp_path, ask(DOCUMENT))
+    [used] = (path for path in builds[0].iterdir() if path.is_dir())
+    num_bytes = sum(path.stat().st_size for path in used.iterdir())
+    monkeypatch.setattr(Residency, "is_used", lambda self, path: path == used)
+    answers(tmp_path, *(ask(f"{n} {DOCUMENT}") for n in range(2)), context_bytes=int(2.5 * num_bytes))
+    left = [path for path in builds[0].iterdir() if path.is_dir()]
+    assert len(builds) == 3 and len(left) == 2 and used in left

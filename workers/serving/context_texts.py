@@ -1,0 +1,38 @@
+"""Texts that are registered as contexts, as a build would make tokens of them."""
+
+from io import StringIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.artifact import Artifact, hash_token_ids
+from csattn.config import preset
+from csattn.errors import ContextError, ModelError
+from csattn.models import LoadedModel
+from csattn.models.prompt import Wrapping, choose_wrapping, context_ids, require_indexable
+from workers.serving.messages import BadRequestError
+from workers.settings import BuildSettings
+
+
+class ContextTexts:
+    """Asked on any thread: it takes a second for some hundred thousand tokens."""
+
+    def __init__(self, loaded: LoadedModel, settings: BuildSettings) -> None:
+        self._loaded, self._settings = loaded, settings
+
+    def is_of(self, artifact: Artifact, text: str) -> bool:
+        """Whether the artifact was built from that text."""
+        wrapping = artifact.manifest.build_notes.get("wrapping", "none")
+        return hash_token_ids(self._ids(text, wrapping)) == artifact.spec.token_ids_sha256
+
+    def require(self, text: str) -> None:
+        """Raise BadRequestError where it can never be a context."""
+        try:
+            ids = self._ids(text, choose_wrapping(self._loaded.tokenizer, self._settings.chat))
+            require_indexable(ids, preset(self._settings.preset), self._loaded)
+        except (ContextError, ModelError) as error:
+            raise BadRequestError(str(error), "text") from error
+
+    def _ids(self, text: str, wrapping: Wrapping) -> NDArray[np.int32]:
+        read = StringIO(text.removeprefix("\ufeff"), newline=None).read()  # as builds read it
+        return context_ids(self._loaded.tokenizer, read, wrapping)

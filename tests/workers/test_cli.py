@@ -164,8 +164,8 @@ def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, arti
     assert refused.returncode == 1 and "head_dim is 16, but q8_0 takes multiples of 32" in refused.stderr
     refused = in_process(*asked, "--placement", "gpu", capsys=capsys)
     assert refused.returncode == 1 and "unknown placement 'gpu'; choose one of cpu, device" in refused.stderr
-    refused = in_process(*asked, "--selector", "exact", "--placement", "device", capsys=capsys)
-    assert refused.returncode == 1 and "a GPU decodes with csattn or full; choose one" in refused.stderr
+    refused = in_process(*asked, "--selector", "exact", "--placement", "hybrid", capsys=capsys)
+    assert refused.returncode == 1 and "a GPU decodes with csattn or full, or exact where" in refused.stderr
     of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 20
     done = in_process(
         *of_text, "--presets", "", "--selectors", "full", "--kv-codec", "k=fp8,v=float16", "--json", capsys=capsys

@@ -300,7 +300,7 @@ def test_a_request_whose_step_has_failed_is_refused(store, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"selector": "exact"}, "a GPU decodes with csattn or full; choose one"),
+        ({"selector": "quest"}, "a GPU decodes with csattn or full"),
         ({"placement": "gpu"}, "unknown placement 'gpu'; choose one of cpu, device"),
         ({"host_budget_bytes": 1}, "a host budget is for decoding on the CPU"),
     ],

@@ -427,8 +427,8 @@ def require_selector(selector: str, placement: str, kv_format: KvFormat | None) 
     there = GPU_SELECTORS if placement == "device" and kv_format is None else everywhere
     if selector not in there:
         raise ConfigError(
-            f"selector is {selector!r}, but a GPU decodes with {' or '.join(everywhere)}, or exact where it has all keys "
-            "as they were built: in placement device, without a KV codec; choose one of them, or decode on the CPU"
+            f"selector is {selector!r}, but a GPU decodes with {' or '.join(everywhere)}, or exact where it has all "
+            "keys as they were built: in placement device, without a KV codec; choose one of them, or decode on the CPU"
         )
 
 

@@ -53,7 +53,7 @@ class SearchOnDevice:
         self._resident = ResidentRows(shape, device)
         self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         self._plans = plan_batches(shape, device, sinks)
-        self._searches = _make_searches(shape, index, device)
+        self._searches = make_searches(shape, index, device)
         self._coded_rest: CodedRest | None = None
         self._schedule = Schedule(shape, device)
         if shape.sums_rest_apart:
@@ -167,7 +167,7 @@ class _Fetched:
     is_there: torch.cuda.Event | None  # likewise
 
 
-def _make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:
+def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:
     """A search for each batch size."""
     return {
         batch_size: DeviceSearch(

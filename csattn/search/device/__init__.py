@@ -8,7 +8,8 @@ from csattn.search.device.indexes import (
     place_codes,
     to_device,
 )
-from csattn.search.device.run import DeviceSearch
+from csattn.search.device.lists_pass import ListsPass
+from csattn.search.device.run import DeviceSearch, workspace_bytes
 from csattn.search.device.shapes import IndexShape, ListsShape, SketchShape, index_shape
 from csattn.search.device.sketch_pass import SketchPass
 
@@ -19,10 +20,12 @@ __all__ = [
     "DeviceSearch",
     "DeviceSketch",
     "IndexShape",
+    "ListsPass",
     "ListsShape",
     "SketchPass",
     "SketchShape",
     "index_shape",
     "place_codes",
     "to_device",
+    "workspace_bytes",
 ]

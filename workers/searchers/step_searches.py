@@ -25,9 +25,9 @@ MAX_PLANS = 64  # plans whose searches are kept: as many as kinds of steps that 
 MAX_KEPT = 1 << 14  # records, whichever plans they are of
 GIVE_UP = 0  # where in the memory the word lies that is not 0 when no more queries will come
 
-# A search in one layer, of one row in steps, for some neighbouring index heads. Places are bytes from the start of the
-# memory, at the first of these heads; rest_at 0: the rest is not asked for. Flags are those of steps, see
-# `csattn.search.SearchSeries`: all have `flag_value`, and each head has a choice flag.
+# A search in one layer for some neighbouring index heads; where `StepPlan` shares it out, of one row. Places are bytes
+# from the start of the memory, at the first of these heads; rest_at 0: the rest is not asked for. Flags: see
+# `csattn.search.SearchSeries`; all have `flag_value`, and each head has a choice flag.
 STEP_SEARCH = np.dtype(
     [
         *((name, np.int64) for name in ("layer", "context", "num_rows", "first_head", "num_heads", "group_size")),
@@ -113,10 +113,6 @@ class StepSearches:
         self._forget()
         self.memory = memory.array if isinstance(memory, SharedMemory) else memory
         self.give_up = self.memory[GIVE_UP : GIVE_UP + 8].view(np.int64)  # not 0: a step is given up
-
-    @property
-    def context_ids(self) -> tuple[int, ...]:
-        return tuple(self._layers)
 
     def load(self, context_id: int, artifact: Artifact) -> None:
         """Check every layer's index, and search once so that nothing is left to compile or to open."""

@@ -142,7 +142,7 @@ def test_contexts_come_and_go(store: Path) -> None:
             searcher.start(0, [make_step(long, 2, 20)])
         searcher.load(1, short)
         search_layer(searcher, [make_step(short, 2, 20, context_id=1)], {1: short}, 2)
-        assert {started.worker._searches.context_ids for started in launch.started} == {(1,)}
+        assert {tuple(started.worker._searches._layers) for started in launch.started} == {(1,)}
         assert searcher.health().num_searched_here == 0
 
 

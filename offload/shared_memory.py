@@ -46,6 +46,11 @@ class SharedMemory:
             host_unregister(self._address)
 
     @property
+    def is_open(self) -> bool:
+        """Whether more processes may map it."""
+        return self._close_descriptor.alive
+
+    @property
     def _address(self) -> int:
         return int(self.array.ctypes.data)
 

@@ -116,12 +116,12 @@ class Supervisor:
         while True:
             with self._contexts.lock:
                 wanted, memory = dict(self._contexts.paths), self._contexts.step_memory
-                if loaded == wanted and attached == memory:
+                if loaded == wanted and attached is memory:
                     self.channel = channel
                     return
-            if memory is not None and attached != memory:
+            if memory is not None and memory is not attached and memory.is_open:
                 tell_all([channel], ATTACH, memory=memory)
-                attached = memory
+            attached = memory
             for context_id in loaded.keys() - wanted.keys():
                 tell_all([channel], UNLOAD, str(context_id))
             for context_id, path in wanted.items() - loaded.items():

@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from csattn.artifact import Artifact
 from csattn.errors import SearchLostError
+from offload.shared_memory import SharedMemory
 from tests.workers.searchers.children import Children, named_files, runs
 from tests.workers.searchers.searching import (
     WAIT_S,
@@ -115,11 +117,11 @@ def test_a_worker_that_hangs_is_replaced(
     has_searched: bool, artifact: Artifact, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a search, or when it is to map memory for the first. What it may still write to is not used again."""
-    monkeypatch.setattr(worker_searcher, "HUNG_S", 0.3)
     with WorkerSearcher(2, launch=children) as searcher:
         searcher.load(0, artifact)
         if has_searched:
             search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 0)
+        monkeypatch.setattr(worker_searcher, "HUNG_S", 0.3)
         memory = searcher._memory
         hung = children.latest[0]
         children.signal(0, signal.SIGSTOP)
@@ -128,10 +130,12 @@ def test_a_worker_that_hangs_is_replaced(
         assert 0.3 <= time.monotonic() - began < 10
         assert searcher._memory is not memory
         wait_until(lambda: not runs(hung.pid))
+        monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)
         wait_until(lambda: searcher.health().num_alive == 2)
+        searched_here = searcher.health().num_searched_here  # by a busy machine's workers, too
         for turn in range(6):
             search_layer(searcher, [make_step(artifact, 2, 900, turn)], {0: artifact}, turn % 3)
-        assert searcher.health().num_searched_here == 1
+        assert searcher.health().num_searched_here == searched_here
 
 
 def test_a_worker_that_has_searched_but_does_not_say_so_is_replaced(
@@ -274,6 +278,20 @@ def test_a_worker_is_replaced_though_a_context_has_been_deleted(tmp_path: Path) 
         assert searcher.health().num_searched_here == 0
         search_layer(searcher, [make_step(artifacts[1], 2, 20, context_id=1)], artifacts, 0)
         assert searcher.health().num_searched_here == 1
+
+
+def test_a_worker_is_replaced_though_the_memory_of_steps_is_closed(artifact: Artifact) -> None:
+    """Steps will get new memory; until then none are asked for."""
+    launch = Threads()
+    with WorkerSearcher(1, launch=launch) as searcher:
+        searcher.load(0, artifact)
+        memory = SharedMemory(1 << 16, torch.device("cpu"))
+        searcher.attach(memory)
+        memory.close()
+        launch.started[0].kill()
+        wait_until(lambda: searcher.health().num_losses == 1 and searcher.health().num_alive == 1)
+        search_layer(searcher, [make_step(artifact, 2, 20)], {0: artifact}, 0)
+        assert searcher.health().num_searched_here == 0
 
 
 def test_a_number_that_serves_another_context_is_not_searched_in_the_old_one(

@@ -180,15 +180,8 @@ def measure(artifact: Artifact, num_workers: int, num_rows: int, seconds: float,
 
 def main(json_path: Path | None, context_len: int, worker_counts: list[int], seconds: float, num_kills: int) -> None:
     with tempfile.TemporaryDirectory(prefix="csattn-bench-") as store:
-        spec = make_spec(
-            context_len,
-            num_layers=NUM_LAYERS,
-            num_kv_heads=NUM_KV_HEADS,
-            head_dim=HEAD_DIM,
-            kv_dtype="bfloat16",
-            num_subspaces=16,
-            num_centroids=32,
-        )
+        sizes: Any = {"num_layers": NUM_LAYERS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
+        spec = make_spec(context_len, kv_dtype="bfloat16", **sizes)
         results = []
         with open_artifact(build(Path(store), spec)) as artifact:
             for num_workers in worker_counts:

@@ -1,6 +1,6 @@
 """The context's KV in host memory in fewer bytes: encoded once, decoded while rows are gathered."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,8 +8,7 @@ from torch import Tensor
 from offload.codecs.codec import KvCodec
 from offload.codecs.formats import KvFormat
 from offload.codecs.layers import encode_layer
-from offload.host_store import row_numbers
-from offload.kv_store import pieces_of
+from offload.host_store import HostStore, row_numbers
 
 _STREAM_ROWS = 4096  # of a piece that is decoded and attended to at once
 
@@ -19,11 +18,8 @@ def coded_bytes(kv: Sequence[Tensor], form: KvFormat) -> int:
     return sum(layer.shape[:2].numel() for layer in kv) * form.row_bytes(kv[0].shape[-1])
 
 
-class CodedStore:
-    """Owns the coded KV of all layers; never changed, shared by all requests. A `KvStore`.
-
-    Rows leave as float32, whatever they were.
-    """
+class CodedStore(HostStore):
+    """Owns the coded KV of all layers. Rows leave as float32, whatever they were."""
 
     def __init__(self, kv: Sequence[Tensor], form: KvFormat) -> None:
         """kv: per layer [num_kv_heads, context_len, 2, head_dim] of any float dtype, read once, layer by layer.
@@ -32,6 +28,7 @@ class CodedStore:
         """
         self.codec = KvCodec(form, kv[0].shape[-1])
         self.layers = [encode_layer(layer, self.codec) for layer in kv]  # [num_kv_heads, context_len, row_bytes]
+        super().__init__(self.layers, _STREAM_ROWS)
 
     def __repr__(self) -> str:
         num_kv_heads, context_len, _ = self.layers[0].shape
@@ -52,14 +49,3 @@ class CodedStore:
         numbers = row_numbers(layer.shape, kv_indices).view(-1)
         rows = self.codec.gather(layer.numpy(), numbers.numpy())
         return torch.from_numpy(rows).view(*kv_indices.shape, 2, self.codec.head_dim)
-
-    def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
-        """A range of rows in pieces."""
-        for piece in pieces_of(rows, _STREAM_ROWS):
-            yield self.rows(layer_idx, piece)
-
-    def prefetch(self, layer_idx: int, kv_indices: Tensor) -> None:
-        """Nothing is nearer than host memory."""
-
-    def close(self) -> None:
-        """The memory goes with the store."""

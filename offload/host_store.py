@@ -31,18 +31,13 @@ class HostStore:
         return self._kv[layer_idx][:, rows]
 
     def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
-        """Copy chosen rows together.
-
-        kv_indices: [..., num_index_heads, top_k] integers; num_index_heads is a multiple of num_kv_heads, and
-        neighbours share a KV head. Indices outside the context are clamped into it: mask what they yield.
-        Returns [..., num_index_heads, top_k, 2, head_dim].
-        """
+        """As `KvStore.gather`."""
         kv = self._kv[layer_idx]
         rows = kv.view(-1, kv.shape[2:].numel()).index_select(0, row_numbers(kv.shape, kv_indices).view(-1))
         return rows.view(*kv_indices.shape, *kv.shape[2:])
 
     def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
-        """A range of rows piece after piece, without a copy."""
+        """A range of rows piece after piece."""
         if self._stream_rows is None:
             yield self.rows(layer_idx, rows)
             return
@@ -53,7 +48,7 @@ class HostStore:
         """Nothing is nearer than host memory."""
 
     def close(self) -> None:
-        """The rows belong to the caller that made them."""
+        """The rows go with the store, or belong to the caller that made them."""
 
 
 def row_numbers(shape: Sequence[int], kv_indices: Tensor) -> Tensor:

@@ -23,16 +23,15 @@ _of_device: dict[int, NDArray[np.uint8]] = {}
 class SharedMemory:
     """Zeroed memory, given out piece by piece from its start; what was given stays where it is.
 
-    Other processes of this user map it by `path`, on Linux, until `close`; it is let go with the last array over it.
+    Other processes map what `fd` names, until `close`; it is let go with the last array over it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Raises OSError where there is not so much memory, PinningError where the device cannot use it."""
-        fd = create_memory(num_bytes)
-        self.path = f"/proc/{os.getpid()}/fd/{fd}"
-        self.array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
+        self.fd = create_memory(num_bytes)
+        self._close_descriptor = weakref.finalize(self, os.close, self.fd)
+        self.array = map_memory(self.fd)
         self._end = 0
-        self._close_descriptor = weakref.finalize(self, os.close, fd)
         if device.type == "cuda":
             host_register(self._address, num_bytes)
             _of_device[self._address] = self.array
@@ -45,6 +44,11 @@ class SharedMemory:
         self._close_descriptor()
         if _of_device.pop(self._address, None) is not None:
             host_unregister(self._address)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more processes may map it."""
+        return self._close_descriptor.alive
 
     @property
     def _address(self) -> int:
@@ -96,12 +100,3 @@ def create_memory(num_bytes: int) -> int:
 def map_memory(fd: int) -> NDArray[np.uint8]:
     """The memory of that descriptor, which may be closed afterwards. It is let go with the last array over it."""
     return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
-
-
-def map_path(path: str) -> NDArray[np.uint8]:
-    """The memory that another process holds: `SharedMemory.path`. Raises OSError where it cannot be had."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return map_memory(fd)
-    finally:
-        os.close(fd)

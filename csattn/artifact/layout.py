@@ -12,7 +12,7 @@ from csattn.config import SEGMENT_STEP, IndexConfig, SketchConfig
 from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, unpack_marks
-from csattn.sketch.index import num_marked
+from csattn.sketch.index import BY_HEAD, num_marked
 from csattn.table.lists import ListTable
 
 MANIFEST_FILE = "manifest.json"
@@ -137,8 +137,7 @@ def index_arrays(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray
     if isinstance(index, NoIndex):
         return {}
     if isinstance(index, SketchIndex):
-        names = "codes", "marks", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
-        return {name: getattr(index, name) for name in names}
+        return {name: getattr(index, name) for name in (*BY_HEAD, "segment_starts")}
     assert isinstance(index.table, ListTable)
     return {
         "indices": index.table.indices,

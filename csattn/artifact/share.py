@@ -9,6 +9,7 @@ from csattn.artifact.reader import Artifact
 from csattn.index import LayerIndex, NoIndex
 from csattn.share import Share
 from csattn.sketch import SketchIndex
+from csattn.sketch.index import BY_HEAD
 
 
 class ArtifactShare(Artifact):
@@ -51,16 +52,7 @@ def share_of_index(index: LayerIndex | SketchIndex | NoIndex, share: Share) -> L
 def index_of_heads(index: LayerIndex | SketchIndex, heads: slice) -> LayerIndex | SketchIndex:
     """The index of some heads only, to search in: views, no copies."""
     if isinstance(index, SketchIndex):
-        return replace(
-            index,
-            codes=index.codes[heads],
-            marks=index.marks[heads],
-            key_mean=index.key_mean[heads],
-            query_transform=index.query_transform[heads],
-            value_mean=index.value_mean[heads],
-            value_transform=index.value_transform[heads],
-            next_query=None,
-        )
+        return replace(index, **{name: getattr(index, name)[heads] for name in BY_HEAD}, next_query=None)
     table = replace(index.table, indices=index.table.indices[heads], scores=index.table.scores[heads])
     codebooks, key_mean = index.codebooks[heads], index.key_mean[heads]
     return replace(index, codebooks=codebooks, key_mean=key_mean, table=table, next_query=None)

@@ -13,7 +13,6 @@ from csattn.cpu.waiting import wait
 from csattn.search.plan import MAX_JOBS
 from csattn.search.run import LayerSearch
 from csattn.search.work import NUM_CALLS, begin, finish
-from csattn.search.workspace import SearchWorkspace
 
 DONE, GIVEN_UP, UNSOUND = 0, 1, 2  # how a series ends
 
@@ -28,14 +27,11 @@ class SearchSeries:
     """
 
     searches: Sequence[LayerSearch]
+    room: tuple[int, ...]  # what `SearchWorkspace.prepare` is told
     query_flags: NDArray[np.int64]  # [num_searches, 2]: up when the search's query is there
     choice_flags: NDArray[np.int64]  # [num_searches, 3]: so many neighbouring words, raised when its choice is there
     calls: NDArray[np.int64]  # [num_searches]: addresses of what the kernels are told
     num_jobs: NDArray[np.int64]  # [num_searches]
-
-    def make_room(self, workspace: SearchWorkspace) -> None:
-        if self.searches:
-            workspace.prepare(*(max(sizes) for sizes in zip(*(search.room for search in self.searches), strict=True)))
 
 
 def make_series(
@@ -47,6 +43,7 @@ def make_series(
     assert all(search.tail is None for search in searches), "searches of a series have no tails"
     return SearchSeries(
         searches,
+        tuple(max(sizes) for sizes in zip(*(search.room for search in searches), strict=True)),
         np.array(query_flags, np.int64).reshape(-1, 2),
         np.array(choice_flags, np.int64).reshape(-1, 3),
         np.array([search.calls_address for search in searches], np.int64),

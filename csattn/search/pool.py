@@ -80,7 +80,8 @@ class SearchPool:
             crew, workspace = self._crew, self._workspace
             crew.require_sound()
             crew.hire()  # also for no searches: then nobody waits while it compiles
-            series.make_room(workspace)
+            if series.searches:
+                workspace.prepare(*series.room)
             crew.wake()
             words = workspace.calls, workspace.progress, workspace.control
             of_searches = series.calls, series.num_jobs, series.query_flags, series.choice_flags

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from csattn.sketch.codes import unpack_marks
 
 MARKED_SHARE = 400  # of so many rows of a segment one is marked
+# arrays of a head, then of blocks or segments: where rows follow others, so do theirs
+BY_HEAD = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,7 @@ class SketchIndex:
     @property
     def num_bytes(self) -> int:
         """Of what choosing and attending by codes reads."""
-        transforms = self.key_mean.nbytes + self.query_transform.nbytes
-        return self.codes.nbytes + self.marks.nbytes + transforms + self.value_mean.nbytes + self.value_transform.nbytes
+        return sum(getattr(self, name).nbytes for name in BY_HEAD)
 
     def heeds_marks(self, top_k: int) -> bool:
         """As the function of that name."""

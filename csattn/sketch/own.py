@@ -25,11 +25,10 @@ from csattn.config import SearchConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.sketch.build import sketch_arrays
 from csattn.sketch.codes import BLOCK_KEYS
-from csattn.sketch.index import SketchIndex
+from csattn.sketch.index import BY_HEAD, SketchIndex
 
 # Rows that came late weigh more than a context's; see bench/log.md.
 OWN_SHARE = 4
-BY_SEGMENT = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ def join_segments(parts: Sequence[SketchIndex]) -> SketchIndex:
     assert all(part.context_len % BLOCK_KEYS == 0 for part in parts[:-1])
     before = np.cumsum([0, *(part.context_len for part in parts)])
     starts = [part.segment_starts + rows for part, rows in zip(parts, before[:-1], strict=True)]
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in BY_SEGMENT}
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in BY_HEAD}
     return SketchIndex(
         **arrays,
         num_fine=first.num_fine,

@@ -13,21 +13,7 @@ class CodedRest:
     """For steps that select by other queries than their own, or elsewhere: reads the codes once more."""
 
     def __init__(self, shape: EngineShape, index: SketchShape, indexes: DeviceIndexes, device: torch.device) -> None:
-        self._indexes = indexes
-        self._passes = {
-            batch_size: SketchPass(
-                index,
-                batch_size=batch_size,
-                max_context_len=shape.max_context_len,
-                max_segments=shape.max_segments,
-                softmax_scale=shape.softmax_scale,
-                query_dtype=shape.dtype,
-                device=device,
-                keeps_scores=False,
-                sums_rest=True,
-            )
-            for batch_size in shape.batch_sizes
-        }
+        self._indexes, self._passes = indexes, make_passes(shape, index, device)
 
     def sum_up(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         """Enqueue sums over all rows that may be selected: nothing of it waits for the selection."""
@@ -36,6 +22,24 @@ class CodedRest:
     def post(self, layer_idx: int, selected: DeviceSelection, rows: StepRows, attention: DeviceAttention) -> None:
         """Enqueue what takes the selected rows out of the sums and posts what is left to `attention`, which follows."""
         post_rest(self._passes[rows.batch_size], self._indexes, layer_idx, selected, rows, attention)
+
+
+def make_passes(shape: EngineShape, index: SketchShape, device: torch.device) -> dict[int, SketchPass]:
+    """A pass over the codes for each batch size."""
+    return {
+        batch_size: SketchPass(
+            index,
+            batch_size=batch_size,
+            max_context_len=shape.max_context_len,
+            max_segments=shape.max_segments,
+            softmax_scale=shape.softmax_scale,
+            query_dtype=shape.dtype,
+            device=device,
+            keeps_scores=False,
+            sums_rest=True,
+        )
+        for batch_size in shape.batch_sizes
+    }
 
 
 def post_rest(

@@ -5,16 +5,19 @@ from typing import Literal, get_args
 import torch
 
 from csattn.artifact import Artifact
+from csattn.batch import make_device_selection
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.models.families import describe
 from csattn.models.loader import DTYPES, read_config, weight_bytes
-from csattn.search.device import exact_bytes
+from csattn.search.device import ListsPass, SketchPass, SketchShape, exact_bytes, index_shape, workspace_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import streamed_bytes
+from workers.engine.coded_rest import make_passes
 from workers.engine.far_rows import cache_bytes
 from workers.engine.latent_memory import index_key_bytes, latents_bytes, latents_working_bytes
+from workers.engine.on_device import make_searches
 from workers.engine.own_choice import require_latents_placed
 from workers.engine.own_on_device import own_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
@@ -43,9 +46,7 @@ def plan_memory(
     first: Artifact | None = None,  # a context that is to be loaded
 ) -> MemoryPlan:
     """The parts of an engine, each with its bytes."""
-    working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
-    if shape.reads_keys:
-        working += exact_bytes(shape.rows, shape.batch_sizes, shape.max_context_len)
+    working = search_bytes(shape, index_config, placement)
     if shape.latents is not None:
         working = latents_working_bytes(shape)
     kept = 0 if shape.attends_all else schedule_bytes(shape)
@@ -99,7 +100,8 @@ def _own_bytes(shape: EngineShape, config: IndexConfig) -> int:
     if not shape.max_own_segments or not isinstance(config, SketchConfig):
         return 0
     words = config.words(shape.head_dim)
-    return own_bytes(shape, sum(words), num_coords(*words)) + search_bytes(own_shape(shape))
+    searching = search_bytes(own_shape(shape), config, "device")
+    return own_bytes(shape, sum(words), num_coords(*words)) + searching
 
 
 def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -> MemoryPlan:
@@ -119,11 +121,20 @@ def index_is_on_device(shape: EngineShape, placement: Placement) -> bool:
     return not shape.attends_all and (placement != "host" or shape.rest == "sketch")
 
 
-def search_bytes(shape: EngineShape) -> int:
-    """Workspace of the searches of all batch sizes, and of attention to the rest, by keys, heads and segments."""
-    rows, is_sketch = sum(shape.batch_sizes), shape.max_segments > 0
-    keys = rows * (shape.max_context_len + 1024)
-    of_keys = keys * ((3 if is_sketch else 5) * shape.num_q_heads + 5 * shape.num_index_heads)
-    of_segments = rows * shape.num_q_heads * shape.max_segments * 4 * shape.head_dim
-    selections = 2 * rows * shape.num_index_heads * shape.max_top_k * 4
-    return of_keys + of_segments + selections + (keys * shape.num_q_heads if shape.rest == "sketch" else 0)
+def search_bytes(shape: EngineShape, config: IndexConfig, placement: Placement) -> int:
+    """Workspace of the searches of all batch sizes, and of attention to the rest: what they set aside for themselves,
+    where setting aside takes nothing."""
+    if shape.attends_all:
+        return 0
+    index, nowhere = index_shape(config, shape.num_q_heads, shape.num_kv_heads, shape.head_dim), torch.device("meta")
+    selections = shape.num_index_heads, shape.max_top_k, nowhere
+    chosen = [make_device_selection(size, *selections) for size in shape.batch_sizes for _ in range(2)]
+    passes: list[SketchPass | ListsPass] = []
+    of_keys = exact_bytes(shape.rows, shape.batch_sizes, shape.max_context_len) if shape.reads_keys else 0
+    if placement != "host" and not shape.reads_keys:
+        passes += [search.scores for search in make_searches(shape, index, nowhere).values()]
+    if shape.sums_rest_apart or (placement == "host" and shape.rest == "sketch"):
+        assert isinstance(index, SketchShape)
+        passes += make_passes(shape, index, nowhere).values()
+    of_choices = sum(selection.kv_indices.nbytes + selection.valid_len.nbytes for selection in chosen)
+    return of_choices + of_keys + sum(map(workspace_bytes, passes))

@@ -1,8 +1,8 @@
 """Attention of whole steps with the search on the device: placements `device` and `hybrid`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,7 +54,11 @@ class SearchOnDevice:
         self._resident = ResidentRows(shape, device)
         self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         self._plans = plan_batches(shape, device, sinks)
-        self._searches = _make_searches(shape, index, far, device)
+        self._searches: Mapping[int, DeviceSearch | ExactSearch]
+        if shape.reads_keys:
+            self._searches = make_exact_searches(shape, far, device)
+        else:
+            self._searches = make_searches(shape, index, device)
         self._coded_rest: CodedRest | None = None
         self._schedule = Schedule(shape, device)
         if shape.sums_rest_apart:
@@ -168,22 +172,35 @@ class _Fetched:
     is_there: torch.cuda.Event | None  # likewise
 
 
-def _make_searches(
-    shape: EngineShape, index: IndexShape, far: FarRows, device: torch.device
-) -> dict[int, DeviceSearch | ExactSearch]:
+def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:
     """A search for each batch size."""
-    made: dict[int, DeviceSearch | ExactSearch] = {}
-    for batch_size in shape.batch_sizes:
-        sizes: dict[str, Any] = {
-            "batch_size": batch_size,
-            "max_context_len": shape.max_context_len,
-            "softmax_scale": shape.softmax_scale,
-            "query_dtype": shape.dtype,
-            "device": device,
-        }
-        if shape.reads_keys:
-            made[batch_size] = ExactSearch(shape.rows, [far.source(i) for i in range(shape.num_layers)], **sizes)
-            continue
-        sums_rest = shape.rest == "sketch" and not shape.sums_rest_apart
-        made[batch_size] = DeviceSearch(index, **sizes, max_segments=shape.max_segments, sums_rest=sums_rest)
-    return made
+    return {
+        batch_size: DeviceSearch(
+            index,
+            batch_size=batch_size,
+            max_context_len=shape.max_context_len,
+            softmax_scale=shape.softmax_scale,
+            query_dtype=shape.dtype,
+            device=device,
+            max_segments=shape.max_segments,
+            sums_rest=shape.rest == "sketch" and not shape.sums_rest_apart,
+        )
+        for batch_size in shape.batch_sizes
+    }
+
+
+def make_exact_searches(shape: EngineShape, far: FarRows, device: torch.device) -> dict[int, ExactSearch]:
+    """Likewise."""
+    sources = [far.source(layer_idx) for layer_idx in range(shape.num_layers)]
+    return {
+        batch_size: ExactSearch(
+            shape.rows,
+            sources,
+            batch_size=batch_size,
+            max_context_len=shape.max_context_len,
+            softmax_scale=shape.softmax_scale,
+            query_dtype=shape.dtype,
+            device=device,
+        )
+        for batch_size in shape.batch_sizes
+    }

@@ -13,7 +13,8 @@ from csattn.config import SearchConfig
 from csattn.search.device import DeviceLayerIndex, DeviceSketch, SketchShape, to_device
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS
-from csattn.sketch.own import BY_SEGMENT, own_keep, own_top_k
+from csattn.sketch.index import BY_HEAD
+from csattn.sketch.own import own_keep, own_top_k
 from workers.engine.far_rows import RowsInPlace
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
@@ -98,7 +99,7 @@ def join_on_device(before: Sequence[DeviceSketch], segment: Sequence[DeviceSketc
     layers = []
     for sketch, more in zip(before, segment, strict=True):
         num_rows = sketch.codes.shape[1] * BLOCK_KEYS  # of whole blocks
-        parts = {name: torch.cat([getattr(sketch, name), getattr(more, name)], dim=1) for name in BY_SEGMENT}
+        parts = {name: torch.cat([getattr(sketch, name), getattr(more, name)], dim=1) for name in BY_HEAD}
         starts = torch.cat([sketch.segment_starts, more.segment_starts + num_rows])
         layers.append(DeviceSketch(segment_starts=starts, **parts))
     if layers[0].codes.is_cuda:  # a segment's memory goes back to the stream that it was placed by

@@ -26,12 +26,18 @@ class RowSearch:
     out: TokenSelections  # kv_indices [num_rows, num_index_heads, top_k]
 
 
-class Searcher(Protocol):
-    """One layer's searches at a time: `start`, then `finish`. What is chosen does not depend on who searches."""
+class ContextSearcher(Protocol):
+    """What is chosen does not depend on who searches."""
 
     def load(self, context_id: int, artifact: Artifact) -> None: ...
 
     def unload(self, context_id: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Searcher(ContextSearcher, Protocol):
+    """One layer's searches at a time: `start`, then `finish`."""
 
     def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
         """Hand the searches over. Until `finish`, their arrays must be left alone."""
@@ -41,15 +47,9 @@ class Searcher(Protocol):
         """Return when every `out` is filled. Raises SearchLostError where that cannot be had any more."""
         ...
 
-    def close(self) -> None: ...
 
-
-class StepSearcher(Protocol):
+class StepSearcher(ContextSearcher, Protocol):
     """Whole steps at once, beside the device, each search as soon as its query is there."""
-
-    def load(self, context_id: int, artifact: Artifact) -> None: ...
-
-    def unload(self, context_id: int) -> None: ...
 
     def attach(self, memory: SharedMemory) -> None:
         """Queries, choices and flags lie in that memory."""
@@ -58,5 +58,3 @@ class StepSearcher(Protocol):
     def run_step(self, plan: StepPlan, since: int) -> bool:
         """Return when every choice is there; False if the step was given up. since: what flags count from."""
         ...
-
-    def close(self) -> None: ...

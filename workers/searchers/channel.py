@@ -7,36 +7,33 @@ import signal
 import socket
 import time
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.errors import SearchLostError
 from offload.shared_memory import create_memory, map_memory
-from workers.searchers.letters import Letter
 from workers.searchers.mail import (
     BODY,
     COUNT,
     FAILED,
     KIND,
+    LAYER,
     LEAST_BYTES,
     LOOK,
+    PLAN,
     REPLY_BYTES,
-    SEARCH,
     SINCE,
     STATUS,
     STEP,
+    STEPS,
     WORKED_NS,
     Mail,
 )
 from workers.searchers.rendezvous import peer_of
+from workers.searchers.step_searches import MAX_PLANS
 from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEPS, await_word, post
-
-if TYPE_CHECKING:  # the engine's package brings in all that decodes
-    from workers.engine.searcher import RowSearch
-
 
 END_S = 10.0  # for the system to end a process
 
@@ -50,7 +47,7 @@ class Channel:
         self.connection, self.spin_ns = connection, spin_ns
         self.lost = False
         self._asked = 0
-        self._plan = 0  # the number of the step's plan that the worker has
+        self._plans: set[int] = set()  # numbers of those that the worker has
         self._process = _peer_process(connection)
         if self._process is not None:
             weakref.finalize(self, os.close, self._process)
@@ -68,39 +65,31 @@ class Channel:
         """What the worker has spent on the last request."""
         return int(self.mail.words[WORKED_NS])
 
-    def send(self, layer_idx: int, letter: Letter, searches: Sequence["RowSearch"]) -> bool:
-        """Ask for the letter's searches; false if the worker is lost."""
-        try:
-            if letter.num_bytes > self.mail.num_bytes:
-                self._send_memory(2 * letter.num_bytes)
-            letter.write(self.mail, layer_idx, searches)
-            self._ask(SEARCH)
-        except OSError:
-            self.lose()
-        return not self.lost
-
-    def step(self, plan: int, records: NDArray[np.void], since: int) -> bool:
+    def step(self, plan: int, records: NDArray[np.void], layer_idx: int, since: int) -> bool:
         """Ask for a step's searches; false if the worker is lost. plan: the records' number, by which it knows them."""
         try:
-            is_new = plan != self._plan
+            is_new = plan not in self._plans
             if is_new:
                 if BODY + records.nbytes > self.mail.num_bytes:
                     self._send_memory(2 * (BODY + records.nbytes))
-                self.mail.kept.clear()
-                self.mail.array(BODY, (records.size,), records.dtype)[:] = records.reshape(-1)
-            self.mail.words[COUNT], self.mail.words[SINCE] = records.size * is_new, since
-            self._plan = plan
+                if len(self._plans) >= MAX_PLANS:  # the worker forgets them, too
+                    self._plans.clear()
+                self._plans.add(plan)
+                self.mail.write_records(records)
+            words = self.mail.words
+            words[COUNT], words[PLAN], words[LAYER], words[SINCE] = records.size * is_new, plan, layer_idx, since
             self._ask(STEP)
         except OSError:
             self.lose()
         return not self.lost
 
-    def tell(self, kind: int, text: str, count_at: int) -> bool:
-        """Ask for something else than a search; false if the worker is lost."""
+    def tell(self, kind: int, text: str, memory: int | None) -> bool:
+        """Ask for something else than a search; false if the worker is lost. memory: descriptor of that of steps."""
         try:
-            self.mail.kept.clear()
-            self._plan = 0
-            self.mail.write_text(text, count_at)
+            self._plans.clear()
+            self.mail.write_text(text, COUNT)
+            if memory is not None:
+                socket.send_fds(self.connection, [STEPS], [memory])
             self._ask(kind)
         except OSError:
             self.lose()
@@ -151,19 +140,26 @@ class Channel:
 
     def _send_memory(self, num_bytes: int) -> None:
         """Go on in new memory; nothing may be under way."""
-        try:
+        with told_of_room(num_bytes):
             fd = create_memory(num_bytes)
-        except OSError as error:
-            raise SearchLostError(
-                f"no {num_bytes / 1e6:.1f} MB of shared memory for a search worker ({error.strerror}); free memory, or "
-                "serve fewer requests at a time"
-            ) from error
         try:
             self.mail = Mail(map_memory(fd))
             self.mail.words[ASKED] = self.mail.words[ANSWERED] = self._asked
             socket.send_fds(self.connection, [LOOK], [fd])
         finally:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def told_of_room(num_bytes: int) -> Iterator[None]:
+    """Memory is made that is shared with workers; where there is no room for it, say so."""
+    try:
+        yield
+    except OSError as error:
+        raise SearchLostError(
+            f"no {num_bytes / 1e6:.1f} MB of memory to share with search workers ({error.strerror}); free memory, or "
+            "serve fewer requests at a time"
+        ) from error
 
 
 def _peer_process(connection: socket.socket) -> int | None:
@@ -179,23 +175,25 @@ def _peer_process(connection: socket.socket) -> int | None:
 
 def await_answers(channels: Sequence[Channel], patience_s: float) -> None:
     """Return when every channel has its answer or is lost: dead, or silent for that long."""
-    waiting = [channel for channel in channels if not channel.lost and not channel.await_word(channel.spin_ns)]
-    if not waiting:
-        return
-    poller = select.poll()
-    for channel in waiting:
-        poller.register(channel.connection, select.POLLIN)
-    deadline = time.monotonic() + patience_s
+    waiting, deadline = list(channels), time.monotonic() + patience_s
     while waiting:
-        ready = {fd for fd, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1e3)}
-        still = []
-        for channel in waiting:
-            alive = channel.connection.fileno() not in ready or channel.hear()
-            if channel.await_word(0):
-                poller.unregister(channel.connection)
-            elif not alive or not ready:  # nothing came from anybody until the deadline
-                poller.unregister(channel.connection)
+        some = await_some(waiting, deadline - time.monotonic())
+        if not some and time.monotonic() >= deadline:
+            for channel in waiting:
                 channel.lose()
-            else:
-                still.append(channel)
-        waiting = still
+        waiting = [channel for channel in waiting if channel not in some and not channel.lost]
+
+
+def await_some(channels: Sequence[Channel], timeout_s: float) -> list[Channel]:
+    """Those that have their answers or are lost, as soon as there are any; none after that long."""
+    ready = [channel for channel in channels if channel.lost or channel.await_word(channel.spin_ns)]
+    if ready:
+        return ready
+    poller = select.poll()
+    for channel in channels:
+        poller.register(channel.connection, select.POLLIN)
+    heard = {fd for fd, _ in poller.poll(max(0.0, timeout_s) * 1e3)}
+    for channel in channels:
+        if channel.connection.fileno() in heard and not channel.hear():
+            channel.lose()
+    return [channel for channel in channels if channel.lost or channel.await_word(0)]

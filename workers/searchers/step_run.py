@@ -1,6 +1,5 @@
 """One step's searches by workers. What a lost one leaves undone is searched here, from where it stopped."""
 
-import select
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -11,67 +10,83 @@ from numpy.typing import NDArray
 
 from csattn.errors import SearchLostError
 from workers.background import BackgroundThread
-from workers.searchers.channel import Channel
-from workers.searchers.step_searches import StepPlan, StepSearches, progress_of
+from workers.searchers.channel import Channel, await_some
+from workers.searchers.step_searches import StepPlan, StepSearches, in_layer, progress_of
 
-LOOK_MS = 50  # how often those who work are looked at
+LOOK_S = 0.05  # how often those who work are looked at
 
 
 class StepRun:
-    """Runs in one thread; what is searched here, in another.
+    """Asked in one thread, which then waits for its end; what is searched here, in another.
 
     A worker that is lost, or that does not come on though its queries are there, has its process ended before anybody
     else writes where it would. Its flags tell how far it came.
     """
 
-    def __init__(self, channels: Sequence[Channel | None], own: StepSearches, background: BackgroundThread) -> None:
-        """channels: by worker; None: it is away."""
-        self._channels, self._own, self._background = channels, own, background
+    def __init__(
+        self,
+        plan: StepPlan,
+        layer_idx: int,  # so many layers on
+        since: int,  # what flags count from
+        channels: Sequence[Channel | None],  # by worker; None: it is away
+        own: StepSearches,
+        background: BackgroundThread,
+    ) -> None:
+        """Ask the workers. Raises SearchLostError where there is no memory to ask in."""
+        self._layer_idx, self._since, self._own, self._background = layer_idx, since, own, background
+        self._shares = [plan.share(worker, len(channels)) for worker in range(len(channels))]
+        self._waiting: dict[int, Channel] = {}  # for those who work
         self._stop_here = np.zeros(1, np.int64)
         self._here: Future[None] | None = None  # what is searched here
         self._seen: dict[int, tuple[int, float]] = {}  # by worker: how many searches it had done, since when
         self.left: set[int] = set()  # workers whose shares are searched here
+        self.lost_any = False  # on the way
         self.fault = ""
-
-    def run(self, plan: StepPlan, since: int, patience_s: float) -> bool:
-        """False if the step was given up. Raises SearchLostError where not even this process can search."""
-        shares = [plan.share(worker, len(self._channels)) for worker in range(len(self._channels))]
-        waiting: dict[int, Channel] = {}
-        for worker, (channel, share) in enumerate(zip(self._channels, shares, strict=True)):
-            if not share.size:
-                continue
-            if channel is not None and channel.step(plan.number, share, since):
-                waiting[worker] = channel
-            else:
-                self.left.add(worker)
+        self.worked_ns = 0  # by the worker that worked longest
         try:
-            self._search_left(shares, since)
+            for worker, (channel, share) in enumerate(zip(channels, self._shares, strict=True)):
+                if not share.size:
+                    continue
+                if channel is not None and channel.step(plan.number, share, layer_idx, since):
+                    self._waiting[worker] = channel
+                else:
+                    self.left.add(worker)
+            self._search_left()
+        except BaseException:
+            self._end()
+            raise
+
+    def finish(self, patience_s: float) -> bool:
+        """False if the step was given up. Raises SearchLostError where not even this process can search."""
+        waiting = self._waiting
+        try:
             while waiting:
+                heard = await_some(list(waiting.values()), LOOK_S)
+                self._hear_of_end()
                 lost = set()
-                for worker in self._await_some(waiting):
-                    channel = waiting[worker]
-                    if channel.lost or channel.failure is not None:
+                for worker, channel in list(waiting.items()):
+                    if channel not in heard:
+                        is_lost = not heard and self._hangs(worker, patience_s)
+                    elif not (is_lost := channel.lost or channel.failure is not None):
+                        self.worked_ns = max(self.worked_ns, waiting.pop(worker).worked_ns)
+                    if is_lost:
                         lost.add(worker)
-                    else:
-                        del waiting[worker]
-                lost |= {w for w in waiting if self._hangs(w, shares[w], since, patience_s)}
-                for worker in lost:
-                    self._give_up_worker(waiting.pop(worker))
+                        self._give_up_worker(waiting.pop(worker))
                 if lost:
                     self.left |= lost
-                    self._search_left(shares, since)
+                    self._search_left()
                 if self._here is not None and self._here.done():
                     self._here.result()  # what went wrong here ends the step now
-            while self._here is not None and not wait([self._here], LOOK_MS / 1e3).done:
+            while self._here is not None and not wait([self._here], LOOK_S).done:
                 self._hear_of_end()
             if self._here is not None:
                 self._here.result()
         except BaseException:
-            self._end(waiting)
+            self._end()
             raise
         return not self._own.give_up[0]
 
-    def _search_left(self, shares: Sequence[NDArray[np.void]], since: int) -> None:
+    def _search_left(self) -> None:
         """Have the shares of those who are lost searched here, beside what the others do."""
         if not self.left:
             return
@@ -79,41 +94,26 @@ class StepRun:
             self._stop_here[0] = 1
             self._here.result()
             self._stop_here[0] = 0
-        records = np.concatenate([shares[worker] for worker in sorted(self.left)], axis=1)
-        self._here = self._background.start(partial(self._search_here, records, since))
+        records = np.concatenate([self._shares[worker] for worker in sorted(self.left)], axis=1)
+        self._here = self._background.start(partial(self._search_here, in_layer(records, self._layer_idx)))
 
-    def _search_here(self, records: NDArray[np.void], since: int) -> None:
+    def _search_here(self, records: NDArray[np.void]) -> None:
         try:
-            self._own.run(records, since, self._stop_here)
+            self._own.run_records(records, self._since, self._stop_here)
         except Exception as error:
             raise SearchLostError(
                 f"a search worker is lost and its share of the step cannot be searched here "
                 f"({type(error).__name__}: {error}); ask again"
             ) from error
 
-    def _await_some(self, waiting: dict[int, Channel]) -> list[int]:
-        """Those who have answered or are lost, as soon as there are any; nobody after LOOK_MS."""
-        ready = [w for w, channel in waiting.items() if channel.lost or channel.await_word(channel.spin_ns)]
-        if ready:
-            return ready
-        poller = select.poll()
-        for channel in waiting.values():
-            poller.register(channel.connection, select.POLLIN)
-        heard = {fd for fd, _ in poller.poll(LOOK_MS)}
-        for channel in waiting.values():
-            if channel.connection.fileno() in heard and not channel.hear():
-                channel.lose()
-        self._hear_of_end()
-        return [w for w, channel in waiting.items() if channel.lost or channel.await_word(0)]
-
     def _hear_of_end(self) -> None:
         """Workers see by themselves that the step is given up."""
         if self._own.give_up[0]:
             self._stop_here[0] = 1
 
-    def _hangs(self, worker: int, share: NDArray[np.void], since: int, patience_s: float) -> bool:
-        """Whether it has had its next query for so long and done nothing."""
-        progress, now = progress_of(self._own.memory, share.reshape(-1), since), time.monotonic()
+    def _hangs(self, worker: int, patience_s: float) -> bool:
+        """Whether it has had its next query for so long, or has done all, and says nothing."""
+        progress, now = progress_of(self._own.memory, self._shares[worker].reshape(-1), self._since), time.monotonic()
         num_done, when = self._seen.get(worker, (-1, now))
         if progress.waits_for_queries or progress.num_done != num_done:
             self._seen[worker] = progress.num_done, now
@@ -123,14 +123,17 @@ class StepRun:
     def _give_up_worker(self, channel: Channel) -> None:
         failure = None if channel.lost else channel.failure
         if failure is None:
+            self.lost_any = True
             channel.end_process()
         else:  # it has said so and works no more
             self.fault = failure
 
-    def _end(self, waiting: dict[int, Channel]) -> None:
+    def _end(self) -> None:
         """Let nobody write any more."""
         self._stop_here[0] = 1
-        for channel in waiting.values():
+        self.lost_any |= bool(self._waiting)
+        for channel in self._waiting.values():
             channel.end_process()
         if self._here is not None:
             self._here.exception()
+            self._here = None  # what it has raised holds on to this run, and so to channels

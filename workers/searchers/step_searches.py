@@ -1,14 +1,12 @@
-"""Searches as records: those of a whole step, layer after layer, each begun as soon as its queries are there, and those
-of one layer whose queries are all there.
+"""Searches as records: those of a step, layer after layer, each begun as soon as its queries are there.
 
-Queries, choices and flags lie in memory that a device, its process and search workers share, or an engine and a search
-worker: what is to be searched is a record with places in it. Whoever runs a step does all of its records, or those of
-some heads.
+Queries, choices and flags lie in memory that search workers share with an engine, and with its device: what is to be
+searched is a record with places in it. Whoever runs a step does all of its records, or those of some heads.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
@@ -23,12 +21,13 @@ from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory, array_in
 from workers.searchers.shares import shares_of
 
-MAX_KEPT = 4096  # requests whose searches are kept: as many as layers times kinds of steps that come up again
+MAX_PLANS = 64  # plans whose searches are kept: as many as kinds of steps that come up again
+MAX_KEPT = 1 << 14  # records, whichever plans they are of
 GIVE_UP = 0  # where in the memory the word lies that is not 0 when no more queries will come
 
-# A search in one layer, of one row in steps, for some neighbouring index heads. Places are bytes from the start of the
-# memory, at the first of these heads; rest_at 0: the rest is not asked for. Flags are those of steps, see
-# `csattn.search.SearchSeries`: all have `flag_value`, and each head has a choice flag.
+# A search in one layer for some neighbouring index heads; where `StepPlan` shares it out, of one row. Places are bytes
+# from the start of the memory, at the first of these heads; rest_at 0: the rest is not asked for. Flags: see
+# `csattn.search.SearchSeries`; all have `flag_value`, and each head has a choice flag.
 STEP_SEARCH = np.dtype(
     [
         *((name, np.int64) for name in ("layer", "context", "num_rows", "first_head", "num_heads", "group_size")),
@@ -44,11 +43,12 @@ _numbers = count(1)
 class StepPlan:
     """What a step searches, for as many steps as there are with the same rows."""
 
-    def __init__(self, records: NDArray[np.void]) -> None:
-        """records: [num_layers, num_rows] of STEP_SEARCH; in a layer, all of the same heads."""
+    def __init__(self, records: NDArray[np.void], shares: Sequence[NDArray[np.void]] = ()) -> None:
+        """records: [num_layers, num_rows] of STEP_SEARCH; in a layer, all of the same heads, unless they are shared out
+        already: shares, a worker's each."""
         self.records = records
         self.number = next(_numbers)  # of the process's plans
-        self._shares: dict[tuple[int, int], NDArray[np.void]] = {}
+        self._shares = {(worker, len(shares)): share for worker, share in enumerate(shares)}
 
     def share(self, worker: int, num_workers: int) -> NDArray[np.void]:
         """What one of several workers searches: [num_layers, some], neighbouring heads of some rows."""
@@ -80,7 +80,7 @@ class Progress:
     """How far those have come who do the records."""
 
     num_done: int
-    waits_for_queries: bool  # or has ended
+    waits_for_queries: bool
 
 
 def progress_of(memory: NDArray[np.uint8], records: NDArray[np.void], since: int) -> Progress:
@@ -89,7 +89,7 @@ def progress_of(memory: NDArray[np.uint8], records: NDArray[np.void], since: int
     done = words[records["choice_flag_at"] // 8 + records["num_heads"] - 1] >= wanted
     num_done = int(done.sum())
     if num_done == len(records):
-        return Progress(num_done, True)
+        return Progress(num_done, False)
     next_one = int(np.argmin(done))
     return Progress(num_done, bool(words[records["query_flag_at"][next_one] // 8] < wanted[next_one]))
 
@@ -100,26 +100,19 @@ class StepSearches:
     def __init__(self, pool: SearchPool) -> None:
         self.pool = pool
         self._layers: dict[int, Sequence[LayerIndex | SketchIndex]] = {}
-        self.memory = np.zeros(0, np.uint8)
+        self._plans: dict[int, NDArray[np.void]] = {}  # records, by the plan's number
+        self._series: dict[tuple[int, int], list[SearchSeries]] = {}  # by plan and layer
         self._searches: dict[bytes, LayerSearch] = {}  # by record
-        self._series: tuple[NDArray[np.void], SearchSeries] | None = None  # of the last records
+        self.attach(np.zeros(GIVE_UP + 8, np.uint8))
 
     def __repr__(self) -> str:
         return f"<StepSearches {len(self._layers)} contexts, {self.pool!r}>"
-
-    @property
-    def give_up(self) -> NDArray[np.int64]:
-        """The memory's word that a step is given up."""
-        return self.memory[GIVE_UP : GIVE_UP + 8].view(np.int64)
 
     def attach(self, memory: SharedMemory | NDArray[np.uint8]) -> None:
         """Places are those in that memory from now on."""
         self._forget()
         self.memory = memory.array if isinstance(memory, SharedMemory) else memory
-
-    @property
-    def context_ids(self) -> tuple[int, ...]:
-        return tuple(self._layers)
+        self.give_up = self.memory[GIVE_UP : GIVE_UP + 8].view(np.int64)  # not 0: a step is given up
 
     def load(self, context_id: int, artifact: Artifact) -> None:
         """Check every layer's index, and search once so that nothing is left to compile or to open."""
@@ -138,16 +131,26 @@ class StepSearches:
 
     def run_step(self, plan: StepPlan, since: int) -> bool:
         """Search the whole step in this thread and the pool's; False if it was given up."""
-        return self.run(plan.records, since, self.give_up)
+        if plan.number not in self._plans:
+            self.keep(plan.number, plan.records)
+        return self.run(plan.number, 0, since)
 
-    def run(self, records: NDArray[np.void], since: int, give_up: NDArray[np.int64]) -> bool:
-        """Do the records that nobody has done. False if the word `give_up` was set before the last query came.
+    def keep(self, plan: int, records: NDArray[np.void]) -> None:
+        """Under the plan's number, until contexts or the memory change, or MAX_PLANS others have come."""
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+            self._series.clear()
+        self._plans[plan] = records
 
-        The same array holds the same records at every call.
-        """
-        if self._series is None or self._series[0] is not records:
-            self._series = records, self._make_series(records.reshape(-1))
-        return self.pool.run_series(self._series[1], since, give_up)
+    def run(self, plan: int, layer_idx: int, since: int) -> bool:
+        """Do the records of a plan that is kept, so many layers on. False if the step is given up."""
+        if (plan, layer_idx) not in self._series:
+            self._series[plan, layer_idx] = self._make_series(in_layer(self._plans[plan], layer_idx))
+        return self._run(self._series[plan, layer_idx], since, self.give_up)
+
+    def run_records(self, records: NDArray[np.void], since: int, give_up: NDArray[np.int64]) -> bool:
+        """Do those that nobody has done. False if the word `give_up` was set before the last query came."""
+        return self._run(self._make_series(records), since, give_up)
 
     def close(self) -> None:
         self.pool.close()
@@ -156,42 +159,47 @@ class StepSearches:
 
     def _forget(self) -> None:
         """Searches hold on to indexes and to the memory."""
+        self._plans.clear()
+        self._series.clear()
         self._searches.clear()
-        self._series = None
 
-    def _make_series(self, records: NDArray[np.void]) -> SearchSeries:
-        searches = [self._search(record) for record in records]
-        base = int(self.memory.ctypes.data)
-        arrived = [(base + int(r["query_flag_at"]), int(r["flag_value"])) for r in records]
-        chosen = [(base + int(r["choice_flag_at"]), int(r["flag_value"]), int(r["num_heads"])) for r in records]
-        return make_series(searches, arrived, chosen)
+    def _run(self, parts: Sequence[SearchSeries], since: int, give_up: NDArray[np.int64]) -> bool:
+        return all(self.pool.run_series(part, since, give_up) for part in parts)
 
-    def search_layer(self, memory: NDArray[np.uint8], request: bytes, kept: dict[Any, Any]) -> None:
-        """Do records, as bytes, whose queries are in that memory. kept: by its user with the memory, for requests that
-        come again; cleared when contexts change."""
-        searches = kept.get(request)
-        if searches is None:
-            if len(kept) >= MAX_KEPT:
-                kept.clear()
-            searches = kept[request] = [
-                self._make_search(memory, record) for record in np.frombuffer(request, STEP_SEARCH)
-            ]
-        self.pool.search_layers(searches)
+    def _make_series(self, records: NDArray[np.void]) -> list[SearchSeries]:
+        """As many as there are stretches of one kind of index."""
+        base, asked = int(self.memory.ctypes.data), []
+        for record in records.reshape(-1):
+            value = int(record["flag_value"])
+            arrived = base + int(record["query_flag_at"]), value
+            chosen = base + int(record["choice_flag_at"]), value, int(record["num_heads"])
+            asked.append((self._search(record), arrived, chosen))
+        parts = groupby(asked, lambda one: isinstance(one[0].index, SketchIndex))
+        return [make_series(*zip(*part, strict=True)) for _, part in parts]
 
     def _search(self, record: np.void) -> LayerSearch:
         key = record.tobytes()
         if key not in self._searches:
-            self._searches[key] = self._make_search(self.memory, record)
+            if len(self._searches) >= MAX_KEPT:
+                self._searches.clear()
+            self._searches[key] = self._make_search(record)
         return self._searches[key]
 
-    def _make_search(self, memory: NDArray[np.uint8], record: np.void) -> LayerSearch:
+    def _make_search(self, record: np.void) -> LayerSearch:
         context, layer = int(record["context"]), int(record["layer"])
         if context not in self._layers:
             raise SearchLostError(f"context {context} is not loaded here; load it before it is searched")
         heads = slice(int(record["first_head"]), int(record["first_head"] + record["num_heads"]))
-        index, (q, out) = index_of_heads(self._layers[context][layer], heads), arrays_of(memory, record)
+        index, (q, out) = index_of_heads(self._layers[context][layer], heads), arrays_of(self.memory, record)
         resident = int(record["sink_len"]), int(record["window_len"])
         return LayerSearch(q, index, None, *resident, float(record["softmax_scale"]), out)
+
+
+def in_layer(records: NDArray[np.void], layer_idx: int) -> NDArray[np.void]:
+    """The records so many layers on."""
+    records = records.copy()
+    records["layer"] += layer_idx
+    return records
 
 
 def arrays_of(memory: NDArray[np.uint8], record: np.void) -> tuple[NDArray[np.float32], TokenSelections]:

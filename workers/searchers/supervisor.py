@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from csattn.errors import SearchLostError
+from offload.shared_memory import SharedMemory
 from workers.searchers.channel import Channel, await_answers
-from workers.searchers.mail import ATTACH, COUNT, LOAD, UNLOAD
+from workers.searchers.mail import ATTACH, LOAD, UNLOAD
 from workers.searchers.rendezvous import Rendezvous
 from workers.searchers.worker import WorkerSpec
 
@@ -41,7 +42,7 @@ class Contexts:
     """What all workers have to have loaded, and the memory in which steps are searched, where they are."""
 
     paths: dict[int, Path] = field(default_factory=dict)
-    step_memory: str | None = None
+    step_memory: SharedMemory | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while these and loaded workers change
 
 
@@ -115,29 +116,37 @@ class Supervisor:
         while True:
             with self._contexts.lock:
                 wanted, memory = dict(self._contexts.paths), self._contexts.step_memory
-                if loaded == wanted and attached == memory:
+                if loaded == wanted and attached is memory:
                     self.channel = channel
                     return
-            if memory is not None and attached != memory:
-                tell_all([channel], ATTACH, memory)
-                attached = memory
+            if memory is not None and memory is not attached and memory.is_open:
+                tell_all([channel], ATTACH, memory=memory)
+            attached = memory
             for context_id in loaded.keys() - wanted.keys():
                 tell_all([channel], UNLOAD, str(context_id))
             for context_id, path in wanted.items() - loaded.items():
-                tell_all([channel], LOAD, f"{context_id} {path}")
-                if not channel.lost and channel.failure:  # the client searches in its place what it does not have
-                    self.fault = channel.failure
+                if failure := tell_all([channel], LOAD, f"{context_id} {path}"):
+                    self.fault = failure  # the client searches in its place what it does not have
             if channel.lost:
                 raise SearchLostError("a search worker was lost while it loaded its contexts; it is started again")
             loaded = wanted
 
 
-def tell_all(channels: list[Channel], kind: int, text: str) -> None:
+def tell_all(
+    channels: list[Channel],
+    kind: int,
+    text: str = "",
+    memory: SharedMemory | None = None,
+    patience_s: float = LOAD_S,  # then who is silent is lost
+) -> str | None:
     """Let the workers open an artifact, forget a context, or map the memory in which steps are searched.
 
-    All at the same time; what fails, the channels know.
+    All at the same time. Returns what one of them says went wrong.
     """
-    await_answers([channel for channel in channels if channel.tell(kind, text, COUNT)], LOAD_S)
+    fd = None if memory is None else memory.fd
+    await_answers([channel for channel in channels if channel.tell(kind, text, fd)], patience_s)
+    failures = [channel.failure for channel in channels if not channel.lost]
+    return next((failure for failure in failures if failure), None)
 
 
 def _await_end(channel: Channel) -> None:

@@ -13,25 +13,27 @@ from numpy.typing import NDArray
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.search import SearchPool
-from offload.shared_memory import map_memory, map_path
+from offload.shared_memory import map_memory
 from workers.searchers.mail import (
     ATTACH,
     COUNT,
     DONE,
     FAILED,
     KIND,
+    LAYER,
     LOAD,
     LOOK,
+    PLAN,
     REPLY_BYTES,
-    SEARCH,
     SINCE,
     STATUS,
     STEP,
+    STEPS,
     WORKED_NS,
     Mail,
 )
 from workers.searchers.rendezvous import connect
-from workers.searchers.step_searches import STEP_SEARCH, StepSearches
+from workers.searchers.step_searches import StepSearches
 from workers.searchers.words import (
     ANSWERED,
     ASKED,
@@ -68,7 +70,7 @@ class SearchWorker:
         self._closed = False
         self._mail: Mail | None = None
         self._searches: StepSearches | None = None
-        self._step: NDArray[np.void] = np.zeros(0, STEP_SEARCH)  # the records of the last step
+        self._step_memory: NDArray[np.uint8] | None = None  # that has come and is not attached yet
         self._artifacts: dict[int, Artifact] = {}
         self._num_answers = 0
 
@@ -116,8 +118,12 @@ class SearchWorker:
         assert self._connection is not None
         data, fds, _, _ = socket.recv_fds(self._connection, 64, 4)
         for fd in fds:
-            self._mail = Mail(map_memory(fd))
+            memory = map_memory(fd)
             os.close(fd)
+            if STEPS in data:
+                self._step_memory = memory
+            else:
+                self._mail = Mail(memory)
         return data != b""
 
     def _answer(self) -> None:
@@ -136,18 +142,17 @@ class SearchWorker:
     def _obey(self, mail: Mail) -> None:
         assert self._searches is not None
         kind = int(mail.words[KIND])
-        if kind == SEARCH:
-            return self._searches.search_layer(mail.memory, mail.request(), mail.kept)
         if kind == STEP:
-            if request := mail.request():  # else that of the step before
-                self._step = np.frombuffer(request, STEP_SEARCH)
-            self._searches.run(self._step, int(mail.words[SINCE]), self._searches.give_up)
-            return None
+            plan, layer_idx, since = (int(mail.words[word]) for word in (PLAN, LAYER, SINCE))
+            if mail.words[COUNT]:
+                self._searches.keep(plan, mail.read_records())
+            self._searches.run(plan, layer_idx, since)
+            return
         if kind == ATTACH:
-            return self._searches.attach(map_path(mail.read_text(COUNT)))
+            self._searches.attach(self._await_memory())
+            return
         number, _, path = mail.read_text(COUNT).partition(" ")
         context_id = int(number)
-        mail.kept.clear()
         self._searches.unload(context_id)
         if (old := self._artifacts.pop(context_id, None)) is not None:
             old.close()
@@ -155,7 +160,14 @@ class SearchWorker:
             artifact = self._open_context(Path(path))
             self._searches.load(context_id, artifact)
             self._artifacts[context_id] = artifact
-        return None
+
+    def _await_memory(self) -> NDArray[np.uint8]:
+        """New memory of steps: it has come before its request was seen, or comes now."""
+        while self._step_memory is None:
+            if not self._listen():
+                raise ConnectionResetError("the client has gone")
+        memory, self._step_memory = self._step_memory, None
+        return memory
 
 
 def choose_cpus(num_wanted: int) -> tuple[int, ...] | None:

@@ -15,12 +15,12 @@ from csattn.errors import ConfigError, SearchLostError
 from csattn.search import SearchPool
 from offload.shared_memory import SharedMemory
 from workers.background import BackgroundThread
-from workers.searchers.channel import Channel, await_answers
-from workers.searchers.letters import Letter, kind_of, write_letters
-from workers.searchers.mail import ATTACH, LOAD, UNLOAD, private_mail
+from workers.searchers.channel import Channel
+from workers.searchers.layer_step import LayerStep, kind_of, layer_memory
+from workers.searchers.mail import ATTACH, LOAD, UNLOAD
 from workers.searchers.process import ChildProcess
 from workers.searchers.step_run import StepRun
-from workers.searchers.step_searches import StepPlan, StepSearches
+from workers.searchers.step_searches import MAX_PLANS, StepPlan, StepSearches
 from workers.searchers.supervisor import Contexts, Launch, Supervisor, tell_all
 from workers.searchers.words import compile_words
 from workers.searchers.worker import WorkerSpec
@@ -28,10 +28,9 @@ from workers.searchers.worker import WorkerSpec
 if TYPE_CHECKING:  # the engine's package brings in all that decodes
     from workers.engine.searcher import RowSearch
 
-HUNG_S = 1.0  # a worker that is silent for so long is taken for dead; besides, as long as a layer's search may take:
-SLOWEST_NS = 25.0  # for each key and query row of the layer, about ten times what a thread needs
+HUNG_S = 1.0  # a worker that does nothing for so long is taken for dead; besides, as long as a record may take:
+SLOWEST_NS = 25.0  # for each of its keys and query rows, about ten times what a thread needs
 OWN_SPIN_US, WORKER_SPIN_US = 1000.0, 200.0  # how long either side looks before it sleeps, where cores are to spare
-MAX_PLANS = 256  # kinds of steps whose letters are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +65,9 @@ class WorkerSearcher:
         self._artifacts: dict[int, Artifact] = {}
         self._contexts = Contexts()
         self._own = StepSearches(SearchPool(threads_per_worker))
-        self._own_mail = private_mail(0)
-        self._letters: dict[tuple[Any, ...], tuple[list[Letter], float]] = {}
-        self._patience_s = 0.0
-        self._searches: Sequence[RowSearch] = ()
-        self._layer_idx = -1
-        self._asked: list[tuple[Channel, Letter]] = []
-        self._not_asked: list[Letter] = []
+        self._memory: SharedMemory | None = None  # of layers, once one is asked for
+        self._layers: dict[tuple[Any, ...], tuple[LayerStep, float]] = {}  # and how long to wait
+        self._under_way: tuple[StepRun, LayerStep, float, Sequence[RowSearch]] | None = None
         self._background = BackgroundThread("searches-in-place")  # of workers that are lost during a step
         self._num_searched_here, self._fault = 0, ""
         self.worked_ns = 0  # by the worker that worked longest on the last layer
@@ -87,87 +82,53 @@ class WorkerSearcher:
 
     def load(self, context_id: int, artifact: Artifact) -> None:
         """Load in all workers and here. The artifact stays open until `unload`."""
-        assert not self._asked, "a search is under way; finish it first"
+        assert self._under_way is None, "a search is under way; finish it first"
         if context_id in self._artifacts:
             self.unload(context_id)
         self._own.load(context_id, artifact)
         with self._contexts.lock:
-            channels = self._channels()
-            tell_all(channels, LOAD, f"{context_id} {artifact.path}")
-            failures = [channel.failure for channel in channels if not channel.lost and channel.failure]
-            if not failures:
+            failure = tell_all(self._channels(), LOAD, f"{context_id} {artifact.path}")
+            if failure is None:
                 self._contexts.paths[context_id] = artifact.path
                 self._artifacts[context_id] = artifact
                 return
         self.unload(context_id)
-        raise SearchLostError(f"a search worker cannot load {artifact.path}: {failures[0]}")
+        raise SearchLostError(f"a search worker cannot load {artifact.path}: {failure}")
 
     def unload(self, context_id: int) -> None:
-        assert not self._asked, "a search is under way; finish it first"
+        assert self._under_way is None, "a search is under way; finish it first"
         with self._contexts.lock:
             self._contexts.paths.pop(context_id, None)
             self._artifacts.pop(context_id, None)
             tell_all(self._channels(), UNLOAD, str(context_id))
         self._own.unload(context_id)
-        self._own_mail.kept.clear()
-        self._letters.clear()
-        for channel in self._channels():
-            channel.mail.kept.clear()
+        self._layers.clear()
 
     def attach(self, memory: SharedMemory) -> None:
         """Steps are searched in that memory from now on; it must live as long as they are."""
-        self._own.attach(memory.array)
+        self._own.attach(memory)
         with self._contexts.lock:
-            self._contexts.step_memory = memory.path
-            channels = self._channels()
-            tell_all(channels, ATTACH, memory.path)
-            failures = [channel.failure for channel in channels if not channel.lost and channel.failure]
-        if failures:
-            raise SearchLostError(f"a search worker cannot map the memory of the steps: {failures[0]}")
+            self._contexts.step_memory = memory
+            failure = tell_all(self._channels(), ATTACH, memory=memory, patience_s=HUNG_S)
+        if failure is not None:
+            raise SearchLostError(f"a search worker cannot map the memory of the steps: {failure}")
 
     def run_step(self, plan: StepPlan, since: int) -> bool:
         """`StepSearches.run_step`, shared out among the workers. Called by a thread that does nothing else."""
-        specs = [self._artifacts[int(context)].spec for context in np.unique(plan.records["context"])]
-        most_keys = max((spec.context_len * spec.model.num_q_heads for spec in specs), default=0)
-        run = StepRun([supervisor.channel for supervisor in self._supervisors], self._own, self._background)
-        try:
-            return run.run(plan, since, HUNG_S + most_keys * SLOWEST_NS * 1e-9)
-        finally:
-            self._num_searched_here += len(run.left)
-            self._fault = run.fault or self._fault
+        return self._end_of(self._ask(plan, 0, since), self._patience_s(plan))
 
     def start(self, layer_idx: int, searches: Sequence["RowSearch"]) -> None:
         """Hand each worker its share. What was started before and not finished is given up."""
-        self._give_up()
-        letters, self._patience_s = self._letters_of(searches)
-        self._searches, self._layer_idx = searches, layer_idx
-        for supervisor, letter in zip(self._supervisors, letters, strict=True):
-            channel = supervisor.channel
-            if not letter.pieces:
-                continue
-            if channel is not None and channel.send(layer_idx, letter, searches):
-                self._asked.append((channel, letter))
-            else:
-                self._not_asked.append(letter)
+        self._await_end()
+        step, patience_s = self._step_of(searches)
+        step.write(searches)
+        self._under_way = self._ask(step.plan, layer_idx, 0), step, patience_s, searches
 
     def finish(self) -> None:
         """Return when every `out` is filled. Raises SearchLostError where not even this process can search."""
-        try:
-            self.worked_ns = 0
-            for letter in self._not_asked:
-                self._search_here(letter)
-            await_answers([channel for channel, _ in self._asked], self._patience_s)
-            for channel, letter in self._asked:
-                failure = None if channel.lost else channel.failure
-                self._fault = failure or self._fault
-                if channel.lost or failure is not None:
-                    self._search_here(letter)
-                else:
-                    letter.collect(channel.mail, self._searches)
-                    self.worked_ns = max(self.worked_ns, channel.worked_ns)
-            self._asked.clear()
-        finally:
-            self._give_up()
+        if (under_way := self._await_end()) is not None:
+            step, searches = under_way
+            step.collect(searches)
 
     def health(self) -> SearchersHealth:
         """May be called from any thread."""
@@ -205,43 +166,55 @@ class WorkerSearcher:
     def _channels(self) -> list[Channel]:
         return [channel for supervisor in self._supervisors if (channel := supervisor.channel) is not None]
 
-    def _letters_of(self, searches: Sequence["RowSearch"]) -> tuple[list[Letter], float]:
-        """The workers' letters, and how long to wait for an answer."""
+    def _ask(self, plan: StepPlan, layer_idx: int, since: int) -> StepRun:
+        channels = [supervisor.channel for supervisor in self._supervisors]
+        return StepRun(plan, layer_idx, since, channels, self._own, self._background)
+
+    def _end_of(self, run: StepRun, patience_s: float) -> bool:
+        """Wait for it, and count what went wrong."""
+        try:
+            return run.finish(patience_s)
+        finally:
+            self._num_searched_here += len(run.left)
+            self._fault = run.fault or self._fault
+            self.worked_ns = run.worked_ns
+
+    def _await_end(self) -> tuple[LayerStep, Sequence["RowSearch"]] | None:
+        """Let nothing be under way. Returns what was, if anything."""
+        if self._under_way is None:
+            return None
+        (run, step, patience_s, searches), self._under_way = self._under_way, None
+        try:
+            self._end_of(run, patience_s)
+        finally:
+            if run.lost_any:  # where processes cannot be ended for certain, one may still write
+                self._memory = None
+                self._layers.clear()
+        return step, searches
+
+    def _step_of(self, searches: Sequence["RowSearch"]) -> tuple[LayerStep, float]:
+        """In memory that has room for it, and how long to wait for a record."""
         kind = kind_of(searches)
-        kept = self._letters.get(kind)
-        if kept is None:
+        if kind not in self._layers:
             for search in searches:
                 assert search.context_id in self._artifacts, f"context {search.context_id} is not loaded"
-            if len(self._letters) >= MAX_PLANS:
-                self._letters.clear()
-            lengths = [self._artifacts[search.context_id].spec.context_len for search in searches]
-            num_keys = sum(s.q.shape[0] * s.q.shape[1] * length for s, length in zip(searches, lengths, strict=True))
-            letters = write_letters(searches, len(self._supervisors))
-            kept = self._letters[kind] = letters, HUNG_S + num_keys * SLOWEST_NS * 1e-9
-        return kept
+            step = LayerStep(searches, len(self._supervisors))
+            if self._memory is None or step.num_bytes > len(self._memory.array):
+                self._memory = layer_memory(2 * step.num_bytes)
+                self.attach(self._memory)
+                self._layers.clear()
+            elif len(self._layers) >= MAX_PLANS:
+                self._layers.clear()
+            step.lie_in(self._memory)
+            self._layers[kind] = step, self._patience_s(step.plan)
+        return self._layers[kind]
 
-    def _search_here(self, letter: Letter) -> None:
-        """Search a worker's share in its place."""
-        self._num_searched_here += 1
-        if letter.num_bytes > self._own_mail.num_bytes:
-            self._own_mail = private_mail(2 * letter.num_bytes)
-        mail = self._own_mail
-        letter.write(mail, self._layer_idx, self._searches)
-        try:
-            self._own.search_layer(mail.memory, mail.request(), mail.kept)
-        except Exception as error:
-            raise SearchLostError(
-                f"a search worker is lost and its share of layer {self._layer_idx} cannot be searched here "
-                f"({type(error).__name__}: {error}); ask again"
-            ) from error
-        letter.collect(mail, self._searches)
-
-    def _give_up(self) -> None:
-        """Let nothing be under way: the next request must not meet the answer of this one."""
-        await_answers([channel for channel, _ in self._asked], self._patience_s)
-        self._asked.clear()
-        self._not_asked.clear()
-        self._searches = ()
+    def _patience_s(self, plan: StepPlan) -> float:
+        records = plan.records
+        num_rows = records["num_rows"] * records["num_heads"] * records["group_size"]
+        lens = {int(c): self._artifacts[int(c)].spec.context_len for c in np.unique(records["context"])}
+        num_keys = max((length * num_rows[records["context"] == c].max() for c, length in lens.items()), default=0)
+        return HUNG_S + float(num_keys) * SLOWEST_NS * 1e-9
 
 
 def choose_spins(num_cpus: int, num_threads: int) -> tuple[float, float]:

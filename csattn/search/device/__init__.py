@@ -9,7 +9,8 @@ from csattn.search.device.indexes import (
     place_codes,
     to_device,
 )
-from csattn.search.device.run import DeviceSearch
+from csattn.search.device.lists_pass import ListsPass
+from csattn.search.device.run import DeviceSearch, workspace_bytes
 from csattn.search.device.shapes import IndexShape, ListsShape, RowsShape, SketchShape, index_shape
 from csattn.search.device.sketch_pass import SketchPass
 
@@ -21,6 +22,7 @@ __all__ = [
     "DeviceSketch",
     "ExactSearch",
     "IndexShape",
+    "ListsPass",
     "ListsShape",
     "RowsShape",
     "SketchPass",
@@ -29,4 +31,5 @@ __all__ = [
     "index_shape",
     "place_codes",
     "to_device",
+    "workspace_bytes",
 ]

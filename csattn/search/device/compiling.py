@@ -16,7 +16,8 @@ QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u1
 
 
 def multiprocessors(device: torch.device) -> int:
-    return num_multiprocessors(device)
+    """Where memory is planned and not set aside, on `meta`: of the device that is current."""
+    return num_multiprocessors(torch.device("cuda") if device.type == "meta" else device)
 
 
 def blocks_of_slot(device: torch.device, num_slots: int, max_keys: int, per_multiprocessor: int) -> int:

@@ -47,12 +47,6 @@ class ListsPass:
         self._choices = torch.zeros(slots, CHOICE_BYTES, dtype=torch.uint8, device=device)
         self._kernels: dict[str, CudaKernel] = {}
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory of its own."""
-        scored = self._matches, self._scores, self._statistics
-        return sum(part.nbytes for part in (*scored, self._group_scores, self._marks, self._choices))
-
     def run(
         self,
         q: Tensor,  # [batch_size, num_q_heads, head_dim], after RoPE

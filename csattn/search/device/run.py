@@ -55,11 +55,6 @@ class DeviceSearch:
     def __repr__(self) -> str:
         return f"<DeviceSearch for {self.batch_size} rows of {self.max_context_len} keys>"
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory of its own."""
-        return self.scores.workspace_bytes
-
     def search(
         self,
         q: Tensor,  # [batch_size, num_q_heads, head_dim], after RoPE
@@ -74,3 +69,8 @@ class DeviceSearch:
         assert out.kv_indices.shape[:2] == expected, f"out has shape {tuple(out.kv_indices.shape)}"
         self.scores.run(q, indexes, layer_idx, context_ids)
         self.scores.choose(indexes, layer_idx, context_ids, out, top_ks)
+
+
+def workspace_bytes(scores: SketchPass | ListsPass) -> int:
+    """Device memory that it has set aside, or would have if it were not made on `meta`."""
+    return sum(part.nbytes for part in vars(scores).values() if isinstance(part, Tensor))

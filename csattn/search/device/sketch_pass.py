@@ -86,13 +86,6 @@ class SketchPass:
     def __repr__(self) -> str:
         return f"<SketchPass for {self.batch_size} rows of {self.max_keys} keys>"
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory of its own."""
-        queries = self._coordinates, self._means, self._asked
-        scores = self._scores, self._octave_counts, self._group_scores, self._arrived, self._counted
-        return sum(part.nbytes for part in (*queries, *scores, self._exponents, self._sums))
-
     def run(
         self,
         q: Tensor,  # [batch_size, num_q_heads, head_dim], after RoPE

@@ -125,6 +125,7 @@ def test_a_context_makes_room_for_another(artifact: Artifact) -> None:
         steps.far.load(0, cached_rows(steps.shape, kv, 60)._kv[0])
         steps.load(0, kv, other)
         take_step(steps, rows, q)
-        assert [search.index.codes.ctypes.data for search in searcher._series[1].searches] == [
+        ((series,),) = searcher._series.values()
+        assert [search.index.codes.ctypes.data for search in series.searches] == [
             index.codes.ctypes.data for index in other
         ]

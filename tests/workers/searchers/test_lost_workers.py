@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from csattn.artifact import Artifact
 from csattn.errors import SearchLostError
+from offload.shared_memory import SharedMemory
 from tests.workers.searchers.children import Children, named_files, runs
 from tests.workers.searchers.searching import (
     WAIT_S,
@@ -28,7 +30,7 @@ from tests.workers.searchers.searching import (
     wait_until,
 )
 from workers.searchers import channel, worker_searcher
-from workers.searchers.mail import KIND, SEARCH
+from workers.searchers.mail import KIND, STEP
 from workers.searchers.process import ChildProcess
 from workers.searchers.step_searches import StepSearches
 from workers.searchers.worker import SearchWorker, WorkerSpec
@@ -110,21 +112,45 @@ def test_a_death_is_noticed_at_once_and_the_worker_comes_back(
         assert searcher.health().num_searched_here == 2
 
 
+@pytest.mark.parametrize("has_searched", [True, False])
 def test_a_worker_that_hangs_is_replaced(
-    artifact: Artifact, children: Children, monkeypatch: pytest.MonkeyPatch
+    has_searched: bool, artifact: Artifact, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_searcher, "HUNG_S", 0.3)
+    """In a search, or when it is to map memory for the first. What it may still write to is not used again."""
     with WorkerSearcher(2, launch=children) as searcher:
         searcher.load(0, artifact)
+        if has_searched:
+            search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 0)
+        monkeypatch.setattr(worker_searcher, "HUNG_S", 0.3)
+        memory = searcher._memory
         hung = children.latest[0]
         children.signal(0, signal.SIGSTOP)
         began = time.monotonic()
         search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 0)
         assert 0.3 <= time.monotonic() - began < 10
+        assert searcher._memory is not memory
         wait_until(lambda: not runs(hung.pid))
+        monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)
         wait_until(lambda: searcher.health().num_alive == 2)
+        searched_here = searcher.health().num_searched_here  # by a busy machine's workers, too
         for turn in range(6):
             search_layer(searcher, [make_step(artifact, 2, 900, turn)], {0: artifact}, turn % 3)
+        assert searcher.health().num_searched_here == searched_here
+
+
+def test_a_worker_that_has_searched_but_does_not_say_so_is_replaced(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_searcher, "HUNG_S", 0.3)
+    with WorkerSearcher(1, launch=Threads()) as searcher:
+        searcher.load(0, artifact)
+        search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(SearchWorker, "_answer", lambda self: self._obey(self._mail))
+            search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 1)
+        assert searcher.health().num_searched_here == 1
+        wait_until(lambda: searcher.health().num_alive == 1)
+        search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 2)
         assert searcher.health().num_searched_here == 1
 
 
@@ -157,17 +183,17 @@ def test_a_worker_is_ended_where_more_than_a_thousand_files_are_open(
 
 def test_a_worker_that_fails_is_asked_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is sound: what it could not search is searched here, and what it says is kept."""
-    search = StepSearches.search_layer
+    make_series = StepSearches._make_series
 
-    def fail(self, *asked) -> None:
-        if threading.current_thread() is not threading.main_thread():
+    def fail(self, *asked):
+        if self is not searcher._own:
             raise MemoryError("not a byte left")
-        search(self, *asked)
+        return make_series(self, *asked)
 
     with WorkerSearcher(2, launch=Threads()) as searcher:
         searcher.load(0, artifact)
         with monkeypatch.context() as patch:
-            patch.setattr(StepSearches, "search_layer", fail)
+            patch.setattr(StepSearches, "_make_series", fail)
             search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 0)
         assert searcher.health().num_searched_here == 2
         assert searcher.health().fault == "MemoryError: not a byte left"
@@ -182,9 +208,9 @@ def test_where_nobody_can_search_the_search_is_lost(artifact: Artifact, monkeypa
     with WorkerSearcher(2, launch=Threads()) as searcher:
         searcher.load(0, artifact)
         with monkeypatch.context() as patch:
-            patch.setattr(StepSearches, "search_layer", fail)
+            patch.setattr(StepSearches, "_make_series", fail)
             searcher.start(2, [make_step(artifact, 2, 900)])
-            with pytest.raises(SearchLostError, match=r"share of layer 2 cannot be searched here .*ask again"):
+            with pytest.raises(SearchLostError, match=r"share of the step cannot be searched here .*ask again"):
                 searcher.finish()
         search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 2)
 
@@ -200,7 +226,7 @@ searcher = WorkerSearcher(1)
 searcher.load(0, artifact)
 print(*(supervisor.handle.pid for supervisor in searcher._supervisors), flush=True)
 """
-STEP = """
+IN_STEP = """
 from tests.workers.searchers.searching import wait_until
 from tests.workers.searchers.stepping import Device
 
@@ -215,7 +241,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [(KILL, -signal.SIGKILL), (STEP + KILL, -signal.SIGKILL), ("os.fork() or sys.exit(); os.wait()", 0)],
+    [(KILL, -signal.SIGKILL), (IN_STEP + KILL, -signal.SIGKILL), ("os.fork() or sys.exit(); os.wait()", 0)],
     ids=["killed", "killed in a step", "not closed, and forked meanwhile"],
 )
 def test_workers_end_with_their_client(end: str, status: int, artifact: Artifact) -> None:
@@ -254,12 +280,26 @@ def test_a_worker_is_replaced_though_a_context_has_been_deleted(tmp_path: Path) 
         assert searcher.health().num_searched_here == 1
 
 
+def test_a_worker_is_replaced_though_the_memory_of_steps_is_closed(artifact: Artifact) -> None:
+    """Steps will get new memory; until then none are asked for."""
+    launch = Threads()
+    with WorkerSearcher(1, launch=launch) as searcher:
+        searcher.load(0, artifact)
+        memory = SharedMemory(1 << 16, torch.device("cpu"))
+        searcher.attach(memory)
+        memory.close()
+        launch.started[0].kill()
+        wait_until(lambda: searcher.health().num_losses == 1 and searcher.health().num_alive == 1)
+        search_layer(searcher, [make_step(artifact, 2, 20)], {0: artifact}, 0)
+        assert searcher.health().num_searched_here == 0
+
+
 def test_a_number_that_serves_another_context_is_not_searched_in_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor where this process searches in the worker's place, with the same shapes."""
     first, second = make_artifact(tmp_path), make_artifact(tmp_path, fingerprint="model-b")
-    monkeypatch.setattr(SearchWorker, "_obey", lambda self, mail: 1 / 0 if mail.words[KIND] == SEARCH else None)
+    monkeypatch.setattr(SearchWorker, "_obey", lambda self, mail: 1 / 0 if mail.words[KIND] == STEP else None)
     with WorkerSearcher(1, launch=Threads()) as searcher:
         for artifact in (first, second, first):
             searcher.load(0, artifact)

@@ -174,6 +174,6 @@ def test_what_not_even_this_process_can_search_is_an_error(
         monkeypatch.setattr(SearchWorker, "_obey", fail)
         device.take_step(searcher.run_step, 1)  # the workers fail, and this process searches
         assert "the disk is gone" in searcher.health().fault
-        monkeypatch.setattr(step_run.StepSearches, "run", fail)
+        monkeypatch.setattr(step_run.StepSearches, "run_records", fail)
         with pytest.raises(SearchLostError, match=r"cannot be searched here \(OSError: the disk is gone\); ask"):
             searcher.run_step(device.plan, device.since + 100)

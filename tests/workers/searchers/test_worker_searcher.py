@@ -13,7 +13,7 @@ from csattn.cpu.addresses import compiled_address
 from csattn.errors import ConfigError, SearchLostError
 from csattn.search import work
 from tests.workers.searchers.searching import Threads, make_artifact, make_step, search_layer, wait_until
-from workers.searchers import words
+from workers.searchers import channel, step_searches, words, worker_searcher
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher, choose_spins
 
@@ -71,7 +71,7 @@ def test_a_second_worker_process_chooses_the_same(store: Path) -> None:
         assert searcher.health().num_searched_here == 0
 
 
-def test_rooms_grow_for_steps_that_need_more(store: Path) -> None:
+def test_memory_grows_for_steps_that_need_more(store: Path) -> None:
     artifact = make_artifact(store, 4000)
     launch = Threads()
     with WorkerSearcher(2, launch=launch) as searcher:
@@ -79,10 +79,10 @@ def test_rooms_grow_for_steps_that_need_more(store: Path) -> None:
         sizes = []
         for num_rows, top_k in [(1, 5), (8, 3000), (1, 5), (40, 3900), (40, 3900), (2, 100)]:
             search_layer(searcher, [make_step(artifact, num_rows, top_k)], {0: artifact}, 1)
-            sizes.append(searcher._channels()[0].mail.num_bytes)
+            sizes.append(len(searcher._memory.array))
         assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[3] == sizes[5]
         assert searcher.health().num_searched_here == 0
-        assert launch.started[0].worker._num_answers == 7
+        assert launch.started[0].worker._num_answers == 7 + len(set(sizes))
 
 
 def test_no_kernel_is_compiled_again_for_mapped_arrays(store: Path) -> None:
@@ -102,7 +102,7 @@ def test_no_kernel_is_compiled_again_for_mapped_arrays(store: Path) -> None:
 
 
 def test_a_step_that_comes_again_costs_no_new_searches(store: Path) -> None:
-    """Queries change, places do not: the worker recognises the request, whatever came in between."""
+    """Queries change, places do not: the worker recognises the plan, whatever came in between."""
     artifact = make_artifact(store)
     launch = Threads()
     with WorkerSearcher(1, launch=launch) as searcher:
@@ -110,8 +110,23 @@ def test_a_step_that_comes_again_costs_no_new_searches(store: Path) -> None:
         for turn in range(12):
             search_layer(searcher, [make_step(artifact, 1 + turn % 2, 20, turn)], {0: artifact}, turn % 3)
             if turn == 5:
-                kept = len(launch.started[0].worker._mail.kept)
-        assert len(launch.started[0].worker._mail.kept) == kept == 6
+                kept = set(launch.started[0].worker._searches._series)
+        assert set(launch.started[0].worker._searches._series) == kept and len(kept) == 6
+
+
+def test_more_kinds_of_steps_come_than_are_kept(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (channel, step_searches, worker_searcher):
+        monkeypatch.setattr(module, "MAX_PLANS", 2)
+    artifact = make_artifact(store)
+    launch = Threads()
+    with WorkerSearcher(2, launch=launch) as searcher:
+        searcher.load(0, artifact)
+        for turn in range(20):
+            search_layer(searcher, [make_step(artifact, 1 + turn % 5 % 3, 20, turn)], {0: artifact}, turn % 3)
+            for started in launch.started:
+                searches = started.worker._searches
+                assert len(searches._plans) <= 2 and {plan for plan, _ in searches._series} <= set(searches._plans)
+        assert searcher.health().num_searched_here == 0
 
 
 def test_contexts_come_and_go(store: Path) -> None:
@@ -127,7 +142,7 @@ def test_contexts_come_and_go(store: Path) -> None:
             searcher.start(0, [make_step(long, 2, 20)])
         searcher.load(1, short)
         search_layer(searcher, [make_step(short, 2, 20, context_id=1)], {1: short}, 2)
-        assert {started.worker._searches.context_ids for started in launch.started} == {(1,)}
+        assert {tuple(started.worker._searches._layers) for started in launch.started} == {(1,)}
         assert searcher.health().num_searched_here == 0
 
 

@@ -29,7 +29,7 @@ from workers.engine.opening import open_engine
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.service import making
 from workers.serving.step_engine import StepEngine, StepRow
-from workers.settings import EngineSettings
+from workers.settings import EngineSettings, Settings
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "capabilities.md"
 EVERYWHERE = ("cpu", "host", "hybrid", "device")
@@ -134,7 +134,8 @@ def opened(
 ) -> Iterator[StepEngine]:
     """Raises a sentence where the placement cannot do what is asked."""
     if asked.num_workers:
-        making._require_engine(EngineSettings(placement=placement, num_search_workers=asked.num_workers))
+        engine = EngineSettings(placement=placement, num_search_workers=asked.num_workers)
+        making._require_engine(Settings(engine=engine))
     config = replace(like, **asked.search)
     options: dict[str, Any] = {"num_slots": 2, "tail_capacity": 16, "num_threads": 2}
     if asked.num_workers:

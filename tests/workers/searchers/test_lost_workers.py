@@ -67,7 +67,8 @@ def test_workers_are_killed_at_random_times(artifact: Artifact, children: Childr
         killer.start()
         slowest_s, turn = 0.0, 0
         try:
-            while num_kills < 20 or searcher.health().num_losses < 8:  # the others died while they came up
+            # losses: the others died while they came up; searched here: of those that had some share in their hands
+            while num_kills < 20 or searcher.health().num_losses < 8 or searcher.health().num_searched_here < 5:
                 searches = [make_step(artifact, 1 + turn % 3, 900, turn)]
                 if turn % 5 == 0:
                     searcher.unload(1)
@@ -82,7 +83,6 @@ def test_workers_are_killed_at_random_times(artifact: Artifact, children: Childr
             stop.set()
             killer.join()
         assert slowest_s < 10
-        assert searcher.health().num_searched_here >= 5
         wait_until(lambda: searcher.health().num_alive == 2)
         search_layer(searcher, [make_step(artifact, 3, 900)], {0: artifact}, 0)
 
@@ -149,6 +149,8 @@ def test_a_worker_that_has_searched_but_does_not_say_so_is_replaced(
             patch.setattr(SearchWorker, "_answer", lambda self: self._obey(self._mail))
             search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 1)
         assert searcher.health().num_searched_here == 1
+        monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)  # for what a busy machine does with the next
+        searcher._layers.clear()
         wait_until(lambda: searcher.health().num_alive == 1)
         search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 2)
         assert searcher.health().num_searched_here == 1

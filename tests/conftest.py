@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+from collections.abc import Generator
 
 # before torch, faiss or numba are loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -60,9 +61,18 @@ def emulator(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFacto
     return Emulator(tmp_path_factory.mktemp("kernels") if cache is None else cache.mkdir("kernels"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: garbage is looked for once, instead of a hundred times as it grows."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """What was imported stays: collecting garbage need not look through it after every test."""
-    gc.collect()
+    """... and need not be looked for in it after every test."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # later than pytest collects garbage for the last time
 

@@ -52,6 +52,9 @@ NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96
 SHAPE = shape_named("llama-3.1-8b")
 HEADS = Heads.of(SHAPE)
 NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM = HEADS.num_kv_heads, HEADS.group_size, HEADS.head_dim
+# where kernels run or lists are made, which takes as many times longer as there are heads: as wide, in groups as large
+FEW = replace(SHAPE, num_q_heads=2 * GROUP_SIZE, num_kv_heads=2)
+FEW_HEADS = Heads.of(FEW)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +142,7 @@ def test_a_context_ends_with_the_recorded_rows_behind_copies_with_a_little_noise
 
 @pytest.mark.parametrize("name", INDEXES)
 def test_an_index_on_the_device_is_that_of_the_build(recording, name):
-    work = Workload(recording, HEADS, 192, batch_size=1, device=torch.device("cpu"))
+    work = Workload(recording, FEW_HEADS, 192, batch_size=1, device=torch.device("cpu"))
     config = INDEXES[name]
     got, (built,) = work.index(0, config), work.host_indexes(1, config)
     want = to_device(built, work.device)
@@ -147,14 +150,14 @@ def test_an_index_on_the_device_is_that_of_the_build(recording, name):
     for part, wanted in zip(got.parts, want.parts, strict=True):
         assert torch.equal(part, wanted) and part.is_contiguous()
     assert [part.shape for part in clone_index(got).parts] == [part.shape for part in got.parts]
-    heads = SHAPE.num_q_heads, SHAPE.num_kv_heads
-    assert index_shape(config, *heads, SHAPE.head_dim) == shape_of(built, SHAPE.num_q_heads)
+    heads = FEW.num_q_heads, FEW.num_kv_heads
+    assert index_shape(config, *heads, FEW.head_dim) == shape_of(built, FEW.num_q_heads)
     if isinstance(built, SketchIndex):
         read = built.num_bytes
     else:
         assert isinstance(built, LayerIndex)
         read = built.table.indices.nbytes + built.table.scores.nbytes
-    assert index_bytes(SHAPE, config, 192) == read
+    assert index_bytes(FEW, config, 192) == read
 
 
 def test_the_indexes_of_layers_on_the_host_lie_apart(recording):
@@ -253,8 +256,8 @@ def make_op(
 ) -> SparseOp:
     monkeypatch.setattr("bench.decode.sparse_op.MOST_SETS", 2)
     monkeypatch.setattr(placements, "require_memory", ignore)
-    options = Options(shape=SHAPE, search=SearchConfig(keep=0.05, window_len=32), ceilings={}, seconds=0.0)
-    return SparseOp(Workload(recording, HEADS, 300, 2, DEVICE, is_shared), options, variant)
+    options = Options(shape=FEW, search=SearchConfig(keep=0.05, window_len=32), ceilings={}, seconds=0.0)
+    return SparseOp(Workload(recording, FEW_HEADS, 300, 2, DEVICE, is_shared), options, variant)
 
 
 @pytest.fixture
@@ -293,12 +296,12 @@ def whole_step_options(monkeypatch: pytest.MonkeyPatch, codec: str | None) -> Op
         monkeypatch.setattr(placements, "PinnedRows", unlocked)
     monkeypatch.setattr(placements, "require_memory", ignore)
     form = None if codec is None else KvFormat.parse(codec)
-    shape = replace(SHAPE, layers=SHAPE.layers[:2])
+    shape = replace(FEW, layers=FEW.layers[:2])
     return Options(shape=shape, search=SearchConfig(), ceilings={}, seconds=0.0, kv_format=form)
 
 
 def test_streamed_steps_attend_to_all_rows(kernels, recording, monkeypatch):
-    work, options = Workload(recording, HEADS, 300, 2, DEVICE), whole_step_options(monkeypatch, None)
+    work, options = Workload(recording, FEW_HEADS, 300, 2, DEVICE), whole_step_options(monkeypatch, None)
     prepared = placements.streamed(work, options)
     rows, q, (k, v) = work.step_rows(0), work.queries(1)[0].contiguous(), work.separate_kv(1)
     out = torch.zeros_like(q)
@@ -312,12 +315,12 @@ def test_streamed_steps_attend_to_all_rows(kernels, recording, monkeypatch):
 
 @pytest.mark.parametrize(("variant", "codec"), [("default", None), ("lists", None), ("default", "q8_0")])
 def test_placements_differ_in_where_they_read_only(kernels, recording, monkeypatch, variant, codec):
-    work, options = Workload(recording, HEADS, 300, 2, DEVICE), whole_step_options(monkeypatch, codec)
+    work, options = Workload(recording, FEW_HEADS, 300, 2, DEVICE), whole_step_options(monkeypatch, codec)
     outs = []
     for placement in ("device", "hybrid", "host"):
         prepared = placements.placed(work, options, variant, placement, SearchConfig(keep=0.05, window_len=32))
         attended, rows = RecordedQueries(prepared.attention, work), work.step_rows(64)
-        out = torch.zeros(2, 2, SHAPE.num_q_heads, SHAPE.head_dim, dtype=workload.DTYPE, device=DEVICE)
+        out = torch.zeros(2, 2, FEW.num_q_heads, FEW.head_dim, dtype=workload.DTYPE, device=DEVICE)
         prepared.start_counting()
         attended.begin_step(rows)
         for layer_idx in range(2):

@@ -158,22 +158,22 @@ static void run_cluster(dim3 first) {
     }
 }
 
-// exchanges within a warp, of all 32 lanes
+// exchanges within a warp, of all 32 lanes: by turns in two places, so that nobody waits until all have read
 
-static thread_local uint64_t exchanged[THREADS / 32][32][3];
+static thread_local uint64_t exchanged[2][THREADS / 32][32][3];
+static thread_local bool turn[THREADS];
 template <class T, class F> static inline auto exchange(T value, F use) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    static_assert(sizeof value <= sizeof exchanged[warp][lane], "there is room for a value");
-    std::memcpy(&exchanged[warp][lane], &value, sizeof value);
+    auto& values = exchanged[turn[threadIdx.x] ^= true][warp];
+    static_assert(sizeof value <= sizeof values[lane], "there is room for a value");
+    std::memcpy(&values[lane], &value, sizeof value);
     __syncwarp();
     auto of_lane = [&](int other) {
         T theirs;
-        std::memcpy(&theirs, &exchanged[warp][other], sizeof theirs);
+        std::memcpy(&theirs, &values[other], sizeof theirs);
         return theirs;
     };
-    const auto result = use(of_lane, lane);
-    __syncwarp();
-    return result;
+    return use(of_lane, lane);
 }
 template <class T> static inline T __shfl_sync(unsigned, T value, int from) {
     return exchange(value, [&](auto of_lane, int) { return of_lane(from % 32); });
@@ -185,11 +185,12 @@ template <class T> static inline T __shfl_up_sync(unsigned, T value, int step) {
     return exchange(value, [&](auto of_lane, int lane) { return of_lane(lane >= step ? lane - step : lane); });
 }
 template <class F> static inline unsigned reduce(unsigned value, F join) {
-    return exchange(value, [&](auto of_lane, int) {
-        unsigned result = of_lane(0);
-        for (int i = 1; i < 32; ++i) result = join(result, of_lane(i));
-        return result;
-    });
+    static thread_local unsigned joined[2][THREADS / 32];
+    const int warp = threadIdx.x / 32;
+    unsigned& sum = joined[turn[threadIdx.x] ^= true][warp];
+    sum = warps[warp].arrived ? join(sum, value) : value;
+    __syncwarp();
+    return sum;
 }
 static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     return reduce(value, [](unsigned a, unsigned b) { return a + b; });
@@ -236,11 +237,7 @@ static inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 static inline int __clzll(unsigned long long x) { return x ? __builtin_clzll(x) : 64; }
 static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 static inline unsigned __ballot_sync(unsigned, bool value) {
-    return exchange<unsigned>(value, [](auto of_lane, int) {
-        unsigned bits = 0;
-        for (int i = 0; i < 32; ++i) bits |= of_lane(i) << i;
-        return bits;
-    });
+    return reduce(value ? 1u << threadIdx.x % 32 : 0, [](unsigned a, unsigned b) { return a | b; });
 }
 static inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {

@@ -15,7 +15,7 @@ from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
-from tests.tiny import FAMILIES, MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
+from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
 from workers.engine.fidelity import Seen
 from workers.session import csattn_session
 
@@ -39,9 +39,12 @@ def logits_of(session, ids, chunk_sizes, observer=None):
         return torch.cat([session.loaded.model(part, past_key_values=request).logits[0] for part in parts])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("keep", "selector"), [(1.0, "csattn"), (1.0, "exact"), (0.05, "full")])
+@pytest.mark.parametrize(
+    ("family", "keep", "selector"),
+    [("llama", 1.0, "csattn"), ("mistral", 1.0, "exact"), ("qwen2", 0.05, "full"), ("qwen3", 1.0, "exact")],
+)
 def test_reading_everything_generates_what_full_attention_does(store, family, keep, selector) -> None:
+    """With csattn, of every family: tests/workers/test_families.py."""
     model = loaded(family)
     question = token_ids(9, seed=1)
     with csattn_session(model, artifact_of(store, family), SearchConfig(keep=keep), selector) as session:
@@ -81,11 +84,11 @@ def test_other_selectors_do_not_see_how_a_question_is_cut(store, selector, looka
 @pytest.mark.parametrize("selector", ["csattn", "exact", "sparq", "pqcache"])
 def test_keeping_more_comes_nearer_to_full_attention(store, selector) -> None:
     ids, distance = token_ids(40, seed=3), []
+    with csattn_session(loaded(), artifact_of(store), SearchConfig(), "full") as session:
+        full = logits_of(session, ids, [40]).log_softmax(-1)
     for keep in (0.02, 0.3, 0.9):
         with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=keep, window_len=16), selector) as session:
             sparse = logits_of(session, ids, [40]).log_softmax(-1)
-        with csattn_session(loaded(), artifact_of(store), SearchConfig(), "full") as session:
-            full = logits_of(session, ids, [40]).log_softmax(-1)
         distance.append(float((full.exp() * (full - sparse)).sum(-1).mean()))
     assert distance[0] > 2 * distance[1] > 4 * distance[2]
 

@@ -1,5 +1,6 @@
 """The entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
 
+import gc
 import sys
 from typing import Any
 
@@ -20,6 +21,7 @@ _REMEDIES = (
 
 
 def main() -> None:
+    gc.set_threshold(10_000)  # of 700, looking for garbage takes a sixth of the seconds in which torch is imported
     try:
         if app(standalone_mode=False) == 130:  # typer takes Ctrl-C for itself, and returns this
             raise KeyboardInterrupt

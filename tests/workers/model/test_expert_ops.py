@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
+from tests.cuda_on_cpu.emulated import crossed
 from tests.workers.model.step_ops import (
     DEVICE,
     DTYPES,
@@ -88,9 +89,10 @@ def make_experts(spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype) -> Exp
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", EXPERTS)
-@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 64), (3, 100), (17, 130)])
+@pytest.mark.parametrize(
+    ("batch_size", "hidden_size", "kind", "dtype"),
+    crossed([(*sizes, kind) for kind in EXPERTS for sizes in ((1, 64), (3, 100), (17, 130))], DTYPES),
+)
 def test_experts(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtype) -> None:
     """Of rows that share experts, more than a tile of them, and of experts that no row has."""
     spec, stream = EXPERTS[kind], prepared(batch_size, hidden_size, dtype)

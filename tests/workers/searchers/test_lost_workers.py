@@ -150,7 +150,6 @@ def test_a_worker_that_has_searched_but_does_not_say_so_is_replaced(
             search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 1)
         assert searcher.health().num_searched_here == 1
         monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)  # for what a busy machine does with the next
-        searcher._layers.clear()
         wait_until(lambda: searcher.health().num_alive == 1)
         search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 2)
         assert searcher.health().num_searched_here == 1

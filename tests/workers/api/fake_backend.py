@@ -15,6 +15,7 @@ from workers.serving.messages import (
     ContextNotReadyError,
     Done,
     Event,
+    FailedBuild,
     Finish,
     Health,
     Held,
@@ -55,6 +56,7 @@ class FakeBackend:
     texts: dict[str, str] = field(default_factory=dict)
     asks: list[Ask] = field(default_factory=list)
     held: tuple[Held, ...] = ()
+    failed_builds: tuple[FailedBuild, ...] = ()
     more_metrics: list[Metric] = field(default_factory=list)
     health_now: Health = field(default_factory=lambda: Health(True))
     running: set[str] = field(default_factory=set)
@@ -124,7 +126,13 @@ class FakeBackend:
         self.texts.pop(name, None)
 
     def standing(self) -> Standing:
-        return Standing(since=1.7e9, num_running=len(self.running), num_slots=self.num_slots, held=self.held)
+        return Standing(
+            since=1.7e9,
+            num_running=len(self.running),
+            num_slots=self.num_slots,
+            held=self.held,
+            failed_builds=self.failed_builds,
+        )
 
     async def workers(self) -> dict[str, Standing | None]:
         return {"this process": self.standing()}

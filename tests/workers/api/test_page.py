@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.api.fake_backend import FakeBackend
 from tests.workers.api.running import KEY, Running, serving
-from workers.serving.messages import Health, Held
+from workers.serving.messages import FailedBuild, Health, Held
 from workers.serving.metrics import Metrics
 from workers.serving.step_engine import Fidelity
 from workers.settings import Settings
@@ -36,7 +36,8 @@ def backend_with_figures() -> FakeBackend:
     decoding.running.set(3)
     decoding.queue_length.set(2)
     held = (Held("a" * 64, ("handbook",), 3 << 20, 0),)
-    backend = FakeBackend(more_metrics=decoding.collect(), held=held)
+    failed = (FailedBuild(8192, 2, f"the disk is full {NASTY}", 9.5),)
+    backend = FakeBackend(more_metrics=decoding.collect(), held=held, failed_builds=failed)
     backend.add("new", state="building", progress=0.43, num_tokens=None, what="layer 13 of 30")
     backend.add("bad", state="failed", num_tokens=None, what=NASTY)
     return backend
@@ -65,9 +66,9 @@ def test_the_page_shows_state_contexts_and_charts(browser: Any) -> None:
         for text in ("80\u00a0%", "97\u00a0%", "43\u00a0%", "layer 13 of 30", "1,000", "this process", NASTY):
             assert text in contexts
         workers = page.inner_text("#workers")
-        for text in ("this process", "answers", "0 of 4", "none"):
+        for text in ("this process", "answers", "0 of 4", "none", "8,192 tokens: the disk is full", "for 10 s", NASTY):
             assert text in workers
-        assert page.locator("#contexts img").count() == 0
+        assert page.locator("#contexts img, #workers img").count() == 0
         page.wait_for_selector("#charts path.curve[d*=L]", state="attached")  # a second answer has come
         service.backend.health_now = Health(False, "the worker starts")
         page.locator("#state", has_text="not ready").wait_for()

@@ -135,7 +135,7 @@ class WorkerSearcher:
         supervisors = self._supervisors
         return SearchersHealth(
             num_workers=len(supervisors),
-            num_alive=sum(supervisor.channel is not None for supervisor in supervisors),
+            num_alive=sum(not channel.lost for channel in self._channels()),
             num_losses=sum(supervisor.num_losses for supervisor in supervisors),
             num_searched_here=self._num_searched_here,
             fault=self._fault or next((supervisor.fault for supervisor in supervisors if supervisor.fault), ""),

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
@@ -31,8 +31,9 @@ def settings_with(**limits: Any) -> Settings:
 
 @contextmanager
 def serving(backend: FakeBackend | None = None, settings: Settings | None = None) -> Iterator[Running]:
-    """A service with the context `handbook`, until the block ends."""
+    """A service with the context `handbook`, on a port that is free whatever is set, until the block ends."""
     backend, settings = backend or FakeBackend(), settings or settings_with()
+    settings = replace(settings, server=replace(settings.server, port=0))  # others run at the same time
     backend.add("handbook")
     server = server_of(make_app(backend, settings), settings, log_level="error", timeout_graceful_shutdown=1)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -18,7 +18,14 @@ from csattn.artifact.places import (
 )
 from csattn.artifact.reader import Artifact
 from csattn.artifact.remote import RemoteStore, cache_store, shrink_cache
-from csattn.artifact.store import ArtifactSummary, broken_artifacts, collect_garbage, list_store, unfinished_builds
+from csattn.artifact.store import (
+    ArtifactSummary,
+    broken_artifacts,
+    collect_garbage,
+    list_store,
+    scan_store,
+    unfinished_builds,
+)
 from csattn.artifact.work import WorkDir
 from csattn.artifact.writer import ArtifactWriter
 
@@ -46,6 +53,7 @@ __all__ = [
     "remote_store",
     "require_space",
     "resolve_artifact",
+    "scan_store",
     "shrink_cache",
     "unfinished_builds",
     "verify_artifact",

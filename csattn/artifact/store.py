@@ -44,12 +44,12 @@ class ArtifactSummary:
 
 def list_store(store: Path) -> list[ArtifactSummary]:
     """The finished artifacts of a store that pass the cheap checks, by id."""
-    return _scan(store)[0]
+    return scan_store(store)[0]
 
 
 def broken_artifacts(store: Path) -> dict[Path, ArtifactError]:
     """What has the name of an artifact in a store but does not pass the cheap checks, with the reason."""
-    return _scan(store)[1]
+    return scan_store(store)[1]
 
 
 def unfinished_builds(store: Path) -> list[Path]:
@@ -77,7 +77,8 @@ def collect_garbage(store: Path) -> list[Path]:
     return removed
 
 
-def _scan(store: Path) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]]:
+def scan_store(store: Path) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]]:
+    """What `list_store` and `broken_artifacts` tell, each artifact opened once."""
     summaries: list[ArtifactSummary] = []
     broken: dict[Path, ArtifactError] = {}
     for path in (store / name for name in store_entries(store) if is_artifact_id(name)):

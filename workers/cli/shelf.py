@@ -5,14 +5,13 @@ from typing import Any
 
 from csattn.artifact import (
     ArtifactSummary,
-    broken_artifacts,
     cache_store,
     collect_garbage,
     is_url,
-    list_store,
     read_manifest,
     remote_store,
     resolve_artifact,
+    scan_store,
     shrink_cache,
     unfinished_builds,
     verify_artifact,
@@ -84,8 +83,8 @@ def listing(store: Path | str) -> dict[str, Any]:
     else:
         require_store(Path(store))
         unfinished = [work for work in unfinished_builds(Path(store)) if work.is_dir()]
-        found = list_store(Path(store))
-        faults = {path.name: error for path, error in broken_artifacts(Path(store)).items()}
+        found, broken = scan_store(Path(store))
+        faults = {path.name: error for path, error in broken.items()}
     rows = [[of.artifact_id, of.model_name, str(of.context_len), of.layout, size(of.size_bytes)] for of in found]
     out.print(
         table(f"{counted(len(rows), 'artifact')} in {store}", ["artifact", "model", "tokens", "index", "size"], rows)

@@ -69,7 +69,7 @@ def probe_memory() -> dict[str, Any]:
 
 def probe_store(path: str) -> dict[str, Any]:
     """A store, or the directory in which it would be made."""
-    from csattn.artifact import broken_artifacts, list_store
+    from csattn.artifact import scan_store
     from csattn.artifact.manifest import FORMAT_VERSION
 
     store = Path(path)
@@ -84,10 +84,10 @@ def probe_store(path: str) -> dict[str, Any]:
     except OSError as error:
         found["refusal"] = error.strerror
     found["free_bytes"] = shutil.disk_usage(place).free
-    summaries = list_store(store)
+    summaries, broken = scan_store(store)
     found["artifacts"] = len(summaries)
     found["size_bytes"] = sum(summary.size_bytes for summary in summaries)
-    found["broken"] = {path.name: str(error) for path, error in broken_artifacts(store).items()}
+    found["broken"] = {path.name: str(error) for path, error in broken.items()}
     return found
 
 

@@ -34,7 +34,7 @@ from csattn.config import SearchConfig, preset
 from csattn.models import load_model
 from csattn.sketch.own import Growth, own_top_k
 from index_build.pipeline import build_artifact
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu_engine import GROWTH, CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import PLACEMENTS
 from workers.engine.opening import open_engine
@@ -60,13 +60,15 @@ def main() -> None:
     gate(arguments.own_len >= 3 * TIMED and arguments.eval_len <= arguments.own_len, "there is too little to measure")
     report: dict[str, Any] = {"bench": "growing", "machine": machine(), "text": arguments.text, "text_sha256": sha256}
     report |= {"context_len": len(context), "own_len": len(following) - 1, "eval_len": arguments.eval_len}
-    report |= {name: getattr(arguments, name) for name in ("keep", "lookahead", "placement", "stretch", "segment_len")}
-    report["model"] = loaded.name
+    report |= {name: getattr(arguments, name) for name in ("keep", "lookahead", "placement", "stretch")}
+    growth = GROWTH if arguments.placement == "cpu" else Growth()
+    if arguments.segment_len is not None:
+        growth = Growth(segment_len=arguments.segment_len)
+    report |= {"segment_len": growth.segment_len, "model": loaded.name}
     with tempfile.TemporaryDirectory() as store:
         path = build_artifact(loaded, context, preset("default"), Path(store)).path
         with open_artifact(path) as artifact:
-            options: dict[str, Any] = {"num_slots": 1, "placement": arguments.placement}
-            options["growth"] = Growth(segment_len=arguments.segment_len)
+            options: dict[str, Any] = {"num_slots": 1, "placement": arguments.placement, "growth": growth}
             if arguments.placement != "cpu":
                 options |= {"batch_sizes": (1, 16), "tail_capacity": len(following)}
             with open_engine(loaded, artifact, config, **options) as engine:
@@ -191,7 +193,7 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", help="random weights of that shape, as llama-3.1-8b: steps are only timed")
     parser.add_argument("--layers", type=int, help="of a shape: so many only")
     parser.add_argument("--placement", default="cpu", choices=("cpu", *PLACEMENTS))
-    parser.add_argument("--segment-len", type=int, default=Growth().segment_len, help="own rows that share a transform")
+    parser.add_argument("--segment-len", type=int, help="own rows that share a transform, if not as served")
     parser.add_argument("--stretch", type=float, default=1.0, help="times the model's positions (YaRN)")
     parser.add_argument("--without-exact", action="store_true", help="exact Top-K takes several times as long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of full and exact")

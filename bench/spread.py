@@ -27,7 +27,6 @@ from typing import Any
 import httpx2
 import torch
 
-from bench.build import random_model
 from bench.build_cluster import cluster_of
 from bench.faults import processes, spread
 from bench.load import (
@@ -43,6 +42,7 @@ from bench.load import (
     replay,
     told,
 )
+from bench.served_model import saved_model
 from bench.timing import gate
 from csattn.artifact import open_artifact
 from csattn.config import preset
@@ -50,36 +50,26 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids
 from index_build.pipeline import build_artifact
 from tests.index_build.batches import finished_files
-from tests.tiny import byte_tokenizer, make_model
 from tests.workers.service.serving import Service, serving
 from workers.capacity import context_bytes
 from workers.serving.contexts import name_artifact
 
 HUNG_S = 240.0
 POLL_S = 0.1
-MAX_POSITIONS = 16384  # of the tiny model, whose tokens are bytes
 NODE_AWAY_S = 3.0  # until another is added
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
 
 def build(options: argparse.Namespace, place: Path) -> tuple[list[str], int]:
     """A model, and a store with all contexts: options of a service over them, and the bytes of the largest context."""
-    name, dtype = None if options.model == "demo" else str(place / "model"), "bfloat16"
-    if options.model == "tiny":
-        make_model("llama", max_position_embeddings=MAX_POSITIONS).save_pretrained(name)
-        dtype = "float32"
-    elif options.model != "demo":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        random_model(options.model, options.layers, device).model.save_pretrained(name)
-    if name is not None:
-        byte_tokenizer().save_pretrained(name)
-    loaded = load_model(name, dtype, device=options.device)
+    path, dtype = saved_model(options.model, options.layers, place)
+    loaded = load_model(None if path is None else str(path), dtype, device=options.device)
     store = place / "store"
     sizes = [build_one(loaded, store, number, options.context_chars) for number in range(options.contexts)]
     del loaded
     torch.cuda.empty_cache()  # a worker has that device next
     settings = ["build.dtype=" + dtype, *options.set]
-    own = ["--store", str(store), *(["--model", name] if name else []), "--threads", "1"]
+    own = ["--store", str(store), *([] if path is None else ["--model", str(path)]), "--threads", "1"]
     return [*own, *(word for setting in settings for word in ("--set", setting))], max(sizes)
 
 

@@ -1,10 +1,11 @@
 """What does a long prompt cost those who decode beside it, and what do they cost it?
 
     python -m bench.turns.beside [--prompt-tokens 4096] [--decoding 4] [--json FILE]
+    python -m bench.turns.beside --model llama-3.1-8b --prompt-tokens 32768 --decoding 8 --set engine.placement=hybrid
 
 Requests decode without an end; then a prompt comes of which nothing is kept. Told: p50 and p99 of the time between two
 of their tokens, without the prompt and beside it; the prompt's time to its first token, alone and beside them; and the
-longest that any of them waited. Gate: all of them go on.
+longest that any of them waited. Gate: all of them go on. A shape has random weights, and tokens that are bytes.
 """
 
 import argparse
@@ -15,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from bench.accuracy.texts import find_text
+from bench.served_model import saved_model
 from bench.timing import finish, gate, machine
-from bench.turns.service import MODEL, NEVER_ENDS, TEXTS, Service, ask, serving, user
+from bench.turns.service import MODEL, NEVER_ENDS, Service, ask, serving, user
 
+CHARS_A_TOKEN = 4  # of the demo model
+LETTERS = dict.fromkeys(map(str, range(33, 59)), 100)  # biases of a model of bytes: what it says can be told at once
 QUIET_TOKENS = 150  # of each that decodes, before the prompt comes
 
 
@@ -28,6 +34,7 @@ class Decoder(threading.Thread):
     def __init__(self, service: Service, number: int) -> None:
         super().__init__()
         self._service, self._number = service, number
+        self._bias = NEVER_ENDS if service.model == MODEL else LETTERS
         self.times_s: list[float] = []
         self.ends = threading.Event()
 
@@ -35,9 +42,13 @@ class Decoder(threading.Thread):
         with self._service.client() as client:
             create: Any = client.chat.completions.create
             with create(
-                model=MODEL, messages=[user(f"Count from {self._number} on.")], max_tokens=1900, stream=True,
-                logprobs=True, logit_bias=NEVER_ENDS,
-            ) as stream:  # fmt: skip
+                model=self._service.model,
+                messages=[user(f"Count from {self._number} on.")],
+                max_tokens=1900,
+                stream=True,
+                logprobs=True,
+                logit_bias=self._bias,
+            ) as stream:
                 for chunk in stream:
                     if chunk.choices and chunk.choices[0].logprobs:
                         self.times_s += [time.perf_counter()] * len(chunk.choices[0].logprobs.content or [])
@@ -54,8 +65,8 @@ def gaps_ms(decoders: list[Decoder], since: float, until: float) -> dict[str, fl
 
 def run(service: Service, prompts: list[str], num_decoding: int) -> dict[str, Any]:
     with service.client() as client:
-        ask(client, [user(prompts[0])], 1)  # who is first compiles
-        alone = ask(client, [user(prompts[1])], 1)
+        ask(client, [user(prompts[0])], 1, model=service.model)  # who is first compiles
+        alone = ask(client, [user(prompts[1])], 1, model=service.model)
         decoders = [Decoder(service, number) for number in range(num_decoding)]
         for decoder in decoders:
             decoder.start()
@@ -65,7 +76,7 @@ def run(service: Service, prompts: list[str], num_decoding: int) -> dict[str, An
         while min(len(decoder.times_s) for decoder in decoders) < QUIET_TOKENS:
             time.sleep(0.01)
         came = time.perf_counter()
-        beside = ask(client, [user(prompts[2])], 1)
+        beside = ask(client, [user(prompts[2])], 1, model=service.model)
         ended = time.perf_counter()
     for decoder in decoders:
         decoder.ends.set()
@@ -89,15 +100,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--decoding", type=int, default=4)
+    parser.add_argument("--model", default="demo", help="demo, tiny, or a shape")
+    parser.add_argument("--layers", type=int, help="of a shape: so many only")
     parser.add_argument("--set", action="append", default=[], help="of the service, as KEY=VALUE")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    num_chars = int(options.prompt_tokens * 4.0)
-    texts = [(TEXTS / f"{name}.txt").read_text() for name in ("novel", "dialogue", "novel")]
-    prompts = [text[start:][:num_chars] for text, start in zip(texts, (20_000, 2_000, 1_000), strict=True)]
-    with tempfile.TemporaryDirectory() as directory, serving(Path(directory), *options.set) as service:
-        result = run(service, prompts, options.decoding)
-    finish({"bench": "turns.beside", **result, "settings": options.set, "machine": machine()}, options.json)
+    num_chars = options.prompt_tokens * (CHARS_A_TOKEN if options.model == "demo" else 1)
+    manual = find_text("manual").content()
+    prompts = [manual[start : start + num_chars] for start in (0, num_chars, 2 * num_chars)]
+    with tempfile.TemporaryDirectory() as directory:
+        path, dtype = saved_model(options.model, options.layers, Path(directory))
+        settings = options.set if path is None else [f"build.dtype={dtype}", *options.set]
+        with serving(Path(directory, "store"), *settings, model=path) as service:
+            result = run(service, prompts, options.decoding)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    header = {"bench": "turns.beside", "model": options.model, "device": device}
+    finish({**header, **result, "settings": settings, "machine": machine()}, options.json)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Service:
 
     process: "subprocess.Popen[str]"
     url: str
+    model: str = MODEL
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=1200)
@@ -49,9 +50,11 @@ class Service:
 
 
 @contextmanager
-def serving(store: Path, *settings: str) -> Iterator[Service]:
-    """Until the block ends, if it was not killed before."""
+def serving(store: Path, *settings: str, model: Path | None = None) -> Iterator[Service]:
+    """Until the block ends, if it was not killed before. Of the demo model, or that of a directory."""
     options = [part for setting in (*settings, "server.port=0") for part in ("--set", setting)]
+    if model is not None:
+        options += ["--model", str(model)]
     process = subprocess.Popen(
         [*COMMAND, "--store", str(store), *options],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
@@ -61,7 +64,7 @@ def serving(store: Path, *settings: str) -> Iterator[Service]:
         told = next((line for line in process.stdout if line.startswith("{")), None)
         if told is None:
             raise RuntimeError(f"the service ended with {process.wait()} before it was ready")
-        yield Service(process, json.loads(told)["url"])
+        yield Service(process, json.loads(told)["url"], MODEL if model is None else model.name)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -89,14 +92,16 @@ class Reply:
         return self.prompt_tokens - self.cached_tokens
 
 
-def ask(client: openai.OpenAI, messages: list[Any], max_tokens: int, salt: str = "", **fields: Any) -> Reply:
+def ask(
+    client: openai.OpenAI, messages: list[Any], max_tokens: int, salt: str = "", model: str = MODEL, **fields: Any
+) -> Reply:
     """Of the model alone, without a context's name; the whole conversation is sent."""
     since, times, text, usage = time.perf_counter(), [], "", None
     extra = {"cache_salt": salt} if salt else {}
     options: dict[str, Any] = {"include_usage": True}
     create: Any = client.chat.completions.create
     for chunk in create(
-        model=MODEL, messages=messages, max_tokens=max_tokens, stream=True, stream_options=options, extra_body=extra,
+        model=model, messages=messages, max_tokens=max_tokens, stream=True, stream_options=options, extra_body=extra,
         **fields,
     ):  # fmt: skip
         if chunk.choices and chunk.choices[0].delta.content:

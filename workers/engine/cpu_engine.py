@@ -53,6 +53,11 @@ from workers.model.rows import require_tokens
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 
+# Near rows are read from memory, as weights are, so few of them stay: segments are shorter than on a GPU, whose memory
+# their transforms would take.
+GROWTH = Growth(segment_len=512)
+
+
 class CpuEngine:
     """A `StepEngine`. A row's results are the same bits alone and among others, on any number of threads.
 
@@ -79,7 +84,7 @@ class CpuEngine:
                 f"an engine needs at least one row, one slot and one row in a tail, got {max_rows}, {num_slots} and "
                 f"{tail_capacity}"
             )
-        self._growth = growth or Growth()
+        self._growth = growth or GROWTH
         if max_rows > self._growth.least_near:
             raise ConfigError(f"a step has up to {self._growth.least_near} rows, got {max_rows}; leave out some")
         for what, is_asked in (("a KV codec", kv_format), ("a host budget", host_budget)):

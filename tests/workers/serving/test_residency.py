@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -133,6 +134,25 @@ def test_a_context_takes_new_requests_until_it_has_had_its_turn(
             await events.aclose()
             await asyncio.gather(late, waiting)
             assert engine.loads[path_of(built, "heron").name] == (2 if turn_s == 0.0 else 1)
+
+    asyncio.run(main())
+
+
+def test_a_turn_is_as_long_as_loading_took(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident, "TURN_S", 0.0)
+    monkeypatch.setattr(resident, "TURN_LOADS", 1.0)
+
+    class Slow(FullEngine):
+        def add_context(self, context_id, artifact):
+            time.sleep(0.1)
+            super().add_context(context_id, artifact)
+
+    async def main() -> None:
+        async with running(built, Slow(loaded())) as backend:
+            started = time.monotonic()
+            await answer(backend, ask("heron"))
+            [held] = backend._residency._residents.values()
+            assert 0.2 <= held.stays_until - started <= 2 * (time.monotonic() - started)
 
     asyncio.run(main())
 

@@ -52,7 +52,6 @@ from workers.model.cpu.cpu_model import CpuModel
 from workers.model.rows import require_tokens
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
-
 # Near rows are read from memory, as weights are, so few of them stay: segments are shorter than on a GPU, whose memory
 # their transforms would take.
 GROWTH = Growth(segment_len=512)

@@ -112,13 +112,14 @@ class Builder:
 
     async def _begin(self, settle_s: float = 0.0) -> Process:
         await asyncio.sleep(settle_s)
+        # A process group, and no session: where the kernel shares out time by sessions, niceness counts inside one only.
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from workers.cli.standby import main; main()"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # an interrupt of the service is not one of the build
+            process_group=0,  # an interrupt of the service is not one of the build
         )
 
     async def _give_up(self, standby: asyncio.Task[Process]) -> None:
@@ -183,9 +184,9 @@ def _result(said: list[str], exit_code: int, last_words: str) -> dict[str, Any]:
 
 
 def _set_nice(process: Process, nice: int) -> bool:
-    """Behind this process by that much; whether it may be."""
+    """All its threads, behind this process by that much; whether they may be. It leads its process group."""
     try:
-        os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
+        os.setpriority(os.PRIO_PGRP, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
     except OSError:
         return False
     return True

@@ -13,7 +13,7 @@ from workers.serving.inbox import Call, Inbox
 from workers.serving.messages import BadRequestError, Done, Finish, Piece, ServingError, TimedOutError, WorkerLostError
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
-from workers.serving.plan import plan_step
+from workers.serving.plan import StepTimes, plan_step
 from workers.serving.request import Request
 from workers.serving.soundness import Soundness
 from workers.serving.step_engine import StepEngine, StepResult, StepRow
@@ -50,6 +50,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}  # by slot, in the order of admission
         self._free_slots = list(range(engine.num_slots))
         self._num_steps = self._num_watched = 0
+        self._times = StepTimes()
         self._touched: dict[Outlet, None] = {}
 
     def __repr__(self) -> str:
@@ -65,7 +66,8 @@ class Scheduler:
         else:
             self._admit(now)
             self._restore()
-            plan = plan_step([r for r in self._running.values() if r.can_step], self._engine.max_rows)
+            ready = [request for request in self._running.values() if request.can_step]
+            plan = plan_step(ready, self._engine.max_rows, self._times)
             if plan:
                 self._step(plan)
         self._tell()
@@ -192,6 +194,7 @@ class Scheduler:
             return
         ended = self.clock()
         self._num_steps += 1
+        self._times.add(len(rows), ended - started)
         self.metrics.step_s.observe(ended - started)
         self.metrics.batch_rows.observe(len(rows))
         if watched is not None and result.fidelity is not None:

@@ -1,6 +1,7 @@
 """The process that waits for the next build: real ones, of a real command line."""
 
 import asyncio
+import os
 from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,17 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
         assert len(layers[0]) > 2
         assert all(layers[0][name] == layers[1][name] for name in layers[0] if name != "manifest.json")
 
+        assert second is not None and context_build._set_nice(second, 1)
+        threads = {thread.id for thread in psutil.Process(second.pid).threads()}
+        behind = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+        assert behind == {os.getpriority(os.PRIO_PROCESS, 0) + 1}, "all of its threads stand behind"
+
         with monkeypatch.context() as patch:
             patch.setattr(context_build.os, "setpriority", refuse)
             patch.setattr(context_build, "KEEP_S", 0.1)
             await build(texts[0])
         third = builder._used
-        assert third is not None and second is not None and third is not second and second.returncode is not None
+        assert third is not None and third is not second and second.returncode is not None
         async with asyncio.timeout(WAIT_S):
             assert await third.wait() == 0, "it is let go, and ends when nothing more can come, as of a killed service"
         assert builder._used is None

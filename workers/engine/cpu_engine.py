@@ -114,7 +114,7 @@ class CpuEngine:
     def __repr__(self) -> str:
         return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self._requests)} requests>"
 
-    def add_context(self, context_id: int, artifact: Artifact) -> None:
+    def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
         artifact.require_model(self.loaded.fingerprint, self.loaded.geometry)
         artifact.require_tokenizer(self.loaded.tokenizer_hash)
         require_new_context(context_id, self._contexts, artifact, self.max_positions)

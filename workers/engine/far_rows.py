@@ -1,6 +1,6 @@
 """Where a step's selected rows are read from: the context's KV on the device, or slots that its host rows move to."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -75,9 +75,14 @@ class DeviceRows(RowsInPlace):
     def __repr__(self) -> str:
         return f"<DeviceRows {len(self._kv)}/{self._shape.num_contexts} contexts>"
 
-    def load(self, context_id: int, layers: Iterable[Tensor]) -> None:
+    def load(
+        self, context_id: int, layers: Iterable[Tensor], tell: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
         """Take a context's KV, layer by layer as `context_layers` gives it; copied unless it is there."""
-        kept = [layer.to(self._device).contiguous() for layer in layers]
+        kept = list[Tensor]()
+        for layer in layers:
+            kept.append(layer.to(self._device).contiguous())
+            tell(len(kept), self._shape.num_layers)
         self._kv[context_id] = kept
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)
         self._lens[context_id] = kept[0].shape[1]

@@ -154,12 +154,12 @@ class GpuEngine:
         """Whether memory is planned and steps are captured, for the contexts that there are."""
         return self._placing.placed is not None
 
-    def add_context(self, context_id: int, artifact: Artifact) -> None:
+    def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
         require_new_context(context_id, self._places, artifact, self.max_positions)
         artifact = self.model.open(artifact)
         placed = self._placing.start_for(artifact, self.model, is_used=bool(self._places or self._requests))
         place = next(i for i in range(self._num_contexts + 1) if i not in self._places.values())
-        placed.add_context(place, artifact)
+        placed.add_context(place, artifact, meanwhile)
         self._places[context_id] = place
 
     def remove_context(self, context_id: int) -> None:

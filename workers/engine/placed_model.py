@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -93,8 +94,11 @@ class PlacedModel:
         if isinstance(self.attention, SearchOnHost):
             self.attention.close()
 
-    def add_context(self, context_id: int, artifact: Artifact) -> None:
-        """Load one, between steps; it is open until it is removed. Raises MemoryPlanError where there is no room."""
+    def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Load one, between steps; it is open until it is removed. Raises MemoryPlanError where there is no room.
+
+        meanwhile: called after each layer, for steps over other contexts.
+        """
         if not 0 <= context_id < self.shape.num_contexts:
             raise MemoryPlanError(
                 f"there is room for {self.shape.num_contexts} contexts at the same time; remove one, or start the "
@@ -103,7 +107,7 @@ class PlacedModel:
         assert context_id not in self.artifacts, f"there is a context {context_id} already"
         self._require_fit(artifact)
         plan_context(self.shape, artifact, self.placement).require(self.model.available(self.device))
-        self._load(context_id, artifact)
+        self._load(context_id, artifact, meanwhile)
 
     def has_room_for(self, artifact: Artifact) -> bool:
         """Whether it was planned for such contexts."""
@@ -164,15 +168,19 @@ class PlacedModel:
             return cached, SearchOnDevice(shape, index, cached, device, tails, self.own, sinks)
         return cached, SearchOnHost(shape, index, cached, self._searcher, device, tails, self.own, sinks)
 
-    def _load(self, context_id: int, artifact: Artifact) -> None:
+    def _load(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None]) -> None:
         """All of it, or nothing: who makes room and comes again finds what it held free, and no page locked."""
         with ExitStack() as undo:
             with self._together():
-                self._load_parts(context_id, artifact, undo)
+                self._load_parts(context_id, artifact, undo, meanwhile)
             undo.pop_all()
         self.artifacts[context_id] = artifact
 
-    def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack) -> None:
+    def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack, meanwhile: Callable[[], None]) -> None:
+        def tell(what: str, done: int, total: int) -> None:
+            self._on_progress(what, done, total)
+            meanwhile()
+
         if isinstance(self.far, LatentPlaces):
             self.far.load(context_id, artifact.local_kv())
             undo.callback(self.far.unload, context_id)
@@ -180,11 +188,11 @@ class PlacedModel:
         built = artifact.local_kv() if isinstance(self.far, CachedLatents) else artifact.indexed_kv()
         layers = context_layers(self.shape, built)
         if isinstance(self.far, DeviceRows):
-            self.far.load(context_id, layers)
+            self.far.load(context_id, layers, partial(tell, "loading KV"))
             undo.callback(self.far.unload, context_id)
             kv = self.far.layers(context_id)
         else:
-            self._pinned[context_id] = pinned = self._pin(list(layers))
+            self._pinned[context_id] = pinned = self._pin(list(layers), partial(tell, "pinning host memory"))
             undo.callback(lambda: self._pinned.pop(context_id).close())
             kv = pinned.layers
             self.far.load(context_id, pinned)
@@ -197,7 +205,8 @@ class PlacedModel:
             self._searcher.load(context_id, artifact)
             undo.callback(self._searcher.unload, context_id)
         elif isinstance(self.attention, SearchOnDevice):
-            self.attention.load(context_id, kv, self._index_on_device(artifact), plain)
+            index = self._index_on_device(artifact, partial(tell, "loading the index"))
+            self.attention.load(context_id, kv, index, plain)
             undo.callback(self.attention.unload, context_id)
         if self._next_query is not None:
             for number, layer_idx in enumerate(self._spec.indexed_layers[1:]):
@@ -205,10 +214,7 @@ class PlacedModel:
         if self.local is not None:
             self.local.load(context_id, artifact.local_kv(), artifact.states())
 
-    def _pin(self, kv: Sequence[Tensor]) -> PinnedRows:
-        def tell(done: int, total: int) -> None:
-            self._on_progress("pinning host memory", done, total)
-
+    def _pin(self, kv: Sequence[Tensor], tell: Callable[[int, int], None]) -> PinnedRows:
         pinned = PinnedRows(kv, progress=tell)
         if not pinned.pinned:
             raise PinningError(
@@ -217,11 +223,11 @@ class PlacedModel:
             )
         return pinned
 
-    def _index_on_device(self, artifact: Artifact) -> list[DeviceLayerIndex]:
+    def _index_on_device(self, artifact: Artifact, tell: Callable[[int, int], None]) -> list[DeviceLayerIndex]:
         layers = []
         for number, index in enumerate(artifact.indexes(), 1):
             layers.append(to_device(index, self.device))
-            self._on_progress("loading the index", number, self.shape.num_layers)
+            tell(number, self.shape.num_layers)
         return layers
 
 

@@ -103,7 +103,8 @@ class SplitEngine:
         """Of the other processes."""
         return self._followers.pids
 
-    def add_context(self, context_id: int, artifact: Artifact) -> None:
+    def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """All processes load at the same time: no step is made meanwhile."""
         require_new_context(context_id, self._context_ids, artifact, self.max_positions)
         with self._all_at_once("add_context", context_id, artifact.path):
             with self._devices.together():

@@ -112,7 +112,7 @@ class Builder:
 
     async def _begin(self, settle_s: float = 0.0) -> Process:
         await asyncio.sleep(settle_s)
-        # A process group, and no session: where the kernel shares out time by sessions, niceness counts inside one only.
+        # A process group, and no session: where the kernel shares time out by sessions, niceness counts inside one.
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from workers.cli.standby import main; main()"),
             stdin=asyncio.subprocess.PIPE,

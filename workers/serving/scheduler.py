@@ -47,6 +47,7 @@ class Scheduler:
         self.soundness = Soundness(engine)
         self._engine, self._stop_ids = engine, stop_ids
         self._queue: deque[Request] = deque()
+        self._calls: deque[Call] = deque()
         self._running: dict[int, Request] = {}  # by slot, in the order of admission
         self._free_slots = list(range(engine.num_slots))
         self._num_steps = self._num_watched = 0
@@ -59,23 +60,19 @@ class Scheduler:
     def turn(self) -> float | None:
         """Take in what came, and make one step. Returns how long nothing will have to be done; None: for ever."""
         self._take_in()
+        self._run_calls()
         now = self.clock()
         self._end_late(now)
         if self.soundness.fault is not None:
             self._fail_while_unsound(now)
         else:
-            self._admit(now)
-            self._restore()
-            ready = [request for request in self._running.values() if request.can_step]
-            plan = plan_step(ready, self._engine.max_rows, self._times)
-            if plan:
-                self._step(plan)
+            self._go_on(now)
         self._tell()
         return self._idle_s()
 
     def load(self, context_id: int, artifact: Artifact) -> None:
         """On the engine's thread (see `Inbox.call`); the artifact is open, checked and warm."""
-        self._engine.add_context(context_id, artifact)
+        self._engine.add_context(context_id, artifact, self._while_loading)
         self.soundness.contexts.add(context_id)
 
     def unload(self, context_id: int) -> None:
@@ -86,6 +83,7 @@ class Scheduler:
     def fail_all(self, error: ServingError) -> None:
         """End every request."""
         self._take_in()
+        self._run_calls()
         for request in [*self._queue, *self._running.values()]:
             self._end(request, "failed", error)
         self._tell()
@@ -101,6 +99,28 @@ class Scheduler:
         assert not any(request.is_over for request in known), "a request that is over is still here"
         assert self.flow.num_in_flight >= len(known), f"{self!r} has requests without a place"
 
+    def _go_on(self, now: float) -> None:
+        """With a step, if there is anything to do."""
+        self._admit(now)
+        self._restore()
+        ready = [request for request in self._running.values() if request.can_step]
+        plan = plan_step(ready, self._engine.max_rows, self._times)
+        if plan:
+            self._step(plan)
+
+    def _while_loading(self) -> None:
+        """All of a turn but calls, which may load and remove contexts: they wait."""
+        self._take_in()
+        now = self.clock()
+        self._end_late(now)
+        if self.soundness.fault is None:
+            self._go_on(now)
+        self._tell()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            _run(self._calls.popleft())
+
     def _take_in(self) -> None:
         news = self.inbox.take()
         self._queue.extend(news.arrived)
@@ -108,8 +128,7 @@ class Scheduler:
         for request in news.cancelled:
             if not request.is_over:  # in a step that took long, its time may have passed before it was given up
                 self._end(request, "timeout" if now >= request.deadline else "cancelled", None)
-        for call in news.calls:
-            _run(call)
+        self._calls.extend(news.calls)
 
     def _end_late(self, now: float) -> None:
         """End what took too long, and what nobody reads."""

@@ -73,8 +73,11 @@ class StepEngine(Protocol):
     max_positions: int
     num_layers: int
 
-    def add_context(self, context_id: int, artifact: Artifact) -> None:
-        """Load; the artifact stays open until `remove_context`. Raises a sentence where it does not fit."""
+    def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Load; the artifact stays open until `remove_context`. Raises a sentence where it does not fit.
+
+        meanwhile: called now and then where it takes long; it may do all but load and remove contexts.
+        """
         ...
 
     def remove_context(self, context_id: int) -> None:

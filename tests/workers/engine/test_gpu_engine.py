@@ -98,7 +98,14 @@ def test_requests_over_contexts_that_come_and_go_answer_as_on_the_cpu(
     try:
         ready.add_context(7, artifacts[0])
         assert answer(ready, 2, 7, QUESTIONS[0], selector) == want[0]
-        ready.add_context(9, artifacts[1])
+        said = list[list[int]]()
+
+        def meanwhile() -> None:
+            if not said or DEVICE.type != "cpu":  # there, one is enough
+                said.append(answer(ready, 2, 7, QUESTIONS[0], selector))
+
+        ready.add_context(9, artifacts[1], meanwhile)
+        assert said and all(told == want[0] for told in said)
         together = run_together(ready, [(0, 7), (1, 9)], selector)
         assert together == want
         ready.remove_context(7)

@@ -42,7 +42,7 @@ class FullEngine:
         self.num_steps = 0
         self.is_closed = False
 
-    def add_context(self, context_id: int, artifact: Artifact) -> None:
+    def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
         assert context_id not in self.contexts
         self.contexts[context_id] = [artifact.layer_kv(i).float().numpy() for i in range(self.num_layers)]
 

@@ -232,7 +232,7 @@ def test_whoever_waits_too_long_over_http_is_told_in_time_and_counted(built: Pat
 
 def test_contexts_that_do_not_fit_take_turns(built: Path) -> None:
     class Small(FullEngine):
-        def add_context(self, context_id, artifact):
+        def add_context(self, context_id, artifact, meanwhile):
             if len(self.contexts) == 2:
                 raise MemoryPlanError("two contexts are all that fits")
             super().add_context(context_id, artifact)

@@ -34,7 +34,7 @@ class Counting(FullEngine):
         super().__init__(loaded(), **options)
         self.loads: Counter[str] = Counter()
 
-    def add_context(self, context_id, artifact):
+    def add_context(self, context_id, artifact, meanwhile):
         super().add_context(context_id, artifact)
         self.loads[artifact.path.name] += 1
 
@@ -51,10 +51,10 @@ async def within(store: Path, engine: FullEngine, budget: int | None) -> AsyncIt
     async with LocalBackend(engine, loaded(), settings) as backend:
         add = engine.add_context
 
-        def checked(context_id: int, artifact: Any) -> None:
+        def checked(context_id: int, artifact: Any, meanwhile: Any) -> None:
             backend._residency.check()
             assert backend._residency.held_bytes >= sum(context_bytes(artifact.spec))
-            add(context_id, artifact)
+            add(context_id, artifact, meanwhile)
 
         engine.add_context = checked  # type: ignore[method-assign]
         yield backend
@@ -143,7 +143,7 @@ def test_a_turn_is_as_long_as_loading_took(built: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(resident, "TURN_LOADS", 1.0)
 
     class Slow(FullEngine):
-        def add_context(self, context_id, artifact):
+        def add_context(self, context_id, artifact, meanwhile):
             time.sleep(0.1)
             super().add_context(context_id, artifact)
 

@@ -1,13 +1,17 @@
 """Continuous batching, turn by turn: the right tokens, fair steps, and every way in which a request can end."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from csattn.artifact import open_artifact
 from tests.tiny import loaded, token_ids
+from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import alone, make_request, make_scheduler, read, run
+from tests.workers.serving.test_preparation import path_of
 from workers.serving.messages import (
     Done,
     Piece,
@@ -127,6 +131,38 @@ def test_a_question_beside_others_makes_no_step_longer_than_it_may(built: Path) 
         times.add(sizes[-1], 0.020 + 0.005 * sizes[-1])
         assert [num_rows for _, num_rows in plan[:4]] == [1] * 4
     assert set(sizes) == {4, 7, 8, 9} and sizes.count(4) <= 4 and sizes.count(9) > 950, "ten take 70 ms"
+
+
+def test_steps_go_on_while_a_context_is_loaded(built: Path) -> None:
+    """What would load or remove another waits until it is; requests that come are begun, and end."""
+
+    class Slow(FullEngine):
+        def add_context(self, context_id, artifact, meanwhile=lambda: None):
+            for part in range(6):
+                parts.append((part, list(ended)))
+                meanwhile()
+            super().add_context(context_id, artifact)
+
+    parts, ended = list[tuple[int, list[str]]](), list[str]()
+    scheduler, engine, _ = make_scheduler(built, Slow(loaded()))
+    alone_said = alone(built, {"max_new_tokens": 30})[1]
+    scheduler.unload(2)
+    parts.clear()
+    first = make_request(scheduler, max_new_tokens=30)
+    scheduler.turn()
+    with open_artifact(path_of(built, SECRETS[2])) as artifact:
+        load = scheduler.inbox.call(partial(scheduler.load, 2, artifact))
+        unload = scheduler.inbox.call(lambda: (ended.append("unloaded"), scheduler.unload(1)))
+        short, before = make_request(scheduler, max_new_tokens=2), len(first.token_ids)
+        cancelled = make_request(scheduler, max_new_tokens=20)
+        scheduler.inbox.cancel(cancelled)
+        scheduler.turn()
+    assert load.done() and not load.exception() and unload.done() and 2 in engine.contexts and 1 not in engine.contexts
+    assert [part for part, _ in parts] == list(range(6)) and not any(done for _, done in parts) and ended
+    assert len(first.token_ids) == before + 7, "a step for each part, and the turn's own"
+    assert short.is_over and cancelled.is_over
+    run(scheduler)
+    assert read(first)[0] == alone_said
 
 
 def test_a_stop_string_ends_the_answer_before_it(built: Path) -> None:

@@ -125,7 +125,7 @@ def _register_all(
                 register(at, chunk[1] - at, read_only)
                 chunks.append(chunk)
                 progress(sum(end - begin for begin, end in chunks), total)
-    except PinningError:
+    except BaseException:
         _release(chunks, unregister)
         raise
     return chunks

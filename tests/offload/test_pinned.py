@@ -101,6 +101,17 @@ def test_a_refusal_in_the_middle_leaves_nothing_locked() -> None:
     rows.close()
 
 
+def test_an_error_of_who_is_told_leaves_nothing_locked() -> None:
+    driver = FakeDriver()
+
+    def tell(done: int, total: int) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        driver.pin(make_layers(), progress=tell)
+    assert driver.most == 1 and not driver.registered
+
+
 def test_memory_that_cannot_be_written_is_registered_as_such() -> None:
     driver = FakeDriver(refuses_read_write=True, refuses_read_only=False)
     with_rows = driver.pin(make_layers())

@@ -171,7 +171,7 @@ class OwnContexts:
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
             source = ["--tokens", str(ids_path)]
-            result = await self._builder.build(source, directory, lambda share, what: None, nice=4)
+            result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
             refusal = _refusal(self.setbacks.add(key, len(ids), str(error)))
             _log.warning("%s", refusal)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.chat_models import TEMPLATES, chat_model
 from tests.tiny import loaded
-from workers.serving.grammar import Grammar, Grammars
+from workers.serving.grammar import Grammar, Grammars, _require_moderate
 from workers.serving.messages import Ask, BadRequestError, Sampling, Tool, Turn
 from workers.serving.request import Writer
 from workers.serving.speech import speech_of
@@ -189,6 +189,13 @@ def test_what_no_answer_can_be_held_to_is_said_beforehand(schema: Any, words: st
         with pytest.raises(BadRequestError, match=f"{words}|tools: bad") as refused:
             Grammars(model).make_now(ask(tools=(TOOLS[0], tool), must_call=("bad",)), form)
         assert refused.value.param == "tools: bad"
+
+
+@pytest.mark.parametrize(("keyword", "most"), [("maxItems", 10_000), ("multipleOf", 100_000)])
+def test_what_is_too_costly_begins_behind_the_most_that_is_told(keyword: str, most: int) -> None:
+    _require_moderate([("x", {keyword: most})])
+    with pytest.raises(BadRequestError, match=f"too costly.* {most:,}"):
+        _require_moderate([("x", {keyword: most + 1})])
 
 
 def test_an_answer_without_an_end_token_goes_on_while_it_may() -> None:

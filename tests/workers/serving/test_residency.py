@@ -157,6 +157,28 @@ def test_a_turn_is_as_long_as_loading_took(built: Path, monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
+def test_what_a_request_uses_or_waits_for_is_in_use(built: Path) -> None:
+    path, seen = path_of(built, "heron"), list[bool]()
+
+    class Looking(FullEngine):
+        def add_context(self, context_id, artifact, meanwhile):
+            seen.append(backend._residency.is_used(path))
+            super().add_context(context_id, artifact)
+
+    async def main() -> None:
+        nonlocal backend
+        async with running(built, Looking(loaded(), tail_capacity=600)) as backend:
+            assert not backend._residency.is_used(path)
+            events = backend.generate(ask("heron", max_new_tokens=400))
+            await anext(events)
+            assert seen == [True] and backend._residency.is_used(path)
+            await events.aclose()
+            await until(lambda: not backend._residency.is_used(path))
+
+    backend: Any = None
+    asyncio.run(main())
+
+
 def test_who_came_first_leaves_first_and_no_more_than_is_needed() -> None:
     given = [resident.Resident(number, None, num_bytes=10, stays_until=float(3 - number)) for number in range(3)]
     assert resident.choose_leaving(given, 15, 0.5) == 1.0 and not any(one.is_leaving for one in given)

@@ -52,6 +52,17 @@ MEANS = (
     ),
     ("`lists`", "1538", ("lists",)),
 )
+SELECTORS = {  # contenders of `bench.accuracy selectors`: names
+    "exact": "exact Top-K, the others dropped",
+    "default": "**csattn, `default`**",
+    "pqcache": "PQCache",
+    "lists": "csattn, `lists`",
+    "magicpig": "MagicPIG, K = 10, L = 150",
+    "sparq": "SparQ",
+    "quest": "Quest",
+    "h2o": "H2O",
+    "window": "StreamingLLM: sinks and window alone",
+}
 LM_EVAL = (
     "`python -m bench.lm_eval` has [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness), unmodified, ask the "
     "service RULER's questions, each selection the same ones. The demo model is small and fails",
@@ -208,6 +219,34 @@ def score_cell(of: Case) -> str:
     if of["variant"] == "full attention":
         return f"{of['score']:.2f} ± {of['stderr']:.2f}"
     return f"{of['score']:.2f} ({of['difference']:+.2f} ± {of['difference_stderr']:.2f})"
+
+
+def selectors() -> list[str]:
+    """KL of other ways to choose rows, and what they hold and read: means over the texts, of KL the geometric ones."""
+    lines = [
+        "| | KL at 2 % (× exact) | KL at 5 % (× exact) | bytes a key and KV head to choose by "
+        "| MB a token reads to choose | and fetches, at 2 % |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for contender, name in SELECTORS.items():
+        kls = [f"{selectors_kl(contender, keep):.4f} ({selectors_times(contender, keep)})" for keep in (0.02, 0.05)]
+        of = [c for c in measured("selectors.json") if c["contender"] == contender and c["keep"] == 0.02]
+        index, *read = (
+            math.fsum(c[field] for c in of) / len(of)
+            for field in ("index_bytes_per_key", "search_bytes_per_step", "moved_bytes_per_step")
+        )
+        cells = [*kls, f"{index:.0f}", *(f"{num_bytes / 1e6:.1f}" for num_bytes in read)]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def selectors_kl(contender: str, keep: float) -> float:
+    kls = [c["kl"] for c in measured("selectors.json") if c["contender"] == contender and c["keep"] == keep]
+    return math.exp(math.fsum(map(math.log, kls)) / len(kls))
+
+
+def selectors_times(contender: str, keep: float) -> str:
+    return ratio(selectors_kl(contender, keep) / selectors_kl("exact", keep))
 
 
 def steps() -> list[str]:
@@ -397,6 +436,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("docs/quality.md", "kl"): quality,
     ("docs/quality.md", "lm-eval"): lm_eval,
     ("docs/quality.md", "why"): why,
+    ("docs/compare.md", "selectors"): selectors,
     ("bench/README.md", "hisa"): hisa,
     ("bench/log.md", "builds"): builds,
     ("docs/operate.md", "plan"): capacity,

@@ -112,14 +112,13 @@ class Builder:
 
     async def _begin(self, settle_s: float = 0.0) -> Process:
         await asyncio.sleep(settle_s)
-        # A process group, and no session: where the kernel shares time out by sessions, niceness counts inside one.
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from workers.cli.standby import main; main()"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
-            process_group=0,  # an interrupt of the service is not one of the build
+            start_new_session=True,  # an interrupt of the service is not one of the build
         )
 
     async def _give_up(self, standby: asyncio.Task[Process]) -> None:
@@ -189,6 +188,8 @@ def _set_nice(process: Process, nice: int) -> bool:
         os.setpriority(os.PRIO_PGRP, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
     except OSError:
         return False
+    with contextlib.suppress(OSError):  # where the kernel shares time out by sessions, niceness counts inside one only
+        Path(f"/proc/{process.pid}/autogroup").write_text(str(nice))
     return True
 
 

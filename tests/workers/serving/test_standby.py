@@ -78,6 +78,9 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
         threads = {thread.id for thread in psutil.Process(second.pid).threads()}
         behind = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
         assert behind == {os.getpriority(os.PRIO_PROCESS, 0) + 1}, "all of its threads stand behind"
+        shares = Path("/proc/sys/kernel/sched_autogroup_enabled")
+        if os.geteuid() == 0 and shares.exists() and shares.read_text().strip() == "1":  # others may not so soon again
+            assert Path(f"/proc/{second.pid}/autogroup").read_text().split()[-1] == "1"
 
         with monkeypatch.context() as patch:
             patch.setattr(context_build.os, "setpriority", refuse)

@@ -6,8 +6,8 @@ python -m bench.figures --check   exits with 1 where one is not what its result 
 
 import argparse
 import json
-import math
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -192,7 +192,7 @@ def geometric_mean(values: list[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "1"  # exact itself
-    return ratio(math.exp(sum(map(math.log, known)) / len(known)))
+    return ratio(statistics.geometric_mean(known))
 
 
 def lm_eval() -> list[str]:
@@ -232,7 +232,7 @@ def selectors() -> list[str]:
         kls = [f"{selectors_kl(contender, keep):.4f} ({selectors_times(contender, keep)})" for keep in (0.02, 0.05)]
         of = [c for c in measured("selectors.json") if c["contender"] == contender and c["keep"] == 0.02]
         index, *read = (
-            math.fsum(c[field] for c in of) / len(of)
+            statistics.fmean(c[field] for c in of)
             for field in ("index_bytes_per_key", "search_bytes_per_step", "moved_bytes_per_step")
         )
         cells = [*kls, f"{index:.0f}", *(f"{num_bytes / 1e6:.1f}" for num_bytes in read)]
@@ -241,8 +241,8 @@ def selectors() -> list[str]:
 
 
 def selectors_kl(contender: str, keep: float) -> float:
-    kls = [c["kl"] for c in measured("selectors.json") if c["contender"] == contender and c["keep"] == keep]
-    return math.exp(math.fsum(map(math.log, kls)) / len(kls))
+    cases = [c for c in measured("selectors.json") if c["contender"] == contender and c["keep"] == keep]
+    return statistics.geometric_mean(c["kl"] for c in cases)
 
 
 def selectors_times(contender: str, keep: float) -> str:
@@ -375,12 +375,12 @@ def published() -> list[str]:
 def builds() -> list[str]:
     head = "| tokens | prefill alone, s | with the index | written, too | GB/s | index, of a 16-bit KV |"
     lines = [head, "|---:|---:|---:|---:|---:|---:|"]
-    cases = measured("build-h100.json")
-    for number, of in enumerate(cases):
-        again = any(before["context_len"] == of["context_len"] for before in cases[:number])
+    seen = set[int]()
+    for of in measured("build-h100.json"):
         seconds = " | ".join(f"{of[name]:.2f}" for name in ("prefill_s", "with_index_s", "written_s"))
         rate = of["artifact_bytes"] / of["written_s"] / 1e9
-        length = f"{of['context_len']:,}{', once more' if again else ''}"
+        length = f"{of['context_len']:,}{', once more' if of['context_len'] in seen else ''}"
+        seen.add(of["context_len"])
         lines.append(f"| {length} | {seconds} | {rate:.2f} | {of['index_over_16_bit_kv']:.1%} |")
     one, two = measured("build-gpus-h100.json")
     rates = " and ".join(f"{(16 - of['num_gpus']) / of['between_s']:.2f}" for of in (one, two))

@@ -61,13 +61,7 @@ class Scheduler:
         """Take in what came, and make one step. Returns how long nothing will have to be done; None: for ever."""
         self._take_in()
         self._run_calls()
-        now = self.clock()
-        self._end_late(now)
-        if self.soundness.fault is not None:
-            self._fail_while_unsound(now)
-        else:
-            self._go_on(now)
-        self._tell()
+        self._go_on()
         return self._idle_s()
 
     def load(self, context_id: int, artifact: Artifact) -> None:
@@ -99,23 +93,25 @@ class Scheduler:
         assert not any(request.is_over for request in known), "a request that is over is still here"
         assert self.flow.num_in_flight >= len(known), f"{self!r} has requests without a place"
 
-    def _go_on(self, now: float) -> None:
+    def _go_on(self) -> None:
         """With a step, if there is anything to do."""
-        self._admit(now)
-        self._restore()
-        ready = [request for request in self._running.values() if request.can_step]
-        plan = plan_step(ready, self._engine.max_rows, self._times)
-        if plan:
-            self._step(plan)
+        now = self.clock()
+        self._end_late(now)
+        if self.soundness.fault is not None:
+            self._fail_while_unsound(now)
+        else:
+            self._admit(now)
+            self._restore()
+            ready = [request for request in self._running.values() if request.can_step]
+            plan = plan_step(ready, self._engine.max_rows, self._times)
+            if plan:
+                self._step(plan)
+        self._tell()
 
     def _while_loading(self) -> None:
         """All of a turn but calls, which may load and remove contexts: they wait."""
         self._take_in()
-        now = self.clock()
-        self._end_late(now)
-        if self.soundness.fault is None:
-            self._go_on(now)
-        self._tell()
+        self._go_on()
 
     def _run_calls(self) -> None:
         while self._calls:

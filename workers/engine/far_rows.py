@@ -13,6 +13,7 @@ from offload.codecs.layers import encode_layer
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
 from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes
+from offload.staging import copy_to_device
 from workers.engine.shape import EngineShape
 
 
@@ -81,11 +82,18 @@ class DeviceRows(RowsInPlace):
         """Take a context's KV, layer by layer as `context_layers` gives it; copied unless it is there."""
         kept = list[Tensor]()
         for layer in layers:
-            kept.append(layer.to(self._device).contiguous())
+            kept.append(self._taken(layer))
             tell(len(kept), self._shape.num_layers)
         self._kv[context_id] = kept
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)
         self._lens[context_id] = kept[0].shape[1]
+
+    def _taken(self, layer: Tensor) -> Tensor:
+        if layer.device == self._device:
+            return layer.contiguous()
+        taken = torch.empty(layer.shape, dtype=layer.dtype, device=self._device)
+        copy_to_device(layer.contiguous(), taken)
+        return taken
 
     def layers(self, context_id: int) -> list[Tensor]:
         """A context's KV, on the device."""

@@ -25,6 +25,7 @@ from csattn.selection import join_choices
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
+from workers.engine.beside import thread_beside
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.latent_memory import CachedLatents
@@ -37,7 +38,7 @@ from workers.engine.own_choice import (
     require_plain_rows,
     rows_read,
 )
-from workers.engine.own_on_device import join_on_device, place_segment, thread_beside
+from workers.engine.own_on_device import join_on_device, place_segment
 from workers.engine.own_segments import OwnSegments
 from workers.engine.placed_model import Progress
 from workers.engine.placing import Placing
@@ -138,7 +139,7 @@ class GpuEngine:
             kv_format=kv_format,
         )
         device = device or torch.device("cuda", 0)
-        self._beside = thread_beside(device)
+        self._beside = thread_beside(device, "own-segments")
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))

@@ -15,6 +15,7 @@ from csattn.cuda import cuda_kernel
 from csattn.models.spec import LatentSpec
 from offload.pinned import PinnedRows
 from offload.slot_cache import SlotCache
+from offload.staging import copy_to_device
 from workers.engine.far_rows import cache_shape
 from workers.engine.own_choice import least_slots
 from workers.engine.shape import EngineShape
@@ -89,7 +90,7 @@ class LatentPlaces:
         """Copy a context's rows, [1, context_len, 2, head_dim] of each layer. No step may be in flight."""
         context_len = self._shape.require_context(layers)
         for place, rows in zip(self._contexts[:, context_id], layers, strict=True):
-            place[:context_len].copy_(rows.view(context_len, -1))
+            copy_to_device(rows, place[:context_len])
         self._numbers.lens[context_id] = context_len
 
     def unload(self, context_id: int) -> None:

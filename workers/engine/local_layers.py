@@ -11,6 +11,7 @@ from csattn.attention.device import DeviceAttention, RowSource, row_sources
 from csattn.batch import StepRows, make_device_selection
 from csattn.models.spec import DeltaSpec, ModelSpec
 from csattn.reach import Reach
+from offload.staging import copy_to_device
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 from workers.model.ops import DeltaState
@@ -123,7 +124,7 @@ class _Place:
         return self._rows.nbytes + self.tails.nbytes
 
     def load(self, context_id: int, kv: Tensor) -> None:
-        self._rows[0, context_id, : kv.shape[:2].numel()].view(kv.shape).copy_(kv)
+        copy_to_device(kv, self._rows[0, context_id, : kv.shape[:2].numel()])
         self._lens[context_id] = kv.shape[1]
 
 

@@ -1,7 +1,6 @@
 """Segments of requests' own rows on a GPU: searched and attended to as contexts that belong to one request each."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +14,7 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.index import BY_HEAD
 from csattn.sketch.own import own_keep, own_top_k
+from workers.engine.beside import finish_beside
 from workers.engine.far_rows import RowsInPlace
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
@@ -76,21 +76,10 @@ class OwnOnDevice:
         return self._search.chosen(layer_idx, self._rows[rows.batch_size])
 
 
-def thread_beside(device: torch.device) -> ThreadPoolExecutor:
-    """For `OwnSegments`: steps wait for nothing that it does on the device."""
-
-    def take_a_stream() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-    return ThreadPoolExecutor(1, "own-segments", take_a_stream)
-
-
 def place_segment(segment: Sequence[SketchIndex], device: torch.device) -> list[DeviceLayerIndex]:
     """One segment's sketch of each layer, ready to be read by any stream."""
     layers = [to_device(sketch, device) for sketch in segment]
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    finish_beside(device)
     return layers
 
 
@@ -102,8 +91,7 @@ def join_on_device(before: Sequence[DeviceSketch], segment: Sequence[DeviceSketc
         parts = {name: torch.cat([getattr(sketch, name), getattr(more, name)], dim=1) for name in BY_HEAD}
         starts = torch.cat([sketch.segment_starts, more.segment_starts + num_rows])
         layers.append(DeviceSketch(segment_starts=starts, **parts))
-    if layers[0].codes.is_cuda:  # a segment's memory goes back to the stream that it was placed by
-        torch.cuda.current_stream(layers[0].codes.device).synchronize()
+    finish_beside(layers[0].codes.device)  # a segment's memory goes back to the stream that it was placed by
     return layers
 
 

@@ -16,6 +16,7 @@ from offload.errors import MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
 from workers.engine.attend_all import AttendAll, StreamedRows
 from workers.engine.attend_latents import AttendLatents
+from workers.engine.beside import finish_beside, run_beside, thread_beside
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.local_layers import LocalLayers
@@ -64,6 +65,7 @@ class PlacedModel:
         self.artifacts: dict[int, Artifact] = {}
         self._pinned: dict[int, PinnedRows] = {}
         self._searcher = searcher
+        self._loader = thread_beside(device, "loading")
         self._spec = model.spec
         weights = model.take(device)
         sinks = _sinks_of(weights)
@@ -88,6 +90,7 @@ class PlacedModel:
 
     def close(self) -> None:
         """Give page locks back. No step may be in flight."""
+        self._loader.shutdown()
         self._wait()
         for pinned in self._pinned.values():
             pinned.close()
@@ -95,9 +98,9 @@ class PlacedModel:
             self.attention.close()
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Load one, between steps; it is open until it is removed. Raises MemoryPlanError where there is no room.
+        """Load one; it is open until it is removed. Raises MemoryPlanError where there is no room.
 
-        meanwhile: called after each layer, for steps over other contexts.
+        meanwhile: called until it is loaded, for steps over other contexts.
         """
         if not 0 <= context_id < self.shape.num_contexts:
             raise MemoryPlanError(
@@ -172,27 +175,30 @@ class PlacedModel:
         """All of it, or nothing: who makes room and comes again finds what it held free, and no page locked."""
         with ExitStack() as undo:
             with self._together():
-                self._load_parts(context_id, artifact, undo, meanwhile)
+                run_beside(self._loader, partial(self._load_parts, context_id, artifact, undo), meanwhile)
+                if isinstance(self.attention, SearchOnHost):
+                    assert self._searcher is not None
+                    self._searcher.load(context_id, artifact)
+                    undo.callback(self._searcher.unload, context_id)
             undo.pop_all()
         self.artifacts[context_id] = artifact
 
-    def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack, meanwhile: Callable[[], None]) -> None:
-        def tell(what: str, done: int, total: int) -> None:
-            self._on_progress(what, done, total)
-            meanwhile()
-
+    def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack) -> None:
+        """All that lies in places of its own, which steps over other contexts do not read."""
         if isinstance(self.far, LatentPlaces):
             self.far.load(context_id, artifact.local_kv())
             undo.callback(self.far.unload, context_id)
-            return
+            return finish_beside(self.device)
         built = artifact.local_kv() if isinstance(self.far, CachedLatents) else artifact.indexed_kv()
         layers = context_layers(self.shape, built)
         if isinstance(self.far, DeviceRows):
-            self.far.load(context_id, layers, partial(tell, "loading KV"))
+            self.far.load(context_id, layers, partial(self._on_progress, "loading KV"))
             undo.callback(self.far.unload, context_id)
             kv = self.far.layers(context_id)
         else:
-            self._pinned[context_id] = pinned = self._pin(list(layers), partial(tell, "pinning host memory"))
+            self._pinned[context_id] = pinned = self._pin(
+                list(layers), partial(self._on_progress, "pinning host memory")
+            )
             undo.callback(lambda: self._pinned.pop(context_id).close())
             kv = pinned.layers
             self.far.load(context_id, pinned)
@@ -201,11 +207,8 @@ class PlacedModel:
         if isinstance(self.attention, SearchOnHost):
             self.attention.load(context_id, kv, artifact.indexes(), plain)
             undo.callback(self.attention.unload, context_id)
-            assert self._searcher is not None
-            self._searcher.load(context_id, artifact)
-            undo.callback(self._searcher.unload, context_id)
         elif isinstance(self.attention, SearchOnDevice):
-            index = self._index_on_device(artifact, partial(tell, "loading the index"))
+            index = self._index_on_device(artifact, partial(self._on_progress, "loading the index"))
             self.attention.load(context_id, kv, index, plain)
             undo.callback(self.attention.unload, context_id)
         if self._next_query is not None:
@@ -213,6 +216,7 @@ class PlacedModel:
                 self._next_query[context_id, number].copy_(torch.tensor(artifact.next_query(layer_idx - 1)))
         if self.local is not None:
             self.local.load(context_id, artifact.local_kv(), artifact.states())
+        finish_beside(self.device)
 
     def _pin(self, kv: Sequence[Tensor], tell: Callable[[int, int], None]) -> PinnedRows:
         pinned = PinnedRows(kv, progress=tell)

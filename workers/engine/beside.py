@@ -1,0 +1,36 @@
+"""Work on a device beside its steps, by a thread and on a stream of its own."""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+
+import torch
+
+_PAUSE_S = 0.001  # between two looks whether work is done, where nothing else is to do
+
+
+def thread_beside(device: torch.device, name: str) -> ThreadPoolExecutor:
+    """One thread; what it enqueues on the device waits for no step, and no step for it."""
+
+    def take_a_stream() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    return ThreadPoolExecutor(1, name, take_a_stream)
+
+
+def finish_beside(device: torch.device) -> None:
+    """Wait for what the calling thread has enqueued: any stream may read it then."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def run_beside(thread: Executor, work: Callable[[], None], meanwhile: Callable[[], None]) -> None:
+    """Do `work` by that thread, and call `meanwhile` until it is done. Raises what either raises, when it is over."""
+    running = thread.submit(work)
+    try:
+        while not running.done():
+            meanwhile()
+            wait([running], _PAUSE_S)
+    finally:
+        wait([running])
+    running.result()

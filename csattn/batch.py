@@ -24,6 +24,8 @@ class StepRows:
     tail_lens: Tensor  # [batch_size] int32: rows of that tail that the row sees, its own included; 0: the row is idle
     # [batch_size] int32: so many of those rows, the first, are segments of the request's own: see `csattn.sketch.own`
     own_lens: Tensor
+    # [batch_size] int32: so many of these again, the first, lie elsewhere; the tail begins with the row behind them
+    tail_starts: Tensor
     top_ks: Tensor  # [batch_size] int32: K, where it is less than what steps are planned for; ANY_TOP_K: it is not
     any_own: bool = True  # False: own_lens are zeros, whenever the step that is captured of these rows runs
 
@@ -50,6 +52,7 @@ def make_step_rows(batch_size: int, device: torch.device) -> StepRows:
         tail_ids=zeros.int(),
         tail_lens=zeros.int(),
         own_lens=zeros.int(),
+        tail_starts=zeros.int(),
         top_ks=torch.full_like(zeros, ANY_TOP_K).int(),
     )
 

@@ -106,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int* context_ids,  // [batch_size]; -1: none, the tail is all there is
     const int* tail_ids, const int* tail_lens,  // no rows: the step's row is idle
     const int* own_lens,      // [batch_size]: so many rows of the tail, the first, are attended to by who made `other`
+    const int* tail_starts,   // [batch_size]: so many of these lie elsewhere, and the tail begins with the row behind them
     const char* other,        // like out, of rows with such; or null
     const float* other_lse,   // like lse
     const char* moments,     // [num_contexts, NUM_KV_HEADS, 2 + HEAD_DIM, 2, HEAD_DIM], for ESTIMATE_REST
@@ -130,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     for (int u = first_unit + warp; u * NUM_SPLITS < end_item; u += WARPS) {
         const int b = u / ROW_UNITS, kv_head = u % ROW_UNITS / (ROW_UNITS / NUM_KV_HEADS);
         const int context = context_ids[b], tail_id = tail_ids[b], own_len = LOCAL ? 0 : own_lens[b];
-        const int tail_len = min(tail_lens[b], tail_capacity) - own_len;
+        const int tail_start = tail_starts[b], tail_len = min(tail_lens[b], tail_start + tail_capacity) - own_len;
         // each lane looks up a context of its own, so that these loads need not wait for the row's context
         const int looked_up = num_contexts <= 32 ? min(lane, num_contexts - 1) : max(context, 0);
         const int far_rows = far_rows_per_head[looked_up], spill_rows = spill_rows_per_head[looked_up];
@@ -152,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             unit.spill = spill + spill_rows * head_bytes;
             unit.resident = resident + resident_rows * head_bytes + (long long)skipped * CONTEXT_ROW_BYTES;
             unit.tail = (long long)tails + ((long long)tail_id * NUM_KV_HEADS + kv_head) * tail_capacity * ROW_BYTES;
-            unit.tail += (long long)(own_len + skipped_in_tail) * ROW_BYTES;
+            unit.tail += (long long)(own_len + skipped_in_tail - tail_start) * ROW_BYTES;
             unit.ids = kv_indices + (long long)(u / SHARES) * max_top_k;
             unit.rest_end = (long long)moments + (max(context, 0) * NUM_KV_HEADS + kv_head + 1) * MOMENTS_BYTES;
             unit.middle_len = context < 0 ? 0 : middle_rows;

@@ -200,6 +200,7 @@ class DeviceAttention:
             rows.tail_ids,
             rows.tail_lens,
             rows.own_lens,
+            rows.tail_starts,
             *(other if other is not None else (0, 0)),
             0 if table is None else table,
             0 if num_rows is None else num_rows,

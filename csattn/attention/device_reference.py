@@ -41,8 +41,9 @@ def attend_step(
     num_q_heads, num_kv_heads = q.shape[1], tails.shape[1]
     num_index_heads = far_rows.valid_len.shape[1]
     for b, context in enumerate(rows.context_ids.tolist()):
-        own_len = 0 if reach is not None else int(rows.own_lens[b])
-        tail = tails[int(rows.tail_ids[b]), :, own_len : int(rows.tail_lens[b])]
+        tail_start = int(rows.tail_starts[b])
+        first = tail_start if reach is not None else int(rows.own_lens[b])
+        tail = tails[int(rows.tail_ids[b]), :, first - tail_start : int(rows.tail_lens[b]) - tail_start]
         near = tail[:, :0] if context < 0 else resident[context]
         if reach is not None:
             position = int(rows.positions[b])

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
@@ -32,7 +32,7 @@ from workers.engine.fidelity import Observer
 from workers.engine.looks import Looks
 from workers.engine.on_cpu import AttendOnCpu
 from workers.engine.own_choice import SELECTOR, latents_of, require_own_choice, require_plain_rows, rows_read
-from workers.engine.own_segments import OwnSegments
+from workers.engine.own_segments import OF_OWN, OwnSegments, grows_alone
 from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.preparation import Preparation
@@ -151,8 +151,13 @@ class CpuEngine:
         self._make(wanted)
         self._model.begin_request(slot, wanted.context.states)
 
-        def own_segments(of_context: SketchConfig) -> OwnSegments:
-            return OwnSegments(self._model.indexed_tails[:, slot], config, of_context, self._growth, self._beside)
+        tails = self._model.indexed_tails[:, slot]
+
+        def own_segments(of_own: SketchConfig) -> OwnSegments:
+            def rows(start: int, stop: int) -> Iterator[Tensor]:
+                return (tail[:, start:stop] for tail in tails)
+
+            return OwnSegments(rows, config, of_own, self._growth, self._beside)
 
         num_q_heads = self.loaded.geometry.num_q_heads
         self._requests[slot] = wanted.begin(slot, num_q_heads, lambda: self._pool, own_segments)
@@ -326,12 +331,16 @@ class CpuEngine:
         view = ContextView(context.context_len, self._scale, config, self._cap)
         require_own_choice(self._model.shape, config, selector)
         if context.artifact is None or not context.kv:  # there is nothing to choose from, or the model does
-            return Preparation(context_id, context, view, "full", "none")
+            may_grow = bool(context.kv) and selector == "csattn" and config.keep < 1 and self._cap is None
+            of_own = OF_OWN if may_grow and grows_alone(config) else None
+            return Preparation(context_id, context, view, "full", "none", of_own)
         name = selector_for(selector, view)
         if self._host_budget is not None:
             self._host_budget.require_alike(name, view)
-        rest = resolve_rest(config, name, context.artifact.spec.index_config.layout, self._cap is not None)
-        return Preparation(context_id, context, view, name, rest)
+        index_config = context.artifact.spec.index_config
+        rest = resolve_rest(config, name, index_config.layout, self._cap is not None)
+        of_own = index_config if isinstance(index_config, SketchConfig) and rest == "sketch" else None
+        return Preparation(context_id, context, view, name, rest, of_own if name == "csattn" else None)
 
     def _make(self, wanted: Preparation) -> None:
         """Unless it is made: then nobody waits for what another context is prepared for."""

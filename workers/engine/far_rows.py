@@ -123,10 +123,13 @@ class CachedRows:
 
     def load(self, context_id: int, kv: PinnedRows) -> None:
         """Give a place to a context, which stays on the host."""
-        context_len = kv.layers[0].shape[1]
-        self.cache.load_context(context_id, kv.addresses, context_len)
-        self._lens[context_id] = context_len
+        self.place(context_id, kv.addresses, kv.layers[0].shape[1])
         self._kv[context_id] = kv
+
+    def place(self, context_id: int, addresses: Sequence[int], context_len: int) -> None:
+        """Likewise. addresses: of each layer's rows [num_kv_heads, context_len], which somebody else keeps."""
+        self.cache.load_context(context_id, addresses, context_len)
+        self._lens[context_id] = context_len
 
     def unload(self, context_id: int) -> None:
         """Let go of a context, whose rows the owner of its memory unpins. No step may be in flight."""

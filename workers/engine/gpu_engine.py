@@ -39,7 +39,7 @@ from workers.engine.own_choice import (
     rows_read,
 )
 from workers.engine.own_on_device import join_on_device, place_segment
-from workers.engine.own_segments import OwnSegments
+from workers.engine.own_segments import OwnSegments, grows_alone
 from workers.engine.placed_model import Progress
 from workers.engine.placing import Placing
 from workers.engine.searcher import StepSearcher
@@ -186,7 +186,7 @@ class GpuEngine:
                 f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
                 "leave it out, or start another engine"
             )
-        self._placing.copies().join()  # rows of the slot's last request may still be read
+        placed.rows.open(slot)
         if (local := placed.local) is not None:
             local.begin_request(slot, place)
         self._requests[slot] = _Request(context_id, config, self._own_segments(slot, context_id, config))
@@ -194,13 +194,13 @@ class GpuEngine:
     def write_rows(self, slot: int, rows: Tensor) -> None:
         request = self._request(slot)
         self._require_room(slot, rows.shape[2])
-        self._placing.copies().write(slot, request.tail_len, rows)
+        self._placing.ready().rows.write(slot, request.tail_len, rows)
         request.tail_len += rows.shape[2]
         request.is_written = True
 
     def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         assert 0 <= start < stop <= self._request(slot).tail_len, f"rows {start} to {stop} are not all there"
-        return self._placing.copies().read(slot, start, stop)
+        return self._placing.ready().rows.read(slot, start, stop)
 
     def close_slot(self, slot: int) -> None:
         request, own = self._request(slot), self._placing.ready().own
@@ -242,7 +242,8 @@ class GpuEngine:
         places, slots = [self._place(request.context_id) for request in requests], [row.slot for row in rows]
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
         own_lens = [self._segments_in_use(slot) * self._growth.segment_len for slot in slots]
-        runner.fill(batch_size, [row.token_id for row in rows], positions, places, slots, lens, top_ks, own_lens)
+        starts, token_ids = list(map(self._placing.ready().rows.start, slots)), [row.token_id for row in rows]
+        runner.fill(batch_size, token_ids, positions, places, slots, lens, top_ks, own_lens, starts)
         if watch is None:
             output = runner.step(batch_size)
         else:
@@ -328,18 +329,18 @@ class GpuEngine:
         if own_len:
             chosen = join_choices(chosen, of_own[0], view.context_len)
         kv = artifact.indexed_kv()[layer_idx].to(placed.device)
-        tail = placed.attention.tails[layer_idx, slot, :, :tail_len]
+        tail = placed.rows.layer(layer_idx, slot, tail_len)
         return fidelity(
             Seen(layer_idx, view, q, tail, own_len, view.middle if placed.shape.attends_all else chosen), kv
         )
 
     def _own_segments(self, slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
         placed = self._placing.ready()
-        if placed.own is None or context_id == NO_CONTEXT:
+        if placed.own is None or (context_id == NO_CONTEXT and not grows_alone(config)):
             return None
         assert isinstance(placed.index_config, SketchConfig)
-        tails, place = placed.attention.tails[:, slot], partial(place_segment, device=placed.device)
-        return OwnSegments(tails, config, placed.index_config, self._growth, self._beside, place, join_on_device)
+        rows, place = partial(placed.rows.segment, slot), partial(place_segment, device=placed.device)
+        return OwnSegments(rows, config, placed.index_config, self._growth, self._beside, place, join_on_device)
 
     def _segments(self, slot: int, tail_len: int) -> int:
         own = self._requests[slot].own
@@ -352,20 +353,23 @@ class GpuEngine:
         """Rows that were written: from now on they are like those of steps."""
         request = self._requests[slot]
         if request.is_written:
-            self._placing.copies().wait()
+            self._placing.ready().rows.settle(slot, request.tail_len)
             request.is_written = False
             if request.own is not None:
                 request.own.grow(request.tail_len)
 
     def _grow(self, slot: int, tail_len: int) -> None:
         """Put to use what a row reads that sees so many rows of the tail."""
-        request, num_segments, own = self._requests[slot], self._segments(slot, tail_len), self._placing.ready().own
-        if num_segments == request.num_segments:
-            return
-        assert request.own is not None and own is not None
-        num_rows = request.own.num_rows(num_segments)
-        own.load(slot, request.config, num_rows, request.own.sketches(num_segments))
-        request.num_segments = num_segments
+        request, num_segments, placed = self._requests[slot], self._segments(slot, tail_len), self._placing.ready()
+        if num_segments != request.num_segments:
+            assert request.own is not None and placed.own is not None
+            num_rows = request.own.num_rows(num_segments)
+            placed.own.load(slot, request.config, num_rows, request.own.sketches(num_segments))
+            request.num_segments = num_segments
+        if placed.rows.are_to_move(slot, tail_len):
+            assert request.own is not None, "requests that do not grow have tails for all of their rows"
+            request.own.finish()
+            placed.rows.move(slot, tail_len)
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Rows of its tail that each row sees, its own included. Raises before anything changes."""

@@ -19,7 +19,7 @@ from workers.engine.far_rows import cache_bytes
 from workers.engine.latent_memory import index_key_bytes, latents_bytes, latents_working_bytes
 from workers.engine.on_device import make_searches
 from workers.engine.own_choice import require_latents_placed
-from workers.engine.own_on_device import own_bytes, own_shape
+from workers.engine.own_on_device import own_bytes, own_cache_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
 from workers.model.devices import require_device
@@ -52,7 +52,8 @@ def plan_memory(
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [
         MemoryPart(name="the model's weights", device_bytes=weights_bytes),
-        MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes),
+        MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes, pinned_bytes=shape.moved_bytes),
+        MemoryPart(name="the slot cache of the requests' own KV", device_bytes=own_cache_bytes(shape)),
         MemoryPart(name="the codes of the requests' own KV", device_bytes=_own_bytes(shape, index_config)),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),
         MemoryPart(name="the layers without an index", device_bytes=shape.local_bytes),

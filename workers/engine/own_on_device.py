@@ -15,7 +15,7 @@ from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.index import BY_HEAD
 from csattn.sketch.own import own_keep, own_top_k
 from workers.engine.beside import finish_beside
-from workers.engine.far_rows import RowsInPlace
+from workers.engine.far_rows import CachedRows, RowsInPlace, cache_bytes
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
 
@@ -23,14 +23,20 @@ from workers.engine.shape import EngineShape
 class OwnOnDevice:
     """Runs beside the search of the contexts, on a stream of its own; what it has attended to joins theirs.
 
-    Exact rows are read where they are, in the tails. The sketches come and go between steps, as contexts do.
+    Exact rows are read where they are, in the tails, or come from the host. The sketches come and go between steps, as
+    contexts do.
     """
 
-    def __init__(self, shape: EngineShape, index: SketchShape, tails: Tensor, device: torch.device) -> None:
-        own = own_shape(shape)
-        rows_per_head = torch.full((tails.shape[1],), tails.shape[3], dtype=torch.int32, device=tails.device)
-        in_tails = RowsInPlace(row_sources(tails, rows_per_head))
-        self._search = SearchOnDevice(own, index, in_tails, device, tails=tails)
+    def __init__(
+        self,
+        shape: EngineShape,
+        index: SketchShape,
+        tails: Tensor,
+        device: torch.device,
+        far: CachedRows | None = None,  # rows that are not in tails; None: all are
+    ) -> None:
+        own, rows = own_shape(shape), far if far is not None else _rows_in(tails)
+        self._search = SearchOnDevice(own, index, rows, device, tails=tails)
         self._rows = {size: make_step_rows(size, device) for size in shape.batch_sizes}
         sizes = shape.num_q_heads, shape.head_dim
         self._out = {size: torch.zeros(size, *sizes, dtype=shape.dtype, device=device) for size in shape.batch_sizes}
@@ -76,6 +82,11 @@ class OwnOnDevice:
         return self._search.chosen(layer_idx, self._rows[rows.batch_size])
 
 
+def _rows_in(tails: Tensor) -> RowsInPlace:
+    rows_per_head = torch.full((tails.shape[1],), tails.shape[3], dtype=torch.int32, device=tails.device)
+    return RowsInPlace(row_sources(tails, rows_per_head))
+
+
 def place_segment(segment: Sequence[SketchIndex], device: torch.device) -> list[DeviceLayerIndex]:
     """One segment's sketch of each layer, ready to be read by any stream."""
     layers = [to_device(sketch, device) for sketch in segment]
@@ -111,14 +122,26 @@ def own_shape(shape: EngineShape) -> EngineShape:
     return replace(
         shape,
         search=_NothingNear(keep=own_keep(shape.search), lookahead=shape.search.lookahead),
-        max_context_len=shape.max_own_len,
+        max_context_len=shape.own_capacity or shape.max_own_len,
         num_contexts=shape.num_tails,
         max_segments=shape.max_own_segments,
+        own_capacity=None,
         kv_format=None,
         growth=None,
         has_sinks=False,  # which are joined once, behind
         reads_keys=False,
     )
+
+
+def cached_shape(shape: EngineShape) -> tuple[EngineShape, int]:
+    """Of the cache for own rows that are in host memory, and its slots: as many as a row of a step chooses."""
+    own = own_shape(shape)
+    return own, own.max_top_k
+
+
+def own_cache_bytes(shape: EngineShape) -> int:
+    """Device memory of it."""
+    return cache_bytes(*cached_shape(shape)) if shape.own_capacity is not None else 0
 
 
 def own_bytes(shape: EngineShape, num_words: int, num_coords: int) -> int:

@@ -1,8 +1,8 @@
 """Segments of a request's own rows on the CPU, made beside the steps."""
 
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,15 @@ from csattn.selection import Selection
 from csattn.sketch import SketchIndex
 from csattn.sketch.own import Growth, join_segments, make_segment
 
+OF_OWN = SketchConfig()  # how rows of requests without a context are coded
+
 Sketches = list[SketchIndex]  # per layer
 Placed = list[Any]  # likewise, as steps read them
+
+
+def grows_alone(config: SearchConfig) -> bool:
+    """Whether rows of a request without a context become segments: which has nothing that tells queries ahead."""
+    return not config.lookahead and config.rest in (None, "sketch")
 
 
 def join_sketches(before: Sketches, segment: Sketches) -> Sketches:
@@ -30,7 +37,8 @@ class OwnSegments:
 
     def __init__(
         self,
-        tails: Tensor,  # [num_layers, num_kv_heads, tail_capacity, 2, head_dim]: the request's
+        # from a first of the request's own rows to behind a last: each layer's, [num_kv_heads, number, 2, head_dim]
+        rows: Callable[[int, int], Iterable[Tensor]],
         config: SearchConfig,
         of_context: SketchConfig,
         growth: Growth,
@@ -39,7 +47,7 @@ class OwnSegments:
         join: Callable[[Placed, Placed], Placed] = join_sketches,  # a segment to those before it
     ) -> None:
         self.config = config
-        self._tails, self._of_context, self._growth, self._beside = tails, of_context, growth, beside
+        self._rows, self._of_context, self._growth, self._beside = rows, of_context, growth, beside
         self._place, self._join = place, join
         self._num_begun = 0
         self._made: deque[Future[Placed]] = deque()  # segments that are not joined to those before them
@@ -70,17 +78,21 @@ class OwnSegments:
             self._made.popleft()
         return self._joined[num_segments]
 
+    def finish(self) -> None:
+        """Until nothing is under way: rows may move."""
+        wait(self._made)
+
     def close(self) -> None:
-        """What is under way is given up; its rows may be overwritten."""
+        """What is under way is given up; then its rows may be overwritten."""
         self._is_closed = True
+        wait([segment for segment in self._made if not segment.cancel()])
 
     def _make(self, number: int) -> Placed:
         made, segment_len = [], self._growth.segment_len
-        rows = slice(number * segment_len, (number + 1) * segment_len)
-        for tail in self._tails:
+        for rows in self._rows(number * segment_len, (number + 1) * segment_len):
             if self._is_closed:
                 return []
-            made.append(make_segment(tail[:, rows], self._of_context))
+            made.append(make_segment(rows, self._of_context))
         return self._place(made)
 
 

@@ -13,6 +13,7 @@ from csattn.errors import ConfigError
 from csattn.models.weights import ModelWeights
 from csattn.search.device import DeviceLayerIndex, SketchShape, index_shape, to_device
 from offload.errors import MemoryPlanError, PinningError
+from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
 from workers.engine.attend_all import AttendAll, StreamedRows
 from workers.engine.attend_latents import AttendLatents
@@ -23,7 +24,8 @@ from workers.engine.local_layers import LocalLayers
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost
-from workers.engine.own_on_device import OwnOnDevice
+from workers.engine.own_on_device import OwnOnDevice, cached_shape
+from workers.engine.own_rows import MovingRows, RowsInTails
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.engine.step_model import StepModel
@@ -70,6 +72,7 @@ class PlacedModel:
         weights = model.take(device)
         sinks = _sinks_of(weights)
         self.own: OwnOnDevice | None = None  # where requests grow
+        self._own_rows: tuple[PinnedRows, CachedRows] | None = None  # where the first of their rows move to the host
         self.far, self.attention = self._place(None if sinks is None else sinks[list(self._spec.indexed_layers)])
         self.watch: Watch | None = None  # of latents nobody looks on
         if not isinstance(self.attention, AttendLatents):
@@ -77,6 +80,7 @@ class PlacedModel:
         self.local: LocalLayers | None = None
         if self.watch is not None and len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, self.watch, sinks, device)
+        self.rows = self._rows()
         self._next_query: Tensor | None = None
         if self.attention.lookahead:
             self._next_query = torch.zeros(shape.next_query_sizes, dtype=shape.dtype, device=device)
@@ -92,6 +96,7 @@ class PlacedModel:
         """Give page locks back. No step may be in flight."""
         self._loader.shutdown()
         self._wait()
+        self.rows.close()
         for pinned in self._pinned.values():
             pinned.close()
         if isinstance(self.attention, SearchOnHost):
@@ -162,7 +167,8 @@ class PlacedModel:
         tails = shape.make_tails(device)
         if shape.max_own_segments:
             assert isinstance(index, SketchShape)
-            self.own = OwnOnDevice(shape, index, tails, device)
+            self._own_rows = self._own_on_host()
+            self.own = OwnOnDevice(shape, index, tails, device, self._own_rows and self._own_rows[1])
         if self.placement == "device":
             on_device = DeviceRows(shape, device)
             return on_device, SearchOnDevice(shape, index, on_device, device, tails, self.own, sinks)
@@ -170,6 +176,23 @@ class PlacedModel:
         if self._searcher is None or self.placement != "host":
             return cached, SearchOnDevice(shape, index, cached, device, tails, self.own, sinks)
         return cached, SearchOnHost(shape, index, cached, self._searcher, device, tails, self.own, sinks)
+
+    def _own_on_host(self) -> tuple[PinnedRows, CachedRows] | None:
+        shape = self.shape
+        if shape.own_capacity is None:
+            return None
+        sizes = shape.num_tails, shape.num_kv_heads, shape.own_capacity, 2, shape.head_dim
+        tell = partial(self._on_progress, "pinning host memory for requests")
+        pinned = self._pin(allocate_rows(shape.num_layers, sizes, shape.dtype), tell)
+        return pinned, CachedRows(*cached_shape(shape), self.device)
+
+    def _rows(self) -> RowsInTails:
+        tails = self.attention.tails
+        if self._own_rows is None:
+            return RowsInTails(tails)
+        others = set(range(self._spec.num_layers)) - set(self._spec.indexed_layers)
+        local = [] if self.local is None else [self.local.tails[i] for i in others if self.local.states[i] is None]
+        return MovingRows(self.shape, tails, local, *self._own_rows)
 
     def _load(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None]) -> None:
         """All of it, or nothing: who makes room and comes again finds what it held free, and no page locked."""

@@ -9,7 +9,6 @@ from csattn.config import IndexConfig
 from csattn.errors import ConfigError
 from offload.errors import MemoryPlanError
 from workers.engine.placed_model import PlacedModel, Progress
-from workers.engine.row_copies import RowCopies
 from workers.engine.searcher import StepSearcher
 from workers.engine.sizing import Sizing
 from workers.engine.step_model import StepModel
@@ -30,18 +29,11 @@ class Placing:
         self._sizing, self._index_config, self._searcher = sizing, index_config, searcher
         self.device, self._on_progress = device, on_progress
         self.placed: PlacedModel | None = None
-        self._copies: RowCopies | None = None
 
     def ready(self) -> PlacedModel:
         if self.placed is None:
             raise ConfigError("no context is loaded and no request open yet; begin with one of them")
         return self.placed
-
-    def copies(self) -> RowCopies:
-        """Of rows of the placed model's tails."""
-        if self._copies is None:
-            self._copies = RowCopies(self.ready().attention.tails)
-        return self._copies
 
     def start(self, model: StepModel) -> None:
         """For requests without a context."""
@@ -68,7 +60,7 @@ class Placing:
         """No step may be in flight."""
         if self.placed is not None:
             self.placed.close()
-            self.placed = self._copies = None
+            self.placed = None
 
     def _plan(self, model: StepModel, first: Artifact | None) -> PlacedModel:
         index_config = self._index_config if first is None else first.spec.index_config

@@ -25,6 +25,7 @@ class Preparation:
     view: ContextView
     selector: SelectorName  # full where everything is kept anyway
     rest: RestKind  # how rows that are not chosen are attended to
+    of_own: SketchConfig | None  # how requests' own rows are coded; None: they are not
 
     @property
     def is_made(self) -> bool:
@@ -60,7 +61,6 @@ class Preparation:
 
         indexed = [index_bytes(index) for index in searched] + [layer.index_bytes for layer in prepared]
         rest_bytes = sum(layer.num_bytes for layer in sketches) + sum(layer.num_bytes for layer in moments)
-        index_config = None if context.artifact is None else context.artifact.spec.index_config
         shares_sketch = self.selector == "csattn" and self.rest == "sketch"  # chooses by what tells of the rest
         return CpuRequest(
             slot,
@@ -74,7 +74,7 @@ class Preparation:
             index_bytes=sum(indexed) + (0 if shares_sketch else rest_bytes),
             search_bytes=sum(search_bytes(index, num_q_heads) for index in searched),
             rest_bytes=rest_bytes,
-            own=own(index_config) if shares_sketch and isinstance(index_config, SketchConfig) else None,
+            own=None if self.of_own is None else own(self.of_own),
         )
 
     def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:

@@ -39,7 +39,8 @@ class EngineShape:
     batch_sizes: tuple[int, ...]
     num_contexts: int = 1  # loaded at the same time
     num_tails: int = 1  # requests at the same time
-    tail_capacity: int = 4096  # rows of a request's own
+    tail_capacity: int = 4096  # rows of a request's own that are in its tail, which is on the device
+    own_capacity: int | None = None  # rows of a request's own: the first of them move to the host; None: none does
     rest: RestKind = "none"  # how rows that are neither resident nor selected are attended to
     max_segments: int = 0  # of a context's sketch
     attends_all: bool = False  # to every row of a context: nothing is selected, nothing estimated
@@ -53,10 +54,15 @@ class EngineShape:
     state_bytes: int = 0  # of a request or a context, in layers that keep a state instead of rows
 
     @property
+    def max_own_rows(self) -> int:
+        """Of one request."""
+        return self.own_capacity or self.tail_capacity
+
+    @property
     def max_own_segments(self) -> int:
         """Of one request, in use."""
         growth = self.growth if self.rest == "sketch" and not self.attends_all else None
-        return growth.num_segments(self.tail_capacity, self.search.window_len) if growth is not None else 0
+        return growth.num_segments(self.max_own_rows, self.search.window_len) if growth is not None else 0
 
     @property
     def max_own_len(self) -> int:
@@ -118,6 +124,19 @@ class EngineShape:
     def kv_bytes(self, context_len: int) -> int:
         """KV of a context, all layers."""
         return self.num_layers * self.num_kv_heads * context_len * self.context_row_bytes
+
+    @property
+    def near_len(self) -> int:
+        """The last rows of a request's own which steps read in its tail: so many at least stay there."""
+        least = self.growth.least_near if self.growth is not None else 0
+        return max(least, self.search.window_len, *(reach.num_rows for reach in self.local), 0)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of requests' own rows in host memory."""
+        if self.own_capacity is None:
+            return 0
+        return self.num_layers * self.num_tails * self.num_kv_heads * self.own_capacity * self.row_bytes
 
     @property
     def tails_bytes(self) -> int:

@@ -96,7 +96,7 @@ class Sizing:
         if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
             selector = selector_for(selector, ContextView(longest, spec.softmax_scale, self.search))
         heads = num_index_heads(index_config, spec.num_q_heads, spec.num_kv_heads)
-        return replace(
+        shape = replace(
             all_rows,
             num_layers=len(spec.indexed_layers),
             num_index_heads=heads if selector == "csattn" else spec.num_kv_heads,
@@ -111,3 +111,8 @@ class Sizing:
             state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
+        kept = self.growth.segment_len + shape.near_len + self.batch_sizes[-1]
+        grow_all = shape.max_own_segments and not self.search.lookahead  # without a context, too
+        if self.placement == "device" or not grow_all or kept >= self.tail_capacity:
+            return shape
+        return replace(shape, tail_capacity=kept, own_capacity=self.tail_capacity)

@@ -27,7 +27,7 @@ class StepAttention(Protocol):
         """Of each layer [num_tails, num_kv_heads, tail_capacity, 2, head_dim].
 
         Before `attend` the loop writes each row's own K and V, after RoPE, to
-        tails[layer_idx][tail_ids[b], :, tail_lens[b] - 1].
+        tails[layer_idx][tail_ids[b], :, tail_lens[b] - 1 - tail_starts[b]].
         """
 
     lookahead: bool  # wants the next layer's query, predicted from this layer's input

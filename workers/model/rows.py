@@ -8,7 +8,7 @@ from torch import Tensor
 from csattn.batch import ANY_TOP_K, StepRows
 from csattn.errors import ContextError
 
-_INT64_FIELDS, _INT32_FIELDS = 2, 5
+_INT64_FIELDS, _INT32_FIELDS = 2, 6
 _ROW_BYTES = 8 * _INT64_FIELDS + 4 * _INT32_FIELDS
 
 
@@ -33,6 +33,7 @@ class RowBuffer:
         tail_lens: Sequence[int],
         top_ks: Sequence[int] | None = None,
         own_lens: Sequence[int] | None = None,
+        tail_starts: Sequence[int] | None = None,
     ) -> None:
         """Set the first rows, all of the same number, and leave the others idle."""
         if self._copied is not None:
@@ -49,6 +50,7 @@ class RowBuffer:
             (self._staged.tail_lens, tail_lens),
             (self._staged.top_ks, [ANY_TOP_K] * num_rows if top_ks is None else top_ks),
             (self._staged.own_lens, [0] * num_rows if own_lens is None else own_lens),
+            (self._staged.tail_starts, [0] * num_rows if tail_starts is None else tail_starts),
         ):
             assert len(values) == num_rows, f"{num_rows} token ids and {len(values)} of another field"
             staged[:num_rows] = torch.tensor(values, dtype=staged.dtype)
@@ -75,4 +77,5 @@ def _views(buffer: Tensor, batch_size: int) -> StepRows:
         tail_lens=narrow[2],
         top_ks=narrow[3],
         own_lens=narrow[4],
+        tail_starts=narrow[5],
     )

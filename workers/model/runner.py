@@ -92,13 +92,15 @@ class ModelRunner:
         tail_lens: Sequence[int],  # the row's own token included
         top_ks: Sequence[int] | None = None,  # see `StepRows`, also for these
         own_lens: Sequence[int] | None = None,
+        tail_starts: Sequence[int] | None = None,
     ) -> None:
         """Set the rows of the next step by one copy; rows that are not given are idle."""
         self.require_tokens(token_ids)
         step = self._steps[batch_size]
-        step.room = self._room(max(tail_lens, default=0))
+        starts = [0] * len(tail_lens) if tail_starts is None else tail_starts
+        step.room = self._room(max((end - start for end, start in zip(tail_lens, starts, strict=True)), default=0))
         step.any_own = any(own_lens or ())
-        step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks, own_lens)
+        step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks, own_lens, starts)
 
     @torch.no_grad()
     def step(self, batch_size: int) -> StepOutput:

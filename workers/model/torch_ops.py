@@ -153,7 +153,7 @@ class TorchOps:
         q.copy_(_rotated_q(own_q, rotation))
         kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
         active = rows.tail_lens > 0
-        tail[rows.tail_ids[active].long(), :, rows.tail_lens[active].long() - 1] = kv[active]
+        tail[rows.tail_ids[active].long(), :, (rows.tail_lens - rows.tail_starts)[active].long() - 1] = kv[active]
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         x.copy_(x.float() * torch.sigmoid(gates.float()))

@@ -152,7 +152,7 @@ def row_identity(
         "csattn": __version__,
         "model": [loaded.fingerprint, loaded.tokenizer_hash, str(loaded.dtype)],
         "context": artifact_id,
-        "reads": "all" if artifact_id is None else [selector, asdict(config), engine.kv_codec],
+        "reads": [selector, asdict(config), engine.kv_codec],
         "placement": [engine.placement, engine.num_devices],  # the last bits may differ
         "block_rows": BLOCK_ROWS,
         "salt": hashlib.sha256(salt.encode()).hexdigest(),

@@ -12,7 +12,7 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from workers.serving.messages import Selector
 
-NO_CONTEXT = -1  # in place of a context's number: the request begins with nothing, and attends to all of its own rows
+NO_CONTEXT = -1  # in place of a context's number: the request begins with nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from tests.workers.engine.emulated_engine import emulate
 from workers.engine import PLACEMENTS
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
-from workers.serving.step_engine import StepRow
+from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 CONTEXT_LEN, CAPACITY = 300, 2100
 GROWTH = Growth(segment_len=1024, least_near=8)
@@ -51,31 +51,38 @@ def gpu_engine(artifact: Artifact, placement: str, config: SearchConfig, **optio
     return engine
 
 
-def give_rows(engine: CpuEngine | GpuEngine, slot: int, rows: torch.Tensor) -> None:
-    """As if the request had come so far. rows: [num_layers, num_kv_heads, num_rows, 2, head_dim]."""
-    num_rows = rows.shape[2]
-    if isinstance(engine, CpuEngine):
-        engine._model.indexed_tails[:, slot, :, :num_rows] = rows
-        request = engine.request(slot)
-    else:
-        engine._placing.ready().attention.tails[:, slot, :, :num_rows] = rows.to(DEVICE)
-        request = engine._request(slot)
-    request.tail_len = num_rows
-    request.own.grow(num_rows)
+def steps(
+    engine: CpuEngine | GpuEngine, config: SearchConfig, rows: torch.Tensor, context_id: int = 0
+) -> tuple[np.ndarray, torch.Tensor]:
+    """Logits of steps across the moment at which the last segment is put to use, beside a short request.
 
-
-def steps(engine: CpuEngine | GpuEngine, config: SearchConfig, rows: torch.Tensor) -> np.ndarray:
-    """Logits of steps across the moment at which the second segment is put to use, beside a short request."""
-    engine.open(0, 0, config, "csattn")
-    engine.open(1, 0, config, "csattn")
+    And rows read before and after it.
+    """
+    engine.open(0, context_id, config, "csattn")
+    engine.open(1, context_id, config, "csattn")
     logits = [engine.step([StepRow(1, 7)], want_logits=True).logits.copy()]  # nobody has segments
-    give_rows(engine, 0, rows)
+    engine.write_rows(0, rows)
     for step in ([(0, 5)], [(1, 9), (0, 6), (0, 7), (0, 8)], [(0, 9)]):
         result = engine.step([StepRow(*row) for row in step], want_logits=True)
         logits.append(result.logits.copy())
+    num_rows = rows.shape[2]
+    read = [engine.read_rows(0, start, stop)() for start, stop in ((0, num_rows), (num_rows - 70, num_rows + 5))]
+    assert torch.equal(read[0].cpu(), rows) and torch.equal(read[1][:, :, :70].cpu(), rows[:, :, -70:])
     engine.close_slot(0)
     engine.close_slot(1)
-    return np.concatenate(logits)
+    return np.concatenate(logits), read[1][:, :, 70:].cpu()
+
+
+def make_rows(num_rows: int, rng: np.random.Generator) -> torch.Tensor:
+    geometry = loaded().geometry
+    sizes = geometry.num_layers, geometry.num_kv_heads, num_rows, 2, geometry.head_dim
+    return torch.from_numpy(rng.standard_normal(sizes).astype(np.float32))
+
+
+def cpu_engine(artifact: Artifact, growth: Growth | None) -> CpuEngine:
+    engine = CpuEngine(loaded(), num_slots=2, max_rows=8, num_threads=1, growth=growth)
+    engine.add_context(0, artifact)
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -87,22 +94,48 @@ def steps(engine: CpuEngine | GpuEngine, config: SearchConfig, rows: torch.Tenso
     ],
 )
 def test_it_says_what_the_cpu_says(artifact: Artifact, placement: str, lookahead: int, rng) -> None:
+    """Its rows, too, wherever they are."""
     config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead)
-    geometry = loaded().geometry
-    sizes = geometry.num_layers, geometry.num_kv_heads, 2 * GROWTH.segment_len + 16 - 3, 2, geometry.head_dim
-    rows = torch.from_numpy(rng.standard_normal(sizes).astype(np.float32))
-    with CpuEngine(loaded(), num_slots=2, max_rows=8, num_threads=1, growth=GROWTH) as engine:
-        engine.add_context(0, artifact)
-        want = steps(engine, config, rows)
-    with CpuEngine(loaded(), num_slots=2, max_rows=8, num_threads=1) as engine:
-        engine.add_context(0, artifact)
-        dense = steps(engine, config, rows)
+    rows = make_rows(2 * GROWTH.segment_len + 16 - 3, rng)
+    with cpu_engine(artifact, GROWTH) as engine:
+        want, want_rows = steps(engine, config, rows)
+        want_of_one, _ = steps(engine, config, rows[:, :, : GROWTH.segment_len + 16 - 3])
+    with cpu_engine(artifact, None) as engine:
+        dense, _ = steps(engine, config, rows)
     with gpu_engine(artifact, placement, config) as engine:
-        got = steps(engine, config, rows)
-        again = steps(engine, config, rows[:, :, :1100])  # another request in the same slot, with one segment
-        assert np.isfinite(again).all()
+        got, got_rows = steps(engine, config, rows)
+        # another request in the same slot, all of whose rows are in its tail at first
+        of_one, _ = steps(engine, config, rows[:, :, : GROWTH.segment_len + 16 - 3])
     assert np.abs(got - want).max() < 0.1 * np.abs(dense - want).max()
     np.testing.assert_allclose(got, want, atol=1e-2)
+    np.testing.assert_allclose(of_one, want_of_one, atol=1e-2)
+    np.testing.assert_allclose(got_rows, want_rows, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [pytest.param(placement, marks=[] if placement == "hybrid" else pytest.mark.gpu) for placement in PLACEMENTS],
+)
+def test_without_a_context_it_grows_alike(artifact: Artifact, placement: str, rng) -> None:
+    config = SearchConfig(keep=0.1, window_len=16)
+    rows = make_rows(GROWTH.segment_len + 16 - 3, rng)
+    with cpu_engine(artifact, GROWTH) as engine:
+        want, want_rows = steps(engine, config, rows, NO_CONTEXT)
+    with cpu_engine(artifact, None) as engine:
+        dense, _ = steps(engine, config, rows, NO_CONTEXT)
+    with gpu_engine(artifact, placement, config) as engine:
+        got, got_rows = steps(engine, config, rows, NO_CONTEXT)
+    assert 0 < np.abs(dense - want).max()
+    np.testing.assert_allclose(got, want, atol=1e-2)
+    np.testing.assert_allclose(got_rows, want_rows, atol=1e-2)
+
+
+def test_own_rows_that_move_to_the_host_leave_the_device(artifact: Artifact) -> None:
+    """A tail has room for a segment, what is near, and a step."""
+    with gpu_engine(artifact, "hybrid", SearchConfig(window_len=16)) as engine:
+        assert engine._placing.ready().shape.tail_capacity == GROWTH.segment_len + 16 + 4
+    with gpu_engine(artifact, "hybrid", SearchConfig(window_len=16, lookahead=1)) as engine:
+        assert engine._placing.ready().shape.tail_capacity == CAPACITY
 
 
 def test_other_segments_are_refused(artifact: Artifact) -> None:

@@ -15,7 +15,7 @@ from workers.model.gpu import delta_kernels, expert_kernels, head_kernels, laten
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm frequencies cos sin q_scale shares conv kept memory decay"
     " decay_bias partials weight logits best scales kv_norm index_norm index_weights",
-    "*i32": "counters chosen context_ids tail_ids tail_lens best_ids",
+    "*i32": "counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
     "*i64": "turns token_ids positions next_ids",
     "fp32": "eps multiplier scale beta every offset cap weight_scale",
     "i32": "num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"

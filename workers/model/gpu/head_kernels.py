@@ -19,6 +19,7 @@ def rotate_append_kernel(
     q_scale,  # [num_rows] float32
     tail_ids,
     tail_lens,  # 0: append nothing
+    tail_starts,
     tail,  # [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
     q,  # [num_rows, NUM_Q_HEADS, HEAD_DIM] <- rotated
     tail_capacity,
@@ -39,7 +40,7 @@ def rotate_append_kernel(
     dtype = q.dtype.element_ty
     c, s = angles(cos, sin, row, HALF, BLOCK)
     scale = tl.load(q_scale + row) if ROTATED else 1.0
-    slot = tl.load(tail_lens + row) - 1
+    slot = tl.load(tail_lens + row) - 1 - tl.load(tail_starts + row)
     active = (slot >= 0) & (slot < tail_capacity)
     tail_id = tl.load(tail_ids + row).to(tl.int64)
     if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it

@@ -180,6 +180,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
             qkv if rotation is None else rotation.q_scale,
             rows.tail_ids,
             rows.tail_lens,
+            rows.tail_starts,
             tail,
             q,
             tail_capacity,

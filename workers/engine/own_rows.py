@@ -1,0 +1,181 @@
+"""Where requests' own rows lie on a GPU: in their tails; or the last of them there, and the others in host memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.pinned import PinnedRows
+from workers.engine.far_rows import CachedRows
+from workers.engine.shape import EngineShape
+
+
+class RowsInTails:
+    """Those in tails. They come and go by way of page-locked memory, on a stream of its own, beside the steps.
+
+    A request's rows are numbered as they come. Where the device is the CPU, copies are plain.
+    """
+
+    def __init__(self, tails: Tensor) -> None:
+        """tails: [num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]."""
+        self._tails = tails
+        self._stream = torch.cuda.Stream(tails.device) if tails.is_cuda else None  # type: ignore[no-untyped-call]
+        self._staged: list[tuple[torch.cuda.Event, Tensor]] = []  # what copies to the device still read
+
+    def open(self, slot: int) -> None:
+        """For another request: what is enqueued from now on comes after all copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._tails.device).wait_stream(self._stream)
+
+    def start(self, slot: int) -> int:
+        """The first row that is in the tail."""
+        return 0
+
+    def are_to_move(self, slot: int, tail_len: int) -> bool:
+        """Whether the first have to leave the tail before a step whose first row sees so many rows."""
+        return False
+
+    def move(self, slot: int, tail_len: int) -> None:
+        """Likewise. All segments of rows that leave are made, and none of the request's is being made."""
+
+    def read(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        """[num_layers, num_kv_heads, stop - start, 2, head_dim] on the host, of rows that steps have written."""
+        rows = self._tails[:, slot, :, start - self.start(slot) : stop - self.start(slot)]
+        if self._stream is None:
+            copied = rows.clone(memory_format=torch.contiguous_format)
+            return lambda: copied
+        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(self._stream):
+            staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            staged.copy_(rows.contiguous(), non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+
+        def wait() -> Tensor:
+            done.synchronize()
+            return staged.clone()  # page-locked memory is for those who come next
+
+        return wait
+
+    def write(self, slot: int, start: int, rows: Tensor) -> None:
+        """Rows that follow those that were written before, and come before those of steps."""
+        place = self._tails[:, slot, :, start : start + rows.shape[2]]
+        if self._stream is None:
+            place.copy_(rows)
+            return
+        self._staged = [(event, staged) for event, staged in self._staged if not event.query()]  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            staged.copy_(rows)
+            place.copy_(staged.to(place.device, non_blocking=True))
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        self._staged.append((done, staged))
+
+    def settle(self, slot: int, num_rows: int) -> None:
+        """Until all that was written, so many rows, is where steps and segments read it."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def segment(self, slot: int, start: int, stop: int) -> Iterator[Tensor]:
+        """Each layer's rows [num_kv_heads, stop - start, 2, head_dim], on the device, to make a segment of."""
+        return (tail[slot, :, start:stop] for tail in self._tails)
+
+    def layer(self, layer_idx: int, slot: int, num_rows: int) -> Tensor:
+        """A layer's first rows, on the device."""
+        return self._tails[layer_idx, slot, :, :num_rows]
+
+    def close(self) -> None:
+        """No step is in flight."""
+
+
+class MovingRows(RowsInTails):
+    """Rows are in host memory, too, once a segment of them is made, and leave the tail when others need the room.
+
+    What requests choose of them comes through a slot cache.
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        tails: Tensor,
+        local_tails: Sequence[
+            Tensor
+        ],  # of layers without an index: [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
+        host: PinnedRows,  # of each layer, [num_tails, num_kv_heads, own_capacity, 2, head_dim]
+        far: CachedRows,  # of whom each tail is a context
+    ) -> None:
+        super().__init__(tails)
+        assert shape.growth is not None and shape.own_capacity is not None
+        self._near_len, self._segment_len = shape.near_len, shape.growth.segment_len
+        self._of_layers = [*tails, *local_tails]
+        self._host, self._far = host, far
+        self._starts = [0] * shape.num_tails
+        of_tail = shape.num_kv_heads * shape.own_capacity * shape.row_bytes
+        for slot in range(shape.num_tails):
+            far.place(slot, [at + slot * of_tail for at in host.addresses], shape.own_capacity)
+
+    def open(self, slot: int) -> None:
+        super().open(slot)
+        self._starts[slot] = 0
+        self._far.cache.reset(slot)
+
+    def start(self, slot: int) -> int:
+        return self._starts[slot]
+
+    def are_to_move(self, slot: int, tail_len: int) -> bool:
+        return self._start_for(tail_len) > self._starts[slot]
+
+    def move(self, slot: int, tail_len: int) -> None:
+        """Those that stay come to the tail's beginning."""
+        start, before, num_rows = self._start_for(tail_len), self._starts[slot], tail_len - 1
+        for tail in self._of_layers:
+            stay = tail[slot, :, start - before : num_rows - before].clone()
+            tail[slot, :, : num_rows - start].copy_(stay)
+        self._starts[slot] = start
+
+    def read(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        moved = max(start, min(self._starts[slot], stop))
+        parts = [layer[slot, :, start:moved] for layer in self._host.layers]
+        of_tail = super().read(slot, moved, stop)
+        return lambda: torch.cat([torch.stack(parts), of_tail()], dim=2) if moved > start else of_tail()
+
+    def write(self, slot: int, start: int, rows: Tensor) -> None:
+        """To host memory: which of them the tail is to have is known once all of them are there."""
+        for layer, of_layer in zip(self._host.layers, rows, strict=True):
+            layer[slot, :, start : start + rows.shape[2]].copy_(of_layer)
+
+    def settle(self, slot: int, num_rows: int) -> None:
+        start = self._starts[slot] = self._start_for(num_rows + 1)
+        for tail, layer in zip(self._tails, self._host.layers, strict=True):
+            _copy_by_heads(layer[slot, :, start:num_rows], tail[slot, :, : num_rows - start])
+
+    def segment(self, slot: int, start: int, stop: int) -> Iterator[Tensor]:
+        first = self._starts[slot]
+        for tail, layer in zip(self._tails, self._host.layers, strict=True):
+            moved = layer[slot, :, start:stop]
+            if start >= first:
+                rows = tail[slot, :, start - first : stop - first]
+                _copy_by_heads(rows, moved)
+            else:
+                rows = torch.empty(moved.shape, dtype=moved.dtype, device=tail.device)
+                _copy_by_heads(moved, rows)
+            yield rows
+
+    def layer(self, layer_idx: int, slot: int, num_rows: int) -> Tensor:
+        start, tail = self._starts[slot], self._tails[layer_idx, slot]
+        moved = self._host.layers[layer_idx][slot, :, :start]
+        return torch.cat([moved.to(tail.device), tail[:, : num_rows - start]], dim=1)
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _start_for(self, tail_len: int) -> int:
+        """Of the tail, for a row that sees so many."""
+        return max(0, tail_len - self._near_len) // self._segment_len * self._segment_len
+
+
+def _copy_by_heads(rows: Tensor, place: Tensor) -> None:
+    """Enqueue it; one side is page-locked, and each head of both lies in one piece."""
+    for of_rows, of_place in zip(rows, place, strict=True):
+        of_place.copy_(of_rows, non_blocking=True)

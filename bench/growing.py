@@ -7,11 +7,13 @@
 One real text: a context is built of its beginning, and a request continues it with so many tokens of its own,
 teacher-forced, a token at a time at its beginning and its end. Reported, of the last tokens: KL to full attention, and
 over the KL of exact Top-K, which chooses as many of all rows that have left a window and drops the others; a
-step's time, and at the end over at the beginning; what the request's own segments take, over the KV of their rows.
+step's time, and at the end over at the beginning; what the request's own segments take, over the KV of their rows; on
+a GPU, what an engine for such requests holds more than one for requests without rows, over the KV of those rows.
 Gate: the engine's predictions before any segment is in use are as near to full attention's as without segments.
 """
 
 import argparse
+import gc
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -70,11 +72,21 @@ def main() -> None:
         with open_artifact(path) as artifact:
             options: dict[str, Any] = {"num_slots": 1, "placement": arguments.placement, "growth": growth}
             if arguments.placement != "cpu":
-                options |= {"batch_sizes": (1, 16), "tail_capacity": len(following)}
+                options |= {"batch_sizes": (1, 16)}
+                with open_engine(loaded, artifact, config, **options, tail_capacity=1) as engine:
+                    engine.open(0, 0, config, "csattn")
+                    without_own = engine.counts().device_bytes
+                gc.collect()  # it hangs in circles
+                options |= {"tail_capacity": len(following)}
             with open_engine(loaded, artifact, config, **options) as engine:
                 assert not isinstance(engine, SplitEngine), "of one device"
                 grown, timed = decode(engine, config, following)
                 report |= timed | own_bytes(engine)
+            if arguments.placement != "cpu":
+                geometry = loaded.geometry
+                row_bytes = 2 * geometry.head_dim * loaded.dtype.itemsize * geometry.num_layers * geometry.num_kv_heads
+                own_kv = (len(following) - 1) * row_bytes
+                report["own_device_share"] = round((report["device_bytes"] - without_own) / own_kv, 4)
     if not arguments.shape:
         report |= judge(read_context(loaded, context, following), grown, arguments.eval_len, config, arguments)
     finish(report, arguments.json)

@@ -10,7 +10,7 @@ from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import DeviceSelection
 from csattn.errors import ConfigError
 from csattn.reach import Reach
-from tests.attention.device_steps import OnDevice, Shape, assert_close, attend_on_device, make_kv, make_step
+from tests.attention.device_steps import OnDevice, Shape, Step, assert_close, attend_on_device, make_kv, make_step
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE, crossed
 
@@ -226,6 +226,37 @@ def test_a_replayed_graph_reads_new_lengths() -> None:
         assert_close(got, step.wanted())
         graph.replay()
         assert torch.equal(on_device.out.cpu(), got)
+
+
+def without_first(step: Step, tail_starts: list[int]) -> Step:
+    """The same, of tails whose first rows lie elsewhere."""
+    tails = torch.full_like(step.tails, torch.nan)
+    rows = replace(step.rows, tail_starts=torch.tensor(tail_starts, dtype=torch.int32))
+    for tail_id, start in zip(rows.tail_ids.tolist(), tail_starts, strict=True):
+        tails[tail_id, :, : tails.shape[2] - start] = step.tails[tail_id, :, start:]
+    return replace(step, tails=tails, rows=rows)
+
+
+@pytest.mark.parametrize("reach", [None, Reach(num_rows=9), Reach(num_rows=7, chunked=True)])
+def test_the_first_rows_of_a_tail_may_lie_elsewhere(reach: Reach | None) -> None:
+    """Those that others attend to, or that are out of reach."""
+    step = replace(make_step(Shape(), CONTEXTS, [(context, n, 0) for context, n, _ in MIXED]), reach=reach)
+    other, starts = None, [3, 14, 0, 0, 0, 0, 11]
+    if reach is None:
+        step.rows.own_lens.copy_(torch.tensor([3, 20, 0, 0, 0, 0, 11]))
+        other = torch.randn_like(step.q), 3 * torch.randn(step.q.shape[:2])
+    else:
+        context_lens = [CONTEXTS[context][0] if context >= 0 else 0 for context, _, _ in MIXED]
+        step.rows.positions.copy_(torch.tensor(context_lens) + (step.rows.tail_lens - 1).clamp(min=0))
+        seen = [reach.first_seen(position) for position in step.rows.positions.tolist()]
+        starts = [max(0, first - context_len) for first, context_len in zip(seen, context_lens, strict=True)]
+        assert max(starts) > 9
+    later = without_first(step, starts)
+    want, _ = step.wanted_with_lse(other)
+    torch.testing.assert_close(later.wanted_with_lse(other)[0], want)
+    on_device = OnDevice(later)
+    on_device.attend(None if other is None else (other[0].to(DEVICE), other[1].to(DEVICE)))
+    assert_close(on_device.out.cpu(), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

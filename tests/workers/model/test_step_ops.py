@@ -291,7 +291,8 @@ HEADS = [
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "norm", "rotates", "dtype"), HEADS)
 def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype) -> None:
-    rows = make_rows([0, 1, -1, -1], [2, 0, 0, 0], [5, 0, 1, 2])  # the last two are tokens of one question
+    rows = make_rows([0, 1, -1, -1], [2, 0, 0, 0], [1029, 0, 1, 2])  # the last two are tokens of one question
+    rows.tail_starts[0] = 1024
     qkv = randn(4, (num_q_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     head_norms = make_head_norms(norm, num_q_heads, num_kv_heads, head_dim)
     rotation = rotation_of(rotates, 4, head_dim)

@@ -226,13 +226,14 @@ def test_keys_are_unambiguous_and_explained() -> None:
 
 
 def test_choices_are_those_of_the_code_that_takes_them() -> None:
-    from workers.engine.gpu_engine import SLOT_SHARE, TAIL_CAPACITY
+    from workers.engine.gpu_engine import SLOT_SHARE
     from workers.engine.memory import PLACEMENTS
+    from workers.engine.sizing import LEAST_OWN_ROWS
 
     assert get_args(get_type_hints(EngineSettings)["placement"]) == ("cpu", *PLACEMENTS)
     assert set(get_args(get_type_hints(BuildSettings)["preset"])) == set(PRESET_NAMES)
     assert EngineSettings().slot_share == SLOT_SHARE
-    assert EngineSettings().tail_capacity is None and f"on a GPU {TAIL_CAPACITY}" in KEYS["engine.tail_capacity"].words
+    assert EngineSettings().tail_capacity is None and f"but {LEAST_OWN_ROWS}" in KEYS["engine.tail_capacity"].words
 
 
 @given(st.sampled_from(sorted(KEYS)), st.data())

@@ -63,7 +63,6 @@ from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Read
 
 BATCH_SIZES = (1, 8)  # of one request: its steps, and its question eight tokens at a time
 MAX_ROWS = 64  # of a step
-TAIL_CAPACITY = 2048
 GPU_SELECTORS: tuple[Selector, ...] = ("csattn", "full", "exact")
 SLOT_SHARE = 0.15  # of a context's rows, kept on the device where its KV is on the host
 
@@ -97,7 +96,7 @@ class GpuEngine:
         *,
         batch_sizes: tuple[int, ...] = BATCH_SIZES,  # of steps, ascending; rows that nobody needs are idle
         num_slots: int = 1,
-        tail_capacity: int = TAIL_CAPACITY,
+        tail_capacity: int | None = None,  # rows of a request's own; by the memory, unless said
         growth: Growth | None = None,
         num_contexts: int = 1,  # loaded at the same time
         max_context_len: int | None = None,  # rows of the longest; by the model and the memory, unless said
@@ -122,7 +121,6 @@ class GpuEngine:
             require_plain_rows(spec, "a KV codec")
         self.batch_sizes, self.max_rows, self.num_slots = batch_sizes, batch_sizes[-1], num_slots
         self.max_positions, self.num_layers = spec.max_positions, len(spec.indexed_layers)
-        self.tail_capacity = min(tail_capacity, self.max_positions)
         self._num_contexts, self._growth = num_contexts, growth or Growth()
         sizing = Sizing(
             model=self.model,
@@ -133,17 +131,22 @@ class GpuEngine:
             num_contexts=num_contexts,
             max_context_len=max_context_len,
             num_tails=num_slots,
-            tail_capacity=self.tail_capacity,
+            tail_capacity=tail_capacity,
             growth=self._growth,
             slot_share=slot_share,
             kv_format=kv_format,
         )
         device = device or torch.device("cuda", 0)
+        index_config = index_config or preset("default")
+        if tail_capacity is None:
+            tail_capacity = sizing.own_rows(index_config, self.model.available(device))
+        self.tail_capacity = min(tail_capacity, self.max_positions)
+        sizing = replace(sizing, tail_capacity=self.tail_capacity)
         self._beside = thread_beside(device, "own-segments")
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
-        self._placing = Placing(sizing, index_config or preset("default"), self._searcher, device, on_progress)
+        self._placing = Placing(sizing, index_config, self._searcher, device, on_progress)
         self._places: dict[int, int] = {}  # of the scheduler's contexts among the placed ones
         self._requests: dict[int, _Request] = {}  # by slot
 

@@ -10,7 +10,7 @@ from csattn.selector_names import SelectorName, selector_named
 from offload.codecs.formats import KvFormat
 from workers.engine.cpu_context import WITHOUT_ALL_KEYS, HostBudget
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import TAIL_CAPACITY, GpuEngine, require_selector
+from workers.engine.gpu_engine import GpuEngine, require_selector
 from workers.engine.memory import PLACEMENTS, Placement
 from workers.engine.split_engine import SplitEngine, require_tried
 
@@ -55,7 +55,7 @@ def open_engine(
             selector=selector,
             kv_format=kv_format,
             num_slots=num_slots or 4,
-            tail_capacity=tail_capacity or TAIL_CAPACITY,
+            tail_capacity=tail_capacity,
             **{"max_context_len": artifact.spec.context_len, **options},
         )
     try:

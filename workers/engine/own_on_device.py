@@ -133,15 +133,14 @@ def own_shape(shape: EngineShape) -> EngineShape:
     )
 
 
-def cached_shape(shape: EngineShape) -> tuple[EngineShape, int]:
-    """Of the cache for own rows that are in host memory, and its slots: as many as a row of a step chooses."""
-    own = own_shape(shape)
-    return own, own.max_top_k
+def own_cache(shape: EngineShape, device: torch.device) -> CachedRows:
+    """For own rows that are in host memory."""
+    return CachedRows(own_shape(shape), shape.own_slots, device)
 
 
 def own_cache_bytes(shape: EngineShape) -> int:
     """Device memory of it."""
-    return cache_bytes(*cached_shape(shape)) if shape.own_capacity is not None else 0
+    return cache_bytes(own_shape(shape), shape.own_slots) if shape.own_capacity is not None else 0
 
 
 def own_bytes(shape: EngineShape, num_words: int, num_coords: int) -> int:

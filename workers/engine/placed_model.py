@@ -24,7 +24,7 @@ from workers.engine.local_layers import LocalLayers
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost
-from workers.engine.own_on_device import OwnOnDevice, cached_shape
+from workers.engine.own_on_device import OwnOnDevice, own_cache
 from workers.engine.own_rows import MovingRows, RowsInTails
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
@@ -184,7 +184,7 @@ class PlacedModel:
         sizes = shape.num_tails, shape.num_kv_heads, shape.own_capacity, 2, shape.head_dim
         tell = partial(self._on_progress, "pinning host memory for requests")
         pinned = self._pin(allocate_rows(shape.num_layers, sizes, shape.dtype), tell)
-        return pinned, CachedRows(*cached_shape(shape), self.device)
+        return pinned, own_cache(shape, self.device)
 
     def _rows(self) -> RowsInTails:
         tails = self.attention.tails

@@ -41,6 +41,7 @@ class EngineShape:
     num_tails: int = 1  # requests at the same time
     tail_capacity: int = 4096  # rows of a request's own that are in its tail, which is on the device
     own_capacity: int | None = None  # rows of a request's own: the first of them move to the host; None: none does
+    own_slots: int = 0  # of these, rows kept on the device, per layer, request and KV head
     rest: RestKind = "none"  # how rows that are neither resident nor selected are attended to
     max_segments: int = 0  # of a context's sketch
     attends_all: bool = False  # to every row of a context: nothing is selected, nothing estimated

@@ -6,7 +6,8 @@ from math import prod
 from csattn.config import SEGMENT_STEP, IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
 from csattn.errors import ConfigError
 from csattn.selectors import ContextView, resolve_rest, selector_for
-from csattn.sketch.own import Growth
+from csattn.sketch.own import Growth, own_top_k
+from offload.budget import AvailableMemory, MemoryPlan
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import MAX_SLOTS
 from workers.engine.memory import Placement, plan_memory
@@ -14,6 +15,9 @@ from workers.engine.own_choice import latents_of, least_slots
 from workers.engine.shape import EngineShape
 from workers.engine.step_model import StepModel
 from workers.serving.messages import Selector
+
+LEAST_OWN_ROWS = 2048
+OWN_PART_OF_DEVICE, OWN_PART_OF_HOST = 8, 4  # one of so many parts of the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,7 @@ class Sizing:
     num_contexts: int
     max_context_len: int | None
     num_tails: int
-    tail_capacity: int
+    tail_capacity: int | None  # rows of a request's own; None: see `own_rows`
     growth: Growth
     slot_share: float
     kv_format: KvFormat | None
@@ -50,6 +54,27 @@ class Sizing:
         latent = latents_of(self.model.spec)
         least = 1 if latent is None else least_slots(latent, longest, self.batch_sizes[-1])
         return max(least, int(self.slot_share * longest))
+
+    def own_rows(self, index_config: IndexConfig, available: AvailableMemory) -> int:
+        """As many rows of a request's own as the model has positions, halved until those of all requests take a part of
+        what is left, but `LEAST_OWN_ROWS`."""
+
+        def planned(num_rows: int) -> MemoryPlan:
+            shape = replace(self, tail_capacity=num_rows).shape(index_config, 1)
+            return plan_memory(self.model.num_bytes, index_config, shape, self.placement, self.num_cached(1))
+
+        without = planned(1)
+        on_device = (available.device_bytes - without.device_bytes) // OWN_PART_OF_DEVICE
+        on_host = (available.host_bytes - without.pinned_bytes) // OWN_PART_OF_HOST
+
+        def fits(plan: MemoryPlan) -> bool:
+            more = plan.device_bytes - without.device_bytes
+            return more <= on_device and plan.pinned_bytes - without.pinned_bytes <= on_host
+
+        num_rows = self.model.spec.max_positions
+        while num_rows > LEAST_OWN_ROWS and not fits(planned(num_rows)):
+            num_rows = max(LEAST_OWN_ROWS, num_rows // 2)
+        return num_rows
 
     def longest(self, index_config: IndexConfig, needed: int, available_bytes: int) -> int:
         """As many rows as the model has positions, halved until what grows with them takes half of what is left.
@@ -73,6 +98,7 @@ class Sizing:
     def shape(self, index_config: IndexConfig, longest: int) -> EngineShape:
         """longest: rows of a context, at most."""
         spec = self.model.spec
+        assert self.tail_capacity is not None, "it is told by `own_rows`"
         all_rows = EngineShape(  # attended to in all layers
             num_layers=spec.num_layers,
             num_q_heads=spec.num_q_heads,
@@ -115,4 +141,6 @@ class Sizing:
         grow_all = shape.max_own_segments and not self.search.lookahead  # without a context, too
         if self.placement == "device" or not grow_all or kept >= self.tail_capacity:
             return shape
-        return replace(shape, tail_capacity=kept, own_capacity=self.tail_capacity)
+        chosen = own_top_k(self.search, self.tail_capacity)
+        own_slots = min(MAX_SLOTS, max(chosen, int(self.slot_share * self.tail_capacity)))
+        return replace(shape, tail_capacity=kept, own_capacity=self.tail_capacity, own_slots=own_slots)

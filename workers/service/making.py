@@ -11,7 +11,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.selectors import resolve_rest
 from csattn.sketch.own import Growth
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import MAX_ROWS, TAIL_CAPACITY, step_sizes
+from workers.engine.gpu_engine import MAX_ROWS, step_sizes
 from workers.engine.memory import require_weights
 from workers.engine.opening import gpu_engine, require_together
 from workers.model.devices import require_device, require_devices
@@ -68,7 +68,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
             engine.num_devices,
             batch_sizes=step_sizes(min(max_rows, MAX_ROWS)),
             num_slots=num_requests,
-            tail_capacity=engine.tail_capacity or TAIL_CAPACITY,
+            tail_capacity=engine.tail_capacity,
             num_contexts=engine.num_contexts,
             max_context_len=engine.max_context_len,
             index_config=preset(settings.build.preset),

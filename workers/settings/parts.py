@@ -157,8 +157,8 @@ class EngineSettings(_Part):
     )
     tail_capacity: int | None = setting(
         None,
-        "Rows of a request's own, question and answer: an answer ends where there are none. Not set: on the CPU as "
-        "many as there are positions and memory for, on a GPU 2048.",
+        "Rows of a request's own, question and answer: an answer ends where there are none. Not set: as many as there "
+        "are positions, or as there is memory for: on a GPU an eighth of its memory that is left, but 2048.",
         lowest=1,
     )
     num_contexts: int = setting(4, "On a GPU: loaded at the same time; others wait in the store.", lowest=1)

@@ -14,11 +14,12 @@ from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from csattn.sketch.own import Growth
 from index_build.pipeline import build_artifact
+from offload.budget import AvailableMemory
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine import PLACEMENTS
+from workers.engine import PLACEMENTS, step_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.serving.step_engine import NO_CONTEXT, StepRow
@@ -159,6 +160,19 @@ def test_layers_with_windows_see_the_same_where_rows_have_left(tmp_path) -> None
                 if isinstance(engine, GpuEngine):
                     assert engine._placing.ready().rows.start(0) == GROWTH.segment_len
     np.testing.assert_allclose(logits[1], logits[0], atol=2e-2)
+
+
+@pytest.mark.parametrize(("placement", "device_gb", "host_gb", "most"), [
+    ("device", 99, 0, 4096),  # as many as the model has positions
+    ("hybrid", 99, 99, 4096),
+    ("device", 0, 99, 2048),
+    ("hybrid", 99, 0, 2048),
+])  # fmt: skip
+def test_requests_have_as_many_rows_as_there_is_memory_for(monkeypatch, placement, device_gb, host_gb, most) -> None:
+    memory = AvailableMemory(device_bytes=device_gb << 30, host_bytes=host_gb << 30)
+    monkeypatch.setattr(step_model, "available_memory", lambda device: memory)
+    with GpuEngine(loaded(), SearchConfig(), placement, device=DEVICE) as engine:
+        assert engine.tail_capacity == most
 
 
 def test_other_segments_are_refused(artifact: Artifact) -> None:

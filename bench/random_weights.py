@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
 from csattn.models.rope import model_frequencies
-from csattn.models.spec import DeltaSpec, ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec
+from csattn.models.spec import DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec
 from csattn.models.weights import (
     DeltaWeights,
     ExpertWeights,
@@ -103,19 +103,20 @@ def random_weights(
             quantized=quantized,
         )
 
-    def layer(of: LayerSpec) -> LayerWeights:
+    def layer(of: LayerSpec, heads: HeadsSpec) -> LayerWeights:
         attention, mlp, hidden_size = of.attention, of.mlp, spec.hidden_size
-        sizes = {"none": None, "head": (spec.head_dim,) * 2, "projection": (spec.q_width, spec.kv_width)}
+        sizes = {"none": None, "head": (heads.head_dim,) * 2, "projection": (heads.q_width, heads.kv_width)}
+        ones = torch.ones(heads.head_dim, device=device) if attention.v_norm else None
         plain = of.delta is None and of.latent is None
         of_heads = sizes[attention.qk_norm] if plain else None
-        attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else spec.q_width
+        attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else heads.q_width
         return LayerWeights(
             before_attention=norm(hidden_size, of.pre_norm),
-            qkv=(linear(spec.qkv_width, hidden_size, attention.qkv_bias),) if plain else (),
-            gates=(linear(spec.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
+            qkv=(linear(heads.qkv_width, hidden_size, attention.qkv_bias),) if plain else (),
+            gates=(linear(heads.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
             delta=None if of.delta is None else delta(of.delta),
             latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
-            head_norms=HeadNorms(*(torch.ones(size, device=device) for size in of_heads)) if of_heads else None,
+            head_norms=HeadNorms(*(torch.ones(size, device=device) for size in of_heads), ones) if of_heads else None,
             sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks else None,
             out=linear(hidden_size, attended, attention.out_bias, into_stream),
             behind_attention=norm(hidden_size, of.post_norm),
@@ -126,7 +127,7 @@ def random_weights(
             behind_mlp=norm(hidden_size, of.post_norm),
         )
 
-    layers = tuple(layer(of) for of in spec.layers)
+    layers = tuple(layer(of, spec.heads_of(layer_idx)) for layer_idx, of in enumerate(spec.layers))
     embedding = matrix(spec.vocab_size, spec.hidden_size, spec.hidden_size**0.5)
     return ModelWeights(
         spec=spec,

@@ -7,6 +7,7 @@ states that enter it. Everything is held where the model is; layers that are not
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -139,19 +140,20 @@ def prefill(
     plain = all((x.reach, x.sinks, x.logit_cap) == (None, False, None) for x in (y.attention for y in spec.layers))
     plain = plain and all(layer.latent is None for layer in spec.layers)
     chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda and plain else CHUNK_LEN)
-    head_dim = spec.head_dim
     positions = torch.arange(context_len, device=hidden.device)[None]
     embeddings = position_embeddings(body, hidden[None], positions)
-    q_shape = spec.num_q_heads, context_len if spec.indexed_layers else 0, head_dim
-    kv_shape = spec.num_kv_heads, context_len, 2, head_dim
-    arrays = [(hidden.new_empty(q_shape), hidden.new_empty(kv_shape))]
+    heads, num_queries = [spec.heads_of(i) for i in range(spec.num_layers)], context_len if spec.indexed_layers else 0
+    sizes = num_queries * max(of.q_width for of in heads), 2 * context_len * max(of.kv_width for of in heads)
+    arrays = [(hidden.new_empty(sizes[0]), hidden.new_empty(sizes[1]))]
     if _has_room_for_another(arrays[0]):
-        arrays.append((hidden.new_empty(q_shape), hidden.new_empty(kv_shape)))
+        arrays.append((hidden.new_empty(sizes[0]), hidden.new_empty(sizes[1])))
     top_k = next((x.latent.top_k for x in spec.layers if x.latent is not None), None)
     chosen = None if top_k is None else torch.empty(context_len, top_k, dtype=torch.int32, device=hidden.device)
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
-            q, kv = arrays[layer_idx % len(arrays)]
+            of, (of_q, of_kv) = heads[layer_idx], arrays[layer_idx % len(arrays)]
+            q = _first_of(of_q, of.num_q_heads, num_queries, of.head_dim)
+            kv = _first_of(of_kv, of.num_kv_heads, context_len, 2, of.head_dim)
             capture, leaving = LayerCapture(layer_idx, q, kv, hidden, len(arrays) == 1), torch.empty_like(hidden)
             of_layer, sinks = spec.layers[layer_idx], None
             cache: _StateCache | _CapturingCache = _StateCache()
@@ -183,6 +185,11 @@ def prefill(
             _require_finite(capture)
             yield capture, leaving
             hidden = leaving
+
+
+def _first_of(numbers: Tensor, *sizes: int) -> Tensor:
+    """An array of these sizes, of the first of them."""
+    return numbers[: prod(sizes)].view(sizes)
 
 
 def _has_room_for_another(arrays: tuple[Tensor, Tensor]) -> bool:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from csattn.models import LoadedModel
+from csattn.models.families import LAYER_SCALE
 from csattn.models.loader import wrap_model
 
 _LOCAL = ["sliding_attention", "full_attention", "sliding_attention"]  # of layers
@@ -100,6 +101,21 @@ ALL_FAMILIES = FAMILIES | {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
             },
             "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4_text": (
+        "Gemma4",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 48,
+            "attention_k_eq_v": True,
+            "sliding_window": 37,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
             "final_logit_softcapping": 5.0,
         },
     ),
@@ -280,7 +296,9 @@ def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
                 if name.endswith("bias") or "norm" in name:
                     parameter += 0.2 * torch.randn_like(parameter)
             for name, buffer in model.named_buffers():
-                if name.endswith("bias"):
+                if name.endswith(LAYER_SCALE):
+                    buffer.uniform_(0.5, 1.5)
+                elif name.endswith("bias"):
                     buffer += 0.2 * torch.randn_like(buffer)
     return model
 

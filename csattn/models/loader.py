@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import ALL, STATE
 from csattn.errors import ConfigError, ModelError
-from csattn.models.families import FAMILIES, describe, stretch_positions
+from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
 from csattn.models.quantized import Quantization, read_state
@@ -397,11 +397,14 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
 
 def geometry_of(spec: ModelSpec) -> ModelGeometry:
     """The sizes of a model that fix an artifact's."""
-    names = [field.name for field in fields(ModelGeometry) if field.name not in ("reaches", "state")]
+    names = [field.name for field in fields(ModelGeometry) if field.name not in ("reaches", "state", "local_heads")]
     reaches = tuple(_reach(layer) for layer in spec.layers)
     state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
     return ModelGeometry(
-        **{name: getattr(spec, name) for name in names}, reaches=reaches if any(reaches) else (), state=state
+        **{name: getattr(spec, name) for name in names},
+        reaches=reaches if any(reaches) else (),
+        state=state,
+        local_heads=spec.local_heads or (),
     )
 
 
@@ -434,6 +437,9 @@ def _fingerprint(model: Any) -> str:
         sample = flat[::step].float().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.tobytes())
+    for name, buffer in model.named_buffers():
+        if name.endswith(LAYER_SCALE):
+            digest.update(f"{name} {float(buffer)}".encode())
     return digest.hexdigest()
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csattn.models.families import FAMILIES, Family, describe, rope_parameters
+from csattn.models.families import FAMILIES, LAYER_SCALE, Family, describe, rope_parameters
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
 from csattn.models.rope import model_frequencies
-from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, LatentSpec, ModelSpec
+from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,11 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of q and k before RoPE: of each head, or of all heads together."""
+    """RMSNorm of q and k before RoPE: of each head, or of all heads together. And of each head of v, if at all."""
 
     q: Tensor  # [head_dim] or [num_q_heads * head_dim] float32
     k: Tensor  # [head_dim] or [num_kv_heads * head_dim] float32
+    v: Tensor | None = None  # [head_dim] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class LayerWeights:
     down: Linear | None
     experts: tuple[ExpertWeights, ...]
     behind_mlp: Tensor | None
+    scale: float = 1.0  # of all of the stream, when it leaves the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,20 +202,22 @@ def weights_of(model: Any) -> ModelWeights:
 
 def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -> LayerWeights:
     of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
+    heads = spec.heads_of(layer_idx)
     mlp = block
     if of_layer.experts:  # beside which one may stand that all tokens pass
         mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
     if hasattr(attention, "qk_norm"):  # without weights
-        ones = norms[0].new_ones(spec.head_dim) if norms[0] is not None else torch.ones(spec.head_dim)
+        ones = norms[0].new_ones(heads.head_dim) if norms[0] is not None else torch.ones(heads.head_dim)
         head_norms = HeadNorms(ones, ones)
     elif attention is not None and of_layer.attention.qk_norm != "none":
-        head_norms = HeadNorms(_norm(attention.q_norm, family), _norm(attention.k_norm, family))
+        of_q, of_k = _norm(attention.q_norm, family), _norm(attention.k_norm, family)
+        head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
     return LayerWeights(
         before_attention=norms[0],
-        qkv=() if of_layer.latent is not None else _qkv(attention, of_layer.attention, spec),
-        gates=_of_heads(attention.q_proj, spec, 1) if attention is not None and of_layer.attention.gated else (),
+        qkv=() if of_layer.latent is not None else _qkv(attention, of_layer.attention, heads),
+        gates=_of_heads(attention.q_proj, heads, 1) if attention is not None and of_layer.attention.gated else (),
         delta=None if of_layer.delta is None else _delta(layer.linear_attn, of_layer.delta),
         latent=None if of_layer.latent is None else latent_weights(attention, of_layer.latent),
         head_norms=head_norms,
@@ -230,21 +234,24 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -
             for number, experts in enumerate(of_layer.experts)
         ),
         behind_mlp=norms[3],
+        scale=float(getattr(layer, LAYER_SCALE)) if of_layer.scaled else 1.0,
     )
 
 
-def _qkv(attention: Any, of: AttentionSpec, spec: ModelSpec) -> tuple[Linear, ...]:
+def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec) -> tuple[Linear, ...]:
     if attention is None:
         return ()
+    if of.k_is_v:
+        return _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.k_proj)
     if of.gated:
-        return (*_of_heads(attention.q_proj, spec, 0), _linear(attention.k_proj), _linear(attention.v_proj))
-    return _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), [spec.q_width, *2 * [spec.kv_width]])
+        return (*_of_heads(attention.q_proj, heads, 0), _linear(attention.k_proj), _linear(attention.v_proj))
+    return _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), [heads.q_width, *2 * [heads.kv_width]])
 
 
-def _of_heads(module: Any, spec: ModelSpec, second: int) -> tuple[Linear, ...]:
+def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
     """Of each head the first or the second half of what a projection gives."""
-    whole, size = _linear(module), spec.head_dim
-    firsts = [(2 * head + second) * size for head in range(spec.num_q_heads)]
+    whole, size = _linear(module), heads.head_dim
+    firsts = [(2 * head + second) * size for head in range(heads.num_q_heads)]
     return tuple(whole.outputs(first, first + size) for first in firsts)
 
 

@@ -17,13 +17,14 @@ from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.families import FAMILIES, describe
+from csattn.models.loader import wrap_model
 from csattn.models.weights import weights_of
 from index_build.context_build import ContextBuild
 from index_build.pieces import BuildProgress, perform
 from index_build.pipeline import build_artifact
 from index_build.plan import make_plan
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
-from tests.tiny import ALL_FAMILIES, loaded, token_ids
+from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.talks import Talk, alone, assert_same, run_together
 from tests.workers.model.decoding import decode, prefill
@@ -35,7 +36,7 @@ from workers.session import csattn_session
 
 CONTEXT, NUM_TOKENS = token_ids(300), 40  # so many reach into the next chunk of a model that attends by chunks
 QUESTION = token_ids(5, seed=5).tolist()
-EMULATED = ["gemma2", "gpt_oss", "qwen3_next"]  # whose layers the device has everything of
+EMULATED = ["gemma2", "gemma4_text", "gpt_oss", "qwen3_next"]  # whose layers the device has everything of
 LATENTS = ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"]  # which are read by other kernels
 
 
@@ -92,6 +93,21 @@ def test_a_session_says_what_transformers_says(family: Family) -> None:
     want = family.logits(tokens[:-1], NUM_TOKENS)
     torch.testing.assert_close(torch.cat(got.logits), want, rtol=0, atol=1e-3)
     assert tokens == want.argmax(1).tolist() and len(tokens) == NUM_TOKENS
+
+
+def test_heads_as_wide_as_gemma_4_has_them(tmp_path: Path) -> None:
+    """One of them to 512 dimensions, as published; in the preset's sketch, too."""
+    wide = {"num_attention_heads": 8, "num_global_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512}
+    model = wrap_model(make_model("gemma4_text", **wide), byte_tokenizer(), "wide")
+    with open_artifact(build_artifact(model, CONTEXT, preset("default"), tmp_path).path) as artifact:
+        family, following = Family(model, artifact), token_ids(5, seed=6).tolist()
+        assert [artifact.layer_kv(i).shape[2:].numel() for i in range(4)] == [512, 1024, 512, 1024]
+        with CpuEngine(model, num_threads=2) as engine:
+            engine.add_context(0, artifact)
+            whole = read(engine, SearchConfig(keep=1.0), following)
+            sparse = read(engine, SearchConfig(keep=0.1, window_len=16), following)
+        np.testing.assert_allclose(np.stack(whole), family.logits(following, 5).numpy(), rtol=0, atol=1e-3)
+        assert 1e-6 < family.divergence(sparse, following) < 0.1
 
 
 def test_a_sparse_run_comes_closer_the_more_it_keeps(family: Family) -> None:
@@ -234,13 +250,18 @@ def test_what_is_described_is_there(name: str) -> None:
         assert (layer.before_mlp is None) == (not spec.pre_norm or spec.parallel)
         assert (layer.behind_attention is None) == (layer.behind_mlp is None) == (not spec.post_norm)
         assert (layer.sinks is None) == (not spec.attention.sinks)
+        assert (layer.head_norms is not None and layer.head_norms.v is not None) == spec.attention.v_norm
+        assert (layer.scale != 1.0) == spec.scaled
     assert weights.spec.softmax_scale == pytest.approx(model.model.layers[1].self_attn.scaling)
     read = [weights.embedding] + ([] if weights.spec.tied_embedding else [weights.head.weight])
-    for layer in weights.layers:
+    for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
         read += [linear.weight for linear in layer.delta.inputs] + [layer.delta.conv] if layer.delta else []
+        qkv = layer.qkv
+        if spec.attention.k_is_v:
+            *qkv, v = layer.qkv
+            assert v.weight.data_ptr() == qkv[1].weight.data_ptr()
         read += [
-            linear.weight
-            for linear in (*layer.qkv, *layer.gates, layer.out, *layer.gate_up, *filter(None, [layer.down]))
+            linear.weight for linear in (*qkv, *layer.gates, layer.out, *layer.gate_up, *filter(None, [layer.down]))
         ]
         if (latent := layer.latent) is not None:
             read += [linear.weight for linear in (*latent.inputs, *latent.queries)]

@@ -82,7 +82,9 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
         if latents_of(spec) is not None:
             require_latents_placed(spec, "device")
         else:
-            require_supported(spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, torch.bfloat16)
+            for heads in (spec.heads, *map(spec.heads_of, range(spec.num_layers))):
+                sizes = heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads, heads.head_dim
+                require_supported(*sizes, torch.bfloat16)
     except ConfigError as error:
         findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
     if latents_of(spec) is not None:

@@ -164,11 +164,15 @@ def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
     """Without a row."""
     num_states = sum(map(geometry.has_state, range(geometry.num_layers)))
     num_local = geometry.num_layers - len(geometry.indexed_layers) - num_states
-    none = torch.zeros(geometry.num_kv_heads, 1, 2, geometry.head_dim, dtype=dtype)[:, :0].contiguous()
+
+    def none(num_kv_heads: int, head_dim: int) -> Tensor:
+        return torch.zeros(num_kv_heads, 1, 2, head_dim, dtype=dtype)[:, :0].contiguous()
+
+    local = none(*(geometry.local_heads or (geometry.num_kv_heads, geometry.head_dim)))
     parts = {"conv": geometry.state[:2], "memory": geometry.state[2:]}
     begin = {name: np.zeros(sizes, np.float32) for name, sizes in parts.items()}
-    kv = [none] * len(geometry.indexed_layers)
-    return CpuContext(None, kv, 0, [none] * num_local, HostStore(kv), True, [], [begin] * num_states)
+    kv = [none(geometry.num_kv_heads, geometry.head_dim)] * len(geometry.indexed_layers)
+    return CpuContext(None, kv, 0, [local] * num_local, HostStore(kv), True, [], [begin] * num_states)
 
 
 @dataclass(frozen=True, slots=True)

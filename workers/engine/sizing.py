@@ -108,6 +108,7 @@ class Sizing:
             logit_cap=attention.logit_cap,
             has_sinks=attention.sinks,
             local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
+            local_heads=spec.local_heads,
             state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )

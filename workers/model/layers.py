@@ -14,7 +14,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import ExpertsSpec, LatentSpec
+from csattn.models.spec import ExpertsSpec, HeadsSpec, LatentSpec
 from csattn.models.weights import LatentWeights, Linear, ModelWeights
 from workers.model.attention import AttendsLatents, KeepsStates, StepAttention
 from workers.model.devices import Devices
@@ -22,6 +22,7 @@ from workers.model.ops import (
     DeltaRoom,
     DeltaState,
     ExpertRoom,
+    HeadRoom,
     LatentRoom,
     Normed,
     Readers,
@@ -73,16 +74,16 @@ class StepLayers:
             q_scale = torch.ones(batch_size, device=weights.device)
             self.rotations.append(Rotation(cos, sin, q_scale, rope.interleaved))
         heads = (spec.num_q_heads, spec.head_dim)
-        self._qkv = zeros(spec.qkv_width)
-        self.q, self.attended = zeros(*heads), zeros(*heads)
-        self._early = zeros(spec.q_width)
+        is_gated = any(layer.attention.gated for layer in spec.layers)
+        kinds_of_heads = {spec.heads, *map(spec.heads_of, range(spec.num_layers))}
+        self._heads = {of: _head_room(of, is_gated, zeros) for of in kinds_of_heads}
+        self._early = zeros(spec.heads.q_width)
         # two, taken in turn: a layer's predicted query must outlast the prediction of the layer after it
         self.q_ahead = (zeros(*heads), zeros(*heads))
         widths = {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None}
         self._gated = {width: zeros(width) for width in widths}
         kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
         self._experts = {kind: expert_room(kind[1], spec.hidden_size, zeros) for kind in kinds}
-        self._attended_gates = zeros(spec.q_width) if any(layer.attention.gated for layer in spec.layers) else None
         deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
         self._deltas = {of: DeltaRoom(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
@@ -137,7 +138,9 @@ class StepLayers:
         """Predict that layer's query from the input of the layer before it."""
         layer, spec, stream = self._weights.layers[layer_idx], self._weights.spec, self._stream
         early = stream.scaled if layer.before_attention is None else stream.scaled_ahead
-        self._ops.linear(self._normed(layer.before_attention, early), _first(layer.qkv, spec.q_width), self._early)
+        self._ops.linear(
+            self._normed(layer.before_attention, early), _first(layer.qkv, spec.heads.q_width), self._early
+        )
         self._ops.predict_query(
             self._early,
             layer.head_norms,
@@ -161,18 +164,19 @@ class StepLayers:
         if layer.latent is not None:
             self._project_latents(layer_idx, x, layer.latent)
             return
-        self._ops.linear(x, layer.qkv, self._qkv)
+        heads = self.heads(layer_idx)
+        self._ops.linear(x, layer.qkv, heads.qkv)
         if layer.gates:
-            assert self._attended_gates is not None
-            self._ops.linear(x, layer.gates, self._attended_gates)
+            assert heads.gates is not None
+            self._ops.linear(x, layer.gates, heads.gates)
         self._ops.rotate_append(
-            self._qkv,
+            heads.qkv,
             layer.head_norms,
             self._weights.spec.norm_eps,
             self._rotation_in(layer_idx),
             self._rows,
             self._attention.tails[layer_idx],
-            self.q,
+            heads.q,
         )
 
     def _project_latents(self, layer_idx: int, x: Normed, weights: LatentWeights) -> None:
@@ -186,6 +190,10 @@ class StepLayers:
             self._ops.linear(Normed(room.q_latents), weights.queries, room.projected)
         self._ops.ask_latents(weights, spec, rotation, room)
 
+    def heads(self, layer_idx: int) -> HeadRoom:
+        """What becomes of a step in that layer, where it has heads of plain rows."""
+        return self._heads[self._weights.spec.heads_of(layer_idx)]
+
     def latents(self, layer_idx: int) -> LatentRoom | None:
         """What becomes of a step in that layer, where its rows are latents."""
         latent = self._weights.spec.layers[layer_idx].latent
@@ -196,17 +204,19 @@ class StepLayers:
             attention = cast(AttendsLatents, self._attention)
             attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
         else:
-            self._attention.attend(layer_idx, self.q, self._rows, self.attended)
+            heads = self.heads(layer_idx)
+            self._attention.attend(layer_idx, heads.q, self._rows, heads.attended)
         if room is not None or not self._attention.in_graph:  # others have worked beside; or a graph begins here
             self._ops.break_chain()
 
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:
         """Attention's output projection and the MLP."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        attended, eps = self.attended.view(len(self.attended), -1), self._weights.spec.norm_eps
+        heads, eps = self.heads(layer_idx), self._weights.spec.norm_eps
+        attended = heads.attended.flatten(1)
         if layer.gates:
-            assert self._attended_gates is not None
-            self._ops.gate(attended, self._attended_gates)
+            assert heads.gates is not None
+            self._ops.gate(attended, heads.gates)
         if layer.delta is not None and spec.delta is not None:
             of_delta = self._delta_room(layer_idx)
             self._ops.delta(layer.delta, spec.delta, eps, self._rows, self._state(layer_idx), of_delta)
@@ -248,7 +258,8 @@ class StepLayers:
             gated = self._gated[spec.mlp.intermediate_size]
             self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
             assert layer.down is not None
-            adds.append(partial(self._add, gated, layer.down, layer.behind_mlp, spec.residual_multiplier))
+            norm, times = layer.behind_mlp, spec.residual_multiplier
+            adds.append(partial(self._add, gated, layer.down, norm, times, scale=layer.scale))
         for number, (of, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
             room = self._experts[number, of]
             self._ops.linear(x, [weights.router], room.logits)
@@ -257,9 +268,18 @@ class StepLayers:
             adds.append(partial(self._ops.experts_add, weights, of, room, spec.residual_multiplier, self._stream))
         return adds
 
-    def _add(self, x: Tensor, linear: Linear, norm: Tensor | None, multiplier: float, readers: Readers) -> None:
+    def _add(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Tensor | None,
+        multiplier: float,
+        readers: Readers,
+        scale: float = 1.0,  # of all of the stream then
+    ) -> None:
         """Add what a branch gives to the stream, behind its norm."""
         if norm is None and self._devices is None:
+            assert scale == 1.0, "streams are scaled behind norms"
             self._ops.linear_add(x, linear, multiplier, self._stream, readers)
             return
         assert self._branch is not None
@@ -268,7 +288,7 @@ class StepLayers:
         if self._devices is not None:
             added = self._devices.add_over_devices(added)
             self._ops.break_chain()
-        self._ops.add_normed(added, norm, self._weights.spec.norm_eps, multiplier, self._stream, readers)
+        self._ops.add_normed(added, norm, self._weights.spec.norm_eps, multiplier, scale, self._stream, readers)
 
     def _finish(self) -> None:
         weights, spec = self._weights, self._weights.spec
@@ -305,6 +325,11 @@ class StepLayers:
     def _q_ahead(self, layer_idx: int) -> Tensor:
         """Of an indexed layer."""
         return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
+
+
+def _head_room(of: HeadsSpec, is_gated: bool, zeros: Callable[..., Tensor]) -> HeadRoom:
+    heads = of.num_q_heads, of.head_dim
+    return HeadRoom(zeros(of.qkv_width), zeros(*heads), zeros(*heads), zeros(of.q_width) if is_gated else None)
 
 
 def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertRoom:

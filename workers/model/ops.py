@@ -73,6 +73,16 @@ class DeltaState:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadRoom:
+    """What becomes of a step in layers whose heads are alike, one after the other."""
+
+    qkv: Tensor  # [batch_size, qkv_width]
+    q: Tensor  # [batch_size, num_q_heads, head_dim]
+    attended: Tensor  # likewise
+    gates: Tensor | None  # [batch_size, q_width]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertRoom:
     """What becomes of a step in layers of experts, one after the other."""
 
@@ -179,10 +189,11 @@ class StepOps(Protocol):
         norm: Tensor | None,  # [hidden_size] float32; None: x itself, the sum of what several devices have
         eps: float,
         multiplier: float,
+        scale: float,
         stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
-        """hidden += multiplier * norm(x)"""
+        """hidden = scale * (hidden + multiplier * norm(x))"""
 
     def rotate_append(
         self,
@@ -194,7 +205,10 @@ class StepOps(Protocol):
         tail: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
         q: Tensor,  # [batch_size, num_q_heads, head_dim]
     ) -> None:
-        """q = q_scale * rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail."""
+        """q = q_scale * rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail.
+
+        What has norms is normed before.
+        """
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         """x *= sigmoid(gates), both [batch_size, q_width]"""

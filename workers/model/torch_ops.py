@@ -128,10 +128,17 @@ class TorchOps:
         _prepare(stream, readers)
 
     def add_normed(
-        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        multiplier: float,
+        scale: float,
+        stream: Stream,
+        readers: Readers,
     ) -> None:
         added = x.float() if norm is None else _norm(x.float(), norm, eps)
-        stream.hidden.copy_(stream.hidden.float() + multiplier * added)
+        stream.hidden.copy_(scale * (stream.hidden.float() + multiplier * added))
         _prepare(stream, readers)
 
     def rotate_append(
@@ -150,6 +157,7 @@ class TorchOps:
         k, v = kv_heads.chunk(2, dim=1)
         if norms is not None:
             own_q, k = _head_norm(own_q, norms.q, eps), _head_norm(k, norms.k, eps)
+            v = v if norms.v is None else _head_norm(v, norms.v, eps)
         q.copy_(_rotated_q(own_q, rotation))
         kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
         active = rows.tail_lens > 0

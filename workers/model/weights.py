@@ -49,10 +49,10 @@ def take_weights(
     layers = []
     waiting = list(there.layers)
     there = replace(there, layers=())  # whose weights are not to be held any longer than needed
-    for layer, of_layer in zip(model.model.layers, whole.layers, strict=True):
+    for layer_idx, (layer, of_layer) in enumerate(zip(model.model.layers, whole.layers, strict=True)):
         part = waiting.pop(0)
         if share is not None:
-            part = share_of_layer(part, whole, of_layer, share)
+            part = share_of_layer(part, whole.heads_of(layer_idx), of_layer, share)
         layers.append(_moved(part, move, device, centred))
         if consume:
             for parameter in layer.parameters():
@@ -100,14 +100,19 @@ def _moved(
         gates=(_joined(layer.gates, move, device),) if layer.gates else (),
         delta=None if layer.delta is None else _moved_delta(layer.delta, move, device),
         latent=None if layer.latent is None else _moved_latent(layer.latent, move, device),
-        head_norms=None if heads is None else HeadNorms(heads.q.to(device), heads.k.to(device)),
+        head_norms=None if heads is None else _moved_head_norms(heads, device),
         sinks=None if layer.sinks is None else layer.sinks.to(device),
         out=_joined([_centred(layer.out) if centred else layer.out], move, device),
         gate_up=(_joined(layer.gate_up, move, device),) if layer.gate_up else (),
         down=None if layer.down is None else _joined([_centred(layer.down) if centred else layer.down], move, device),
         experts=tuple(_moved_experts(experts, move, device) for experts in layer.experts),
+        scale=layer.scale,
         **norms,
     )
+
+
+def _moved_head_norms(norms: HeadNorms, device: torch.device | str) -> HeadNorms:
+    return HeadNorms(norms.q.to(device), norms.k.to(device), None if norms.v is None else norms.v.to(device))
 
 
 def _moved_delta(delta: DeltaWeights, move: Callable[..., Tensor], device: torch.device | str) -> DeltaWeights:

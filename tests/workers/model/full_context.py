@@ -79,7 +79,8 @@ def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60, begu
     for layer_idx, layer in enumerate(spec.layers):
         if layer.delta is not None:
             attention.states[layer_idx] = _begun(model, layer_idx, num_tails, begun)
-    attention.tails.fill_(torch.nan)  # nobody reads what no row has written
+    for tail in attention.tails:
+        tail.fill_(torch.nan)  # nobody reads what no row has written
     return attention
 
 

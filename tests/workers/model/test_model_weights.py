@@ -36,7 +36,7 @@ def test_taken_weights_have_the_models_shape_and_number(family) -> None:
     model = loaded(family).model
     weights = take_weights(model, "cpu")
     shape = weights.spec
-    assert weights.layers[0].qkv[0].weight.shape == (shape.qkv_width, shape.hidden_size)
+    assert weights.layers[0].qkv[0].weight.shape == (shape.heads.qkv_width, shape.hidden_size)
     assert weights.layers[0].gate_up[0].weight.shape == (2 * shape.layers[0].mlp.intermediate_size, shape.hidden_size)
     assert (weights.layers[0].qkv[0].bias is not None) == (family == "qwen2")
     assert (weights.layers[0].head_norms is not None) == (family == "qwen3")

@@ -25,9 +25,10 @@ EMBED = (
 PREPARE = (
     "hidden",  # [num_rows, width]
     "width",
-    "added",  # [num_rows, width]: multiplier * norm(added) is added to hidden first; or 0
+    "added",  # [num_rows, width]: multiplier * norm(added) is added to hidden first, times scale; or 0
     "added_norm",  # [width]
     "multiplier",
+    "scale",
     "norm",  # [width], or 0: hidden as it is
     "out",  # [num_rows, width] <- norm(hidden)
     "norm_ahead",  # likewise, or 0: nothing is written
@@ -42,6 +43,7 @@ ROTATE = (
     "head_dim",
     "q_norm",  # [head_dim], or 0
     "k_norm",
+    "v_norm",  # of each head
     "together",  # 1: q_norm and k_norm are of all heads together, [num_heads * head_dim]
     "eps",
     "cos",  # [num_rows, half]
@@ -96,6 +98,9 @@ def prepare_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         scale, multiplier = inverse_rms(added, 0, width, eps), number_at(args.multiplier)
         for i in range(width):
             hidden[i] += multiplier * (added[i] * scale * weight[i])
+        of_all = number_at(args.scale)
+        for i in range(width):
+            hidden[i] *= of_all
     if args.centred != 0:
         total = np.float32(0.0)
         for i in range(width):
@@ -117,7 +122,8 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
     num_q_heads, num_kv_heads, head_dim = args.num_q_heads, args.num_kv_heads, args.head_dim
     q_width, kv_width = num_q_heads * head_dim, num_kv_heads * head_dim
     heads = floats_of(args.qkv, row, q_width + 2 * kv_width)
-    q_norm, k_norm, together, eps = args.q_norm, args.k_norm, args.together != 0, number_at(args.eps)
+    q_norm, k_norm, v_norm, together = args.q_norm, args.k_norm, args.v_norm, args.together != 0
+    eps = number_at(args.eps)
     half, interleaved = args.half, args.interleaved != 0
     cos, sin, q = floats_of(args.cos, row, half), floats_of(args.sin, row, half), floats_of(args.q, row, q_width)
     by_row = _of_row(args.q_scale, row)
@@ -141,6 +147,8 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
         v_at = k_at + kv_width
         if k_norm != 0:
             _normalise_head(heads, k_at, head_dim, k_norm + head * skip, k_scale, eps)
+        if v_norm != 0:
+            _normalise_head(heads, v_at, head_dim, v_norm, np.float32(0.0), eps)
         turn(heads, k_at, head_dim, cos, sin, interleaved, turned, 0)
         at = ((tail_id * num_kv_heads + head) * capacity + place) * 2 * head_dim
         kv = array_at(args.tails + at * itemsize, 2 * head_dim, like)

@@ -86,10 +86,17 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
         self._prepare(stream, readers)
 
     def add_normed(
-        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        multiplier: float,
+        scale: float,
+        stream: Stream,
+        readers: Readers,
     ) -> None:
         assert norm is not None, "tapes are of one machine"
-        self._prepare(stream, readers, x, norm, multiplier)
+        self._prepare(stream, readers, x, norm, multiplier, scale)
 
     def rotate_append(
         self,
@@ -111,6 +118,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             qkv=qkv,
             num_kv_heads=num_kv_heads,
             k_norm=None if norms is None else norms.k,
+            v_norm=None if norms is None else norms.v,
             tails=tail,
             tail_capacity=tail_capacity,
             tail_ids=rows.tail_ids,

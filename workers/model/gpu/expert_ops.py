@@ -86,7 +86,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             gated = Normed(room.gated.flatten(0, 1))
             shares = None if spec.on_input else room.shares
             self._multiply_experts(gated, kept.down, bias, room.chosen, True, None, shares, room.parts, False, "none")
-            self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
+            self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, 1.0, stream, readers)
             return
         experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](
             room.gated,
@@ -103,7 +103,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             **_expert_constants(weights.down, spec, len(room.gated)),
             **self._launch(),
         )
-        self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
+        self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, 1.0, stream, readers)
 
 
 def _expert_constants(weight: Tensor, spec: ExpertsSpec, batch_size: int) -> dict[str, Any]:

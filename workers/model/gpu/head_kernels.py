@@ -14,6 +14,7 @@ def rotate_append_kernel(
     qkv,  # [num_rows, NUM_Q_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]
     q_norm,  # float32 [HEAD_DIM], or of all heads when NORM is "projection", or qkv when it is "none"
     k_norm,
+    v_norm,  # float32 [HEAD_DIM], or anything when not V_NORMED
     cos,  # [num_rows, HALF] float32: the first 2 * HALF dimensions turn
     sin,
     q_scale,  # [num_rows] float32
@@ -24,6 +25,7 @@ def rotate_append_kernel(
     tail_capacity,
     eps,
     NORM: tl.constexpr,  # "none", "head" or "projection"
+    V_NORMED: tl.constexpr,
     ROTATED: tl.constexpr,  # False: neither turned nor scaled
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -68,8 +70,15 @@ def rotate_append_kernel(
         tl.store(at + first_at, first.to(dtype), mask=inside)
         tl.store(at + second_at, second.to(dtype), mask=inside)
         value = heads + (head + NUM_KV_HEADS) * HEAD_DIM
-        tl.store(at + HEAD_DIM + first_at, tl.load(value + first_at, mask=inside, other=0.0), mask=inside)
-        tl.store(at + HEAD_DIM + second_at, tl.load(value + second_at, mask=inside, other=0.0), mask=inside)
+        first = tl.load(value + first_at, mask=inside, other=0.0)
+        second = tl.load(value + second_at, mask=inside, other=0.0)
+        if V_NORMED:
+            first, second = _normed(
+                first.to(tl.float32), second.to(tl.float32), value, 0, v_norm, first_at, second_at, inside, eps, "head",
+                NUM_KV_HEADS, HEAD_DIM,
+            )  # fmt: skip
+        tl.store(at + HEAD_DIM + first_at, first.to(dtype), mask=inside)
+        tl.store(at + HEAD_DIM + second_at, second.to(dtype), mask=inside)
 
 
 @triton.jit

@@ -60,9 +60,16 @@ class TritonStreamOps(Launches):
         )
 
     def add_normed(
-        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        multiplier: float,
+        scale: float,
+        stream: Stream,
+        readers: Readers,
     ) -> None:
-        self._add_parts(x, 1, norm, eps, multiplier, stream, readers)
+        self._add_parts(x, 1, norm, eps, multiplier, scale, stream, readers)
 
     def _add_parts(
         self,
@@ -71,6 +78,7 @@ class TritonStreamOps(Launches):
         norm: Tensor | None,
         eps: float,
         multiplier: float,
+        scale: float,
         stream: Stream,
         readers: Readers,
     ) -> None:
@@ -83,6 +91,7 @@ class TritonStreamOps(Launches):
             hidden_size,
             eps,
             multiplier,
+            scale,
             NUM_PARTS=num_parts,
             IS_NORMED=norm is not None,
             **_row_constants(stream, readers),

@@ -71,7 +71,7 @@ def turn_kernel(
 def add_normed_kernel(
     x,  # [num_rows, NUM_PARTS, hidden_size]
     weight,  # [hidden_size] float32, or x when not IS_NORMED
-    hidden,  # [num_rows, hidden_size]: multiplier * norm(the sum of x) is added to it
+    hidden,  # [num_rows, hidden_size] <- scale * (hidden + multiplier * norm(the sum of x))
     norm,  # what follows is as in `_write_stream`
     scaled,
     norm_ahead,
@@ -81,6 +81,7 @@ def add_normed_kernel(
     hidden_size,
     eps,
     multiplier,
+    scale,
     NUM_PARTS: tl.constexpr,
     IS_NORMED: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -103,8 +104,8 @@ def add_normed_kernel(
         value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / hidden_size + eps) * factor
     before = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     _write_stream(
-        before + multiplier * value, row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares,
-        hidden_size, HAS_NORM, AHEAD, BLOCK, SQUARES_BLOCK,
+        scale * (before + multiplier * value), row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares,
+        num_squares, hidden_size, HAS_NORM, AHEAD, BLOCK, SQUARES_BLOCK,
     )  # fmt: skip
 
 

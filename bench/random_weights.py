@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
 from csattn.models.rope import model_frequencies
-from csattn.models.spec import DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec
+from csattn.models.spec import DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec
 from csattn.models.weights import (
     DeltaWeights,
     ExpertWeights,
@@ -135,7 +135,7 @@ def random_weights(
         layers=layers,
         final_norm=torch.ones(spec.hidden_size, device=device),
         head=Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)),
-        ropes=tuple(_frequencies(spec, rope, device) for rope in spec.ropes),
+        ropes=tuple(_frequencies(spec, number, device) for number in range(len(spec.ropes))),
     )
 
 
@@ -147,11 +147,13 @@ def _in_mxfp4(weight: Tensor, generator: torch.Generator) -> QuantizedWeight:
     return QuantizedWeight.pack("fp4", codes, scales, 32)
 
 
-def _frequencies(spec: ModelSpec, rope: RopeSpec, device: torch.device | str) -> Frequencies:
+def _frequencies(spec: ModelSpec, number: int, device: torch.device | str) -> Frequencies:
+    """Of the rope of that number."""
+    rope, latent = spec.ropes[number], spec.layers[0].latent
     if rope.parameters is None:
         return Frequencies(torch.empty(0, device=device))
-    latent = spec.layers[0].latent
-    head_dim = spec.head_dim if latent is None else latent.rope_dim
+    turned = [spec.heads_of(i) for i, layer in enumerate(spec.layers) if layer.attention.rope == number]
+    head_dim = turned[0].head_dim if latent is None else latent.rope_dim
     angles, scale = rotary_frequencies(rope.parameters, head_dim, spec.max_positions)
     return Frequencies(angles.to(device), scale)
 
@@ -165,8 +167,9 @@ def rotary_frequencies(
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    parameters = dict(rope_parameters)
-    num_turned = int(head_dim * (parameters.pop("partial_rotary_factor", None) or 1.0))
+    parameters, num_turned = dict(rope_parameters), head_dim
+    if parameters.get("rope_type") != "proportional":  # of which those that stay turn by 0
+        num_turned = int(head_dim * (parameters.pop("partial_rotary_factor", None) or 1.0))
     config = LlamaConfig(
         head_dim=num_turned,
         hidden_size=num_turned,

@@ -13,7 +13,7 @@ from workers.model.gpu import delta_kernels, expert_kernels, head_kernels, laten
 
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
-    "*fp32": "squares norm norm_ahead q_norm k_norm frequencies cos sin q_scale shares conv kept memory decay"
+    "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv kept memory decay"
     " decay_bias partials weight logits best scales kv_norm index_norm index_weights",
     "*i32": "counters chosen context_ids tail_ids tail_lens best_ids",
     "*i64": "turns token_ids positions next_ids",
@@ -102,7 +102,9 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         (
             kernel,
             [
-                HEADS | {"NORM": norm, "HALF": half, "INTERLEAVED": interleaved, "ROTATED": norm != "projection"}
+                HEADS
+                | {"NORM": norm, "HALF": half, "INTERLEAVED": interleaved, "ROTATED": norm != "projection"}
+                | {"V_NORMED": norm == "head"}
                 for norm, half, interleaved in (("none", 64, False), ("head", 32, True), ("projection", 0, False))
             ],
         )

@@ -212,11 +212,12 @@ def test_add_normed(batch_size, hidden_size, read_by, dtype) -> None:
     norm = 1 + randn(hidden_size, scale=0.3)
     got = make_stream(batch_size, hidden_size, dtype)
     before, want = got.hidden.clone(), copy_of(got)
-    TritonOps(DEVICE).add_normed(x, norm, EPS, 0.5, got, read)
-    TorchOps().add_normed(x, norm, EPS, 0.5, want, read)
+    scale = 0.7 if read_by == "one" else 1.0
+    TritonOps(DEVICE).add_normed(x, norm, EPS, 0.5, scale, got, read)
+    TorchOps().add_normed(x, norm, EPS, 0.5, scale, want, read)
     assert_same_stream(got, want, read.ahead is not None)
     added = 0.5 * torch.nn.functional.rms_norm(x.float(), (hidden_size,), norm, EPS)
-    torch.testing.assert_close(got.hidden.float(), before.float() + added, **tolerance(dtype))
+    torch.testing.assert_close(got.hidden.float(), scale * (before.float() + added), **tolerance(dtype))
 
 
 def test_a_sum_over_devices_is_added_as_it_is() -> None:
@@ -224,8 +225,8 @@ def test_a_sum_over_devices_is_added_as_it_is() -> None:
     x, read = randn(3, 100, scale=3.0), readers("both", 100)
     got = make_stream(3, 100, torch.bfloat16)
     before, want = got.hidden.clone(), copy_of(got)
-    TritonOps(DEVICE).add_normed(x, None, EPS, 0.5, got, read)
-    TorchOps().add_normed(x, None, EPS, 0.5, want, read)
+    TritonOps(DEVICE).add_normed(x, None, EPS, 0.5, 1.0, got, read)
+    TorchOps().add_normed(x, None, EPS, 0.5, 1.0, want, read)
     assert_same_stream(got, want, read.ahead is not None)
     torch.testing.assert_close(got.hidden.float(), before.float() + 0.5 * x, **tolerance(torch.bfloat16))
 
@@ -276,7 +277,8 @@ def make_head_norms(kind: str, num_q_heads: int, num_kv_heads: int, head_dim: in
     if kind == "none":
         return None
     q_heads, kv_heads = (num_q_heads, num_kv_heads) if kind == "projection" else (1, 1)
-    return HeadNorms(1 + randn(q_heads * head_dim, scale=0.5), 1 + randn(kv_heads * head_dim, scale=0.5))
+    of_v = torch.ones(head_dim, device=DEVICE) if head_dim == 24 else None
+    return HeadNorms(1 + randn(q_heads * head_dim, scale=0.5), 1 + randn(kv_heads * head_dim, scale=0.5), of_v)
 
 
 # every norm with every rotation where a head's width is no power of two; other widths and the narrow dtype with one

@@ -70,15 +70,14 @@ def rotate_append_kernel(
         tl.store(at + first_at, first.to(dtype), mask=inside)
         tl.store(at + second_at, second.to(dtype), mask=inside)
         value = heads + (head + NUM_KV_HEADS) * HEAD_DIM
-        first = tl.load(value + first_at, mask=inside, other=0.0)
-        second = tl.load(value + second_at, mask=inside, other=0.0)
+        v_first = tl.load(value + first_at, mask=inside, other=0.0).to(tl.float32)
+        v_second = tl.load(value + second_at, mask=inside, other=0.0).to(tl.float32)
         if V_NORMED:
-            first, second = _normed(
-                first.to(tl.float32), second.to(tl.float32), value, 0, v_norm, first_at, second_at, inside, eps, "head",
-                NUM_KV_HEADS, HEAD_DIM,
-            )  # fmt: skip
-        tl.store(at + HEAD_DIM + first_at, first.to(dtype), mask=inside)
-        tl.store(at + HEAD_DIM + second_at, second.to(dtype), mask=inside)
+            v_first, v_second = _normed(
+                v_first, v_second, value, 0, v_norm, first_at, second_at, inside, eps, "head", NUM_KV_HEADS, HEAD_DIM
+            )
+        tl.store(at + HEAD_DIM + first_at, v_first.to(dtype), mask=inside)
+        tl.store(at + HEAD_DIM + second_at, v_second.to(dtype), mask=inside)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from csattn.models.rope import model_frequencies
 from csattn.models.spec import DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec
 from csattn.models.weights import (
     DeltaWeights,
+    ExpertNorms,
     ExpertWeights,
     Frequencies,
     HeadNorms,
@@ -96,6 +97,8 @@ def random_weights(
             gates=gates,
             ups=ups,
             down=down,
+            scales=torch.ones(of.num_experts, device=device) if of.has_scales else None,
+            norms=ExpertNorms(*torch.ones(4, spec.hidden_size, device=device)) if of.apart else None,
             choice_bias=torch.zeros(of.num_experts, device=device) if of.has_choice_bias else None,
             gate_bias=gate_bias,
             up_bias=up_bias,

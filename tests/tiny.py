@@ -48,6 +48,18 @@ _LATENTS: dict[str, Any] = _EXPERTS | {
 }
 # so many heads that none of a few hundred scores is 0, of which any may be chosen
 _INDEXER: dict[str, Any] = _LATENTS | {"index_n_heads": 18, "index_head_dim": 21, "index_topk": 29}
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 48,
+    "attention_k_eq_v": True,
+    "sliding_window": 37,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+}
 # by family: its classes' name, and what its config says beside the sizes
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -55,7 +67,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
 }
-# those whose layers are made of the same parts, put together differently
+# those whose layers are made of the same parts, put together differently; one with variants more than once
 ALL_FAMILIES = FAMILIES | {
     "arcee": ("Arcee", {"mlp_bias": True}),
     "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 1.0}),
@@ -104,20 +116,10 @@ ALL_FAMILIES = FAMILIES | {
             "final_logit_softcapping": 5.0,
         },
     ),
-    "gemma4_text": (
+    "gemma4_text": ("Gemma4", _GEMMA4),
+    "gemma4_text, experts": (
         "Gemma4",
-        {
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 4,
-            "head_dim": 16,
-            "num_global_key_value_heads": 2,
-            "global_head_dim": 48,
-            "attention_k_eq_v": True,
-            "sliding_window": 37,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-            "hidden_size_per_layer_input": 0,
-            "final_logit_softcapping": 5.0,
-        },
+        _GEMMA4 | {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 36},
     ),
     "glm": ("Glm", {"head_dim": 16}),
     "glm4": ("Glm4", {"head_dim": 16, "num_attention_heads": 24, "num_key_value_heads": 2}),
@@ -293,7 +295,7 @@ def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     if family != "llama":  # the plain one
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # which are zeros and ones otherwise
-                if name.endswith("bias") or "norm" in name:
+                if name.endswith("bias") or "norm" in name or "scale" in name:
                     parameter += 0.2 * torch.randn_like(parameter)
             for name, buffer in model.named_buffers():
                 if name.endswith(LAYER_SCALE):

@@ -80,6 +80,7 @@ class Family:
     latents: bool = False
     interleaved_indexer: bool | None = None  # its RoPE; None: there is no indexer
     mlp: str = "mlp"  # the module, of experts too
+    experts_beside: bool = False  # experts and their router are the layer's own modules
     router: str = "gate"  # of experts
     inputs_first: bool = False  # an expert's weights have a row for each input
     heeds: tuple[str, ...] = ()  # fields of its config that the other families have not, or do not look at
@@ -131,6 +132,8 @@ FAMILIES = {
         softmax_scale=1.0,
         qk_norm="head",
         v_norm=True,
+        router="router",
+        experts_beside=True,
         heeds=("final_logit_softcapping",),
     ),
     "glm": Family(biases=("attention_bias", False, False), interleaved=True),
@@ -298,8 +301,6 @@ def _require_reproduced(config: Any, family: Family) -> None:
         )
     if getattr(config, "hidden_size_per_layer_input", 0):
         raise ModelError("each layer of this model reads an embedding of its own, which csattn does not compute")
-    if getattr(config, "enable_moe_block", False):
-        raise ModelError("this model's experts have norms and a router of their own, which csattn does not compute")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError("this model attends to later tokens too, csattn to earlier ones; use one that generates text")
     if family.interleaved_indexer is not None and getattr(config, "indexer_types", ["full"])[0] != "full":

@@ -157,7 +157,7 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
 
 def _linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
     """Of layers, those that a GPU may keep in few bits: not what chooses experts, nor what loses its mean there."""
-    others = ("gate", "router", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
+    others = ("gate", "router", "router.proj", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
     return [
         (name, module)
         for name, module in model.model.layers.named_modules(prefix="model.layers")
@@ -167,9 +167,10 @@ def _linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
 
 def _experts(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
     """Of layers, the modules that have all experts' matrices, which a GPU may keep in few bits."""
-    spec, block = describe(model.config), FAMILIES[model.config.model_type].mlp
+    spec, family = describe(model.config), FAMILIES[model.config.model_type]
+    block = "experts" if family.experts_beside else f"{family.mlp}.experts"
     return [
-        (f"model.layers.{i}.{block}.experts", getattr(layer, block).experts, of.experts[0])
+        (f"model.layers.{i}.{block}", layer.get_submodule(block), of.experts[0])
         for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))
         if of.experts
     ]

@@ -99,6 +99,11 @@ class ExpertsSpec:
     normed: bool = False  # shares are divided by their sum
     scale: float = 1.0  # of shares
     on_input: bool = False  # the share is the input's factor, not the output's
+    # not in a repr: a model's weights tell of them
+    has_scales: bool = field(default=False, repr=False)  # each expert has a factor of its shares, behind all else
+    # they, and what tells which they are, read the stream by norms of their own; what they give, and what the MLP
+    # beside them does, have norms before they are added
+    apart: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

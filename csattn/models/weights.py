@@ -72,6 +72,8 @@ class ExpertWeights:
     gate_bias: Tensor | None = None  # [num_experts, intermediate_size]
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
+    scales: Tensor | None = None  # [num_experts] float32
+    norms: "ExpertNorms | None" = None  # where they are apart
     quantized: QuantizedExperts | None = None  # the same matrices, as a GPU may keep them
 
     def plain(self, dtype: torch.dtype) -> "ExpertWeights":
@@ -81,6 +83,16 @@ class ExpertWeights:
         matrices = self.quantized.gate_up.decoded(dtype), self.quantized.down.decoded(dtype)
         gates, ups, down = by_expert(*matrices, len(self.gates))
         return replace(self, gates=gates, ups=ups, down=down)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNorms:
+    """Of experts that are apart: [hidden_size] float32 each."""
+
+    router: Tensor
+    before: Tensor
+    behind: Tensor
+    behind_mlp: Tensor  # of the MLP beside them
 
 
 def by_expert(
@@ -204,7 +216,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -
     of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
     heads = spec.heads_of(layer_idx)
     mlp = block
-    if of_layer.experts:  # beside which one may stand that all tokens pass
+    if of_layer.experts and not family.experts_beside:  # beside which one may stand that all tokens pass
         mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
@@ -230,7 +242,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -
         else _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj") if family.gated else ("up_proj",)),
         down=None if of_layer.mlp is None else _linear(mlp.down_proj),
         experts=tuple(
-            _shared(block) if number else _routed(block, experts, family)
+            _shared(block) if number else _routed(layer if family.experts_beside else block, experts, family)
             for number, experts in enumerate(of_layer.experts)
         ),
         behind_mlp=norms[3],
@@ -303,6 +315,12 @@ def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Li
 
 def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
     router, experts = getattr(block, family.router), block.experts
+    scales, norms = getattr(router, "per_expert_scale", None), None
+    if spec.apart:
+        names = (f"{name}_layernorm_{number}" for name, number in _EXPERT_NORMS)
+        of_router = router.scale.detach().float() * router.scalar_root_size
+        norms = ExpertNorms(of_router, *(_norm(getattr(block, name), family) for name in names))
+        router = router.proj
     bias = getattr(router, "e_score_correction_bias", getattr(block, "e_score_correction_bias", None))
     rows = _rows_first if family.inputs_first else torch.Tensor.detach
     gates_ups, biases = rows(experts.gate_up_proj), _or_none(experts, "gate_up_proj_bias")
@@ -318,8 +336,13 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
         up_bias=None if biases is None else biases[:, ups],
         down=rows(experts.down_proj),
         down_bias=_or_none(experts, "down_proj_bias"),
+        scales=None if scales is None else scales.detach().float(),
+        norms=norms,
         quantized=getattr(experts, "quantized", None),
     )
+
+
+_EXPERT_NORMS = ("pre_feedforward", 2), ("post_feedforward", 2), ("post_feedforward", 1)  # as `ExpertNorms` has them
 
 
 def _shared(block: Any) -> ExpertWeights:

@@ -34,7 +34,6 @@ from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, save, t
         ("llama", {"model_type": "olmo"}, "'olmo' is not supported: its norms have no weights"),
         ("gemma4_text", {"num_kv_shared_layers": 2}, "the last 2 layers of this model attend to rows of layers before"),
         ("gemma4_text", {"hidden_size_per_layer_input": 8}, "reads an embedding of its own"),
-        ("gemma4_text", {"enable_moe_block": True}, "experts have norms and a router of their own"),
         ("gemma4_text", {"per_layer_config": {1: {"head_dim": 24}}}, "that see as far have different heads"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "clamped in a way of their own"),
         ("olmoe", {"clip_qkv": 8.0}, "clips queries"),

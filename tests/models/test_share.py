@@ -18,7 +18,7 @@ from tests.tiny import ALL_FAMILIES, loaded, tiny_config
 REFUSED = {
     "layers of experts": {
         *("glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"),
-        "qwen3_moe",
+        *("qwen3_moe", "gemma4_text, experts"),
     },
     "layers of latents": {"deepseek_v3", "deepseek_v32", "glm_moe_dsa"},
     "layers of linear attention": {"qwen3_5_text"},

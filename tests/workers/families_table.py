@@ -25,6 +25,7 @@ TITLES = {
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3",
     "gemma4_text": "Gemma 4 31B",
+    "gemma4_text, experts": "Gemma 4 26B-A4B",
     "glm": "GLM-4 (2024)",
     "glm4": "GLM-4 (2025)",
     "glm4_moe": "GLM-4.5, 4.6",
@@ -57,7 +58,8 @@ TITLES = {
 
 
 def main() -> int:
-    assert TITLES.keys() == ALL_FAMILIES.keys() == FAMILIES.keys(), "families that are not tested, or have no name"
+    tested = {tiny_config(name).model_type for name in ALL_FAMILIES}
+    assert TITLES.keys() == ALL_FAMILIES.keys() and tested == FAMILIES.keys(), "some are not tested, or have no name"
     stale = []
     for name, made in (("docs/models.md", table()), ("README.md", ", ".join(TITLES.values()))):
         path = ROOT / name
@@ -77,8 +79,9 @@ def main() -> int:
 def table() -> str:
     lines = ["", "| Models | `model_type` | Attention | MLP |", "|---|---|---|---|"]
     for name, title in TITLES.items():
-        spec = describe(tiny_config(name))
-        lines.append(f"| {title} | `{name}` | {attention(spec)} | {mlps(spec)} |")
+        config = tiny_config(name)
+        spec = describe(config)
+        lines.append(f"| {title} | `{config.model_type}` | {attention(spec)} | {mlps(spec)} |")
     return "\n".join([*lines, ""])
 
 
@@ -115,6 +118,8 @@ def mlps(spec: ModelSpec) -> str:
 def of_layer(layer: LayerSpec) -> str:
     if not layer.experts:
         return "dense"
+    if layer.experts[0].apart:
+        return "dense beside experts"
     return "experts, one of them shared" if len(layer.experts) > 1 or layer.mlp is not None else "experts"
 
 

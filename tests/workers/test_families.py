@@ -24,7 +24,7 @@ from index_build.pieces import BuildProgress, perform
 from index_build.pipeline import build_artifact
 from index_build.plan import make_plan
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
-from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, token_ids
+from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.talks import Talk, alone, assert_same, run_together
 from tests.workers.model.decoding import decode, prefill
@@ -36,7 +36,13 @@ from workers.session import csattn_session
 
 CONTEXT, NUM_TOKENS = token_ids(300), 40  # so many reach into the next chunk of a model that attends by chunks
 QUESTION = token_ids(5, seed=5).tolist()
-EMULATED = ["gemma2", "gemma4_text", "gpt_oss", "qwen3_next"]  # whose layers the device has everything of
+EMULATED = [
+    "gemma2",
+    "gemma4_text",
+    "gemma4_text, experts",
+    "gpt_oss",
+    "qwen3_next",
+]  # whose layers the device has everything of
 LATENTS = ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"]  # which are read by other kernels
 
 
@@ -80,7 +86,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_all_families_are_tested() -> None:
-    assert ALL_FAMILIES.keys() == FAMILIES.keys()
+    assert {tiny_config(name).model_type for name in ALL_FAMILIES} == FAMILIES.keys()
 
 
 def test_a_session_says_what_transformers_says(family: Family) -> None:
@@ -246,6 +252,7 @@ def test_what_is_described_is_there(name: str) -> None:
             assert (of.choice_bias is not None) == experts.has_choice_bias
             biases = of.router.bias, of.gate_bias, of.up_bias, of.down_bias
             assert [bias is not None for bias in biases] == [experts.bias] * 4
+            assert (of.scales is not None) == experts.has_scales and (of.norms is not None) == experts.apart
         assert (layer.before_attention is None) == (not spec.pre_norm)
         assert (layer.before_mlp is None) == (not spec.pre_norm or spec.parallel)
         assert (layer.behind_attention is None) == (layer.behind_mlp is None) == (not spec.post_norm)

@@ -93,6 +93,8 @@ class StepLayers:
             self._branch = devices.room(batch_size, spec.hidden_size)
         elif any(layer.post_norm for layer in spec.layers):
             self._branch = zeros(spec.hidden_size)
+        # what experts that are apart read, and what they give
+        self._apart = [zeros(spec.hidden_size) for _ in range(2 * any(x.apart for _, x in kinds))]
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
         self._logits_part: Tensor | None = None  # of a share of the vocabulary
         if len(weights.head.weight) < spec.vocab_size:
@@ -253,6 +255,8 @@ class StepLayers:
         """Compute all that a layer adds behind attention; what adds it to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
         x = self._normed(layer.before_attention if spec.parallel else layer.before_mlp, self._stream.scaled)
+        if any(of.apart for of in spec.experts):
+            return [self._beside_experts(layer_idx, x)]
         adds: list[Callable[[Readers], None]] = []
         if spec.mlp is not None:
             gated = self._gated[spec.mlp.intermediate_size]
@@ -263,10 +267,28 @@ class StepLayers:
         for number, (of, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
             room = self._experts[number, of]
             self._ops.linear(x, [weights.router], room.logits)
-            self._ops.choose_experts(weights.choice_bias, of, room)
+            self._ops.choose_experts(weights.choice_bias, weights.scales, of, room)
             self._ops.experts(x, weights, of, room)
             adds.append(partial(self._ops.experts_add, weights, of, room, spec.residual_multiplier, self._stream))
         return adds
+
+    def _beside_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
+        """The MLP, and experts that are apart; what adds both. x: what the MLP reads."""
+        layer, spec, ops = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._ops
+        (of,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
+        norms, room, (read, given) = weights.norms, self._experts[0, of], self._apart
+        assert spec.mlp is not None and layer.down is not None and norms is not None and branch is not None
+        gated = self._gated[spec.mlp.intermediate_size]
+        ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
+        ops.linear(Normed(gated), [layer.down], branch)
+        ops.linear(ops.read_normed(self._stream, norms.router, eps, read), [weights.router], room.logits)
+        ops.choose_experts(weights.choice_bias, weights.scales, of, room)
+        ops.experts(ops.read_normed(self._stream, norms.before, eps, read), weights, of, room)
+        ops.experts_out(weights, of, room, given)
+        ops.add_norms(branch, norms.behind_mlp, given, norms.behind, eps)
+        return partial(
+            ops.add_normed, branch, layer.behind_mlp, eps, spec.residual_multiplier, layer.scale, self._stream
+        )
 
     def _add(
         self,

@@ -154,6 +154,7 @@ class StepOps(Protocol):
     def choose_experts(
         self,
         bias: Tensor | None,  # [num_experts] float32
+        scales: Tensor | None,  # likewise: of shares
         spec: ExpertsSpec,
         room: ExpertRoom,  # of which `logits` are read; `chosen` and `shares` are written
     ) -> None:
@@ -172,6 +173,24 @@ class StepOps(Protocol):
         readers: Readers,
     ) -> None:
         """hidden += multiplier * the sum of share * down(gated) over chosen experts; without shares that were x's"""
+
+    def experts_out(
+        self,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        room: ExpertRoom,  # of which `parts` are to be written to
+        out: Tensor,  # [batch_size, hidden_size]
+    ) -> None:
+        """out = what `experts_add` would add"""
+
+    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+        """The stream behind another norm [hidden_size] float32 than its next readers'.
+
+        out: [batch_size, hidden_size], written; it is what products then read.
+        """
+
+    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
+        """x = norm(x) + other_norm(other), both [batch_size, hidden_size], norms [hidden_size] float32"""
 
     def linear_add(
         self,

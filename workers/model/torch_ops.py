@@ -74,7 +74,7 @@ class TorchOps:
         else:
             out.copy_(ACTIVATIONS[activation](products))
 
-    def choose_experts(self, bias: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def choose_experts(self, bias: Tensor | None, scales: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
         logits = room.logits
         scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(spec.scores, logits)
         ranked = scores if bias is None else scores + bias
@@ -91,7 +91,7 @@ class TorchOps:
         if spec.normed:
             of_chosen = of_chosen / of_chosen.sum(-1, keepdim=True)
         room.chosen.copy_(ids)
-        room.shares.copy_(of_chosen * spec.scale)
+        room.shares.copy_(of_chosen * spec.scale if scales is None else of_chosen * spec.scale * scales[ids])
 
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         ids, scale = room.chosen.long(), _scale(x)
@@ -115,13 +115,27 @@ class TorchOps:
         stream: Stream,
         readers: Readers,
     ) -> None:
+        self._write_parts(weights, spec, room)
+        stream.hidden.copy_(stream.hidden.float() + multiplier * room.parts.float().sum(1))
+        _prepare(stream, readers)
+
+    def experts_out(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor) -> None:
+        self._write_parts(weights, spec, room)
+        out.copy_(room.parts.float().sum(1))
+
+    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         ids, down = room.chosen.long(), weights.plain(room.gated.dtype).down
         products = torch.einsum("bki,bkhi->bkh", room.gated.float(), down[ids].float())
         if weights.down_bias is not None:
             products = products + weights.down_bias[ids].float()
         room.parts.copy_(products if spec.on_input else products * room.shares[..., None])
-        stream.hidden.copy_(stream.hidden.float() + multiplier * room.parts.float().sum(1))
-        _prepare(stream, readers)
+
+    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+        out.copy_(stream.hidden.float() * norm)
+        return Normed(out, stream.squares, eps)
+
+    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
+        x.copy_(_norm(x.float(), norm, eps) + _norm(other.float(), other_norm, eps))
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         stream.hidden.copy_(stream.hidden.float() + multiplier * _products(Normed(x), [linear]))

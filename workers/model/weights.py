@@ -12,6 +12,7 @@ from csattn.models.quantized_weight import joined
 from csattn.models.share import share_of_head, share_of_layer, share_of_spec
 from csattn.models.weights import (
     DeltaWeights,
+    ExpertNorms,
     ExpertWeights,
     Frequencies,
     HeadNorms,
@@ -171,8 +172,14 @@ def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor], device: 
         gate_bias=gate_bias,
         up_bias=up_bias,
         down_bias=None if experts.down_bias is None else move(experts.down_bias),
+        scales=None if experts.scales is None else experts.scales.to(gates.device),
+        norms=None if (norms := experts.norms) is None else _moved_expert_norms(norms, gates.device),
         quantized=kept,
     )
+
+
+def _moved_expert_norms(norms: ExpertNorms, device: torch.device) -> ExpertNorms:
+    return ExpertNorms(*(norm.to(device) for norm in (norms.router, norms.before, norms.behind, norms.behind_mlp)))
 
 
 def _centred(linear: Linear) -> Linear:

@@ -14,7 +14,7 @@ from workers.model.gpu import delta_kernels, expert_kernels, head_kernels, laten
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv kept memory decay"
-    " decay_bias partials weight logits best scales kv_norm index_norm index_weights",
+    " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights",
     "*i32": "counters chosen context_ids tail_ids tail_lens best_ids",
     "*i64": "turns token_ids positions next_ids",
     "fp32": "eps multiplier scale beta every offset cap weight_scale",
@@ -47,6 +47,9 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         token_kernels.add_normed_kernel,
         [ROW | readers | {"NUM_PARTS": parts, "IS_NORMED": parts == 1} for readers in READERS for parts in (1, 3)],
     ),
+    (token_kernels.weigh_kernel, [{"BLOCK": 1024}]),
+    (token_kernels.add_norms_kernel, [{"BLOCK": 1024}]),
+    (expert_kernels.sum_parts_kernel, [{"NUM_PARTS": 3, "BLOCK": 1024}]),
     (delta_kernels.gate_kernel, [{"BLOCK": 1024}]),
     (delta_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
     (
@@ -57,7 +60,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         expert_kernels.choose_kernel,
         [
             {"SCORES": scores, "HAS_BIAS": groups > 1, "NUM_GROUPS": groups, "NUM_KEPT": 2, "NORMED": groups > 1}
-            | {"NUM_CHOSEN": 6, "BLOCK": 128, "BLOCK_CHOSEN": 8}
+            | {"HAS_SCALES": groups == 1, "NUM_CHOSEN": 6, "BLOCK": 128, "BLOCK_CHOSEN": 8}
             for scores, groups in (("softmax", 1), ("sigmoid", 4), ("softmax_of_chosen", 1))
         ],
     ),

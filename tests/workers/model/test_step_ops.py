@@ -220,6 +220,24 @@ def test_add_normed(batch_size, hidden_size, read_by, dtype) -> None:
     torch.testing.assert_close(got.hidden.float(), scale * (before.float() + added), **tolerance(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100), (5, 576)])
+def test_what_experts_that_are_apart_read_and_add(batch_size, hidden_size, dtype) -> None:
+    stream, norms = prepared(batch_size, hidden_size, dtype), [1 + randn(hidden_size, scale=0.3) for _ in range(3)]
+    out, linear = randn(batch_size, hidden_size, dtype=dtype), make_linear(40, hidden_size, dtype, bias=False)
+    read = [ops.read_normed(stream, norms[0], EPS, out.clone()) for ops in (TritonOps(DEVICE), TorchOps())]
+    torch.testing.assert_close(read[0].x, read[1].x, **tolerance(dtype))
+    products = torch.zeros(batch_size, 40, device=DEVICE)
+    TorchOps().linear(read[0], [linear], products)
+    whole = torch.nn.functional.rms_norm(stream.hidden.float(), (hidden_size,), norms[0], EPS)
+    torch.testing.assert_close(products, whole @ linear.weight.float().T, **tolerance(torch.bfloat16))
+    got, other = randn(batch_size, hidden_size, dtype=dtype), randn(batch_size, hidden_size, dtype=dtype)
+    want = got.clone()
+    TritonOps(DEVICE).add_norms(got, norms[1], other, norms[2], EPS)
+    TorchOps().add_norms(want, norms[1], other, norms[2], EPS)
+    torch.testing.assert_close(got, want, **tolerance(dtype))
+
+
 def test_a_sum_over_devices_is_added_as_it_is() -> None:
     """float32, whatever the stream is; without a norm of its own."""
     x, read = randn(3, 100, scale=3.0), readers("both", 100)

@@ -72,9 +72,11 @@ PREDICT = (
     "maps",  # [num_rows] addresses of [num_q_heads, head_dim + 1, head_dim], 0: nothing is predicted
     "q",  # [num_rows, num_q_heads, head_dim], written
 )
+ADD_NORMS = ("x", "norm", "other", "other_norm", "width", "eps")  # x = norm(x) + other_norm(other), rows of width
 GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
 FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # [num_rows, vocab_size], written; no cap: 0
 _embed_at, _prepare_at, _rotate_at = words_at(EMBED), words_at(PREPARE), words_at(ROTATE)
+_add_norms_at = words_at(ADD_NORMS)
 _predict_at, _gate_at, _finish_logits_at = words_at(PREDICT), words_at(GATE), words_at(FINISH_LOGITS)
 
 
@@ -195,6 +197,17 @@ def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     by_row = _of_row(args.q_scale, row)
     for i in range(head_dim):
         q[i] *= by_row
+    return 0
+
+
+def add_norms_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    args = _add_norms_at(arguments)
+    width, eps = args.width, number_at(args.eps)
+    x, other = floats_of(args.x, row, width), floats_of(args.other, row, width)
+    norm, other_norm = floats_of(args.norm, 0, width), floats_of(args.other_norm, 0, width)
+    scale, other_scale = inverse_rms(x, 0, width, eps), inverse_rms(other, 0, width, eps)
+    for i in range(width):
+        x[i] = x[i] * scale * norm[i] + other[i] * other_scale * other_norm[i]
     return 0
 
 

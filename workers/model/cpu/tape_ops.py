@@ -16,15 +16,19 @@ from workers.model.cpu.expert_ops import TapeExpertOps
 from workers.model.cpu.latent_ops import TapeLatentOps
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
 from workers.model.cpu.row_stages import (
+    ADD_NORMS,
     EMBED,
     FINISH_LOGITS,
     GATE,
     PREDICT,
+    PREPARE,
     ROTATE,
+    add_norms_stage,
     embed_stage,
     finish_logits_stage,
     gate_stage,
     predict_stage,
+    prepare_stage,
     rotate_stage,
 )
 from workers.model.ops import Normed, Readers, Rotation, Stream
@@ -124,6 +128,43 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             tail_ids=rows.tail_ids,
             tail_lens=rows.tail_lens,
             **self._of_heads(norms, eps, rotation, q),
+        )
+
+    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+        self._note(
+            prepare_stage,
+            PREPARE,
+            reads=[stream.hidden],
+            writes=[out],
+            per_row=1,
+            hidden=stream.hidden,
+            width=stream.hidden.shape[1],
+            added=None,
+            added_norm=None,
+            multiplier=None,
+            scale=None,
+            norm=norm,
+            out=out,
+            norm_ahead=None,
+            out_ahead=None,
+            eps=self._number(eps),
+            centred=False,
+        )
+        return Normed(out)
+
+    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
+        self._note(
+            add_norms_stage,
+            ADD_NORMS,
+            reads=[x, other],
+            writes=[x],
+            per_row=1,
+            x=x,
+            norm=norm,
+            other=other,
+            other_norm=other_norm,
+            width=x.shape[1],
+            eps=self._number(eps),
         )
 
     def gate(self, x: Tensor, gates: Tensor) -> None:

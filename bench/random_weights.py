@@ -14,7 +14,9 @@ from csattn.models.weights import (
     ExpertWeights,
     Frequencies,
     HeadNorms,
+    InputWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     ModelWeights,
@@ -115,7 +117,13 @@ def random_weights(
         attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else heads.q_width
         return LayerWeights(
             before_attention=norm(hidden_size, of.pre_norm),
-            qkv=(linear(heads.qkv_width, hidden_size, attention.qkv_bias),) if plain else (),
+            qkv=(
+                linear(
+                    heads.q_width if attention.rows_of is not None else heads.qkv_width, hidden_size, attention.qkv_bias
+                ),
+            )
+            if plain
+            else (),
             gates=(linear(heads.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
             delta=None if of.delta is None else delta(of.delta),
             latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
@@ -128,7 +136,19 @@ def random_weights(
             down=None if mlp is None else linear(hidden_size, mlp.intermediate_size, mlp.bias, into_stream),
             experts=tuple(experts(each) for each in of.experts),
             behind_mlp=norm(hidden_size, of.post_norm),
+            layer_input=LayerInputWeights(
+                linear(width, hidden_size),
+                linear(hidden_size, width, False, into_stream),
+                torch.ones(hidden_size, device=device),
+            )
+            if (width := spec.layer_input_width)
+            else None,
         )
+
+    def inputs(width: int) -> InputWeights:
+        all_widths = spec.num_layers * width
+        table, norm = matrix(spec.vocab_size, all_widths, width**0.5), torch.ones(width, device=device)
+        return InputWeights(linear(all_widths, spec.hidden_size), spec.hidden_size**-0.5, norm, table, width**0.5)
 
     layers = tuple(layer(of, spec.heads_of(layer_idx)) for layer_idx, of in enumerate(spec.layers))
     embedding = matrix(spec.vocab_size, spec.hidden_size, spec.hidden_size**0.5)
@@ -138,6 +158,7 @@ def random_weights(
         layers=layers,
         final_norm=torch.ones(spec.hidden_size, device=device),
         head=Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)),
+        inputs=inputs(spec.layer_input_width) if spec.layer_input_width else None,
         ropes=tuple(_frequencies(spec, number, device) for number in range(len(spec.ropes))),
     )
 

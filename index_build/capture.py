@@ -21,9 +21,9 @@ from csattn.attention import attend_chunk, merge_state
 from csattn.cuda import free_device_bytes
 from csattn.errors import CaptureError
 from csattn.models.attention_hook import attention_implementation
-from csattn.models.families import describe
+from csattn.models.families import describe, layer_type
 from csattn.models.lending import lent
-from csattn.models.query import embed
+from csattn.models.query import embed, layer_inputs
 from csattn.models.rope import position_embeddings
 from csattn.models.spec import AttentionSpec
 from index_build.latent_capture import LatentLayer
@@ -64,6 +64,8 @@ class _CapturingLayer:
         self._num_rows = chunk.stop
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        if self._spec.rows_of is not None:  # whose rows are all there
+            self._num_rows += q.shape[2]
         rows, tokens = self._capture.kv[:, : self._num_rows], range(self._num_rows - q.shape[2], self._num_rows)
         self._capture.q[:, tokens.start : tokens.stop] = q[0]
         kv = rows[:, :, 0], rows[:, :, 1]
@@ -147,21 +149,30 @@ def prefill(
     arrays = [(hidden.new_empty(sizes[0]), hidden.new_empty(sizes[1]))]
     if _has_room_for_another(arrays[0]):
         arrays.append((hidden.new_empty(sizes[0]), hidden.new_empty(sizes[1])))
+    token_ids, lent_rows = token_ids.to(hidden.device), dict[int, Tensor]()
     top_k = next((x.latent.top_k for x in spec.layers if x.latent is not None), None)
     chosen = None if top_k is None else torch.empty(context_len, top_k, dtype=torch.int32, device=hidden.device)
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
             of, (of_q, of_kv) = heads[layer_idx], arrays[layer_idx % len(arrays)]
             q = _first_of(of_q, of.num_q_heads, num_queries, of.head_dim)
-            kv = _first_of(of_kv, of.num_kv_heads, context_len, 2, of.head_dim)
+            kv_sizes = of.num_kv_heads, context_len, 2, of.head_dim
+            kv = _first_of(of_kv, *kv_sizes)
+            if layer_idx in spec.lenders:
+                kv = lent_rows[layer_idx] = hidden.new_empty(kv_sizes)
+            elif (lender := spec.layers[layer_idx].attention.rows_of) is not None:
+                kv = lent_rows[lender]
             capture, leaving = LayerCapture(layer_idx, q, kv, hidden, len(arrays) == 1), torch.empty_like(hidden)
             of_layer, sinks = spec.layers[layer_idx], None
             cache: _StateCache | _CapturingCache = _StateCache()
-            told, latent = embeddings[layer_idx], None
+            told, latent, more = embeddings[layer_idx], None, dict[str, Any]()
             with lent(model, layer_idx) as layer:
                 if of_layer.delta is None:
                     sinks = getattr(layer.self_attn, "sinks", None)
-                    cache = _CapturingCache(_CapturingLayer(capture, of_layer.attention, sinks))
+                    rows_there = _CapturingLayer(capture, of_layer.attention, sinks)
+                    cache = _CapturingCache(rows_there)
+                    if spec.lenders:
+                        more["shared_kv_states"] = {layer_type(config, layer_idx): (rows_there, rows_there)}
                 if of_layer.latent is not None:
                     of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0].interleaved
                     latent = LatentLayer(layer, *of_latents, kv.view(context_len, -1), chosen)
@@ -171,6 +182,8 @@ def prefill(
                         leaving[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in told))
                     else:
                         of_rows = tuple(x[:, rows] for x in told) if isinstance(told, tuple) else told[:, rows]
+                        if spec.layer_input_width:
+                            more["per_layer_input"] = layer_inputs(model, token_ids[rows], layer_idx)[None]
                         leaving[rows] = layer(
                             hidden[None, rows],
                             attention_mask=None,
@@ -178,6 +191,7 @@ def prefill(
                             past_key_values=cache,
                             use_cache=True,
                             position_embeddings=of_rows,
+                            **more,
                         )[0]
                     on_chunk(layer_idx, rows.stop - rows.start)
             if isinstance(cache, _StateCache):
@@ -200,9 +214,12 @@ def _has_room_for_another(arrays: tuple[Tensor, Tensor]) -> bool:
 
 
 def may_begin(model: Any, layer_idx: int) -> bool:
-    """Whether a prefill can go on at that layer: not where it attends to what a layer before it has chosen."""
-    latent = describe(model.config).layers[layer_idx].latent
-    return latent is None or latent.indexer is not None or latent.top_k is None
+    """Whether a prefill can go on at that layer: not where it attends to what a layer before it has chosen, nor behind
+    one to whose rows others attend."""
+    spec = describe(model.config)
+    latent = spec.layers[layer_idx].latent
+    chooses = latent is None or latent.indexer is not None or latent.top_k is None
+    return chooses and not any(lender < layer_idx for lender in spec.lenders)
 
 
 def attend_chunk_on_gpu(

@@ -40,6 +40,8 @@ class ModelGeometry:
     state: tuple[int, ...] = ()
     # KV heads and their width in layers that keep a context's last rows; empty: those of the others
     local_heads: tuple[int, ...] = ()
+    # of each layer, whose rows it attends to: its own, or those of a layer before it; empty: all have their own
+    rows_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in self._sizes.items():
@@ -56,6 +58,12 @@ class ModelGeometry:
             len(self.local_heads) != 2 or any(type(x) is not int or x < 1 for x in self.local_heads)
         ):
             raise ConfigError(f"heads of local layers are so many, and so wide, got {self.local_heads}")
+        if self.rows_of and (
+            len(self.rows_of) != self.num_layers
+            or any(type(at) is not int or not 0 <= at <= i for i, at in enumerate(self.rows_of))
+            or any(self.rows_of[at] != at or self._reach(at) != self._reach(i) for i, at in enumerate(self.rows_of))
+        ):
+            raise ConfigError(f"layers attend to rows of layers before them that see as far, got {self.rows_of}")
         for num_kv_heads in (self.num_kv_heads, *self.local_heads[:1]):
             if self.num_q_heads % num_kv_heads:
                 raise ConfigError(
@@ -78,8 +86,19 @@ class ModelGeometry:
         """How many rows of a context that layer keeps: the last; none where it has a state."""
         if self.has_state(layer_idx):
             return 0
-        reach = self.reaches[layer_idx] if self.reaches else 0
+        reach = self._reach(layer_idx)
         return context_len if reach in (0, ALL) else min(context_len, reach)
+
+    def lender(self, layer_idx: int) -> int:
+        """The layer whose rows it attends to."""
+        return self.rows_of[layer_idx] if self.rows_of else layer_idx
+
+    def num_stored(self, layer_idx: int, context_len: int) -> int:
+        """How many rows of a context are stored with that layer: none where it attends to those of another."""
+        return self.num_kept(layer_idx, context_len) if self.lender(layer_idx) == layer_idx else 0
+
+    def _reach(self, layer_idx: int) -> int:
+        return self.reaches[layer_idx] if self.reaches else 0
 
     def row_sizes(self, layer_idx: int) -> tuple[int, int]:
         """KV heads and their width in that layer."""
@@ -101,7 +120,7 @@ class ModelGeometry:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _LISTS}
 
 
-_LISTS = "reaches", "state", "local_heads"  # of a geometry's fields; empty ones are not written
+_LISTS = "reaches", "state", "local_heads", "rows_of"  # of a geometry's fields; empty ones are not written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

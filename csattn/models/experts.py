@@ -13,7 +13,8 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     if config.model_type == "llama4_text":
         return int(config.intermediate_size if has_experts else config.intermediate_size_mlp)
     if config.model_type == "gemma4_text":
-        return int(config.intermediate_size)
+        is_wide = config.use_double_wide_mlp and config.kv_sharing_modes[layer_idx] == "reuse"
+        return int(config.intermediate_size * (1 + is_wide))
     if config.model_type in _LIKE_DEEPSEEK and has_experts:
         return int(config.moe_intermediate_size * config.n_shared_experts)
     return None if has_experts else int(config.intermediate_size)

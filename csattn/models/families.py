@@ -205,6 +205,7 @@ def describe(config: Any) -> ModelSpec:
         max_positions=config.max_position_embeddings,
         norm_eps=config.layer_norm_eps if family.centred else config.rms_norm_eps,
         local_heads=local_heads,
+        layer_input_width=getattr(config, "hidden_size_per_layer_input", 0) or 0,
         ropes=(*(_rope(config, of_type, family) for of_type in rope_parameters(config).values()), *_unrotated(config)),
         centred=family.centred,
         embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
@@ -226,7 +227,8 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
             out_bias=out_bias,
             qk_norm=_qk_norm(config, family, layer_idx),
             v_norm=family.v_norm,
-            k_is_v=getattr(config, "attention_k_eq_v", False) and layer_type(config, layer_idx) == "full_attention",
+            k_is_v=_k_is_v(config, layer_idx),
+            rows_of=_rows_of(config, layer_idx),
             rope=_rope_of(config, family, layer_idx),
             reach=_reach(config, family, layer_idx),
             gated=family.gated_attention,
@@ -294,13 +296,8 @@ def _require_reproduced(config: Any, family: Family) -> None:
             "every layer of this model attends through a sliding window, so nothing of a long context can be read that "
             "lies before it; use a model with full attention in some layers (for Mistral, v0.2 or later)"
         )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ModelError(
-            f"the last {config.num_kv_shared_layers} layers of this model attend to rows of layers before them, and in "
-            "csattn each has its own"
-        )
-    if getattr(config, "hidden_size_per_layer_input", 0):
-        raise ModelError("each layer of this model reads an embedding of its own, which csattn does not compute")
+    if getattr(config, "hidden_size_per_layer_input", 0) and config.vocab_size_per_layer_input < config.vocab_size:
+        raise ModelError("this model's layers have embeddings of some tokens alone, and csattn reads those of all")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError("this model attends to later tokens too, csattn to earlier ones; use one that generates text")
     if family.interleaved_indexer is not None and getattr(config, "indexer_types", ["full"])[0] != "full":
@@ -381,6 +378,23 @@ def _heads(config: Any, family: Family) -> tuple[tuple[int, int], tuple[int, int
         )
     (heads,), (local,) = found[False], found[True] or found[False]
     return heads, None if local == heads else local
+
+
+def _rows_of(config: Any, layer_idx: int) -> int | None:
+    """The last layer of its type that has rows; None: its own."""
+    first = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    kind = layer_type(config, layer_idx)
+    if layer_idx < first:
+        return None
+    lenders = [i for i in range(first) if layer_type(config, i) == kind]
+    if not lenders:
+        raise ModelError(f"layers of this model attend to rows of others, and no {kind} layer before them has any")
+    return lenders[-1]
+
+
+def _k_is_v(config: Any, layer_idx: int) -> bool:
+    is_so = getattr(config, "attention_k_eq_v", False) and layer_type(config, layer_idx) == "full_attention"
+    return is_so and _rows_of(config, layer_idx) is None
 
 
 def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:

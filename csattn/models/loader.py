@@ -398,7 +398,9 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
 
 def geometry_of(spec: ModelSpec) -> ModelGeometry:
     """The sizes of a model that fix an artifact's."""
-    names = [field.name for field in fields(ModelGeometry) if field.name not in ("reaches", "state", "local_heads")]
+    lists = "reaches", "state", "local_heads", "rows_of"
+    names = [field.name for field in fields(ModelGeometry) if field.name not in lists]
+    rows_of = tuple(i if x.attention.rows_of is None else x.attention.rows_of for i, x in enumerate(spec.layers))
     reaches = tuple(_reach(layer) for layer in spec.layers)
     state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
     return ModelGeometry(
@@ -406,6 +408,7 @@ def geometry_of(spec: ModelSpec) -> ModelGeometry:
         reaches=reaches if any(reaches) else (),
         state=state,
         local_heads=spec.local_heads or (),
+        rows_of=rows_of if spec.lenders else (),
     )
 
 

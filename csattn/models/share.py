@@ -39,6 +39,8 @@ def _fault(layer: LayerSpec) -> str | None:
         return "layers of linear attention"
     if layer.latent is not None:
         return "layers of latents"
+    if layer.attention.rows_of is not None:
+        return "layers that attend to rows of others"
     return "norms over all heads together" if layer.attention.qk_norm == "projection" else None
 
 

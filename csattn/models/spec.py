@@ -67,6 +67,8 @@ class AttentionSpec:
     # These are not in a repr, of which models' fingerprints are made: a model's weights tell of them.
     v_norm: bool = field(default=False, repr=False)  # RMSNorm of each head of v, without weights
     k_is_v: bool = field(default=False, repr=False)  # values are what keys are projected to, before their norm and RoPE
+    # the layer before it whose rows it attends to, with the same heads and as far; None: it has its own
+    rows_of: int | None = field(default=None, repr=False)
     rope: int | None = 0  # which of the model's; None: none
     reach: Reach | None = None  # None: all rows, which an index is made of
     gated: bool = False  # what is attended to is multiplied by the sigmoid of a product as wide
@@ -240,6 +242,8 @@ class ModelSpec:
     norm_eps: float
     # KV heads and width of layers that attend within reach; None: as of the others
     local_heads: tuple[int, int] | None = field(default=None, repr=False)
+    # numbers of each token's that a layer takes besides the stream: see `LayerInputWeights`; 0: none
+    layer_input_width: int = field(default=0, repr=False)
     ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
     centred: bool = False
     embedding_multiplier: float = 1.0
@@ -273,17 +277,23 @@ class ModelSpec:
         return HeadsSpec(num_q_heads=self.num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     @property
+    def lenders(self) -> frozenset[int]:
+        """Layers to whose rows others attend, too."""
+        return frozenset(x.attention.rows_of for x in self.layers if x.attention.rows_of is not None)
+
+    @property
     def streamed_params(self) -> int:
         """Parameters of the matrices that a token's step reads: of the embedding a row, of experts the chosen."""
-        columns, others = self.vocab_size, 0
+        columns, others = self.vocab_size + 3 * self.num_layers * self.layer_input_width, 0
         for layer_idx, layer in enumerate(self.layers):
             if layer.delta is not None:
                 columns += layer.delta.in_width + layer.delta.v_width
             elif layer.latent is not None:
                 others += layer.latent.num_params(self.hidden_size)
             else:
-                heads = self.heads_of(layer_idx)
-                columns += heads.qkv_width + (1 + layer.attention.gated) * heads.q_width
+                heads, has_rows = self.heads_of(layer_idx), layer.attention.rows_of is None
+                columns += heads.qkv_width if has_rows else heads.q_width
+                columns += (1 + layer.attention.gated) * heads.q_width
             columns += layer.mlp.intermediate_size * (2 + layer.mlp.gated) if layer.mlp is not None else 0
             columns += sum(x.num_experts + 3 * x.num_chosen * x.intermediate_size for x in layer.experts)
         return self.hidden_size * columns + others

@@ -130,6 +130,26 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputWeights:
+    """Of what a layer adds behind its MLP: norm(projection(activation(gate(stream)) * the token's input))."""
+
+    gate: Linear  # [layer_input_width, hidden_size]
+    projection: Linear  # [hidden_size, layer_input_width]
+    norm: Tensor  # [hidden_size] float32
+
+
+@dataclass(frozen=True, slots=True)
+class InputWeights:
+    """Of tokens' inputs of all layers: (norm(projection(embedding) * scale) + table[token] * table_scale) / sqrt(2)."""
+
+    projection: Linear  # [num_layers * layer_input_width, hidden_size]
+    scale: float
+    norm: Tensor  # [layer_input_width] float32, of each layer's part
+    table: Tensor  # [vocab_size, num_layers * layer_input_width]
+    table_scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Linear layers that come as several have their outputs side by side. Norms are [hidden_size] float32, or None."""
 
@@ -148,6 +168,7 @@ class LayerWeights:
     experts: tuple[ExpertWeights, ...]
     behind_mlp: Tensor | None
     scale: float = 1.0  # of all of the stream, when it leaves the layer
+    layer_input: LayerInputWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +181,7 @@ class ModelWeights:
     final_norm: Tensor  # [hidden_size]
     head: Linear  # [vocab_size, hidden_size]; the embedding itself where they are tied
     ropes: tuple[Frequencies, ...]  # of the spec's
+    inputs: InputWeights | None = None  # of layers, where they have any
 
     @property
     def device(self) -> torch.device:
@@ -182,6 +204,7 @@ class ModelWeights:
                 layer.out,
                 *layer.gate_up,
                 *([layer.down] if layer.down else []),
+                *((layer.layer_input.gate, layer.layer_input.projection) if layer.layer_input is not None else ()),
             ]
         saved = sum(
             len(linear.weight) * linear.num_in * self.dtype.itemsize - linear.quantized.nbytes
@@ -209,6 +232,17 @@ def weights_of(model: Any) -> ModelWeights:
             *(Frequencies(*model_frequencies(body.rotary_emb, name)) for name in rope_parameters(model.config)),
             *(Frequencies(body.norm.weight.new_empty(0).float()) for rope in spec.ropes if rope.parameters is None),
         ),
+        inputs=_inputs(body, family) if spec.layer_input_width else None,
+    )
+
+
+def _inputs(body: Any, family: Family) -> InputWeights:
+    return InputWeights(
+        projection=_linear(body.per_layer_model_projection),
+        scale=body.per_layer_model_projection_scale,
+        norm=_norm(body.per_layer_projection_norm, family),
+        table=body.embed_tokens_per_layer.weight.detach(),
+        table_scale=float(body.embed_tokens_per_layer.scalar_embed_scale),
     )
 
 
@@ -224,7 +258,8 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -
         ones = norms[0].new_ones(heads.head_dim) if norms[0] is not None else torch.ones(heads.head_dim)
         head_norms = HeadNorms(ones, ones)
     elif attention is not None and of_layer.attention.qk_norm != "none":
-        of_q, of_k = _norm(attention.q_norm, family), _norm(attention.k_norm, family)
+        of_q = _norm(attention.q_norm, family)
+        of_k = _norm(attention.k_norm, family) if of_layer.attention.rows_of is None else of_q  # which nobody reads
         head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
     return LayerWeights(
         before_attention=norms[0],
@@ -247,12 +282,21 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -
         ),
         behind_mlp=norms[3],
         scale=float(getattr(layer, LAYER_SCALE)) if of_layer.scaled else 1.0,
+        layer_input=LayerInputWeights(
+            gate=_linear(layer.per_layer_input_gate),
+            projection=_linear(layer.per_layer_projection),
+            norm=_norm(layer.post_per_layer_input_norm, family),
+        )
+        if spec.layer_input_width
+        else None,
     )
 
 
 def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec) -> tuple[Linear, ...]:
     if attention is None:
         return ()
+    if of.rows_of is not None:
+        return (_linear(attention.q_proj),)
     if of.k_is_v:
         return _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.k_proj)
     if of.gated:

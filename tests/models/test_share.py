@@ -20,6 +20,7 @@ REFUSED = {
         *("glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"),
         *("qwen3_moe", "gemma4_text, experts"),
     },
+    "layers that attend to rows of others": {"gemma4_text, inputs"},
     "layers of latents": {"deepseek_v3", "deepseek_v32", "glm_moe_dsa"},
     "layers of linear attention": {"qwen3_5_text"},
     "norms over all heads together": {"olmo2", "olmo3"},

@@ -40,6 +40,7 @@ EMULATED = [
     "gemma2",
     "gemma4_text",
     "gemma4_text, experts",
+    "gemma4_text, inputs",
     "gpt_oss",
     "qwen3_next",
 ]  # whose layers the device has everything of
@@ -275,6 +276,10 @@ def test_what_is_described_is_there(name: str) -> None:
             read += [latent.up_k, latent.up_v]
         for of in layer.experts:
             read += [of.router.weight, of.gates, of.ups, of.down]
+        if (taken := layer.layer_input) is not None:
+            read += [taken.gate.weight, taken.projection.weight]
+    if (inputs := weights.inputs) is not None:
+        read += [inputs.projection.weight, inputs.table]
     assert sum(matrix.numel() for matrix in read) == sum(p.numel() for p in matrices_of(model))
 
 

@@ -23,7 +23,7 @@ from csattn.sketch import SketchIndex
 from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.coded_store import CodedStore, coded_bytes
-from offload.host_store import HostStore
+from offload.host_store import HostStore, distinct
 from offload.kv_store import STREAM_ROWS, KvStore
 from offload.row_files import FileSpan
 from offload.tiered_store import TieredStore
@@ -109,7 +109,7 @@ class CpuContext:
     def kv_bytes(self) -> int:
         if isinstance(self.store, TieredStore):
             return self.store.held_bytes
-        return sum(layer.nbytes for layer in (*self._layers, *self.local_kv))
+        return sum(layer.nbytes for layer in distinct((*self._layers, *self.local_kv)))
 
     @property
     def kv_words(self) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import ExpertsSpec, HeadsSpec, LatentSpec
-from csattn.models.weights import LatentWeights, Linear, ModelWeights
+from csattn.models.weights import LatentWeights, LayerInputWeights, Linear, ModelWeights
 from workers.model.attention import AttendsLatents, KeepsStates, StepAttention
 from workers.model.devices import Devices
 from workers.model.ops import (
@@ -76,7 +76,7 @@ class StepLayers:
         heads = (spec.num_q_heads, spec.head_dim)
         is_gated = any(layer.attention.gated for layer in spec.layers)
         kinds_of_heads = {spec.heads, *map(spec.heads_of, range(spec.num_layers))}
-        self._heads = {of: _head_room(of, is_gated, zeros) for of in kinds_of_heads}
+        self._heads = {of: _head_room(of, is_gated, bool(spec.lenders), zeros) for of in kinds_of_heads}
         self._early = zeros(spec.heads.q_width)
         # two, taken in turn: a layer's predicted query must outlast the prediction of the layer after it
         self.q_ahead = (zeros(*heads), zeros(*heads))
@@ -93,6 +93,9 @@ class StepLayers:
             self._branch = devices.room(batch_size, spec.hidden_size)
         elif any(layer.post_norm for layer in spec.layers):
             self._branch = zeros(spec.hidden_size)
+        width = spec.layer_input_width
+        self._inputs = torch.zeros(spec.num_layers, batch_size, width, dtype=dtype, device=weights.device)
+        self._projected, self._taken = zeros(spec.num_layers * width), zeros(width)
         # what experts that are apart read, and what they give
         self._apart = [zeros(spec.hidden_size) for _ in range(2 * any(x.apart for _, x in kinds))]
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
@@ -133,6 +136,10 @@ class StepLayers:
             self._stream,
             self._readers(0, ahead),
         )
+        if weights.inputs is not None:
+            self._ops.linear(Normed(self._stream.hidden), [weights.inputs.projection], self._projected)
+            eps = weights.spec.norm_eps
+            self._ops.make_inputs(self._projected, weights.inputs, eps, self._rows, self._inputs)
         for rope, frequencies, rotation in zip(weights.spec.ropes, weights.ropes, self.rotations, strict=True):
             self._ops.turn(self._rows, frequencies, rope.temper, rotation)
 
@@ -166,20 +173,25 @@ class StepLayers:
         if layer.latent is not None:
             self._project_latents(layer_idx, x, layer.latent)
             return
-        heads = self.heads(layer_idx)
-        self._ops.linear(x, layer.qkv, heads.qkv)
+        heads, tails = self.heads(layer_idx), self._attention.tails
+        lender = self._weights.spec.layers[layer_idx].attention.rows_of
+        projected = heads.qkv if lender is None else heads.alone
+        assert projected is not None
+        self._ops.linear(x, layer.qkv, projected)
         if layer.gates:
             assert heads.gates is not None
             self._ops.linear(x, layer.gates, heads.gates)
         self._ops.rotate_append(
-            heads.qkv,
+            projected,
             layer.head_norms,
             self._weights.spec.norm_eps,
             self._rotation_in(layer_idx),
             self._rows,
-            self._attention.tails[layer_idx],
+            tails[layer_idx] if lender is None else None,
             heads.q,
         )
+        if lender is not None:
+            self._ops.copy_rows(tails[lender], tails[layer_idx], self._rows)
 
     def _project_latents(self, layer_idx: int, x: Normed, weights: LatentWeights) -> None:
         spec, room = self._weights.spec.layers[layer_idx].latent, self.latents(layer_idx)
@@ -255,22 +267,41 @@ class StepLayers:
         """Compute all that a layer adds behind attention; what adds it to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
         x = self._normed(layer.before_attention if spec.parallel else layer.before_mlp, self._stream.scaled)
-        if any(of.apart for of in spec.experts):
-            return [self._beside_experts(layer_idx, x)]
         adds: list[Callable[[Readers], None]] = []
-        if spec.mlp is not None:
+        is_apart = any(of.apart for of in spec.experts)
+        if is_apart:
+            adds.append(self._beside_experts(layer_idx, x))
+        elif spec.mlp is not None:
             gated = self._gated[spec.mlp.intermediate_size]
             self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
             assert layer.down is not None
             norm, times = layer.behind_mlp, spec.residual_multiplier
-            adds.append(partial(self._add, gated, layer.down, norm, times, scale=layer.scale))
-        for number, (of, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
+            adds.append(partial(self._add, gated, layer.down, norm, times, scale=self._scale_behind_mlp(layer_idx)))
+        together = () if is_apart else zip(spec.experts, layer.experts, strict=True)
+        for number, (of, weights) in enumerate(together):
             room = self._experts[number, of]
             self._ops.linear(x, [weights.router], room.logits)
             self._ops.choose_experts(weights.choice_bias, weights.scales, of, room)
             self._ops.experts(x, weights, of, room)
             adds.append(partial(self._ops.experts_add, weights, of, room, spec.residual_multiplier, self._stream))
+        if layer.layer_input is not None:
+            adds.append(partial(self._add_input, layer_idx, layer.layer_input))
         return adds
+
+    def _scale_behind_mlp(self, layer_idx: int) -> float:
+        """Of all of the stream: once nothing more is added."""
+        layer = self._weights.layers[layer_idx]
+        return layer.scale if layer.layer_input is None else 1.0
+
+    def _add_input(self, layer_idx: int, weights: LayerInputWeights, readers: Readers) -> None:
+        """What the layer takes of each token besides the stream."""
+        mlp, layer = self._weights.spec.layers[layer_idx].mlp, self._weights.layers[layer_idx]
+        assert mlp is not None and self._branch is not None
+        self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._taken)
+        self._ops.take_input(self._taken, mlp.activation, self._inputs[layer_idx])
+        self._ops.linear(Normed(self._taken), [weights.projection], self._branch)
+        eps = self._weights.spec.norm_eps
+        self._ops.add_normed(self._branch, weights.norm, eps, 1.0, layer.scale, self._stream, readers)
 
     def _beside_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
         """The MLP, and experts that are apart; what adds both. x: what the MLP reads."""
@@ -287,7 +318,13 @@ class StepLayers:
         ops.experts_out(weights, of, room, given)
         ops.add_norms(branch, norms.behind_mlp, given, norms.behind, eps)
         return partial(
-            ops.add_normed, branch, layer.behind_mlp, eps, spec.residual_multiplier, layer.scale, self._stream
+            ops.add_normed,
+            branch,
+            layer.behind_mlp,
+            eps,
+            spec.residual_multiplier,
+            self._scale_behind_mlp(layer_idx),
+            self._stream,
         )
 
     def _add(
@@ -349,9 +386,11 @@ class StepLayers:
         return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
 
 
-def _head_room(of: HeadsSpec, is_gated: bool, zeros: Callable[..., Tensor]) -> HeadRoom:
+def _head_room(of: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[..., Tensor]) -> HeadRoom:
+    """lends: whether layers attend to rows of others."""
     heads = of.num_q_heads, of.head_dim
-    return HeadRoom(zeros(of.qkv_width), zeros(*heads), zeros(*heads), zeros(of.q_width) if is_gated else None)
+    gates, alone = (zeros(of.q_width) if there else None for there in (is_gated, lends))
+    return HeadRoom(zeros(of.qkv_width), zeros(*heads), zeros(*heads), gates, alone)
 
 
 def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertRoom:

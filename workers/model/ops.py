@@ -15,7 +15,15 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
-from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
+from csattn.models.weights import (
+    DeltaWeights,
+    ExpertWeights,
+    Frequencies,
+    HeadNorms,
+    InputWeights,
+    LatentWeights,
+    Linear,
+)
 
 SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in one part
 
@@ -80,6 +88,7 @@ class HeadRoom:
     q: Tensor  # [batch_size, num_q_heads, head_dim]
     attended: Tensor  # likewise
     gates: Tensor | None  # [batch_size, q_width]
+    alone: Tensor | None  # [batch_size, q_width]: in place of qkv, of layers without rows of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,18 +225,34 @@ class StepOps(Protocol):
 
     def rotate_append(
         self,
-        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]
+        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]; without a tail queries alone
         norms: HeadNorms | None,
         eps: float,
         rotation: Rotation | None,
         rows: StepRows,
-        tail: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
+        tail: Tensor | None,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
         q: Tensor,  # [batch_size, num_q_heads, head_dim]
     ) -> None:
         """q = q_scale * rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail.
 
         What has norms is normed before.
         """
+
+    def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
+        """Append to a layer's tails what rows that are not idle have appended to another's. Both like `tail` above."""
+
+    def make_inputs(
+        self,
+        projected: Tensor,  # [batch_size, num_layers * layer_input_width]: the embedding's projection
+        weights: InputWeights,
+        eps: float,
+        rows: StepRows,
+        out: Tensor,  # [num_layers, batch_size, layer_input_width], written
+    ) -> None:
+        """What each layer takes of the rows' tokens: see `InputWeights`."""
+
+    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+        """gates = activation(gates) * given, both [batch_size, layer_input_width]"""
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         """x *= sigmoid(gates), both [batch_size, q_width]"""

@@ -9,7 +9,15 @@ from torch.nn import functional
 from csattn.batch import StepRows
 from csattn.models.latent import Turn, latent_queries, latent_rows, latent_values, query_latents
 from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
-from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
+from csattn.models.weights import (
+    DeltaWeights,
+    ExpertWeights,
+    Frequencies,
+    HeadNorms,
+    InputWeights,
+    LatentWeights,
+    Linear,
+)
 from workers.model.ops import (
     SQUARES_BLOCK,
     DeltaRoom,
@@ -162,20 +170,37 @@ class TorchOps:
         eps: float,
         rotation: Rotation | None,
         rows: StepRows,
-        tail: Tensor,
+        tail: Tensor | None,
         q: Tensor,
     ) -> None:
         num_q_heads, head_dim = q.shape[1:]
         heads = qkv.view(rows.batch_size, -1, head_dim).float()
         own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
+        own_q = own_q if norms is None else _head_norm(own_q, norms.q, eps)
+        q.copy_(_rotated_q(own_q, rotation))
+        if tail is None:
+            return
         k, v = kv_heads.chunk(2, dim=1)
         if norms is not None:
-            own_q, k = _head_norm(own_q, norms.q, eps), _head_norm(k, norms.k, eps)
+            k = _head_norm(k, norms.k, eps)
             v = v if norms.v is None else _head_norm(v, norms.v, eps)
-        q.copy_(_rotated_q(own_q, rotation))
         kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
         active = rows.tail_lens > 0
         tail[rows.tail_ids[active].long(), :, rows.tail_lens[active].long() - 1] = kv[active]
+
+    def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
+        active = rows.tail_lens > 0
+        at = rows.tail_ids[active].long(), slice(None), rows.tail_lens[active].long() - 1
+        tail[at] = source[at]
+
+    def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
+        by_layer = projected.float().view(len(projected), len(out), -1)
+        made = _norm(by_layer * weights.scale, weights.norm, eps)
+        own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
+        out.copy_(((made + own) * 2**-0.5).transpose(0, 1))
+
+    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+        gates.copy_(ACTIVATIONS[activation](gates.float()) * given.float())
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         x.copy_(x.float() * torch.sigmoid(gates.float()))

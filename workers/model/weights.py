@@ -16,7 +16,9 @@ from csattn.models.weights import (
     ExpertWeights,
     Frequencies,
     HeadNorms,
+    InputWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     ModelWeights,
@@ -74,6 +76,7 @@ def take_weights(
         final_norm=there.final_norm.to(device),
         head=head if tied else _joined([head], move, device),
         ropes=tuple(Frequencies(rope.angles.to(device), rope.scale) for rope in there.ropes),
+        inputs=None if (inputs := there.inputs) is None else _moved_inputs(inputs, move, device),
     )
 
 
@@ -108,8 +111,21 @@ def _moved(
         down=None if layer.down is None else _joined([_centred(layer.down) if centred else layer.down], move, device),
         experts=tuple(_moved_experts(experts, move, device) for experts in layer.experts),
         scale=layer.scale,
+        layer_input=None if (of := layer.layer_input) is None else _moved_layer_input(of, move, device),
         **norms,
     )
+
+
+def _moved_inputs(inputs: InputWeights, move: Callable[..., Tensor], device: torch.device | str) -> InputWeights:
+    projection, table = _joined([inputs.projection], move, device), move(inputs.table)
+    return replace(inputs, projection=projection, norm=inputs.norm.to(device), table=table)
+
+
+def _moved_layer_input(
+    of: LayerInputWeights, move: Callable[..., Tensor], device: torch.device | str
+) -> LayerInputWeights:
+    gate, projection = (_joined([linear], move, device) for linear in (of.gate, of.projection))
+    return LayerInputWeights(gate, projection, of.norm.to(device))
 
 
 def _moved_head_norms(norms: HeadNorms, device: torch.device | str) -> HeadNorms:

@@ -9,7 +9,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model.gpu import delta_kernels, expert_kernels, head_kernels, latent_kernels, linear_kernels, token_kernels
+from workers.model.gpu import (
+    delta_kernels,
+    expert_kernels,
+    head_kernels,
+    input_kernels,
+    latent_kernels,
+    linear_kernels,
+    token_kernels,
+)
 
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
@@ -17,8 +25,8 @@ TYPES = {
     " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights",
     "*i32": "counters chosen context_ids tail_ids tail_lens best_ids",
     "*i64": "turns token_ids positions next_ids",
-    "fp32": "eps multiplier scale beta every offset cap weight_scale",
-    "i32": "num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
+    "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale",
+    "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
     " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
     " x_row x_head ups_head ups_in ups_out out_row out_head",
 }
@@ -50,6 +58,9 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.weigh_kernel, [{"BLOCK": 1024}]),
     (token_kernels.add_norms_kernel, [{"BLOCK": 1024}]),
     (expert_kernels.sum_parts_kernel, [{"NUM_PARTS": 3, "BLOCK": 1024}]),
+    (head_kernels.copy_rows_kernel, [{"BLOCK": 512}]),
+    (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
+    (input_kernels.take_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
     (delta_kernels.gate_kernel, [{"BLOCK": 1024}]),
     (delta_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
     (

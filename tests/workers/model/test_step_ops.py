@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.batch import make_step_rows
 from csattn.models.spec import Temper
-from csattn.models.weights import Frequencies, HeadNorms
+from csattn.models.weights import Frequencies, HeadNorms, InputWeights
 from tests.workers.model.step_ops import (
     DEVICE,
     DTYPES,
@@ -324,6 +324,42 @@ def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype
     torch.testing.assert_close(got_tail, want_tail, equal_nan=True, **tolerance(dtype))
     written = ~got_tail[:, 0, :, 0, 0].isnan()
     assert written.nonzero().tolist() == [[0, 0], [0, 1], [2, 4]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_without_rows_turns_queries_and_takes_the_rows_of_another(dtype) -> None:
+    rows = make_rows([0, 1, -1, -1], [2, 0, 0, 0], [5, 0, 1, 2])
+    projected, rotation = randn(4, 3 * 24, dtype=dtype), rotation_of("whole", 4, 24)
+    norms = make_head_norms("head", 3, 1, 24)
+    got_q, want_q = (randn(4, 3, 24, dtype=dtype) for _ in range(2))
+    for ops, q in ((TritonOps(DEVICE), got_q), (TorchOps(), want_q)):
+        ops.rotate_append(projected, norms, EPS, rotation, rows, None, q)
+    torch.testing.assert_close(got_q, want_q, **tolerance(dtype))
+    source = randn(3, 2, 7, 2, 24, dtype=dtype)
+    got, want = torch.full_like(source, torch.nan), torch.full_like(source, torch.nan)
+    TritonOps(DEVICE).copy_rows(source, got, rows)
+    TorchOps().copy_rows(source, want, rows)
+    assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0))
+    written = ~got.isnan().any(dim=-1).any(dim=-1).any(dim=1)
+    assert written.nonzero().tolist() == [[0, 0], [0, 1], [2, 4]] and torch.equal(got[2, :, 4], source[2, :, 4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [20, 32])
+def test_what_layers_take_of_each_token(width, dtype) -> None:
+    rows, norm = make_rows([0, 1, 0], [0, 1, 2], [1, 1, 1]), 1 + randn(width, scale=0.3)
+    rows.token_ids.copy_(torch.tensor([3, 0, 8]))
+    table, projected = randn(9, 4 * width, dtype=dtype), randn(3, 4 * width, dtype=dtype)
+    weights = InputWeights(make_linear(4 * width, 8, dtype, bias=False), 0.35, norm, table, 4.5)
+    got, want = (randn(4, 3, width, dtype=dtype) for _ in range(2))
+    TritonOps(DEVICE).make_inputs(projected.clone(), weights, EPS, rows, got)
+    TorchOps().make_inputs(projected.clone(), weights, EPS, rows, want)
+    torch.testing.assert_close(got, want, **tolerance(dtype))
+    gates = randn(3, width, dtype=dtype)
+    taken = gates.clone()
+    TritonOps(DEVICE).take_input(taken, "gelu_tanh", got[1])
+    TorchOps().take_input(gates, "gelu_tanh", got[1])
+    torch.testing.assert_close(taken, gates, **tolerance(dtype))
 
 
 @pytest.mark.parametrize(("num_q_heads", "_", "head_dim", "norm", "rotates", "dtype"), HEADS)

@@ -11,6 +11,7 @@ from csattn.cpu.floats import exp_lanes, load_float, store_float, sum_of
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
+from workers.model.cpu.linear_stage import activate
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said. eps, multiplier and cap are
 # addresses of float64.
@@ -73,10 +74,35 @@ PREDICT = (
     "q",  # [num_rows, num_q_heads, head_dim], written
 )
 ADD_NORMS = ("x", "norm", "other", "other_norm", "width", "eps")  # x = norm(x) + other_norm(other), rows of width
+COPY_ROWS = (
+    "source",  # tails of a layer, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype
+    "tails",  # of another, likewise, written
+    "num_kv_heads",
+    "row_width",  # 2 * head_dim
+    "tail_capacity",
+    "tail_ids",  # [num_rows] int64
+    "tail_lens",  # [num_rows] int64
+)
+MAKE_INPUTS = (
+    "projected",  # [num_rows, num_layers * width]
+    "num_layers",
+    "width",
+    "norm",  # [width]
+    "token_ids",  # [num_rows] int64
+    "table",  # [vocab_size, num_layers * width], of the model's dtype
+    "vocab_size",
+    "scale",  # these: addresses of float64
+    "table_scale",
+    "eps",
+    "out",  # [num_layers, max_rows, width], written
+    "max_rows",
+)
+TAKE_INPUT = ("gates", "activation", "given", "width")  # gates = activation(gates) * given, rows of width
 GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
 FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # [num_rows, vocab_size], written; no cap: 0
 _embed_at, _prepare_at, _rotate_at = words_at(EMBED), words_at(PREPARE), words_at(ROTATE)
-_add_norms_at = words_at(ADD_NORMS)
+_add_norms_at, _copy_rows_at = words_at(ADD_NORMS), words_at(COPY_ROWS)
+_make_inputs_at, _take_input_at = words_at(MAKE_INPUTS), words_at(TAKE_INPUT)
 _predict_at, _gate_at, _finish_logits_at = words_at(PREDICT), words_at(GATE), words_at(FINISH_LOGITS)
 
 
@@ -208,6 +234,50 @@ def add_norms_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     scale, other_scale = inverse_rms(x, 0, width, eps), inverse_rms(other, 0, width, eps)
     for i in range(width):
         x[i] = x[i] * scale * norm[i] + other[i] * other_scale * other_norm[i]
+    return 0
+
+
+def copy_rows_stage(arguments: int, row: int, thread: int, like: Any) -> int:
+    args, itemsize = _copy_rows_at(arguments), bytes_of(like)
+    tail_id, place, width = word_of(args.tail_ids, row), word_of(args.tail_lens, row) - 1, args.row_width
+    for head in range(args.num_kv_heads):
+        at = ((tail_id * args.num_kv_heads + head) * args.tail_capacity + place) * width * itemsize
+        source, tail = array_at(args.source + at, width, like), array_at(args.tails + at, width, like)
+        for i in range(width):
+            tail[i] = source[i]
+    return 0
+
+
+def make_inputs_stage(arguments: int, row: int, thread: int, like: Any) -> int:
+    args = _make_inputs_at(arguments)
+    num_layers, width, eps = args.num_layers, args.width, number_at(args.eps)
+    projected, norm = floats_of(args.projected, row, num_layers * width), floats_of(args.norm, 0, width)
+    table = array_at(args.table, args.vocab_size * num_layers * width, like)
+    first, scale, table_scale = word_of(args.token_ids, row) * num_layers * width, args.scale, args.table_scale
+    factor, own_factor = number_at(scale), number_at(table_scale)
+    for i in range(num_layers * width):
+        projected[i] *= factor
+    for layer in range(num_layers):
+        at = layer * width
+        inverse = inverse_rms(projected, at, width, eps)
+        out = floats_of(args.out, layer * args.max_rows + row, width)
+        for i in range(width):
+            own = own_factor * load_float(table, first + at + i)
+            out[i] = np.float32(0.7071067811865476) * (projected[at + i] * inverse * norm[i] + own)
+    return 0
+
+
+def take_input_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    args = _take_input_at(arguments)
+    gates, given = floats_of(args.gates, row, args.width), floats_of(args.given, row, args.width)
+    x, factors = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    for first in range(0, args.width, LANES):
+        count = min(LANES, args.width - first)
+        for i in range(count):
+            x[i], factors[i] = gates[first + i], given[first + i]
+        activate(args.activation, x, factors, 0, count)
+        for i in range(count):
+            gates[first + i] = x[i]
     return 0
 
 

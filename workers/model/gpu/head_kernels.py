@@ -81,6 +81,30 @@ def rotate_append_kernel(
 
 
 @triton.jit
+def copy_rows_kernel(
+    source,  # tails of a layer, [num_tails, num_kv_heads, tail_capacity, row_width]
+    tail,  # of another, likewise <- the rows' own
+    tail_ids,
+    tail_lens,  # 0: append nothing
+    tail_capacity,
+    row_width,
+    BLOCK: tl.constexpr,  # at least row_width
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    slot = tl.load(tail_lens + row) - 1
+    active = (slot >= 0) & (slot < tail_capacity)
+    at = ((tl.load(tail_ids + row).to(tl.int64) * tl.num_programs(1) + head) * tail_capacity + slot) * row_width + i
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if active:
+        tl.store(tail + at, tl.load(source + at, mask=i < row_width), mask=i < row_width)
+
+
+@triton.jit
 def predict_query_kernel(
     early,  # [num_rows, NUM_Q_HEADS, HEAD_DIM]: what the next layer would project from this layer's input
     q_norm,  # as in `rotate_append_kernel`

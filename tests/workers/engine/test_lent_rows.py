@@ -1,0 +1,84 @@
+"""Layers that attend to rows of others: a context has those once, on disk and in memory."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from csattn.artifact import Artifact, ModelGeometry, open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.errors import ConfigError
+from index_build.pipeline import build_artifact
+from offload.codecs.formats import KvFormat
+from tests.tiny import loaded, token_ids
+from tests.workers.engine.talks import Talk, alone
+from workers.capacity import context_bytes
+from workers.engine.cpu_context import HostBudget
+from workers.engine.cpu_engine import CpuEngine
+
+FAMILY = "gemma4_text, inputs"  # layers 0 to 3 have rows, those behind them attend to those of 2 and 3
+CONFIG = SearchConfig(keep=0.1, window_len=16)
+CONTEXT_LEN = 300
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
+    store = tmp_path_factory.mktemp("store")
+    with open_artifact(build_artifact(loaded(FAMILY), token_ids(CONTEXT_LEN), preset("default"), store).path) as made:
+        yield made
+
+
+def said(artifact: Artifact, selector: str = "csattn", **options: object) -> tuple[np.ndarray, int]:
+    """Logits of an answer, and the bytes of KV that the engine has."""
+    with CpuEngine(loaded(FAMILY), num_threads=2, **options) as engine:  # type: ignore[arg-type]
+        engine.add_context(0, artifact)
+        talk = Talk(0, CONFIG, selector, token_ids(5, seed=1).tolist(), 4)
+        return np.stack(alone(engine, talk).logits), engine.counts().kv_bytes
+
+
+def test_rows_are_there_once(artifact: Artifact) -> None:
+    model = artifact.spec.model
+    assert [model.lender(layer_idx) for layer_idx in range(7)] == [0, 1, 2, 3, 2, 3, 3]
+    stored = [model.num_stored(layer_idx, CONTEXT_LEN) for layer_idx in range(7)]
+    assert stored == [37, CONTEXT_LEN, 37, CONTEXT_LEN, 0, 0, 0]
+    assert artifact.layer_kv(5).data_ptr() == artifact.layer_kv(3).data_ptr()
+    row_bytes = [2 * 4 * heads * width for heads, width in map(model.row_sizes, range(7))]
+    wanted = sum(num * of_row for num, of_row in zip(stored, row_bytes, strict=True))
+    logits, kv_bytes = said(artifact)
+    assert kv_bytes == wanted and np.isfinite(logits).all()
+    assert wanted <= context_bytes(artifact.spec)[0] < wanted + 7 * 3 * 4096, "but for headers and pages"
+
+
+def test_they_are_coded_once(artifact: Artifact) -> None:
+    plain, kv_bytes = said(artifact)
+    logits, coded_bytes = said(artifact, kv_format=KvFormat.parse("float16"))
+    np.testing.assert_allclose(logits, plain, rtol=0, atol=0.05)
+    of_indexed = 2 * CONTEXT_LEN * 4 * 2 * 48 * 4  # two layers of four heads
+    assert coded_bytes == kv_bytes - of_indexed // 2
+
+
+@pytest.mark.parametrize("selector", ["csattn", "full"])
+def test_within_a_host_budget_the_bits_are_those_of_memory(artifact: Artifact, selector: str) -> None:
+    budget = HostBudget(5_000_000, CONFIG, selector)
+    np.testing.assert_allclose(
+        said(artifact, selector, host_budget=budget)[0], said(artifact, selector)[0], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("selector", ["quest", "exact", "window"])
+def test_other_selectors_choose_from_them(artifact: Artifact, selector: str) -> None:
+    assert np.isfinite(said(artifact, selector)[0]).all()
+
+
+def test_what_tokens_attended_to_is_not_told(artifact: Artifact) -> None:
+    with pytest.raises(ConfigError, match="some of whose layers attend to rows of others"):
+        said(artifact, "h2o")
+
+
+@pytest.mark.parametrize("rows_of", [(0, 1), (0, 2, 2), (0, 0, 1), (0, 1, -1), (0, 0, 2)])
+def test_a_geometry_that_makes_no_sense(rows_of: tuple[int, ...]) -> None:
+    sizes = dict.fromkeys(("num_layers", "num_q_heads", "num_kv_heads"), 3) | {"head_dim": 8}
+    sizes |= dict.fromkeys(("hidden_size", "vocab_size", "max_positions"), 9)
+    with pytest.raises(ConfigError, match="rows of layers before them"):
+        ModelGeometry(**sizes, reaches=(0, 4, 4), rows_of=rows_of)
+    ModelGeometry(**sizes, reaches=(0, 4, 4), rows_of=(0, 1, 1))

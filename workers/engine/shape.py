@@ -51,6 +51,8 @@ class EngineShape:
     local: tuple[Reach, ...] = ()  # of the layers without an index, which all of the above leaves out
     local_heads: tuple[int, int] | None = None  # their KV heads, and how wide; None: as those above
     latents: LatentSpec | None = None  # all layers keep them: of a model that chooses from them itself
+    # of each layer, the number of that whose rows of a context it attends to; empty: all have their own
+    lenders: tuple[int, ...] = ()
     state_bytes: int = 0  # of a request or a context, in layers that keep a state instead of rows
 
     @property
@@ -118,7 +120,7 @@ class EngineShape:
 
     def kv_bytes(self, context_len: int) -> int:
         """KV of a context, all layers."""
-        return self.num_layers * self.num_kv_heads * context_len * self.context_row_bytes
+        return (len(set(self.lenders)) or self.num_layers) * self.num_kv_heads * context_len * self.context_row_bytes
 
     @property
     def of_local(self) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from math import prod
 
 from csattn.config import SEGMENT_STEP, IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
 from csattn.errors import ConfigError
+from csattn.models.spec import ModelSpec
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth
 from offload.codecs.formats import KvFormat
@@ -109,6 +110,14 @@ class Sizing:
             has_sinks=attention.sinks,
             local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
             local_heads=spec.local_heads,
+            lenders=_lenders(spec),
             state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
+
+
+def _lenders(spec: ModelSpec) -> tuple[int, ...]:
+    """By numbers of indexed layers: those whose rows each of them attends to."""
+    indexed = spec.indexed_layers
+    rows_of = {i: spec.layers[i].attention.rows_of for i in indexed}
+    return tuple(indexed.index(i if at is None else at) for i, at in rows_of.items()) if spec.lenders else ()

@@ -10,11 +10,15 @@ from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat
+from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import loaded, token_ids
+from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.talks import Talk, alone
 from workers.capacity import context_bytes
 from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
+from workers.engine.far_rows import DeviceRows
+from workers.engine.gpu_engine import GpuEngine
 
 FAMILY = "gemma4_text, inputs"  # layers 0 to 3 have rows, those behind them attend to those of 2 and 3
 CONFIG = SearchConfig(keep=0.1, window_len=16)
@@ -47,6 +51,23 @@ def test_rows_are_there_once(artifact: Artifact) -> None:
     logits, kv_bytes = said(artifact)
     assert kv_bytes == wanted and np.isfinite(logits).all()
     assert wanted <= context_bytes(artifact.spec)[0] < wanted + 7 * 3 * 4096, "but for headers and pages"
+
+
+@pytest.mark.parametrize(("placement", "codec"), [("device", None), ("device", "float16"), ("hybrid", None)])
+def test_a_device_has_them_once(
+    artifact: Artifact, placement: str, codec: str | None, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(emulator, monkeypatch)
+    kv_format = None if codec is None else KvFormat.parse(codec)
+    options = {"kv_format": kv_format, "device": DEVICE, "batch_sizes": (1, 5), "max_context_len": CONTEXT_LEN}
+    with GpuEngine(loaded(FAMILY), CONFIG, placement, **options) as engine:  # type: ignore[arg-type]
+        engine.add_context(0, artifact)
+        got = np.stack(alone(engine, Talk(0, CONFIG, "csattn", token_ids(5, seed=1).tolist(), 3)).logits)
+        assert engine.counts().kv_bytes == 2 * CONTEXT_LEN * 4 * 2 * 48 * (4 if codec is None else 2)
+        far = engine._placing.ready().far
+        if isinstance(far, DeviceRows):
+            assert len({layer.data_ptr() for layer in far.layers(0)}) == 2
+    np.testing.assert_allclose(got, said(artifact)[0][: len(got)], rtol=0, atol=1e-3 if codec is None else 0.05)
 
 
 def test_they_are_coded_once(artifact: Artifact) -> None:

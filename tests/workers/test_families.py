@@ -102,21 +102,6 @@ def test_a_session_says_what_transformers_says(family: Family) -> None:
     assert tokens == want.argmax(1).tolist() and len(tokens) == NUM_TOKENS
 
 
-def test_heads_as_wide_as_gemma_4_has_them(tmp_path: Path) -> None:
-    """One of them to 512 dimensions, as published; in the preset's sketch, too."""
-    wide = {"num_attention_heads": 8, "num_global_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512}
-    model = wrap_model(make_model("gemma4_text", **wide), byte_tokenizer(), "wide")
-    with open_artifact(build_artifact(model, CONTEXT, preset("default"), tmp_path).path) as artifact:
-        family, following = Family(model, artifact), token_ids(5, seed=6).tolist()
-        assert [artifact.layer_kv(i).shape[2:].numel() for i in range(4)] == [512, 1024, 512, 1024]
-        with CpuEngine(model, num_threads=2) as engine:
-            engine.add_context(0, artifact)
-            whole = read(engine, SearchConfig(keep=1.0), following)
-            sparse = read(engine, SearchConfig(keep=0.1, window_len=16), following)
-        np.testing.assert_allclose(np.stack(whole), family.logits(following, 5).numpy(), rtol=0, atol=1e-3)
-        assert 1e-6 < family.divergence(sparse, following) < 0.1
-
-
 def test_a_sparse_run_comes_closer_the_more_it_keeps(family: Family) -> None:
     following = token_ids(40, seed=6).tolist()
     by_keep = []
@@ -210,6 +195,41 @@ def test_the_devices_kernels_say_what_transformers_says(
     """On the CPU, where there is no device: a few tokens of those families whose layers are of the most kinds."""
     emulate(emulator, monkeypatch)
     compare_on_gpu(family, "device", token_ids(3, seed=6).tolist(), batch_sizes=(1, 5))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    """Heads as wide as Gemma 4 has them, up to 512 dimensions."""
+    sizes = {"num_attention_heads": 8, "num_global_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512}
+    model = wrap_model(make_model("gemma4_text", **sizes), byte_tokenizer(), "wide")
+    store = tmp_path_factory.mktemp("wide")
+    with open_artifact(build_artifact(model, CONTEXT, preset("default"), store).path) as artifact:
+        yield Family(model, artifact)
+
+
+def test_wide_heads_say_what_transformers_says(wide: Family) -> None:
+    following = token_ids(5, seed=6).tolist()
+    assert [wide.artifact.layer_kv(i).shape[2:].numel() for i in range(4)] == [512, 1024, 512, 1024]
+    with CpuEngine(wide.loaded, num_threads=2) as engine:
+        engine.add_context(0, wide.artifact)
+        whole = read(engine, SearchConfig(keep=1.0), following)
+        sparse = read(engine, SearchConfig(keep=0.1, window_len=16), following)
+    np.testing.assert_allclose(np.stack(whole), wide.logits(following, 5).numpy(), rtol=0, atol=1e-3)
+    assert 1e-6 < wide.divergence(sparse, following) < 0.1
+
+
+@pytest.mark.parametrize("placement", ["device", "hybrid"])
+def test_the_devices_kernels_take_wide_heads(
+    wide: Family, placement: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(emulator, monkeypatch)
+    compare_on_gpu(wide, placement, token_ids(3, seed=6).tolist(), batch_sizes=(1, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["device", "hybrid", "host"])
+def test_a_gpu_takes_wide_heads(wide: Family, placement: str) -> None:
+    compare_on_gpu(wide, placement, token_ids(NUM_TOKENS, seed=6).tolist())
 
 
 def compare_on_gpu(family: Family, placement: str, following: list[int], **options: object) -> None:

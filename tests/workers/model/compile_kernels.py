@@ -118,11 +118,19 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
             [
                 HEADS
                 | {"NORM": norm, "HALF": half, "INTERLEAVED": interleaved, "ROTATED": norm != "projection"}
-                | {"V_NORMED": norm == "head"}
+                | {"V_NORMED": norm == "head", "BLOCK_OUT": 64}
                 for norm, half, interleaved in (("none", 64, False), ("head", 32, True), ("projection", 0, False))
             ],
         )
         for kernel in (head_kernels.rotate_append_kernel, head_kernels.predict_query_kernel)
+    ),
+    (
+        head_kernels.predict_query_kernel,
+        [
+            HEADS
+            | {"HEAD_DIM": 512, "BLOCK": 256, "BLOCK_OUT": 32, "NORM": "head", "HALF": 256}
+            | {"INTERLEAVED": False, "ROTATED": True}
+        ],
     ),
 ]
 

@@ -306,6 +306,8 @@ HEADS = [
     (4, 2, 16, "head", "part interleaved", DTYPES[1]),
     (3, 1, 64, "none", "interleaved", DTYPES[0]),
     (3, 1, 64, "projection", "part", DTYPES[1]),
+    (2, 1, 512, "head", "whole", DTYPES[1]),
+    (1, 1, 288, "head", "part interleaved", DTYPES[0]),
 ]
 
 

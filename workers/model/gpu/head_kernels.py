@@ -123,24 +123,27 @@ def predict_query_kernel(
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
+    BLOCK_OUT: tl.constexpr,  # pairs of q that a program makes, of BLOCK
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
     inside, first_at, second_at = pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
+    of_out = tl.program_id(2) * BLOCK_OUT
+    out_inside, first_out, second_out = pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK_OUT, of_out)
     dtype = q.dtype.element_ty
-    c, s = angles(cos, sin, row, HALF, BLOCK)
+    c, s = angles(cos, sin, row, HALF, BLOCK_OUT, of_out)
     scale = tl.load(q_scale + row) if ROTATED else 1.0
     context_id = tl.maximum(tl.load(context_ids + row), 0).to(tl.int64)
     matrix = maps + context_id * maps_stride + head * (HEAD_DIM + 1) * HEAD_DIM
-    square = inside[:, None] & inside[None, :]
+    square = inside[:, None] & out_inside[None, :]
     first_rows, second_rows = matrix + first_at[:, None] * HEAD_DIM, matrix + second_at[:, None] * HEAD_DIM
-    upper_left = tl.load(first_rows + first_at[None, :], mask=square, other=0.0)
-    upper_right = tl.load(first_rows + second_at[None, :], mask=square, other=0.0)
-    lower_left = tl.load(second_rows + first_at[None, :], mask=square, other=0.0)
-    lower_right = tl.load(second_rows + second_at[None, :], mask=square, other=0.0)
-    first = tl.load(matrix + HEAD_DIM * HEAD_DIM + first_at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(matrix + HEAD_DIM * HEAD_DIM + second_at, mask=inside, other=0.0).to(tl.float32)
+    upper_left = tl.load(first_rows + first_out[None, :], mask=square, other=0.0)
+    upper_right = tl.load(first_rows + second_out[None, :], mask=square, other=0.0)
+    lower_left = tl.load(second_rows + first_out[None, :], mask=square, other=0.0)
+    lower_right = tl.load(second_rows + second_out[None, :], mask=square, other=0.0)
+    first = tl.load(matrix + HEAD_DIM * HEAD_DIM + first_out, mask=out_inside, other=0.0).to(tl.float32)
+    second = tl.load(matrix + HEAD_DIM * HEAD_DIM + second_out, mask=out_inside, other=0.0).to(tl.float32)
     if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
         gdc_wait()
         gdc_launch_dependents()
@@ -157,14 +160,17 @@ def predict_query_kernel(
     second += tl.sum(x_first[:, None] * upper_right + x_second[:, None] * lower_right, axis=0)
     first, second = first * c - second * s, second * c + first * s
     at = q + (row.to(tl.int64) * NUM_Q_HEADS + head) * HEAD_DIM
-    tl.store(at + first_at, (first * scale).to(dtype), mask=inside)
-    tl.store(at + second_at, (second * scale).to(dtype), mask=inside)
+    tl.store(at + first_out, (first * scale).to(dtype), mask=out_inside)
+    tl.store(at + second_out, (second * scale).to(dtype), mask=out_inside)
 
 
 @triton.jit
-def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Which dimensions of a head turn together; those that do not turn, in pairs of any kind behind them."""
-    i = tl.arange(0, BLOCK)
+def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, first=0):
+    """Which dimensions of a head turn together; those that do not turn, in pairs of any kind behind them.
+
+    So many pairs, from that one on.
+    """
+    i = first + tl.arange(0, BLOCK)
     if INTERLEAVED:
         first_at, second_at = 2 * i, 2 * i + 1
     else:
@@ -176,9 +182,9 @@ def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
-def angles(cos, sin, row, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def angles(cos, sin, row, HALF: tl.constexpr, BLOCK: tl.constexpr, first=0):
     """cos and sin of the pairs: 1 and 0 of those that do not turn."""
-    i = tl.arange(0, BLOCK)
+    i = first + tl.arange(0, BLOCK)
     c = tl.load(cos + row * HALF + i, mask=i < HALF, other=1.0)
     return c, tl.load(sin + row * HALF + i, mask=i < HALF, other=0.0)
 

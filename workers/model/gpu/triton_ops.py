@@ -30,6 +30,8 @@ from workers.model.gpu.token_kernels import (
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
 _GATE_BLOCK = 1024
+# of a predicted query, which a program makes: all, or, of a wide head, some, for its matrix does not fit registers
+_PREDICTED_PAIRS, _WIDE_PREDICTED_PAIRS = 128, 32
 _LOGITS_BLOCK = 4096  # that a program looks through
 
 
@@ -243,8 +245,10 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
         rows: StepRows,
         q: Tensor,
     ) -> None:
-        batch_size, num_q_heads, _ = q.shape
-        predict_query_kernel[(batch_size, num_q_heads)](
+        batch_size, num_q_heads, head_dim = q.shape
+        block = triton.next_power_of_2(head_dim // 2)
+        of_program = block if block <= _PREDICTED_PAIRS else _WIDE_PREDICTED_PAIRS
+        predict_query_kernel[(batch_size, num_q_heads, block // of_program)](
             early,
             early if norms is None else norms.q,
             maps,
@@ -255,6 +259,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
             q,
             maps.stride(0),
             eps,
+            BLOCK_OUT=of_program,
             **_head_constants(norms, rotation, q),
             num_warps=8,
             **self._launch(),

@@ -1,17 +1,21 @@
 """Layers that attend to rows of others: a context has those once, on disk and in memory."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from csattn.artifact import Artifact, ModelGeometry, open_artifact
+from csattn.artifact import Artifact, ModelGeometry, open_artifact, verify_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
+from csattn.models.loader import wrap_model
+from index_build.pieces import BuildProgress
 from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
-from tests.tiny import loaded, token_ids
+from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.talks import Talk, alone
 from workers.capacity import context_bytes
@@ -19,6 +23,8 @@ from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.far_rows import DeviceRows
 from workers.engine.gpu_engine import GpuEngine
+from workers.streaming.config import StreamConfig
+from workers.streaming.session import StreamSession
 
 FAMILY = "gemma4_text, inputs"  # layers 0 to 3 have rows, those behind them attend to those of 2 and 3
 CONFIG = SearchConfig(keep=0.1, window_len=16)
@@ -84,6 +90,49 @@ def test_within_a_host_budget_the_bits_are_those_of_memory(artifact: Artifact, s
     np.testing.assert_allclose(
         said(artifact, selector, host_budget=budget)[0], said(artifact, selector)[0], rtol=1e-4, atol=1e-4
     )
+
+
+def test_a_build_that_is_cut_behind_them_gives_the_same_bytes(artifact: Artifact, tmp_path: Path) -> None:
+    """It passes the layers behind the first to whose rows others attend again."""
+
+    class Cut(Exception):
+        """Ends a build."""
+
+    passed: list[int] = []
+
+    def cut(progress: BuildProgress) -> None:
+        if progress.layer_idx == 5:
+            raise Cut
+
+    with pytest.raises(Cut):
+        build_artifact(loaded(FAMILY), token_ids(CONTEXT_LEN), preset("default"), tmp_path, on_progress=cut)
+    again = build_artifact(
+        loaded(FAMILY),
+        token_ids(CONTEXT_LEN),
+        preset("default"),
+        tmp_path,
+        on_progress=lambda progress: passed.append(progress.layer_idx),
+    )
+    assert again.resumed_at == 5 and sorted(set(passed)) == [2, 3, 4, 5, 6]
+    assert verify_artifact(again.path).files == artifact.manifest.files
+
+
+def test_where_all_layers_see_everything(tmp_path: Path) -> None:
+    types = {"layer_types": 7 * ["full_attention"], "num_hidden_layers": 7}
+    model = wrap_model(make_model(FAMILY, **types), byte_tokenizer(), "all")
+    tokens, question = token_ids(CONTEXT_LEN), token_ids(6, seed=1)
+    with (
+        open_artifact(build_artifact(model, tokens, preset("default"), tmp_path).path) as artifact,
+        CpuEngine(model, num_threads=2) as engine,
+    ):
+        engine.add_context(0, artifact)
+        got = alone(engine, Talk(0, SearchConfig(keep=1.0), "csattn", question.tolist(), 3))
+    ids = torch.from_numpy(np.concatenate([tokens, question, got.tokens[:-1]]).astype(np.int64))[None]
+    with torch.no_grad():
+        want = model.model(ids).logits[0, -3:]
+    np.testing.assert_allclose(np.stack(got.logits), want.numpy(), rtol=0, atol=1e-3)
+    with pytest.raises(ConfigError, match="cannot be given other places"):
+        StreamSession(model, StreamConfig())
 
 
 @pytest.mark.parametrize("selector", ["quest", "exact", "window"])

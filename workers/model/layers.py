@@ -140,6 +140,7 @@ class StepLayers:
             self._ops.linear(Normed(self._stream.hidden), [weights.inputs.projection], self._projected)
             eps = weights.spec.norm_eps
             self._ops.make_inputs(self._projected, weights.inputs, eps, self._rows, self._inputs)
+            self._ops.break_chain()  # `turn` is not of a chain
         for rope, frequencies, rotation in zip(weights.spec.ropes, weights.ropes, self.rotations, strict=True):
             self._ops.turn(self._rows, frequencies, rope.temper, rotation)
 

@@ -125,6 +125,13 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         for kernel in (head_kernels.rotate_append_kernel, head_kernels.predict_query_kernel)
     ),
     (
+        head_kernels.rotate_append_kernel,
+        [
+            HEADS
+            | {"NUM_KV_HEADS": 0, "NORM": "head", "V_NORMED": True, "HALF": 64, "INTERLEAVED": False, "ROTATED": True}
+        ],
+    ),
+    (
         head_kernels.predict_query_kernel,
         [
             HEADS

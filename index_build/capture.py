@@ -25,11 +25,12 @@ from csattn.models.families import describe, layer_type
 from csattn.models.lending import lent
 from csattn.models.query import embed, layer_inputs
 from csattn.models.rope import position_embeddings
-from csattn.models.spec import AttentionSpec
+from csattn.models.spec import AttentionSpec, ModelSpec
 from index_build.latent_capture import LatentLayer
 
 CHUNK_LEN = 1024
 CHUNK_LEN_ON_GPU = 8192
+_WIDEST_FUSED = 256  # dimensions of a head
 
 
 @dataclass(slots=True)
@@ -144,25 +145,14 @@ def prefill(
     chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda and plain else CHUNK_LEN)
     positions = torch.arange(context_len, device=hidden.device)[None]
     embeddings = position_embeddings(body, hidden[None], positions)
-    heads, num_queries = [spec.heads_of(i) for i in range(spec.num_layers)], context_len if spec.indexed_layers else 0
-    sizes = num_queries * max(of.q_width for of in heads), 2 * context_len * max(of.kv_width for of in heads)
-    arrays = [(hidden.new_empty(sizes[0]), hidden.new_empty(sizes[1]))]
-    if _has_room_for_another(arrays[0]):
-        arrays.append((hidden.new_empty(sizes[0]), hidden.new_empty(sizes[1])))
-    token_ids, lent_rows = token_ids.to(hidden.device), dict[int, Tensor]()
+    token_ids, arrays = token_ids.to(hidden.device), _Arrays(spec, context_len, hidden)
     top_k = next((x.latent.top_k for x in spec.layers if x.latent is not None), None)
     chosen = None if top_k is None else torch.empty(context_len, top_k, dtype=torch.int32, device=hidden.device)
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
-            of, (of_q, of_kv) = heads[layer_idx], arrays[layer_idx % len(arrays)]
-            q = _first_of(of_q, of.num_q_heads, num_queries, of.head_dim)
-            kv_sizes = of.num_kv_heads, context_len, 2, of.head_dim
-            kv = _first_of(of_kv, *kv_sizes)
-            if layer_idx in spec.lenders:
-                kv = lent_rows[layer_idx] = hidden.new_empty(kv_sizes)
-            elif (lender := spec.layers[layer_idx].attention.rows_of) is not None:
-                kv = lent_rows[lender]
-            capture, leaving = LayerCapture(layer_idx, q, kv, hidden, len(arrays) == 1), torch.empty_like(hidden)
+            q, kv = arrays.of(layer_idx)
+            capture = LayerCapture(layer_idx, q, kv, hidden, arrays.are_reused_at_once)
+            leaving = torch.empty_like(hidden)
             of_layer, sinks = spec.layers[layer_idx], None
             cache: _StateCache | _CapturingCache = _StateCache()
             told, latent, more = embeddings[layer_idx], None, dict[str, Any]()
@@ -201,12 +191,36 @@ def prefill(
             hidden = leaving
 
 
-def _first_of(numbers: Tensor, *sizes: int) -> Tensor:
-    """An array of these sizes, of the first of them."""
-    return numbers[: prod(sizes)].view(sizes)
+class _Arrays:
+    """Layers' queries and rows: in the same memory, but for rows to which later layers attend, which stay."""
+
+    def __init__(self, spec: ModelSpec, context_len: int, like: Tensor) -> None:
+        self._spec, self._context_len, self._like = spec, context_len, like
+        self._num_queries = context_len if spec.indexed_layers else 0
+        heads = [spec.heads_of(layer_idx) for layer_idx in range(spec.num_layers)]
+        widths = self._num_queries * max(of.q_width for of in heads), 2 * context_len * max(of.kv_width for of in heads)
+        self._room = [tuple(like.new_empty(width) for width in widths)]
+        if _has_room_for_another(self._room[0]):
+            self._room.append(tuple(like.new_empty(width) for width in widths))
+        self._lent: dict[int, Tensor] = {}
+
+    @property
+    def are_reused_at_once(self) -> bool:
+        return len(self._room) == 1
+
+    def of(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """q and kv, as `LayerCapture` has them."""
+        heads, (q, kv) = self._spec.heads_of(layer_idx), self._room[layer_idx % len(self._room)]
+        q_sizes = heads.num_q_heads, self._num_queries, heads.head_dim
+        kv_sizes = heads.num_kv_heads, self._context_len, 2, heads.head_dim
+        q, kv = (numbers[: prod(sizes)].view(sizes) for numbers, sizes in ((q, q_sizes), (kv, kv_sizes)))
+        if layer_idx in self._spec.lenders:
+            kv = self._lent[layer_idx] = self._like.new_empty(kv_sizes)
+        lender = self._spec.layers[layer_idx].attention.rows_of
+        return q, kv if lender is None else self._lent[lender]
 
 
-def _has_room_for_another(arrays: tuple[Tensor, Tensor]) -> bool:
+def _has_room_for_another(arrays: tuple[Tensor, ...]) -> bool:
     """On a GPU, next to what passes through a layer and what its index takes while it is made."""
     if not arrays[0].is_cuda:
         return False
@@ -228,7 +242,13 @@ def attend_chunk_on_gpu(
     v: Tensor,
     softmax_scale: float,
 ) -> Tensor:
-    """`attend_chunk` by the fused kernels that torch has for GPUs: [num_q_heads, chunk_len, head_dim]."""
+    """`attend_chunk` by the fused kernels that torch has for GPUs: [num_q_heads, chunk_len, head_dim].
+
+    Of wider heads than these take, logits are in memory, of one KV head at a time.
+    """
+    if q.shape[2] > _WIDEST_FUSED:
+        by_head = zip(*(rows.chunk(len(k)) for rows in (q, k, v)), strict=True)
+        return torch.cat([attend_chunk(own_q, own_k, own_v, softmax_scale) for own_q, own_k, own_v in by_head])
     if _cudnn_is_faster(q, k, v):
         before = k.shape[1] - q.shape[1]  # rows that all of the chunk sees; cuDNN's triangle begins at the first
         own = _attend_by_cudnn(q, k[:, before:], v[:, before:], softmax_scale, is_causal=True)

@@ -13,7 +13,7 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     if config.model_type == "llama4_text":
         return int(config.intermediate_size if has_experts else config.intermediate_size_mlp)
     if config.model_type == "gemma4_text":
-        is_wide = config.use_double_wide_mlp and config.kv_sharing_modes[layer_idx] == "reuse"
+        is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
     if config.model_type in _LIKE_DEEPSEEK and has_experts:
         return int(config.moe_intermediate_size * config.n_shared_experts)

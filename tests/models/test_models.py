@@ -64,6 +64,13 @@ def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_pat
     assert wrap_model(first.model, first.tokenizer, "other").fingerprint != first.fingerprint
 
 
+def test_a_config_of_heads_that_is_not_known_is_refused() -> None:
+    config = tiny_config("gemma4_text")
+    config.global_head_dim = 48
+    with pytest.raises(ModelError, match=r"use 5\.23 or later"):
+        describe(config)
+
+
 def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
     first, second = load_model(str(save(tmp_path / "a"))), load_model(str(save(tmp_path / "b", seed=1)))
     again = load_model(str(tmp_path / "a"))

@@ -118,8 +118,8 @@ def time_products(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> 
     mlp, ops = spec.layers[0].mlp, TritonOps(torch.device("cuda"))
     assert mlp is not None
     sizes = {
-        "qkv": (spec.qkv_width, spec.hidden_size),
-        "out": (spec.hidden_size, spec.q_width),
+        "qkv": (spec.heads.qkv_width, spec.hidden_size),
+        "out": (spec.hidden_size, spec.heads.q_width),
         "gate_up": (2 * mlp.intermediate_size, spec.hidden_size),
         "down": (spec.hidden_size, mlp.intermediate_size),
     }

@@ -7,13 +7,16 @@ from torch import Tensor
 
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
 from csattn.models.rope import model_frequencies
-from csattn.models.spec import DeltaSpec, ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec
+from csattn.models.spec import DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec
 from csattn.models.weights import (
     DeltaWeights,
+    ExpertNorms,
     ExpertWeights,
     Frequencies,
     HeadNorms,
+    InputWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     ModelWeights,
@@ -96,6 +99,8 @@ def random_weights(
             gates=gates,
             ups=ups,
             down=down,
+            scales=torch.ones(of.num_experts, device=device) if of.has_scales else None,
+            norms=ExpertNorms(*torch.ones(4, spec.hidden_size, device=device)) if of.apart else None,
             choice_bias=torch.zeros(of.num_experts, device=device) if of.has_choice_bias else None,
             gate_bias=gate_bias,
             up_bias=up_bias,
@@ -103,19 +108,27 @@ def random_weights(
             quantized=quantized,
         )
 
-    def layer(of: LayerSpec) -> LayerWeights:
+    def layer(of: LayerSpec, heads: HeadsSpec) -> LayerWeights:
         attention, mlp, hidden_size = of.attention, of.mlp, spec.hidden_size
-        sizes = {"none": None, "head": (spec.head_dim,) * 2, "projection": (spec.q_width, spec.kv_width)}
+        sizes = {"none": None, "head": (heads.head_dim,) * 2, "projection": (heads.q_width, heads.kv_width)}
+        ones = torch.ones(heads.head_dim, device=device) if attention.v_norm else None
         plain = of.delta is None and of.latent is None
         of_heads = sizes[attention.qk_norm] if plain else None
-        attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else spec.q_width
+        q_norm, k_norm = (torch.ones(size, device=device) for size in of_heads or (0, 0))
+        attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else heads.q_width
         return LayerWeights(
             before_attention=norm(hidden_size, of.pre_norm),
-            qkv=(linear(spec.qkv_width, hidden_size, attention.qkv_bias),) if plain else (),
-            gates=(linear(spec.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
+            qkv=(
+                linear(
+                    heads.q_width if attention.rows_of is not None else heads.qkv_width, hidden_size, attention.qkv_bias
+                ),
+            )
+            if plain
+            else (),
+            gates=(linear(heads.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
             delta=None if of.delta is None else delta(of.delta),
             latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
-            head_norms=HeadNorms(*(torch.ones(size, device=device) for size in of_heads)) if of_heads else None,
+            head_norms=HeadNorms(q_norm, k_norm, ones) if of_heads else None,
             sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks else None,
             out=linear(hidden_size, attended, attention.out_bias, into_stream),
             behind_attention=norm(hidden_size, of.post_norm),
@@ -124,9 +137,21 @@ def random_weights(
             down=None if mlp is None else linear(hidden_size, mlp.intermediate_size, mlp.bias, into_stream),
             experts=tuple(experts(each) for each in of.experts),
             behind_mlp=norm(hidden_size, of.post_norm),
+            layer_input=LayerInputWeights(
+                linear(width, hidden_size),
+                linear(hidden_size, width, False, into_stream),
+                torch.ones(hidden_size, device=device),
+            )
+            if (width := spec.layer_input_width)
+            else None,
         )
 
-    layers = tuple(layer(of) for of in spec.layers)
+    def inputs(width: int) -> InputWeights:
+        all_widths = spec.num_layers * width
+        table, norm = matrix(spec.vocab_size, all_widths, width**0.5), torch.ones(width, device=device)
+        return InputWeights(linear(all_widths, spec.hidden_size), spec.hidden_size**-0.5, norm, table, width**0.5)
+
+    layers = tuple(layer(of, spec.heads_of(layer_idx)) for layer_idx, of in enumerate(spec.layers))
     embedding = matrix(spec.vocab_size, spec.hidden_size, spec.hidden_size**0.5)
     return ModelWeights(
         spec=spec,
@@ -134,7 +159,8 @@ def random_weights(
         layers=layers,
         final_norm=torch.ones(spec.hidden_size, device=device),
         head=Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)),
-        ropes=tuple(_frequencies(spec, rope, device) for rope in spec.ropes),
+        inputs=inputs(spec.layer_input_width) if spec.layer_input_width else None,
+        ropes=tuple(_frequencies(spec, number, device) for number in range(len(spec.ropes))),
     )
 
 
@@ -146,11 +172,13 @@ def _in_mxfp4(weight: Tensor, generator: torch.Generator) -> QuantizedWeight:
     return QuantizedWeight.pack("fp4", codes, scales, 32)
 
 
-def _frequencies(spec: ModelSpec, rope: RopeSpec, device: torch.device | str) -> Frequencies:
+def _frequencies(spec: ModelSpec, number: int, device: torch.device | str) -> Frequencies:
+    """Of the rope of that number."""
+    rope, latent = spec.ropes[number], spec.layers[0].latent
     if rope.parameters is None:
         return Frequencies(torch.empty(0, device=device))
-    latent = spec.layers[0].latent
-    head_dim = spec.head_dim if latent is None else latent.rope_dim
+    turned = [spec.heads_of(i) for i, layer in enumerate(spec.layers) if layer.attention.rope == number]
+    head_dim = turned[0].head_dim if latent is None else latent.rope_dim
     angles, scale = rotary_frequencies(rope.parameters, head_dim, spec.max_positions)
     return Frequencies(angles.to(device), scale)
 
@@ -164,8 +192,9 @@ def rotary_frequencies(
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    parameters = dict(rope_parameters)
-    num_turned = int(head_dim * (parameters.pop("partial_rotary_factor", None) or 1.0))
+    parameters, num_turned = dict(rope_parameters), head_dim
+    if parameters.get("rope_type") != "proportional":  # of which those that stay turn by 0
+        num_turned = int(head_dim * (parameters.pop("partial_rotary_factor", None) or 1.0))
     config = LlamaConfig(
         head_dim=num_turned,
         hidden_size=num_turned,

@@ -223,8 +223,8 @@ def share_of(weights: ModelWeights, share: Share) -> ModelWeights:
         return (Linear(torch.cat([linear.weight for linear in linears])),)
 
     spec, layers = weights.spec, []
-    for layer, of in zip(weights.layers, weights.spec.layers, strict=True):
-        part = share_of_layer(layer, spec, of, share)
+    for layer_idx, (layer, of) in enumerate(zip(weights.layers, weights.spec.layers, strict=True)):
+        part = share_of_layer(layer, spec.heads_of(layer_idx), of, share)
         layers.append(replace(part, qkv=joined(part.qkv), gate_up=joined(part.gate_up)))
     head = copied(share_of_head(weights.head, share))
     return replace(weights, spec=share_of_spec(spec, share.num_devices), layers=tuple(layers), head=head)

@@ -32,8 +32,8 @@ class SketchConfig:
 
     def require_head_dim(self, head_dim: int) -> None:
         """Refuse heads that are too narrow, or so wide that codes would depend on the order of sums."""
-        if not 8 <= head_dim <= 256:
-            raise ConfigError(f"a sketch needs heads of 8 to 256 dimensions, got {head_dim}; use the preset lists")
+        if not 8 <= head_dim <= 512:
+            raise ConfigError(f"a sketch needs heads of 8 to 512 dimensions, got {head_dim}; use the preset lists")
 
     def words(self, head_dim: int) -> tuple[int, int]:
         """Fine and coarse words of a key: at least one, and no more than there are dimensions for."""

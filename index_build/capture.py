@@ -7,6 +7,7 @@ states that enter it. Everything is held where the model is; layers that are not
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from csattn.attention import attend_chunk, merge_state
 from csattn.cuda import free_device_bytes
 from csattn.errors import CaptureError
 from csattn.models.attention_hook import attention_implementation
-from csattn.models.families import describe
+from csattn.models.families import describe, layer_type
 from csattn.models.lending import lent
-from csattn.models.query import embed
+from csattn.models.query import embed, layer_inputs
 from csattn.models.rope import position_embeddings
-from csattn.models.spec import AttentionSpec
+from csattn.models.spec import AttentionSpec, ModelSpec
 from index_build.latent_capture import LatentLayer
 
 CHUNK_LEN = 1024
 CHUNK_LEN_ON_GPU = 8192
+_WIDEST_FUSED = 256  # dimensions of a head
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class _CapturingLayer:
         self._num_rows = chunk.stop
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        if self._spec.rows_of is not None:  # whose rows are all there
+            self._num_rows += q.shape[2]
         rows, tokens = self._capture.kv[:, : self._num_rows], range(self._num_rows - q.shape[2], self._num_rows)
         self._capture.q[:, tokens.start : tokens.stop] = q[0]
         kv = rows[:, :, 0], rows[:, :, 1]
@@ -139,27 +143,26 @@ def prefill(
     plain = all((x.reach, x.sinks, x.logit_cap) == (None, False, None) for x in (y.attention for y in spec.layers))
     plain = plain and all(layer.latent is None for layer in spec.layers)
     chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda and plain else CHUNK_LEN)
-    head_dim = spec.head_dim
     positions = torch.arange(context_len, device=hidden.device)[None]
     embeddings = position_embeddings(body, hidden[None], positions)
-    q_shape = spec.num_q_heads, context_len if spec.indexed_layers else 0, head_dim
-    kv_shape = spec.num_kv_heads, context_len, 2, head_dim
-    arrays = [(hidden.new_empty(q_shape), hidden.new_empty(kv_shape))]
-    if _has_room_for_another(arrays[0]):
-        arrays.append((hidden.new_empty(q_shape), hidden.new_empty(kv_shape)))
+    token_ids, arrays = token_ids.to(hidden.device), _Arrays(spec, context_len, hidden)
     top_k = next((x.latent.top_k for x in spec.layers if x.latent is not None), None)
     chosen = None if top_k is None else torch.empty(context_len, top_k, dtype=torch.int32, device=hidden.device)
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
-            q, kv = arrays[layer_idx % len(arrays)]
-            capture, leaving = LayerCapture(layer_idx, q, kv, hidden, len(arrays) == 1), torch.empty_like(hidden)
+            q, kv = arrays.of(layer_idx)
+            capture = LayerCapture(layer_idx, q, kv, hidden, arrays.are_reused_at_once)
+            leaving = torch.empty_like(hidden)
             of_layer, sinks = spec.layers[layer_idx], None
             cache: _StateCache | _CapturingCache = _StateCache()
-            told, latent = embeddings[layer_idx], None
+            told, latent, more = embeddings[layer_idx], None, dict[str, Any]()
             with lent(model, layer_idx) as layer:
                 if of_layer.delta is None:
                     sinks = getattr(layer.self_attn, "sinks", None)
-                    cache = _CapturingCache(_CapturingLayer(capture, of_layer.attention, sinks))
+                    rows_there = _CapturingLayer(capture, of_layer.attention, sinks)
+                    cache = _CapturingCache(rows_there)
+                    if spec.lenders:
+                        more["shared_kv_states"] = {layer_type(config, layer_idx): (rows_there, rows_there)}
                 if of_layer.latent is not None:
                     of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0].interleaved
                     latent = LatentLayer(layer, *of_latents, kv.view(context_len, -1), chosen)
@@ -169,6 +172,8 @@ def prefill(
                         leaving[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in told))
                     else:
                         of_rows = tuple(x[:, rows] for x in told) if isinstance(told, tuple) else told[:, rows]
+                        if spec.layer_input_width:
+                            more["per_layer_input"] = layer_inputs(model, token_ids[rows], layer_idx)[None]
                         leaving[rows] = layer(
                             hidden[None, rows],
                             attention_mask=None,
@@ -176,6 +181,7 @@ def prefill(
                             past_key_values=cache,
                             use_cache=True,
                             position_embeddings=of_rows,
+                            **more,
                         )[0]
                     on_chunk(layer_idx, rows.stop - rows.start)
             if isinstance(cache, _StateCache):
@@ -185,7 +191,36 @@ def prefill(
             hidden = leaving
 
 
-def _has_room_for_another(arrays: tuple[Tensor, Tensor]) -> bool:
+class _Arrays:
+    """Layers' queries and rows: in the same memory, but for rows to which later layers attend, which stay."""
+
+    def __init__(self, spec: ModelSpec, context_len: int, like: Tensor) -> None:
+        self._spec, self._context_len, self._like = spec, context_len, like
+        self._num_queries = context_len if spec.indexed_layers else 0
+        heads = [spec.heads_of(layer_idx) for layer_idx in range(spec.num_layers)]
+        widths = self._num_queries * max(of.q_width for of in heads), 2 * context_len * max(of.kv_width for of in heads)
+        self._room = [tuple(like.new_empty(width) for width in widths)]
+        if _has_room_for_another(self._room[0]):
+            self._room.append(tuple(like.new_empty(width) for width in widths))
+        self._lent: dict[int, Tensor] = {}
+
+    @property
+    def are_reused_at_once(self) -> bool:
+        return len(self._room) == 1
+
+    def of(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """q and kv, as `LayerCapture` has them."""
+        heads, (q, kv) = self._spec.heads_of(layer_idx), self._room[layer_idx % len(self._room)]
+        q_sizes = heads.num_q_heads, self._num_queries, heads.head_dim
+        kv_sizes = heads.num_kv_heads, self._context_len, 2, heads.head_dim
+        q, kv = (numbers[: prod(sizes)].view(sizes) for numbers, sizes in ((q, q_sizes), (kv, kv_sizes)))
+        if layer_idx in self._spec.lenders:
+            kv = self._lent[layer_idx] = self._like.new_empty(kv_sizes)
+        lender = self._spec.layers[layer_idx].attention.rows_of
+        return q, kv if lender is None else self._lent[lender]
+
+
+def _has_room_for_another(arrays: tuple[Tensor, ...]) -> bool:
     """On a GPU, next to what passes through a layer and what its index takes while it is made."""
     if not arrays[0].is_cuda:
         return False
@@ -193,9 +228,12 @@ def _has_room_for_another(arrays: tuple[Tensor, Tensor]) -> bool:
 
 
 def may_begin(model: Any, layer_idx: int) -> bool:
-    """Whether a prefill can go on at that layer: not where it attends to what a layer before it has chosen."""
-    latent = describe(model.config).layers[layer_idx].latent
-    return latent is None or latent.indexer is not None or latent.top_k is None
+    """Whether a prefill can go on at that layer: not where it attends to what a layer before it has chosen, nor behind
+    one to whose rows others attend."""
+    spec = describe(model.config)
+    latent = spec.layers[layer_idx].latent
+    chooses = latent is None or latent.indexer is not None or latent.top_k is None
+    return chooses and not any(lender < layer_idx for lender in spec.lenders)
 
 
 def attend_chunk_on_gpu(
@@ -204,7 +242,13 @@ def attend_chunk_on_gpu(
     v: Tensor,
     softmax_scale: float,
 ) -> Tensor:
-    """`attend_chunk` by the fused kernels that torch has for GPUs: [num_q_heads, chunk_len, head_dim]."""
+    """`attend_chunk` by the fused kernels that torch has for GPUs: [num_q_heads, chunk_len, head_dim].
+
+    Of wider heads than these take, logits are in memory, of one KV head at a time.
+    """
+    if q.shape[2] > _WIDEST_FUSED:
+        by_head = zip(*(rows.chunk(len(k)) for rows in (q, k, v)), strict=True)
+        return torch.cat([attend_chunk(own_q, own_k, own_v, softmax_scale) for own_q, own_k, own_v in by_head])
     if _cudnn_is_faster(q, k, v):
         before = k.shape[1] - q.shape[1]  # rows that all of the chunk sees; cuDNN's triangle begins at the first
         own = _attend_by_cudnn(q, k[:, before:], v[:, before:], softmax_scale, is_causal=True)

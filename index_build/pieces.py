@@ -159,7 +159,7 @@ def prefill_layers(
                 if spec.model.is_predicted(layer_idx + 1):
                     with times.timed("index"):
                         next_query = fit_next_query(loaded.model, capture, leaving)
-                kv = capture.kv[:, spec.context_len - spec.model.num_kept(layer_idx, spec.context_len) :]
+                kv = capture.kv[:, spec.context_len - spec.model.num_stored(layer_idx, spec.context_len) :]
                 make = partial(_make, capture, spec, index_threads, times)
                 outbox.send(kv, make, partial(_write, work, layer_idx, next_query, times), keep)
                 report(layer_idx, "write")

@@ -8,14 +8,14 @@ from torch import Tensor
 from offload.codecs.codec import KvCodec
 from offload.codecs.formats import KvFormat
 from offload.codecs.layers import encode_layer
-from offload.host_store import HostStore, row_numbers
+from offload.host_store import HostStore, distinct, row_numbers
 
 _STREAM_ROWS = 4096  # of a piece that is decoded and attended to at once
 
 
 def coded_bytes(kv: Sequence[Tensor], form: KvFormat) -> int:
     """What a `CodedStore` of these rows will own. Raises CodecError for rows that the format cannot keep."""
-    return sum(layer.shape[:2].numel() for layer in kv) * form.row_bytes(kv[0].shape[-1])
+    return sum(layer.shape[:2].numel() for layer in distinct(kv)) * form.row_bytes(kv[0].shape[-1])
 
 
 class CodedStore(HostStore):
@@ -27,7 +27,8 @@ class CodedStore(HostStore):
         Raises CodecError for what the format cannot keep.
         """
         self.codec = KvCodec(form, kv[0].shape[-1])
-        self.layers = [encode_layer(layer, self.codec) for layer in kv]  # [num_kv_heads, context_len, row_bytes]
+        coded = {layer.data_ptr(): encode_layer(layer, self.codec) for layer in distinct(kv)}
+        self.layers = [coded[layer.data_ptr()] for layer in kv]  # [num_kv_heads, context_len, row_bytes]
         super().__init__(self.layers, _STREAM_ROWS)
 
     def __repr__(self) -> str:
@@ -37,7 +38,7 @@ class CodedStore(HostStore):
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in distinct(self.layers))
 
     def rows(self, layer_idx: int, rows: slice) -> Tensor:
         """A contiguous range of rows, decoded: [num_kv_heads, num_rows, 2, head_dim] float32."""

@@ -1,6 +1,6 @@
 """The context's KV in host memory, and the gather of chosen rows out of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -49,6 +49,11 @@ class HostStore:
 
     def close(self) -> None:
         """The rows go with the store, or belong to the caller that made them."""
+
+
+def distinct(layers: Iterable[Tensor]) -> list[Tensor]:
+    """Those that lie in different places: layers may have the same rows."""
+    return list({layer.data_ptr(): layer for layer in layers}.values())
 
 
 def row_numbers(shape: Sequence[int], kv_indices: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ def copy_to_device(rows: Tensor, place: Tensor) -> None:
         return
     pieces = [torch.empty(min(PIECE_BYTES, len(source)), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     left = [torch.cuda.Event(blocking=True) for _ in pieces]  # type: ignore[no-untyped-call]
-    for number, (part, to) in enumerate(zip(source.split(PIECE_BYTES), target.split(PIECE_BYTES), strict=True)):
+    parts = zip(torch.split(source, PIECE_BYTES), torch.split(target, PIECE_BYTES), strict=True)
+    for number, (part, to) in enumerate(parts):
         piece, has_left = pieces[number % 2][: len(part)], left[number % 2]
         has_left.synchronize()
         piece.copy_(part)

@@ -40,7 +40,7 @@ def test_shares_of_random_weights_compute_what_the_whole_computes() -> None:
     added = [half @ part.layers[0].down.weight.T for part, half in zip(parts, x.chunk(2, dim=1), strict=True)]
     torch.testing.assert_close(sum(added), x @ weights.layers[0].down.weight.T, rtol=1e-4, atol=1e-4)
     assert [len(part.layers[0].qkv) for part in parts] == [1, 1]
-    assert all(part.layers[0].qkv[0].weight.shape[0] == part.spec.qkv_width for part in parts)
+    assert all(part.layers[0].qkv[0].weight.shape[0] == part.spec.heads.qkv_width for part in parts)
 
 
 def test_logits_that_are_others_are_not_timed() -> None:

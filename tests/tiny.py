@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from csattn.models import LoadedModel
+from csattn.models.families import LAYER_SCALE
 from csattn.models.loader import wrap_model
 
 _LOCAL = ["sliding_attention", "full_attention", "sliding_attention"]  # of layers
@@ -47,6 +48,18 @@ _LATENTS: dict[str, Any] = _EXPERTS | {
 }
 # so many heads that none of a few hundred scores is 0, of which any may be chosen
 _INDEXER: dict[str, Any] = _LATENTS | {"index_n_heads": 18, "index_head_dim": 21, "index_topk": 29}
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 48,
+    "attention_k_eq_v": True,
+    "sliding_window": 37,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+}
 # by family: its classes' name, and what its config says beside the sizes
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -54,197 +67,221 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
 }
-# those whose layers are made of the same parts, put together differently
-ALL_FAMILIES = FAMILIES | {
-    "arcee": ("Arcee", {"mlp_bias": True}),
-    "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 1.0}),
-    "cohere2": ("Cohere2", {"sliding_window": 37, "layer_types": _LOCAL}),
-    "deepseek_v3": (
-        "DeepseekV3",
-        _LATENTS
-        | {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 256,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.7,
+# those whose layers are made of the same parts, put together differently; one with variants more than once
+ALL_FAMILIES = (
+    FAMILIES
+    | {
+        "arcee": ("Arcee", {"mlp_bias": True}),
+        "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 1.0}),
+        "cohere2": ("Cohere2", {"sliding_window": 37, "layer_types": _LOCAL}),
+        "deepseek_v3": (
+            "DeepseekV3",
+            _LATENTS
+            | {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.7,
+                },
             },
-        },
-    ),
-    "deepseek_v32": ("DeepseekV32", _INDEXER),
-    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
-    "exaone4": ("Exaone4", {"sliding_window": 37, "layer_types": _LOCAL}),
-    "gemma": ("Gemma", {"head_dim": 16}),
-    "gemma2": (
-        "Gemma2",
-        {
-            "head_dim": 16,
-            "sliding_window": 37,
-            "layer_types": _LOCAL,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-            "query_pre_attn_scalar": 20,
-            "attn_implementation": "eager",  # older transformers leave the cap out elsewhere
-        },
-    ),
-    "gemma3_text": (
-        "Gemma3",
-        {
-            "head_dim": 16,
-            "sliding_window": 37,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+        ),
+        "deepseek_v32": ("DeepseekV32", _INDEXER),
+        "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+        "exaone4": ("Exaone4", {"sliding_window": 37, "layer_types": _LOCAL}),
+        "gemma": ("Gemma", {"head_dim": 16}),
+        "gemma2": (
+            "Gemma2",
+            {
+                "head_dim": 16,
+                "sliding_window": 37,
+                "layer_types": _LOCAL,
+                "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": 5.0,
+                "query_pre_attn_scalar": 20,
+                "attn_implementation": "eager",  # older transformers leave the cap out elsewhere
             },
-            "query_pre_attn_scalar": 20,
-            "final_logit_softcapping": 5.0,
-        },
-    ),
-    "glm": ("Glm", {"head_dim": 16}),
-    "glm4": ("Glm4", {"head_dim": 16, "num_attention_heads": 24, "num_key_value_heads": 2}),
-    "glm4_moe": (
-        "Glm4Moe",
-        {
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_qk_norm": True,
-        }
-        | _EXPERTS,
-    ),
-    "glm_moe_dsa": (
-        "GlmMoeDsa",
-        _INDEXER
-        | {"attention_bias": True, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
-    ),
-    "gpt_oss": (
-        "GptOss",
-        {
-            "head_dim": 16,
-            "intermediate_size": 36,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "sliding_window": 37,
-            "layer_types": _LOCAL,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 16.0,
-                "original_max_position_embeddings": 64,
-                "truncate": False,
+        ),
+        "gemma3_text": (
+            "Gemma3",
+            {
+                "head_dim": 16,
+                "sliding_window": 37,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                },
+                "query_pre_attn_scalar": 20,
+                "final_logit_softcapping": 5.0,
             },
-        },
-    ),
-    "granitemoe": (
-        "GraniteMoe",
-        {
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.0,
-        },
-    ),
-    "granite": (
-        "Granite",
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.0,
-        },
-    ),
-    "helium": ("Helium", {"head_dim": 16}),
-    "llama4_text": (
-        "Llama4",
-        {
-            "head_dim": 16,
-            "num_hidden_layers": 4,
-            "attention_chunk_size": 37,
-            "layer_types": ["chunked_attention", "full_attention", "chunked_attention", "full_attention"],
-            "no_rope_layers": [1, 0, 1, 0],
-            "floor_scale": 64,
-            "attn_scale": 0.3,
-            "intermediate_size": 36,
-            "intermediate_size_mlp": 48,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_layers": [1, 2],
-        },
-    ),
-    "minimax_m2": (
-        "MiniMaxM2",
-        {"head_dim": 16, "intermediate_size": 36, "num_local_experts": 7, "num_experts_per_tok": 3},
-    ),
-    "ministral": ("Ministral", {"head_dim": 16, "sliding_window": 37, "layer_types": _LOCAL}),
-    "ministral3": (
-        "Ministral3",
-        {
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "llama_4_scaling_beta": 0.3,
+        ),
+        "gemma4_text": ("Gemma4", _GEMMA4),
+        "gemma4_text, experts": (
+            "Gemma4",
+            _GEMMA4 | {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 36},
+        ),
+        "gemma4_text, inputs": (
+            "Gemma4",
+            _GEMMA4
+            | {
+                "num_hidden_layers": 7,
+                "attention_k_eq_v": False,
+                "layer_types": [*2 * ["sliding_attention", "full_attention"], *_LOCAL[:2], "full_attention"],
+                "num_kv_shared_layers": 3,
+                "use_double_wide_mlp": True,
+                "hidden_size_per_layer_input": 20,
+                "vocab_size_per_layer_input": 256,
             },
-        },
-    ),
-    "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": None}),
-    "olmo2": ("Olmo2", {}),
-    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": False}),
-    "olmo3": ("Olmo3", {"sliding_window": 37, "layer_types": _LOCAL}),
-    "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        {
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 36,
-            "shared_expert_intermediate_size": 40,
-            "mlp_only_layers": [1],
-        },
-    ),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {
-            "head_dim": 16,
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 36,
-            "norm_topk_prob": True,
-        },
-    ),
-    "qwen3_5_moe_text": (
-        "Qwen3_5Moe",
-        _DELTA
-        | {
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 36,
-            "shared_expert_intermediate_size": 40,
-        },
-    ),
-    "qwen3_5_text": ("Qwen3_5", _DELTA),
-    "qwen3_next": (
-        "Qwen3Next",
-        _DELTA
-        | {
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 36,
-            "shared_expert_intermediate_size": 40,
-            "mlp_only_layers": [1],
-        },
-    ),
-    "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
-    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True}),
-}
+        ),
+        "glm": ("Glm", {"head_dim": 16}),
+        "glm4": ("Glm4", {"head_dim": 16, "num_attention_heads": 24, "num_key_value_heads": 2}),
+        "glm4_moe": (
+            "Glm4Moe",
+            {
+                "head_dim": 16,
+                "attention_bias": True,
+                "use_qk_norm": True,
+            }
+            | _EXPERTS,
+        ),
+        "glm_moe_dsa": (
+            "GlmMoeDsa",
+            _INDEXER
+            | {"attention_bias": True, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+        ),
+        "gpt_oss": (
+            "GptOss",
+            {
+                "head_dim": 16,
+                "intermediate_size": 36,
+                "num_local_experts": 5,
+                "num_experts_per_tok": 2,
+                "sliding_window": 37,
+                "layer_types": _LOCAL,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 64,
+                    "truncate": False,
+                },
+            },
+        ),
+        "granitemoe": (
+            "GraniteMoe",
+            {
+                "num_local_experts": 5,
+                "num_experts_per_tok": 2,
+                "attention_multiplier": 0.2,
+                "embedding_multiplier": 3.0,
+                "residual_multiplier": 0.4,
+                "logits_scaling": 2.0,
+            },
+        ),
+        "granite": (
+            "Granite",
+            {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "attention_multiplier": 0.2,
+                "embedding_multiplier": 3.0,
+                "residual_multiplier": 0.4,
+                "logits_scaling": 2.0,
+            },
+        ),
+        "helium": ("Helium", {"head_dim": 16}),
+        "llama4_text": (
+            "Llama4",
+            {
+                "head_dim": 16,
+                "num_hidden_layers": 4,
+                "attention_chunk_size": 37,
+                "layer_types": ["chunked_attention", "full_attention", "chunked_attention", "full_attention"],
+                "no_rope_layers": [1, 0, 1, 0],
+                "floor_scale": 64,
+                "attn_scale": 0.3,
+                "intermediate_size": 36,
+                "intermediate_size_mlp": 48,
+                "num_local_experts": 5,
+                "num_experts_per_tok": 2,
+                "moe_layers": [1, 2],
+            },
+        ),
+        "minimax_m2": (
+            "MiniMaxM2",
+            {"head_dim": 16, "intermediate_size": 36, "num_local_experts": 7, "num_experts_per_tok": 3},
+        ),
+        "ministral": ("Ministral", {"head_dim": 16, "sliding_window": 37, "layer_types": _LOCAL}),
+        "ministral3": (
+            "Ministral3",
+            {
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "llama_4_scaling_beta": 0.3,
+                },
+            },
+        ),
+        "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": None}),
+        "olmo2": ("Olmo2", {}),
+        "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": False}),
+        "olmo3": ("Olmo3", {"sliding_window": 37, "layer_types": _LOCAL}),
+        "phi3": (
+            "Phi3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ),
+        "qwen2_moe": (
+            "Qwen2Moe",
+            {
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 36,
+                "shared_expert_intermediate_size": 40,
+                "mlp_only_layers": [1],
+            },
+        ),
+        "qwen3_moe": (
+            "Qwen3Moe",
+            {
+                "head_dim": 16,
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 36,
+                "norm_topk_prob": True,
+            },
+        ),
+        "qwen3_5_moe_text": (
+            "Qwen3_5Moe",
+            _DELTA
+            | {
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 36,
+                "shared_expert_intermediate_size": 40,
+            },
+        ),
+        "qwen3_5_text": ("Qwen3_5", _DELTA),
+        "qwen3_next": (
+            "Qwen3Next",
+            _DELTA
+            | {
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 36,
+                "shared_expert_intermediate_size": 40,
+                "mlp_only_layers": [1],
+            },
+        ),
+        "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
+        "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True}),
+    }
+)
 MAX_POSITIONS = 1024
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{% endfor %}"
@@ -277,10 +314,12 @@ def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     if family != "llama":  # the plain one
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # which are zeros and ones otherwise
-                if name.endswith("bias") or "norm" in name:
+                if name.endswith("bias") or "norm" in name or "scale" in name:
                     parameter += 0.2 * torch.randn_like(parameter)
             for name, buffer in model.named_buffers():
-                if name.endswith("bias"):
+                if name.endswith(LAYER_SCALE):
+                    buffer.uniform_(0.5, 1.5)
+                elif name.endswith("bias"):
                     buffer += 0.2 * torch.randn_like(buffer)
     return model
 

@@ -3,7 +3,7 @@
 import mmap
 
 from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
-from csattn.artifact.layout import file_names, plan
+from csattn.artifact.layout import file_names, kv_file, plan
 from csattn.config import preset
 from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
@@ -32,9 +32,9 @@ def spec_of(
 def context_bytes(spec: ArtifactSpec, kv_format: KvFormat | None = None) -> tuple[int, int]:
     """Of a loaded context: KV as it is kept, and all else that is read of it, the index above all. In whole pages."""
     kv = others = 0
-    coded = [f"layer-{layer_idx:03d}.kv." for layer_idx in spec.model.indexed_layers] if kv_format else []
+    coded = [kv_file(i) for i in spec.model.indexed_layers if spec.model.lender(i) == i] if kv_format else []
     for name in file_names(spec):
-        if name.startswith(tuple(coded)):
+        if name in coded:
             assert kv_format is not None
             kv += _in_pages(spec.model.num_kv_heads * spec.context_len * kv_format.row_bytes(spec.model.head_dim))
         elif ".kv." in name:

@@ -50,6 +50,11 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
             f"what tokens of the context attended to is asked for, which {loaded.name}, a model with linear attention, "
             "does not tell; choose another selector than h2o"
         )
+    if loaded.geometry.rows_of:
+        raise ConfigError(
+            f"what tokens of the context attended to is asked for, which {loaded.name}, some of whose layers attend to "
+            "rows of others, does not tell; choose another selector than h2o"
+        )
     geometry, context_len = loaded.geometry, artifact.spec.context_len
     chunk_len = max(1, min(_CHUNK_LEN, _CHUNK_LOGITS // (geometry.num_q_heads * context_len)))
     ids = torch.from_numpy(np.array(artifact.token_ids)).long()[None]

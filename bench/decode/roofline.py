@@ -11,7 +11,7 @@ LIST_ENTRY_BYTES = 6  # int32 index, float16 score
 
 def row_bytes(shape: ModelSpec) -> int:
     """K and V of one token in one layer."""
-    return 2 * shape.kv_width * ITEM_BYTES
+    return 2 * shape.heads.kv_width * ITEM_BYTES
 
 
 def full_bytes(shape: ModelSpec, kv_len: int) -> int:

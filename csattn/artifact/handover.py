@@ -61,7 +61,8 @@ def load_captured(work: WorkDir, layer_idx: int) -> Captured:
             f"layer {layer_idx} was not handed over in {work.path}; give a store that every node sees under one path"
         )
     try:
-        kv = map_file(work.parts / kv_file(layer_idx), plan(work.spec, kv_file(layer_idx)))["kv"]
+        rows = kv_file(work.spec.model.lender(layer_idx))
+        kv = map_file(work.parts / rows, plan(work.spec, rows))["kv"]
         own = map_file(work.path / _queries_file(layer_idx), _queries_layout(work, layer_idx))
     except OSError as error:
         raise ArtifactError(f"cannot read what was handed over in {work.path}: {error.strerror or error}") from error

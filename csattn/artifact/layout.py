@@ -78,9 +78,9 @@ def _layer_of(name: str) -> int:
 
 def kv_tensor(spec: ArtifactSpec, layer_idx: int) -> TensorSpec:
     """K at [..., 0, :] and V at [..., 1, :], so that one row of the file is one read."""
-    num_rows = spec.model.num_kept(layer_idx, spec.context_len)
-    shape = (spec.model.num_kv_heads, num_rows, 2, spec.model.head_dim)
-    return TensorSpec("kv", _KV_DTYPES[spec.kv_dtype], shape)
+    num_rows = spec.model.num_stored(layer_idx, spec.context_len)
+    num_kv_heads, head_dim = spec.model.row_sizes(layer_idx)
+    return TensorSpec("kv", _KV_DTYPES[spec.kv_dtype], (num_kv_heads, num_rows, 2, head_dim))
 
 
 def index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:

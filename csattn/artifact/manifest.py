@@ -38,6 +38,10 @@ class ModelGeometry:
     reaches: tuple[int, ...] = ()
     # sizes of a state: the last inputs of channels [2], and a memory [3]
     state: tuple[int, ...] = ()
+    # KV heads and their width in layers that keep a context's last rows; empty: those of the others
+    local_heads: tuple[int, ...] = ()
+    # of each layer, whose rows it attends to: its own, or those of a layer before it; empty: all have their own
+    rows_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in self._sizes.items():
@@ -50,10 +54,21 @@ class ModelGeometry:
             raise ConfigError(f"of {self.num_layers} layers one at least sees all of a context, got {self.reaches}")
         if any(type(reach) is not int or reach < ALL for reach in self.reaches):
             raise ConfigError(f"a layer sees some rows or all of a context, got {self.reaches}")
-        if self.num_q_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"{self.num_q_heads} query heads cannot share {self.num_kv_heads} KV heads in equal groups"
-            )
+        if self.local_heads and (
+            len(self.local_heads) != 2 or any(type(x) is not int or x < 1 for x in self.local_heads)
+        ):
+            raise ConfigError(f"heads of local layers are so many, and so wide, got {self.local_heads}")
+        if self.rows_of and (
+            len(self.rows_of) != self.num_layers
+            or any(type(at) is not int or not 0 <= at <= i for i, at in enumerate(self.rows_of))
+            or any(self.rows_of[at] != at or self._reach(at) != self._reach(i) for i, at in enumerate(self.rows_of))
+        ):
+            raise ConfigError(f"layers attend to rows of layers before them that see as far, got {self.rows_of}")
+        for num_kv_heads in (self.num_kv_heads, *self.local_heads[:1]):
+            if self.num_q_heads % num_kv_heads:
+                raise ConfigError(
+                    f"{self.num_q_heads} query heads cannot share {num_kv_heads} KV heads in equal groups"
+                )
 
     @property
     def indexed_layers(self) -> tuple[int, ...]:
@@ -71,22 +86,41 @@ class ModelGeometry:
         """How many rows of a context that layer keeps: the last; none where it has a state."""
         if self.has_state(layer_idx):
             return 0
-        reach = self.reaches[layer_idx] if self.reaches else 0
+        reach = self._reach(layer_idx)
         return context_len if reach in (0, ALL) else min(context_len, reach)
 
+    def lender(self, layer_idx: int) -> int:
+        """The layer whose rows it attends to."""
+        return self.rows_of[layer_idx] if self.rows_of else layer_idx
+
+    def num_stored(self, layer_idx: int, context_len: int) -> int:
+        """How many rows of a context are stored with that layer: none where it attends to those of another."""
+        return self.num_kept(layer_idx, context_len) if self.lender(layer_idx) == layer_idx else 0
+
+    def _reach(self, layer_idx: int) -> int:
+        return self.reaches[layer_idx] if self.reaches else 0
+
+    def row_sizes(self, layer_idx: int) -> tuple[int, int]:
+        """KV heads and their width in that layer."""
+        if not self.local_heads or self.reaches[layer_idx] < 1:
+            return self.num_kv_heads, self.head_dim
+        num_kv_heads, head_dim = self.local_heads
+        return num_kv_heads, head_dim
+
     def to_json(self) -> dict[str, Any]:
-        lists = {"reaches": list(self.reaches), "state": list(self.state)}
+        lists = {name: list(getattr(self, name)) for name in _LISTS}
         return self._sizes | {name: values for name, values in lists.items() if values}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("reaches", "state")}})
+        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in _LISTS}})
 
     @property
     def _sizes(self) -> dict[str, Any]:
-        return {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("reaches", "state")
-        }
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _LISTS}
+
+
+_LISTS = "reaches", "state", "local_heads", "rows_of"  # of a geometry's fields; empty ones are not written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

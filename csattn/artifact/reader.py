@@ -75,14 +75,15 @@ class Artifact:
 
         Of a layer that does not see all of it, the last `ModelGeometry.num_kept`.
         """
-        return as_tensor(self._file(kv_file(layer_idx))["kv"], self.spec.kv_dtype == "bfloat16")
+        lender = self.spec.model.lender(layer_idx)
+        return as_tensor(self._file(kv_file(lender))["kv"], self.spec.kv_dtype == "bfloat16")
 
     def layer_kv_place(self, layer_idx: int) -> tuple[Path, int, int]:
         """Where these rows lie without a hole: the file, the offset of the first byte, and how many they are.
 
         For a reader that does not map the file; what was checked at opening holds for it too.
         """
-        self._file(name := kv_file(layer_idx))
+        self._file(name := kv_file(self.spec.model.lender(layer_idx)))
         [(tensor, offset)] = plan(self.spec, name).tensors
         return self.path / name, offset, tensor.num_bytes
 

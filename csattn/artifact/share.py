@@ -20,7 +20,9 @@ class ArtifactShare(Artifact):
         self._whole, self._share = whole, share
         model, num_devices = whole.spec.model, share.num_devices
         num_q_heads, num_kv_heads = model.num_q_heads // num_devices, model.num_kv_heads // num_devices
-        self._spec = replace(whole.spec, model=replace(model, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads))
+        local_heads = model.local_heads and (model.local_heads[0] // num_devices, *model.local_heads[1:])
+        model = replace(model, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, local_heads=local_heads)
+        self._spec = replace(whole.spec, model=model)
 
     @property
     def spec(self) -> ArtifactSpec:

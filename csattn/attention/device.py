@@ -27,13 +27,13 @@ CODED_FORMATS = (
     "fp8",
 )  # as `device_coded.cuh` numbers and describes them
 MAX_HEADS = 8  # of a unit: the columns of one tensor-core product; a larger group is several units of one selection
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 PART_ENDS = 4  # floats after a part's output
 
 TILE_ROWS = 16  # as in the kernel
 # warps of a block, and tiles that each has in flight: the first that fits is taken
-BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1))
+BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1), (2, 2), (2, 1))
 SHARED_BYTES_PER_BLOCK = 227 << 10
 UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # of the kernel's `Unit` and of its barrier
 MAX_UNITS_PER_BLOCK = 64
@@ -252,6 +252,11 @@ def _plan_blocks(
         tiles_bytes = num_warps * num_stages * tile_bytes + 2 * num_warps * part_bytes
         if tiles_bytes + other_bytes <= SHARED_BYTES_PER_BLOCK:
             break
+    else:
+        raise ConfigError(
+            f"a block has no memory for {heads} heads of {head_dim} dimensions in {dtype} beside what estimates the "
+            "rest; choose bfloat16, or another rest"
+        )
     # that a block collects: where the tiles were, or where it takes memory for it
     collectable = min(ENOUGH_PARTS, (SHARED_BYTES_PER_BLOCK - other_bytes) // part_bytes)
     most_parts = max(num_warps * num_stages * tile_bytes // part_bytes, collectable)

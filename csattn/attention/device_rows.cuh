@@ -63,7 +63,7 @@ struct Unit {
         return ESTIMATE_REST && split > 0 ? max(tile, 0) : tile;
     }
     __device__ int warps_tile(int split) const {
-        return first_tile(split) + (threadIdx.x / 32 + split * (WARPS - 3)) % WARPS;
+        return first_tile(split) + (threadIdx.x / 32 + split * (WARPS > 3 ? WARPS - 3 : 1)) % WARPS;
     }
     __device__ static int position(int tile) { return tile * TILE + threadIdx.x % TILE; }  // of the lane's row
     // Of a tile's rows the first so many are coded; none where it is not positive.

@@ -12,6 +12,9 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     has_experts = has(config, layer_idx)
     if config.model_type == "llama4_text":
         return int(config.intermediate_size if has_experts else config.intermediate_size_mlp)
+    if config.model_type == "gemma4_text":
+        is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
+        return int(config.intermediate_size * (1 + is_wide))
     if config.model_type in _LIKE_DEEPSEEK and has_experts:
         return int(config.moe_intermediate_size * config.n_shared_experts)
     return None if has_experts else int(config.intermediate_size)
@@ -24,7 +27,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     routed: dict[str, Any] = {
         "num_experts": getattr(config, "num_local_experts", None) or config.num_experts,
-        "num_chosen": config.num_experts_per_tok,
+        "num_chosen": getattr(config, "num_experts_per_tok", None) or config.top_k_experts,
         "intermediate_size": width,
         "activation": activation,
     }
@@ -35,6 +38,8 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, groups=groups, **shares),)
         case "minimax_m2":
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, normed=True),)
+        case "gemma4_text":
+            return (ExpertsSpec(**routed, scores="softmax", normed=True, has_scales=True, apart=True),)
         case "gpt_oss":
             # which older transformers do not name
             if (getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
@@ -70,6 +75,7 @@ _LIKE_DEEPSEEK = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa")
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "deepseek_v3": lambda config, layer_idx: layer_idx >= config.first_k_dense_replace,
     "deepseek_v32": lambda config, layer_idx: config.mlp_layer_types[layer_idx] == "sparse",
+    "gemma4_text": lambda config, layer_idx: bool(config.enable_moe_block),
     "glm4_moe": lambda config, layer_idx: layer_idx >= config.first_k_dense_replace,
     "glm_moe_dsa": lambda config, layer_idx: config.mlp_layer_types[layer_idx] == "sparse",
     "gpt_oss": lambda config, layer_idx: True,

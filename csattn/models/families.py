@@ -36,9 +36,9 @@ _ACTIVATIONS: dict[str, Activation] = {
 # families that may be asked for, and why they are refused
 _REFUSED = {
     "gemma3": "it sees images besides; load its text model, a gemma3_text",
+    "gemma4": "it sees images besides; load its text model, a gemma4_text",
     "qwen3_5": "it sees images besides; load its text model, a qwen3_5_text",
     "qwen3_5_moe": "it sees images besides; load its text model, a qwen3_5_moe_text",
-    "gemma4_text": "its layers have heads of two widths, and some attend to rows of others",
     "llama4": "it sees images besides; load its text model, a llama4_text",
     "olmo": "its norms have no weights",
     "phi": "its norms have biases",
@@ -46,6 +46,7 @@ _REFUSED = {
 }
 
 
+LAYER_SCALE = "layer_scalar"  # of a layer's buffers
 _ROW_UNIT = 8  # numbers: rows of latents are filled up, to be copied in pieces of 16 bytes
 
 
@@ -66,6 +67,9 @@ class Family:
     interleaved: bool | str = False  # RoPE, or the field that says whether
     gated: bool = True  # the MLP
     scaled_embedding: bool = False  # by the root of the hidden size
+    scaled_layers: bool = False  # what leaves a layer is multiplied by its LAYER_SCALE
+    softmax_scale: float | None = None  # None: by the width of a head
+    v_norm: bool = False
     offset_norms: bool = False  # a norm's weights are stored less 1
     centred: bool = False  # norms take the mean off: LayerNorm
     parallel: bool = False  # attention and MLP read the same, and are added together
@@ -76,6 +80,7 @@ class Family:
     latents: bool = False
     interleaved_indexer: bool | None = None  # its RoPE; None: there is no indexer
     mlp: str = "mlp"  # the module, of experts too
+    experts_beside: bool = False  # experts and their router are the layer's own modules
     router: str = "gate"  # of experts
     inputs_first: bool = False  # an expert's weights have a row for each input
     heeds: tuple[str, ...] = ()  # fields of its config that the other families have not, or do not look at
@@ -119,6 +124,18 @@ FAMILIES = {
     "gemma": Family(**_GEMMA),
     "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, heeds=(*_GEMMA_HEEDS, "attn_logit_softcapping")),
     "gemma3_text": Family(_GEMMA2_NORMS, **_GEMMA, qk_norm="head", heeds=_GEMMA_HEEDS),
+    "gemma4_text": Family(
+        _GEMMA2_NORMS,
+        biases=_ATTENTION_BIAS,
+        scaled_embedding=True,
+        scaled_layers=True,
+        softmax_scale=1.0,
+        qk_norm="head",
+        v_norm=True,
+        router="router",
+        experts_beside=True,
+        heeds=("final_logit_softcapping",),
+    ),
     "glm": Family(biases=("attention_bias", False, False), interleaved=True),
     "glm4": Family(_GLM4_NORMS, biases=("attention_bias", False, False), interleaved=True),
     "glm4_moe": Family(biases=("attention_bias", False, False), qk_norm="use_qk_norm"),
@@ -170,8 +187,8 @@ def describe(config: Any) -> ModelSpec:
     family = FAMILIES[name]
     _require_reproduced(config, family)
     layers = tuple(describe_layer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    query_scale = family.field(config, "query_pre_attn_scalar", head_dim) ** -0.5
+    (num_kv_heads, head_dim), local_heads = _heads(config, family)
+    query_scale = family.softmax_scale or family.field(config, "query_pre_attn_scalar", head_dim) ** -0.5
     if family.latents:
         width = max(layer.latent.row_width for layer in layers if layer.latent is not None)
         head_dim = -(-width // _ROW_UNIT) * _ROW_UNIT // 2
@@ -181,12 +198,14 @@ def describe(config: Any) -> ModelSpec:
         layers=layers,
         hidden_size=config.hidden_size,
         num_q_heads=config.num_attention_heads,
-        num_kv_heads=1 if family.latents else config.num_key_value_heads,
+        num_kv_heads=1 if family.latents else num_kv_heads,
         head_dim=head_dim,
         softmax_scale=float(family.field(config, "attention_multiplier", query_scale)),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         norm_eps=config.layer_norm_eps if family.centred else config.rms_norm_eps,
+        local_heads=local_heads,
+        layer_input_width=getattr(config, "hidden_size_per_layer_input", 0) or 0,
         ropes=(*(_rope(config, of_type, family) for of_type in rope_parameters(config).values()), *_unrotated(config)),
         centred=family.centred,
         embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
@@ -207,6 +226,9 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
             qkv_bias=qkv_bias,
             out_bias=out_bias,
             qk_norm=_qk_norm(config, family, layer_idx),
+            v_norm=family.v_norm,
+            k_is_v=_k_is_v(config, layer_idx),
+            rows_of=_rows_of(config, layer_idx),
             rope=_rope_of(config, family, layer_idx),
             reach=_reach(config, family, layer_idx),
             gated=family.gated_attention,
@@ -223,6 +245,7 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
         post_norm=family.norms[1] is not None,
         residual_multiplier=float(family.field(config, "residual_multiplier", 1.0)),
         parallel=family.parallel,
+        scaled=family.scaled_layers,
     )
 
 
@@ -273,7 +296,9 @@ def _require_reproduced(config: Any, family: Family) -> None:
             "every layer of this model attends through a sliding window, so nothing of a long context can be read that "
             "lies before it; use a model with full attention in some layers (for Mistral, v0.2 or later)"
         )
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "hidden_size_per_layer_input", 0) and config.vocab_size_per_layer_input < config.vocab_size:
+        raise ModelError("this model's layers have embeddings of some tokens alone, and csattn reads those of all")
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError("this model attends to later tokens too, csattn to earlier ones; use one that generates text")
     if family.interleaved_indexer is not None and getattr(config, "indexer_types", ["full"])[0] != "full":
         raise ModelError("this model's first layer attends to what a layer before it has chosen, and there is none")
@@ -335,6 +360,43 @@ def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
         kind = "sliding_attention"
     num_rows = getattr(config, _REACHES[kind]) if kind in _REACHES else None
     return None if num_rows is None else Reach(num_rows=num_rows, chunked=kind == "chunked_attention")
+
+
+def _heads(config: Any, family: Family) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    """KV heads and their width in layers that attend to everything; in those that do not, where there others."""
+    if getattr(config, "global_head_dim", None) is not None:  # of which later versions make a config for each layer
+        raise ModelError("this version of transformers describes Gemma 4's heads differently; use 5.23 or later")
+    if not getattr(config, "is_heterogeneous", False):
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return (getattr(config, "num_key_value_heads", 1), head_dim), None
+    found: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
+    for layer_idx in range(config.num_hidden_layers):
+        of_layer, is_local = config.per_layer_config[layer_idx], _reach(config, family, layer_idx) is not None
+        found[is_local].add((of_layer.num_key_value_heads, of_layer.head_dim))
+    if max(map(len, found.values())) > 1:
+        raise ModelError(
+            "layers of this model that see as far have different heads, which csattn does not compute; it has one kind "
+            "in layers that attend to everything, and one in the others"
+        )
+    (heads,), (local,) = found[False], found[True] or found[False]
+    return heads, None if local == heads else local
+
+
+def _rows_of(config: Any, layer_idx: int) -> int | None:
+    """The last layer of its type that has rows; None: its own."""
+    first = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    kind = layer_type(config, layer_idx)
+    if layer_idx < first:
+        return None
+    lenders = [i for i in range(first) if layer_type(config, i) == kind]
+    if not lenders:
+        raise ModelError(f"layers of this model attend to rows of others, and no {kind} layer before them has any")
+    return lenders[-1]
+
+
+def _k_is_v(config: Any, layer_idx: int) -> bool:
+    is_so = getattr(config, "attention_k_eq_v", False) and layer_type(config, layer_idx) == "full_attention"
+    return is_so and _rows_of(config, layer_idx) is None
 
 
 def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:

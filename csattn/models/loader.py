@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import ALL, STATE
 from csattn.errors import ConfigError, ModelError
-from csattn.models.families import FAMILIES, describe, stretch_positions
+from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
 from csattn.models.quantized import Quantization, read_state
@@ -157,7 +157,7 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
 
 def _linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
     """Of layers, those that a GPU may keep in few bits: not what chooses experts, nor what loses its mean there."""
-    others = ("gate", "router", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
+    others = ("gate", "router", "router.proj", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
     return [
         (name, module)
         for name, module in model.model.layers.named_modules(prefix="model.layers")
@@ -167,9 +167,10 @@ def _linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
 
 def _experts(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
     """Of layers, the modules that have all experts' matrices, which a GPU may keep in few bits."""
-    spec, block = describe(model.config), FAMILIES[model.config.model_type].mlp
+    spec, family = describe(model.config), FAMILIES[model.config.model_type]
+    block = "experts" if family.experts_beside else f"{family.mlp}.experts"
     return [
-        (f"model.layers.{i}.{block}.experts", getattr(layer, block).experts, of.experts[0])
+        (f"model.layers.{i}.{block}", layer.get_submodule(block), of.experts[0])
         for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))
         if of.experts
     ]
@@ -397,11 +398,17 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
 
 def geometry_of(spec: ModelSpec) -> ModelGeometry:
     """The sizes of a model that fix an artifact's."""
-    names = [field.name for field in fields(ModelGeometry) if field.name not in ("reaches", "state")]
+    lists = "reaches", "state", "local_heads", "rows_of"
+    names = [field.name for field in fields(ModelGeometry) if field.name not in lists]
+    rows_of = tuple(i if x.attention.rows_of is None else x.attention.rows_of for i, x in enumerate(spec.layers))
     reaches = tuple(_reach(layer) for layer in spec.layers)
     state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
     return ModelGeometry(
-        **{name: getattr(spec, name) for name in names}, reaches=reaches if any(reaches) else (), state=state
+        **{name: getattr(spec, name) for name in names},
+        reaches=reaches if any(reaches) else (),
+        state=state,
+        local_heads=spec.local_heads or (),
+        rows_of=rows_of if spec.lenders else (),
     )
 
 
@@ -434,6 +441,9 @@ def _fingerprint(model: Any) -> str:
         sample = flat[::step].float().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.tobytes())
+    for name, buffer in model.named_buffers():
+        if name.endswith(LAYER_SCALE):
+            digest.update(f"{name} {float(buffer)}".encode())
     return digest.hexdigest()
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from csattn.models.families import FAMILIES
 
@@ -15,6 +16,19 @@ def embed(model: Any, token_ids: Tensor) -> Tensor:
     hidden: Tensor = model.model.embed_tokens(token_ids)
     multiplier = FAMILIES[model.config.model_type].field(model.config, "embedding_multiplier", 1.0)
     return hidden if multiplier == 1.0 else hidden * multiplier
+
+
+def layer_inputs(model: Any, token_ids: Tensor, layer_idx: int) -> Tensor:
+    """What a layer takes of each token besides the stream: [num_tokens, layer_input_width].
+
+    As a `Gemma4TextModel` computes them for all layers at once, which takes memory: a layer's part of them alone.
+    """
+    body, width = model.model, model.config.hidden_size_per_layer_input
+    part, table = slice(layer_idx * width, (layer_idx + 1) * width), body.embed_tokens_per_layer
+    projected = linear(body.embed_tokens(token_ids), body.per_layer_model_projection.weight[part])
+    projected = body.per_layer_projection_norm(projected * body.per_layer_model_projection_scale)
+    own = table.weight[token_ids, part] * table.embed_scale.to(table.weight.dtype)
+    return (projected + own) * body.per_layer_input_scale  # type: ignore[no-any-return]
 
 
 def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:

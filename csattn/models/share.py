@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from csattn.errors import ConfigError
-from csattn.models.spec import LayerSpec, ModelSpec
+from csattn.models.spec import HeadsSpec, LayerSpec, ModelSpec
 from csattn.models.weights import LayerWeights, Linear
 from csattn.share import Share
 
@@ -22,10 +22,12 @@ def require_shares(spec: ModelSpec, num_devices: int) -> None:
     if fault is not None:
         raise ConfigError(f"the model has {fault}, which are not shared out among devices; choose one device")
     widths = [layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None]
-    fitting = [n for n in range(1, spec.num_kv_heads + 1) if not any(x % n for x in (spec.num_kv_heads, *widths))]
+    kv_heads = {spec.heads_of(layer_idx).num_kv_heads for layer_idx in range(spec.num_layers)}
+    fitting = [n for n in range(1, min(kv_heads) + 1) if not any(x % n for x in (*kv_heads, *widths))]
     if num_devices not in fitting:
+        told = " and ".join(map(str, sorted(kv_heads)))
         raise ConfigError(
-            f"{num_devices} devices cannot share {spec.num_kv_heads} KV heads and the columns of the model's MLPs in "
+            f"{num_devices} devices cannot share {told} KV heads and the columns of the model's MLPs in "
             f"equal parts; {' or '.join(map(str, fitting))} can"
         )
 
@@ -37,6 +39,8 @@ def _fault(layer: LayerSpec) -> str | None:
         return "layers of linear attention"
     if layer.latent is not None:
         return "layers of latents"
+    if layer.attention.rows_of is not None:
+        return "layers that attend to rows of others"
     return "norms over all heads together" if layer.attention.qk_norm == "projection" else None
 
 
@@ -49,18 +53,19 @@ def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
         for layer in spec.layers
     )
     num_q_heads, num_kv_heads = spec.num_q_heads // num_devices, spec.num_kv_heads // num_devices
-    return replace(spec, layers=layers, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
+    local_heads = spec.local_heads and (spec.local_heads[0] // num_devices, spec.local_heads[1])
+    return replace(spec, layers=layers, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, local_heads=local_heads)
 
 
-def share_of_layer(layer: LayerWeights, spec: ModelSpec, of: LayerSpec, share: Share) -> LayerWeights:
-    """spec, of: the whole model's."""
-    q_width, kv_width = spec.q_width, spec.kv_width
+def share_of_layer(layer: LayerWeights, heads: HeadsSpec, of: LayerSpec, share: Share) -> LayerWeights:
+    """heads, of: the whole layer's."""
+    q_width, kv_width = heads.q_width, heads.kv_width
     widths = (q_width, 0), (kv_width, q_width), (kv_width, q_width + kv_width)
     layer = replace(
         layer,
         qkv=tuple(linear for width in widths for linear in _outputs(layer.qkv, share.of(*width))),
         gates=_outputs(layer.gates, share.of(q_width)) if layer.gates else (),
-        sinks=None if layer.sinks is None else layer.sinks[share.of(spec.num_q_heads)],
+        sinks=None if layer.sinks is None else layer.sinks[share.of(heads.num_q_heads)],
         out=_inputs(layer.out, share.of(q_width), share.rank == 0),
     )
     if of.mlp is None or layer.down is None:

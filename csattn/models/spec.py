@@ -36,6 +36,27 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsSpec:
+    """Of a layer's attention."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def q_width(self) -> int:
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        return self.q_width + 2 * self.kv_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Causal attention by the model's heads: to all rows, or to those within reach."""
 
@@ -43,6 +64,11 @@ class AttentionSpec:
     out_bias: bool = False
     # RMSNorm before RoPE: of each head of q and of k, or of all of q and of all of k
     qk_norm: Literal["none", "head", "projection"] = "none"
+    # These are not in a repr, of which models' fingerprints are made: a model's weights tell of them.
+    v_norm: bool = field(default=False, repr=False)  # RMSNorm of each head of v, without weights
+    k_is_v: bool = field(default=False, repr=False)  # values are what keys are projected to, before their norm and RoPE
+    # the layer before it whose rows it attends to, with the same heads and as far; None: it has its own
+    rows_of: int | None = field(default=None, repr=False)
     rope: int | None = 0  # which of the model's; None: none
     reach: Reach | None = None  # None: all rows, which an index is made of
     gated: bool = False  # what is attended to is multiplied by the sigmoid of a product as wide
@@ -75,6 +101,11 @@ class ExpertsSpec:
     normed: bool = False  # shares are divided by their sum
     scale: float = 1.0  # of shares
     on_input: bool = False  # the share is the input's factor, not the output's
+    # not in a repr: a model's weights tell of them
+    has_scales: bool = field(default=False, repr=False)  # each expert has a factor of its shares, behind all else
+    # they, and what tells which they are, read the stream by norms of their own; what they give, and what the MLP
+    # beside them does, have norms before they are added
+    apart: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +218,14 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     residual_multiplier: float = 1.0
+    # all of the stream is multiplied by a number of the layer's when it leaves it
+    scaled: bool = field(default=False, repr=False)
     parallel: bool = False  # the MLP reads what attention reads, and has no norm of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder. Heads are the same in every layer: a context's rows are of one shape.
+    """A decoder. Heads are the same in all layers that attend to everything, and in all that do not.
 
     Rows of latents are kept as those of one KV head: `head_dim` is half of their width.
     Norms are RMSNorm, or of a stream of which the mean is taken (`centred`), which makes them LayerNorm without biases.
@@ -207,6 +240,10 @@ class ModelSpec:
     vocab_size: int
     max_positions: int
     norm_eps: float
+    # KV heads and width of layers that attend within reach; None: as of the others
+    local_heads: tuple[int, int] | None = field(default=None, repr=False)
+    # numbers of each token's that a layer takes besides the stream: see `LayerInputWeights`; 0: none
+    layer_input_width: int = field(default=0, repr=False)
     ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
     centred: bool = False
     embedding_multiplier: float = 1.0
@@ -228,28 +265,35 @@ class ModelSpec:
         return layer_idx in self.indexed_layers[1:]
 
     @property
-    def q_width(self) -> int:
-        return self.num_q_heads * self.head_dim
+    def heads(self) -> HeadsSpec:
+        """Of layers that attend to everything."""
+        return HeadsSpec(num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def heads_of(self, layer_idx: int) -> HeadsSpec:
+        """Of that layer."""
+        if self.local_heads is None or self.layers[layer_idx].attention.reach is None:
+            return self.heads
+        num_kv_heads, head_dim = self.local_heads
+        return HeadsSpec(num_q_heads=self.num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     @property
-    def kv_width(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def qkv_width(self) -> int:
-        return self.q_width + 2 * self.kv_width
+    def lenders(self) -> frozenset[int]:
+        """Layers to whose rows others attend, too."""
+        return frozenset(x.attention.rows_of for x in self.layers if x.attention.rows_of is not None)
 
     @property
     def streamed_params(self) -> int:
         """Parameters of the matrices that a token's step reads: of the embedding a row, of experts the chosen."""
-        columns, others = self.vocab_size, 0
-        for layer in self.layers:
+        columns, others = self.vocab_size + 3 * self.num_layers * self.layer_input_width, 0
+        for layer_idx, layer in enumerate(self.layers):
             if layer.delta is not None:
                 columns += layer.delta.in_width + layer.delta.v_width
             elif layer.latent is not None:
                 others += layer.latent.num_params(self.hidden_size)
             else:
-                columns += self.qkv_width + (1 + layer.attention.gated) * self.q_width
+                heads, has_rows = self.heads_of(layer_idx), layer.attention.rows_of is None
+                columns += heads.qkv_width if has_rows else heads.q_width
+                columns += (1 + layer.attention.gated) * heads.q_width
             columns += layer.mlp.intermediate_size * (2 + layer.mlp.gated) if layer.mlp is not None else 0
             columns += sum(x.num_experts + 3 * x.num_chosen * x.intermediate_size for x in layer.experts)
         return self.hidden_size * columns + others

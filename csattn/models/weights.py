@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csattn.models.families import FAMILIES, Family, describe, rope_parameters
+from csattn.models.families import FAMILIES, LAYER_SCALE, Family, describe, rope_parameters
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
 from csattn.models.rope import model_frequencies
-from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, LatentSpec, ModelSpec
+from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,11 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of q and k before RoPE: of each head, or of all heads together."""
+    """RMSNorm of q and k before RoPE: of each head, or of all heads together. And of each head of v, if at all."""
 
     q: Tensor  # [head_dim] or [num_q_heads * head_dim] float32
     k: Tensor  # [head_dim] or [num_kv_heads * head_dim] float32
+    v: Tensor | None = None  # [head_dim] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class ExpertWeights:
     gate_bias: Tensor | None = None  # [num_experts, intermediate_size]
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
+    scales: Tensor | None = None  # [num_experts] float32
+    norms: "ExpertNorms | None" = None  # where they are apart
     quantized: QuantizedExperts | None = None  # the same matrices, as a GPU may keep them
 
     def plain(self, dtype: torch.dtype) -> "ExpertWeights":
@@ -80,6 +83,16 @@ class ExpertWeights:
         matrices = self.quantized.gate_up.decoded(dtype), self.quantized.down.decoded(dtype)
         gates, ups, down = by_expert(*matrices, len(self.gates))
         return replace(self, gates=gates, ups=ups, down=down)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNorms:
+    """Of experts that are apart: [hidden_size] float32 each."""
+
+    router: Tensor
+    before: Tensor
+    behind: Tensor
+    behind_mlp: Tensor  # of the MLP beside them
 
 
 def by_expert(
@@ -117,6 +130,26 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputWeights:
+    """Of what a layer adds behind its MLP: norm(projection(activation(gate(stream)) * the token's input))."""
+
+    gate: Linear  # [layer_input_width, hidden_size]
+    projection: Linear  # [hidden_size, layer_input_width]
+    norm: Tensor  # [hidden_size] float32
+
+
+@dataclass(frozen=True, slots=True)
+class InputWeights:
+    """Of tokens' inputs of all layers: (norm(projection(embedding) * scale) + table[token] * table_scale) / sqrt(2)."""
+
+    projection: Linear  # [num_layers * layer_input_width, hidden_size]
+    scale: float
+    norm: Tensor  # [layer_input_width] float32, of each layer's part
+    table: Tensor  # [vocab_size, num_layers * layer_input_width]
+    table_scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Linear layers that come as several have their outputs side by side. Norms are [hidden_size] float32, or None."""
 
@@ -134,6 +167,8 @@ class LayerWeights:
     down: Linear | None
     experts: tuple[ExpertWeights, ...]
     behind_mlp: Tensor | None
+    scale: float = 1.0  # of all of the stream, when it leaves the layer
+    layer_input: LayerInputWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +181,7 @@ class ModelWeights:
     final_norm: Tensor  # [hidden_size]
     head: Linear  # [vocab_size, hidden_size]; the embedding itself where they are tied
     ropes: tuple[Frequencies, ...]  # of the spec's
+    inputs: InputWeights | None = None  # of layers, where they have any
 
     @property
     def device(self) -> torch.device:
@@ -168,6 +204,7 @@ class ModelWeights:
                 layer.out,
                 *layer.gate_up,
                 *([layer.down] if layer.down else []),
+                *((layer.layer_input.gate, layer.layer_input.projection) if layer.layer_input is not None else ()),
             ]
         saved = sum(
             len(linear.weight) * linear.num_in * self.dtype.itemsize - linear.quantized.nbytes
@@ -195,25 +232,39 @@ def weights_of(model: Any) -> ModelWeights:
             *(Frequencies(*model_frequencies(body.rotary_emb, name)) for name in rope_parameters(model.config)),
             *(Frequencies(body.norm.weight.new_empty(0).float()) for rope in spec.ropes if rope.parameters is None),
         ),
+        inputs=_inputs(body, family) if spec.layer_input_width else None,
+    )
+
+
+def _inputs(body: Any, family: Family) -> InputWeights:
+    return InputWeights(
+        projection=_linear(body.per_layer_model_projection),
+        scale=body.per_layer_model_projection_scale,
+        norm=_norm(body.per_layer_projection_norm, family),
+        table=body.embed_tokens_per_layer.weight.detach(),
+        table_scale=float(body.embed_tokens_per_layer.scalar_embed_scale),
     )
 
 
 def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -> LayerWeights:
     of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
+    heads = spec.heads_of(layer_idx)
     mlp = block
-    if of_layer.experts:  # beside which one may stand that all tokens pass
+    if of_layer.experts and not family.experts_beside:  # beside which one may stand that all tokens pass
         mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
     if hasattr(attention, "qk_norm"):  # without weights
-        ones = norms[0].new_ones(spec.head_dim) if norms[0] is not None else torch.ones(spec.head_dim)
+        ones = norms[0].new_ones(heads.head_dim) if norms[0] is not None else torch.ones(heads.head_dim)
         head_norms = HeadNorms(ones, ones)
     elif attention is not None and of_layer.attention.qk_norm != "none":
-        head_norms = HeadNorms(_norm(attention.q_norm, family), _norm(attention.k_norm, family))
+        of_q = _norm(attention.q_norm, family)
+        of_k = _norm(attention.k_norm, family) if of_layer.attention.rows_of is None else of_q  # which nobody reads
+        head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
     return LayerWeights(
         before_attention=norms[0],
-        qkv=() if of_layer.latent is not None else _qkv(attention, of_layer.attention, spec),
-        gates=_of_heads(attention.q_proj, spec, 1) if attention is not None and of_layer.attention.gated else (),
+        qkv=() if of_layer.latent is not None else _qkv(attention, of_layer.attention, heads),
+        gates=_of_heads(attention.q_proj, heads, 1) if attention is not None and of_layer.attention.gated else (),
         delta=None if of_layer.delta is None else _delta(layer.linear_attn, of_layer.delta),
         latent=None if of_layer.latent is None else latent_weights(attention, of_layer.latent),
         head_norms=head_norms,
@@ -226,25 +277,37 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -
         else _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj") if family.gated else ("up_proj",)),
         down=None if of_layer.mlp is None else _linear(mlp.down_proj),
         experts=tuple(
-            _shared(block) if number else _routed(block, experts, family)
+            _shared(block) if number else _routed(layer if family.experts_beside else block, experts, family)
             for number, experts in enumerate(of_layer.experts)
         ),
         behind_mlp=norms[3],
+        scale=float(getattr(layer, LAYER_SCALE)) if of_layer.scaled else 1.0,
+        layer_input=LayerInputWeights(
+            gate=_linear(layer.per_layer_input_gate),
+            projection=_linear(layer.per_layer_projection),
+            norm=_norm(layer.post_per_layer_input_norm, family),
+        )
+        if spec.layer_input_width
+        else None,
     )
 
 
-def _qkv(attention: Any, of: AttentionSpec, spec: ModelSpec) -> tuple[Linear, ...]:
+def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec) -> tuple[Linear, ...]:
     if attention is None:
         return ()
+    if of.rows_of is not None:
+        return (_linear(attention.q_proj),)
+    if of.k_is_v:
+        return _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.k_proj)
     if of.gated:
-        return (*_of_heads(attention.q_proj, spec, 0), _linear(attention.k_proj), _linear(attention.v_proj))
-    return _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), [spec.q_width, *2 * [spec.kv_width]])
+        return (*_of_heads(attention.q_proj, heads, 0), _linear(attention.k_proj), _linear(attention.v_proj))
+    return _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), [heads.q_width, *2 * [heads.kv_width]])
 
 
-def _of_heads(module: Any, spec: ModelSpec, second: int) -> tuple[Linear, ...]:
+def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
     """Of each head the first or the second half of what a projection gives."""
-    whole, size = _linear(module), spec.head_dim
-    firsts = [(2 * head + second) * size for head in range(spec.num_q_heads)]
+    whole, size = _linear(module), heads.head_dim
+    firsts = [(2 * head + second) * size for head in range(heads.num_q_heads)]
     return tuple(whole.outputs(first, first + size) for first in firsts)
 
 
@@ -296,6 +359,12 @@ def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Li
 
 def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
     router, experts = getattr(block, family.router), block.experts
+    scales, norms = getattr(router, "per_expert_scale", None), None
+    if spec.apart:
+        names = (f"{name}_layernorm_{number}" for name, number in _EXPERT_NORMS)
+        of_router = router.scale.detach().float() * router.scalar_root_size
+        norms = ExpertNorms(of_router, *(_norm(getattr(block, name), family) for name in names))
+        router = router.proj
     bias = getattr(router, "e_score_correction_bias", getattr(block, "e_score_correction_bias", None))
     rows = _rows_first if family.inputs_first else torch.Tensor.detach
     gates_ups, biases = rows(experts.gate_up_proj), _or_none(experts, "gate_up_proj_bias")
@@ -311,8 +380,13 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
         up_bias=None if biases is None else biases[:, ups],
         down=rows(experts.down_proj),
         down_bias=_or_none(experts, "down_proj_bias"),
+        scales=None if scales is None else scales.detach().float(),
+        norms=norms,
         quantized=getattr(experts, "quantized", None),
     )
+
+
+_EXPERT_NORMS = ("pre_feedforward", 2), ("post_feedforward", 2), ("post_feedforward", 1)  # as `ExpertNorms` has them
 
 
 def _shared(block: Any) -> ExpertWeights:

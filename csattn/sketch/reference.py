@@ -34,7 +34,7 @@ NORMAL_STEP = {2: 0.996, 4: 0.335}
 STEP_MULTIPLES = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
 STEP_SAMPLES = 2048  # at most so many rows, evenly spaced, decide about the steps
 
-KEY_BITS, TRANSFORM_BITS = 20, 24  # fixed point: with 256 dimensions, sums of products fit a float64's 53 bits
+KEY_BITS, TRANSFORM_BITS = 20, 24  # fixed point: with 512 dimensions, sums of products are at most 2**53, and exact
 LARGEST_MULTIPLIER = 127  # of a code: a query's coordinate becomes an 8-bit integer
 SCORE_ROOM = 32700.0  # of an int16 score, before what is set aside for the rounding of multipliers
 LARGEST_EXPONENT = 15  # a unit of score is 2**-15, 2**-14, ... or 2**15 octaves

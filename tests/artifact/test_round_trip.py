@@ -219,7 +219,7 @@ def test_a_layer_that_the_model_does_not_have(tmp_path: Path) -> None:
         ({"context_len": 0}, "at least one token"),
         ({"kv_dtype": "int8"}, "kv_dtype must be one of"),
         ({"head_dim": 7, "layout": "lists"}, "cannot be split into 2 equal subspaces"),
-        ({"head_dim": 7}, "needs heads of 8 to 256 dimensions"),
+        ({"head_dim": 7}, "needs heads of 8 to 512 dimensions"),
         ({"num_layers": 0}, "num_layers of a model must be a positive integer"),
     ],
 )

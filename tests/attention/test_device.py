@@ -102,8 +102,8 @@ def test_a_source_tells_addresses_and_lengths() -> None:
     [
         ({"num_q_heads": 7}, "do not divide into groups"),
         ({"num_index_heads": 4}, "do not divide into groups"),
-        ({"head_dim": 72}, "multiples of 16 up to 256"),
-        ({"head_dim": 272}, "multiples of 16 up to 256"),
+        ({"head_dim": 72}, "multiples of 16 up to 512"),
+        ({"head_dim": 528}, "multiples of 16 up to 512"),
         ({"dtype": torch.float64}, "not torch.float64"),
     ],
 )
@@ -114,7 +114,15 @@ def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, obj
         DeviceAttention(**plan | changed, softmax_scale=1.0, device=torch.device("cuda"))  # type: ignore[arg-type]
 
 
-SHAPES = [(8, 2, 8, 64), (7, 1, 1, 80), (16, 2, 2, 256), (9, 3, 3, 64), (8, 2, 2, 128), (2, 2, 2, 16)]
+def test_wide_heads_in_float32_leave_no_room_for_moments() -> None:
+    with pytest.raises(ConfigError, match="no memory for 8 heads of 512 dimensions"):
+        device._plan_blocks(132, 1, 1, 8, 512, torch.float32, "moments", 0)
+    for dtype, rest in ((torch.float32, "sketch"), (torch.bfloat16, "moments")):
+        blocks = device._plan_blocks(132, 1, 1, 8, 512, dtype, rest, 8)
+        assert blocks.shared_bytes <= device.SHARED_BYTES_PER_BLOCK and blocks.num_splits >= 3
+
+
+SHAPES = [(8, 2, 8, 64), (7, 1, 1, 80), (16, 2, 2, 256), (16, 2, 2, 512), (9, 3, 3, 64), (8, 2, 2, 128), (2, 2, 2, 16)]
 SHAPES += [(24, 2, 2, 64), (11, 1, 1, 16)]  # whose groups are several units
 
 

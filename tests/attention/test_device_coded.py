@@ -48,6 +48,7 @@ def code(step: Step, text: str) -> tuple[Step, Step]:
 
 FORMS = [
     ("q8_0", 128),
+    ("q8_0", 512),
     ("q4_0", 32),
     ("fp8", 80),
     ("k=q8_0,v=q4_0", 64),

@@ -49,7 +49,7 @@ def make_estimated(shape: Shape, batch: list[tuple[int, int, int]] = MIXED, size
     return replace(step, q=size * step.q, moments=moments)
 
 
-SHAPES = [(9, 3, 3, 64), (8, 2, 8, 16), (7, 1, 1, 80), (32, 2, 2, 16), (8, 2, 2, 128), (16, 2, 2, 256)]
+SHAPES = [(9, 3, 3, 64), (8, 2, 8, 16), (7, 1, 1, 80), (32, 2, 2, 16), (8, 2, 2, 128), (16, 2, 2, 256), (4, 1, 1, 512)]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,10 @@ def test_what_leaves_layers_of_latents_is_what_leaves_the_models_own(family: str
         torch.testing.assert_close(leaving, want[layer_idx + 1][0], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("family", "chunk_len"), [*(("llama", n) for n in (1, 63, 64, 200)), ("deepseek_v3", 64)])
+@pytest.mark.parametrize(
+    ("family", "chunk_len"),
+    [*(("llama", n) for n in (1, 63, 64, 200)), ("deepseek_v3", 64), ("gemma4_text, inputs", 50)],
+)
 def test_results_do_not_depend_on_the_chunk_size(family: str, chunk_len: int) -> None:
     model, ids = make_model(family), torch.from_numpy(token_ids(129)).long()
     for got, want in zip(all_layers(model, ids, chunk_len=chunk_len), all_layers(model, ids), strict=True):
@@ -59,11 +62,15 @@ def test_results_do_not_depend_on_the_chunk_size(family: str, chunk_len: int) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("chunk_len", "kv_len"), [(1, 1), (7, 7), (1, 65), (64, 131)])
-def test_attention_on_a_gpu_is_attention_on_the_cpu(chunk_len: int, kv_len: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("chunk_len", "kv_len", "head_dim"), [(1, 1, 16), (7, 7, 16), (1, 65, 16), (64, 131, 16), (64, 131, 512)]
+)
+def test_attention_on_a_gpu_is_attention_on_the_cpu(
+    chunk_len: int, kv_len: int, head_dim: int, dtype: torch.dtype
+) -> None:
     """torch takes the same call on either device; on the CPU by its general path."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, kv = torch.randn(4, chunk_len, 16).to(dtype), torch.randn(2, kv_len, 2, 16).to(dtype)
+    q, kv = torch.randn(4, chunk_len, head_dim).to(dtype), torch.randn(2, kv_len, 2, head_dim).to(dtype)
     got = attend_chunk_on_gpu(q.to(device), kv[:, :, 0].to(device), kv[:, :, 1].to(device), 0.3)
     want = attend_chunk(q, kv[:, :, 0], kv[:, :, 1], 0.3)
     torch.testing.assert_close(got.cpu(), want, **({"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}))

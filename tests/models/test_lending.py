@@ -17,7 +17,9 @@ def addresses(model: Any) -> list[int]:
     return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_next", "deepseek_v32", "gemma3_text", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_oss", "qwen3_next", "deepseek_v32", "gemma3_text", "gemma4_text", "phi3"]
+)
 def test_a_prefill_by_lent_layers_is_the_same(family: str) -> None:
     model, ids = make_model(family), torch.from_numpy(token_ids(70)).long()
     want = [leaving.clone() for _, leaving in prefill(model, ids, chunk_len=32)]

@@ -31,7 +31,14 @@ from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, save, t
             "linear attention of a kind that",
         ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-        ("llama", {"model_type": "gemma4_text"}, "'gemma4_text' is not supported: its layers have heads of two widths"),
+        ("llama", {"model_type": "olmo"}, "'olmo' is not supported: its norms have no weights"),
+        ("gemma4_text", {"num_kv_shared_layers": 3}, "no full_attention layer before them has any"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 200},
+            "embeddings of some tokens alone",
+        ),
+        ("gemma4_text", {"per_layer_config": {1: {"head_dim": 24}}}, "that see as far have different heads"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "clamped in a way of their own"),
         ("olmoe", {"clip_qkv": 8.0}, "clips queries"),
         ("cohere", {"use_qk_norm": True}, "by weights of its own"),
@@ -39,6 +46,7 @@ from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, save, t
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu', which csattn does not compute"),
         ("phi3", {"sliding_window": 64}, "every layer"),
         ("gemma", {"use_bidirectional_attention": True}, "later tokens"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "later tokens"),
     ],
 )
 def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) -> None:
@@ -46,6 +54,20 @@ def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) 
     if "model_type" in changes:
         config.model_type = changes["model_type"]
     with pytest.raises(ModelError, match=match):
+        describe(config)
+
+
+def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_path: Path) -> None:
+    first = load_model(str(save(tmp_path, "gemma4_text")))
+    assert first.fingerprint == load_model(str(tmp_path)).fingerprint
+    first.model.model.layers[1].layer_scalar += 0.1
+    assert wrap_model(first.model, first.tokenizer, "other").fingerprint != first.fingerprint
+
+
+def test_a_config_of_heads_that_is_not_known_is_refused() -> None:
+    config = tiny_config("gemma4_text")
+    config.global_head_dim = 48
+    with pytest.raises(ModelError, match=r"use 5\.23 or later"):
         describe(config)
 
 

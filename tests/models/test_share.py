@@ -18,8 +18,9 @@ from tests.tiny import ALL_FAMILIES, loaded, tiny_config
 REFUSED = {
     "layers of experts": {
         *("glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"),
-        "qwen3_moe",
+        *("qwen3_moe", "gemma4_text, experts"),
     },
+    "layers that attend to rows of others": {"gemma4_text, inputs"},
     "layers of latents": {"deepseek_v3", "deepseek_v32", "glm_moe_dsa"},
     "layers of linear attention": {"qwen3_5_text"},
     "norms over all heads together": {"olmo2", "olmo3"},
@@ -46,10 +47,11 @@ def test_the_shares_of_a_layer_make_the_whole(family: str) -> None:
     shares = [Share(rank, num) for rank in range(num)]
     x = torch.randn(3, spec.hidden_size)
     for number, layer in enumerate(weights.layers):
-        of, parts = spec.layers[number], [share_of_layer(layer, spec, spec.layers[number], share) for share in shares]
-        qkv = [outputs(part.qkv, x) for part in parts]
-        torch.testing.assert_close(merged(qkv, [own.q_width, own.kv_width, own.kv_width]), outputs(layer.qkv, x))
-        attended, middle = torch.randn(3, spec.q_width), torch.randn(3, of.mlp.intermediate_size)
+        of, of_heads = spec.layers[number], spec.heads_of(number)
+        parts = [share_of_layer(layer, of_heads, of, share) for share in shares]
+        qkv, heads = [outputs(part.qkv, x) for part in parts], own.heads_of(number)
+        torch.testing.assert_close(merged(qkv, [heads.q_width, heads.kv_width, heads.kv_width]), outputs(layer.qkv, x))
+        attended, middle = torch.randn(3, of_heads.q_width), torch.randn(3, of.mlp.intermediate_size)
         for name, read in (("out", attended), ("down", middle)):
             whole, columns = getattr(layer, name), read.chunk(num, dim=1)
             added = [outputs((getattr(part, name),), own_x) for part, own_x in zip(parts, columns, strict=True)]
@@ -68,7 +70,7 @@ def test_gates_of_heads_go_with_their_heads() -> None:
     weights = weights_of(loaded("qwen3_next").model)
     spec, number = weights.spec, weights.spec.indexed_layers[0]
     layer, x = weights.layers[number], torch.randn(3, weights.spec.hidden_size)
-    parts = [share_of_layer(layer, spec, spec.layers[number], Share(rank, 2)) for rank in range(2)]
+    parts = [share_of_layer(layer, spec.heads, spec.layers[number], Share(rank, 2)) for rank in range(2)]
     assert layer.gates
     assert torch.equal(torch.cat([outputs(part.gates, x) for part in parts], dim=1), outputs(layer.gates, x))
 

@@ -183,7 +183,7 @@ def test_search_and_rest_agree_with_their_definitions(num_rows: int) -> None:
     assert_rest_is_right(searched, 0, q[0], index)
 
 
-SHAPES = [(1, 64, 2, 2), (3, 96, 3, 3), (4, 128, 4, 4), (5, 24, 1, 0), (7, 80, 2, 1), (16, 256, 8, 8)]
+SHAPES = [(1, 64, 2, 2), (3, 96, 3, 3), (4, 128, 4, 4), (5, 24, 1, 0), (7, 80, 2, 1), (16, 256, 8, 8), (8, 512, 16, 16)]
 
 
 @pytest.mark.parametrize(("group_size", "head_dim", "num_fine", "num_coarse"), SHAPES)

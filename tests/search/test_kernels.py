@@ -23,7 +23,7 @@ SCALE = 0.2  # softmax_scale
 
 @pytest.mark.parametrize("group_size", [1, 3, 4, 6])
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20, 0.0, np.inf, np.nan])
-@pytest.mark.parametrize("head_dim, num_fine, num_coarse", [(8, 1, 0), (24, 1, 1), (80, 3, 2), (256, 8, 8)])
+@pytest.mark.parametrize("head_dim, num_fine, num_coarse", [(8, 1, 0), (24, 1, 1), (80, 3, 2), (512, 16, 16)])
 def test_queries_are_weighed_as_defined_to_the_bit(group_size, scale, head_dim, num_fine, num_coarse) -> None:
     spec = IndexSpec(context_len=2100, head_dim=head_dim, num_fine=num_fine, num_coarse=num_coarse, segment_len=1024)
     index = make_index(spec)

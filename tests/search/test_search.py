@@ -82,7 +82,9 @@ def test_search_agrees_with_the_reference(layout: str, group_size: int, context_
     assert_same_group_scores(got, want, q, index, tail)
 
 
-@pytest.mark.parametrize("head_dim, num_fine, num_coarse", [(8, 1, 0), (64, 2, 2), (80, 3, 1), (96, 3, 3), (256, 8, 8)])
+@pytest.mark.parametrize(
+    "head_dim, num_fine, num_coarse", [(8, 1, 0), (64, 2, 2), (80, 3, 1), (96, 3, 3), (256, 8, 8), (512, 16, 16)]
+)
 @pytest.mark.parametrize("context_len", [1000, 4100, 7000])
 def test_sketches_of_any_shape(head_dim: int, num_fine: int, num_coarse: int, context_len: int) -> None:
     spec = IndexSpec(context_len=context_len, head_dim=head_dim, num_fine=num_fine, num_coarse=num_coarse)
@@ -106,7 +108,7 @@ def test_marked_rows_come_first_where_there_are_few(group_size: int, context_len
 
 @pytest.mark.parametrize(
     "head_dim, num_fine, num_coarse, group_size",
-    [(8, 1, 0, 1), (64, 2, 2, 7), (80, 2, 2, 2), (96, 3, 3, 16), (128, 4, 4, 4), (256, 8, 8, 5)],
+    [(8, 1, 0, 1), (64, 2, 2, 7), (80, 2, 2, 2), (96, 3, 3, 16), (128, 4, 4, 4), (256, 8, 8, 5), (512, 16, 16, 8)],
 )
 @pytest.mark.parametrize("context_len", [1, 65, 1009, RANGE_KEYS + 3072 + 5])
 def test_a_search_attends_to_what_it_does_not_choose(head_dim, num_fine, num_coarse, group_size, context_len) -> None:

@@ -69,6 +69,7 @@ def logits_of(q: Floats, index: SketchIndex, head: int) -> NDArray[np.float64]:
         (96, 7, 300, 8192),
         (128, 4, 1500, 8192),
         (256, 1, 1100, 8192),
+        (512, 2, 1600, 8192),
     ],
 )
 def test_it_gives_what_the_definition_gives(head_dim, group_size, num_rows, segment_len, rng) -> None:
@@ -79,7 +80,7 @@ def test_it_gives_what_the_definition_gives(head_dim, group_size, num_rows, segm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("head_dim", "num_rows"), [(8, 1), (64, 63), (80, 1023), (128, 1024), (256, 1025)])
+@pytest.mark.parametrize(("head_dim", "num_rows"), [(8, 1), (64, 63), (80, 1023), (128, 1024), (512, 1025)])
 def test_codes_of_a_transform_are_those_of_the_definition_to_the_bit(head_dim, num_rows, dtype, rng) -> None:
     q, k, _ = make_heads(rng, 2, 1, num_rows, head_dim)
     bits = coord_bits(*SketchConfig().words(head_dim))

@@ -41,7 +41,7 @@ def want_rest(q: NDArray[np.float32], index: SketchIndex, chosen: Rows, first: i
 
 @pytest.mark.parametrize(
     "head_dim, num_fine, num_coarse, group_size",
-    [(8, 1, 0, 1), (24, 1, 1, 4), (64, 2, 2, 7), (80, 2, 2, 2), (96, 3, 3, 16), (256, 8, 8, 4)],
+    [(8, 1, 0, 1), (24, 1, 1, 4), (64, 2, 2, 7), (80, 2, 2, 2), (96, 3, 3, 16), (256, 8, 8, 4), (512, 16, 16, 8)],
 )
 def test_it_agrees_with_the_definition(head_dim, num_fine, num_coarse, group_size, rng) -> None:
     heads = make_heads(rng, NUM_HEADS, group_size, 1300, head_dim)

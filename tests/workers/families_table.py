@@ -24,6 +24,9 @@ TITLES = {
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3",
+    "gemma4_text": "Gemma 4 31B",
+    "gemma4_text, experts": "Gemma 4 26B-A4B",
+    "gemma4_text, inputs": "Gemma 4 E2B, E4B",
     "glm": "GLM-4 (2024)",
     "glm4": "GLM-4 (2025)",
     "glm4_moe": "GLM-4.5, 4.6",
@@ -56,7 +59,8 @@ TITLES = {
 
 
 def main() -> int:
-    assert TITLES.keys() == ALL_FAMILIES.keys() == FAMILIES.keys(), "families that are not tested, or have no name"
+    tested = {tiny_config(name).model_type for name in ALL_FAMILIES}
+    assert TITLES.keys() == ALL_FAMILIES.keys() and tested == FAMILIES.keys(), "some are not tested, or have no name"
     stale = []
     for name, made in (("docs/models.md", table()), ("README.md", ", ".join(TITLES.values()))):
         path = ROOT / name
@@ -76,8 +80,9 @@ def main() -> int:
 def table() -> str:
     lines = ["", "| Models | `model_type` | Attention | MLP |", "|---|---|---|---|"]
     for name, title in TITLES.items():
-        spec = describe(tiny_config(name))
-        lines.append(f"| {title} | `{name}` | {attention(spec)} | {mlps(spec)} |")
+        config = tiny_config(name)
+        spec = describe(config)
+        lines.append(f"| {title} | `{config.model_type}` | {attention(spec)} | {mlps(spec)} |")
     return "\n".join([*lines, ""])
 
 
@@ -90,6 +95,8 @@ def attention(spec: ModelSpec) -> str:
         "of which some layers share a choice": any(x.top_k is not None and x.indexer is None for x in latents),
         "windows": any(kind.reach is not None and not kind.reach.chunked for kind in kinds),
         "chunks": any(kind.reach is not None and kind.reach.chunked for kind in kinds),
+        "heads of two widths": spec.local_heads is not None,
+        "rows of others in some layers": bool(spec.lenders),
         "sink logits": any(kind.sinks for kind in kinds),
         "capped logits": any(kind.logit_cap is not None for kind in kinds),
         "no RoPE in some layers": any(is_unrotated(spec, kind) for kind in kinds),
@@ -113,6 +120,8 @@ def mlps(spec: ModelSpec) -> str:
 def of_layer(layer: LayerSpec) -> str:
     if not layer.experts:
         return "dense"
+    if layer.experts[0].apart:
+        return "dense beside experts"
     return "experts, one of them shared" if len(layer.experts) > 1 or layer.mlp is not None else "experts"
 
 

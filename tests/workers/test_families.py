@@ -17,13 +17,14 @@ from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.families import FAMILIES, describe
+from csattn.models.loader import wrap_model
 from csattn.models.weights import weights_of
 from index_build.context_build import ContextBuild
 from index_build.pieces import BuildProgress, perform
 from index_build.pipeline import build_artifact
 from index_build.plan import make_plan
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
-from tests.tiny import ALL_FAMILIES, loaded, token_ids
+from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.talks import Talk, alone, assert_same, run_together
 from tests.workers.model.decoding import decode, prefill
@@ -35,7 +36,14 @@ from workers.session import csattn_session
 
 CONTEXT, NUM_TOKENS = token_ids(300), 40  # so many reach into the next chunk of a model that attends by chunks
 QUESTION = token_ids(5, seed=5).tolist()
-EMULATED = ["gemma2", "gpt_oss", "qwen3_next"]  # whose layers the device has everything of
+EMULATED = [
+    "gemma2",
+    "gemma4_text",
+    "gemma4_text, experts",
+    "gemma4_text, inputs",
+    "gpt_oss",
+    "qwen3_next",
+]  # whose layers the device has everything of
 LATENTS = ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"]  # which are read by other kernels
 
 
@@ -79,7 +87,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_all_families_are_tested() -> None:
-    assert ALL_FAMILIES.keys() == FAMILIES.keys()
+    assert {tiny_config(name).model_type for name in ALL_FAMILIES} == FAMILIES.keys()
 
 
 def test_a_session_says_what_transformers_says(family: Family) -> None:
@@ -189,6 +197,41 @@ def test_the_devices_kernels_say_what_transformers_says(
     compare_on_gpu(family, "device", token_ids(3, seed=6).tolist(), batch_sizes=(1, 5))
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    """Heads as wide as Gemma 4 has them, up to 512 dimensions."""
+    sizes = {"num_attention_heads": 8, "num_global_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512}
+    model = wrap_model(make_model("gemma4_text", **sizes), byte_tokenizer(), "wide")
+    store = tmp_path_factory.mktemp("wide")
+    with open_artifact(build_artifact(model, CONTEXT, preset("default"), store).path) as artifact:
+        yield Family(model, artifact)
+
+
+def test_wide_heads_say_what_transformers_says(wide: Family) -> None:
+    following = token_ids(5, seed=6).tolist()
+    assert [wide.artifact.layer_kv(i).shape[2:].numel() for i in range(4)] == [512, 1024, 512, 1024]
+    with CpuEngine(wide.loaded, num_threads=2) as engine:
+        engine.add_context(0, wide.artifact)
+        whole = read(engine, SearchConfig(keep=1.0), following)
+        sparse = read(engine, SearchConfig(keep=0.1, window_len=16), following)
+    np.testing.assert_allclose(np.stack(whole), wide.logits(following, 5).numpy(), rtol=0, atol=1e-3)
+    assert 1e-6 < wide.divergence(sparse, following) < 0.1
+
+
+@pytest.mark.parametrize("placement", ["device", "hybrid"])
+def test_the_devices_kernels_take_wide_heads(
+    wide: Family, placement: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(emulator, monkeypatch)
+    compare_on_gpu(wide, placement, token_ids(3, seed=6).tolist(), batch_sizes=(1, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["device", "hybrid", "host"])
+def test_a_gpu_takes_wide_heads(wide: Family, placement: str) -> None:
+    compare_on_gpu(wide, placement, token_ids(NUM_TOKENS, seed=6).tolist())
+
+
 def compare_on_gpu(family: Family, placement: str, following: list[int], **options: object) -> None:
     divergences = []
     for keep, selector in ((1.0, "full"), (0.3, "csattn")):
@@ -230,23 +273,33 @@ def test_what_is_described_is_there(name: str) -> None:
             assert (of.choice_bias is not None) == experts.has_choice_bias
             biases = of.router.bias, of.gate_bias, of.up_bias, of.down_bias
             assert [bias is not None for bias in biases] == [experts.bias] * 4
+            assert (of.scales is not None) == experts.has_scales and (of.norms is not None) == experts.apart
         assert (layer.before_attention is None) == (not spec.pre_norm)
         assert (layer.before_mlp is None) == (not spec.pre_norm or spec.parallel)
         assert (layer.behind_attention is None) == (layer.behind_mlp is None) == (not spec.post_norm)
         assert (layer.sinks is None) == (not spec.attention.sinks)
+        assert (layer.head_norms is not None and layer.head_norms.v is not None) == spec.attention.v_norm
+        assert (layer.scale != 1.0) == spec.scaled
     assert weights.spec.softmax_scale == pytest.approx(model.model.layers[1].self_attn.scaling)
     read = [weights.embedding] + ([] if weights.spec.tied_embedding else [weights.head.weight])
-    for layer in weights.layers:
+    for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
         read += [linear.weight for linear in layer.delta.inputs] + [layer.delta.conv] if layer.delta else []
+        qkv = layer.qkv
+        if spec.attention.k_is_v:
+            *qkv, v = layer.qkv
+            assert v.weight.data_ptr() == qkv[1].weight.data_ptr()
         read += [
-            linear.weight
-            for linear in (*layer.qkv, *layer.gates, layer.out, *layer.gate_up, *filter(None, [layer.down]))
+            linear.weight for linear in (*qkv, *layer.gates, layer.out, *layer.gate_up, *filter(None, [layer.down]))
         ]
         if (latent := layer.latent) is not None:
             read += [linear.weight for linear in (*latent.inputs, *latent.queries)]
             read += [latent.up_k, latent.up_v]
         for of in layer.experts:
             read += [of.router.weight, of.gates, of.ups, of.down]
+        if (taken := layer.layer_input) is not None:
+            read += [taken.gate.weight, taken.projection.weight]
+    if (inputs := weights.inputs) is not None:
+        read += [inputs.projection.weight, inputs.table]
     assert sum(matrix.numel() for matrix in read) == sum(p.numel() for p in matrices_of(model))
 
 

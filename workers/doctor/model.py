@@ -5,7 +5,6 @@ from functools import partial
 import torch
 
 from csattn.artifact import ModelGeometry
-from csattn.attention.device import require_supported
 from csattn.errors import ConfigError, ModelError
 from csattn.models.families import describe
 from csattn.models.loader import geometry_of, read_config, weight_bytes
@@ -13,6 +12,7 @@ from csattn.models.spec import ModelSpec
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
 from workers.doctor.checks import Finding, gib
 from workers.doctor.facts import Facts
+from workers.engine.memory import require_heads
 from workers.engine.own_choice import index_key_share, latents_of, require_latents_placed
 from workers.settings import EngineSettings
 
@@ -82,7 +82,7 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
         if latents_of(spec) is not None:
             require_latents_placed(spec, "device")
         else:
-            require_supported(spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, torch.bfloat16)
+            require_heads(spec, torch.bfloat16)
     except ConfigError as error:
         findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
     if latents_of(spec) is not None:

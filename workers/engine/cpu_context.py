@@ -23,7 +23,7 @@ from csattn.sketch import SketchIndex
 from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.coded_store import CodedStore, coded_bytes
-from offload.host_store import HostStore
+from offload.host_store import HostStore, distinct
 from offload.kv_store import STREAM_ROWS, KvStore
 from offload.row_files import FileSpan
 from offload.tiered_store import TieredStore
@@ -109,7 +109,7 @@ class CpuContext:
     def kv_bytes(self) -> int:
         if isinstance(self.store, TieredStore):
             return self.store.held_bytes
-        return sum(layer.nbytes for layer in (*self._layers, *self.local_kv))
+        return sum(layer.nbytes for layer in distinct((*self._layers, *self.local_kv)))
 
     @property
     def kv_words(self) -> NDArray[np.int64]:
@@ -164,11 +164,15 @@ def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
     """Without a row."""
     num_states = sum(map(geometry.has_state, range(geometry.num_layers)))
     num_local = geometry.num_layers - len(geometry.indexed_layers) - num_states
-    none = torch.zeros(geometry.num_kv_heads, 1, 2, geometry.head_dim, dtype=dtype)[:, :0].contiguous()
+
+    def none(num_kv_heads: int, head_dim: int) -> Tensor:
+        return torch.zeros(num_kv_heads, 1, 2, head_dim, dtype=dtype)[:, :0].contiguous()
+
+    local = none(*(geometry.local_heads or (geometry.num_kv_heads, geometry.head_dim)))
     parts = {"conv": geometry.state[:2], "memory": geometry.state[2:]}
     begin = {name: np.zeros(sizes, np.float32) for name, sizes in parts.items()}
-    kv = [none] * len(geometry.indexed_layers)
-    return CpuContext(None, kv, 0, [none] * num_local, HostStore(kv), True, [], [begin] * num_states)
+    kv = [none(geometry.num_kv_heads, geometry.head_dim)] * len(geometry.indexed_layers)
+    return CpuContext(None, kv, 0, [local] * num_local, HostStore(kv), True, [], [begin] * num_states)
 
 
 @dataclass(frozen=True, slots=True)

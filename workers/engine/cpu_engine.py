@@ -166,14 +166,14 @@ class CpuEngine:
     def write_rows(self, slot: int, rows: Tensor) -> None:
         request, num_rows = self.request(slot), rows.shape[2]
         self._require_room(slot, num_rows)
-        self._model.all_tails[:, slot, :, request.tail_len : request.tail_len + num_rows] = rows
+        self._model.whole_tails[:, slot, :, request.tail_len : request.tail_len + num_rows] = rows
         request.tail_len += num_rows
         if request.own is not None:
             request.own.grow(request.tail_len)
 
     def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         assert 0 <= start < stop <= self.request(slot).tail_len, f"rows {start} to {stop} are not all there"
-        rows = self._model.all_tails[:, slot, :, start:stop].clone(memory_format=torch.contiguous_format)
+        rows = self._model.whole_tails[:, slot, :, start:stop].clone(memory_format=torch.contiguous_format)
         return lambda: rows
 
     def observe(self, slot: int, observer: Observer) -> None:

@@ -80,9 +80,9 @@ class DeviceRows(RowsInPlace):
         self, context_id: int, layers: Iterable[Tensor], tell: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
         """Take a context's KV, layer by layer as `context_layers` gives it; copied unless it is there."""
-        kept = list[Tensor]()
-        for layer in layers:
-            kept.append(self._taken(layer))
+        kept, lenders = list[Tensor](), self._shape.lenders or range(self._shape.num_layers)
+        for layer, lender in zip(layers, lenders, strict=True):
+            kept.append(kept[lender] if lender < len(kept) else self._taken(layer))
             tell(len(kept), self._shape.num_layers)
         self._kv[context_id] = kept
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)

@@ -29,7 +29,7 @@ from workers.engine.beside import thread_beside
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.latent_memory import CachedLatents
-from workers.engine.memory import Placement, placement_named
+from workers.engine.memory import Placement, placement_named, require_heads
 from workers.engine.own_choice import (
     SELECTOR,
     latents_of,
@@ -114,6 +114,7 @@ class GpuEngine:
         self.config, self.placement, spec = config, placement_named(placement), self.model.spec
         self.selector = selector
         require_latents_placed(spec, self.placement)
+        require_heads(spec, self.model.dtype)
         require_device()
         require_selector(selector, self.placement, kv_format)
         require_own_choice(spec, config, selector)

@@ -49,7 +49,7 @@ class LocalLayers:
             (kind, size): _attention(shape, size, *kind, device) for kind in kinds for size in shape.batch_sizes
         }
         self._spec, self._sinks = spec, sinks
-        self._nothing = {size: make_device_selection(size, shape.num_kv_heads, 1, device) for size in shape.batch_sizes}
+        self._nothing = {size: make_device_selection(size, shape.of_local[0], 1, device) for size in shape.batch_sizes}
         self.tails: Sequence[Tensor] = [
             self._places[i].tails if i in self._places else inner.tails[self._numbers.get(i, 0)]
             for i in range(spec.num_layers)
@@ -111,12 +111,12 @@ class _Place:
     """A layer's rows."""
 
     def __init__(self, shape: EngineShape, reach: Reach, device: torch.device) -> None:
-        num_rows = shape.num_kv_heads * min(reach.num_rows, shape.max_context_len)
-        sizes = 1, shape.num_contexts, num_rows, 2, shape.head_dim
+        (num_kv_heads, head_dim), most = shape.of_local, min(reach.num_rows, shape.max_context_len)
+        sizes = 1, shape.num_contexts, num_kv_heads * most, 2, head_dim
         self._rows = torch.zeros(sizes, dtype=shape.dtype, device=device)
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
         self.source: RowSource = row_sources(self._rows, self._lens)[0]
-        own = shape.num_tails, shape.num_kv_heads, shape.tail_capacity, 2, shape.head_dim
+        own = shape.num_tails, num_kv_heads, shape.tail_capacity, 2, head_dim
         self.tails = torch.zeros(own, dtype=shape.dtype, device=device)
 
     @property
@@ -131,12 +131,13 @@ class _Place:
 def _attention(
     shape: EngineShape, batch_size: int, reach: Reach | None, logit_cap: float | None, device: torch.device
 ) -> DeviceAttention:
+    num_kv_heads, head_dim = shape.of_local
     return DeviceAttention(
         batch_size=batch_size,
         num_q_heads=shape.num_q_heads,
-        num_kv_heads=shape.num_kv_heads,
-        num_index_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_kv_heads=num_kv_heads,
+        num_index_heads=num_kv_heads,
+        head_dim=head_dim,
         dtype=shape.dtype,
         max_top_k=1,
         max_resident_len=shape.max_context_len,

@@ -5,11 +5,13 @@ from typing import Literal, get_args
 import torch
 
 from csattn.artifact import Artifact
+from csattn.attention.device import require_supported
 from csattn.batch import make_device_selection
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.models.families import describe
 from csattn.models.loader import DTYPES, read_config, weight_bytes
+from csattn.models.spec import ModelSpec
 from csattn.search.device import ListsPass, SketchPass, SketchShape, exact_bytes, index_shape, workspace_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
@@ -18,7 +20,7 @@ from workers.engine.coded_rest import make_passes
 from workers.engine.far_rows import cache_bytes
 from workers.engine.latent_memory import index_key_bytes, latents_bytes, latents_working_bytes
 from workers.engine.on_device import make_searches
-from workers.engine.own_choice import require_latents_placed
+from workers.engine.own_choice import latents_of, require_latents_placed
 from workers.engine.own_on_device import own_bytes, own_cache_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
@@ -84,6 +86,7 @@ def require_weights(
     """Raise before a model is loaded that is not decoded there, or whose weights alone are more than the device has."""
     config = read_config(name)
     require_latents_placed(describe(config), placement)
+    require_heads(describe(config), DTYPES[dtype])
     decoded_bytes, kept_bytes = weight_bytes(config, DTYPES[dtype].itemsize, weights)
     if dtype != "bfloat16" and kept_bytes < decoded_bytes:
         raise ConfigError(
@@ -94,6 +97,13 @@ def require_weights(
     needed = {"the model's weights": kept_bytes, "kernels and their workspace": KERNELS_BYTES}
     parts = tuple(MemoryPart(name=part, device_bytes=size) for part, size in needed.items())
     MemoryPlan(parts, 0).require(available_memory(torch.device("cuda")))
+
+
+def require_heads(spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Raise ConfigError for heads that a GPU does not attend with."""
+    if latents_of(spec) is None:
+        for heads in {spec.heads, *map(spec.heads_of, range(spec.num_layers))}:
+            require_supported(heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads, heads.head_dim, dtype)
 
 
 def _own_bytes(shape: EngineShape, config: IndexConfig) -> int:

@@ -48,8 +48,8 @@ class AttendOnCpu:
         self._indexless: list[_LocalRows | LatentRows] = [*self._local, *self._latent]
         self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of
         self._queries = np.zeros((places, shape.num_kv_heads, 0), np.uint8)
-        sizes = max_rows, shape.num_q_heads, MAX_PARTS, shape.head_dim + 2
-        self._parts = np.zeros(sizes, np.float32)
+        widest = max(shape.heads_of(layer_idx).head_dim for layer_idx in range(shape.num_layers))
+        self._parts = np.zeros((max_rows, shape.num_q_heads, MAX_PARTS, widest + 2), np.float32)
         of_local = {local.layer_idx: self._describe(local.layer_idx, local.of_rows) for local in self._local}
         self._arguments = [
             self._describe(layer_idx, self._of_indexed(number)) for number, layer_idx in enumerate(shape.indexed_layers)
@@ -171,14 +171,15 @@ class AttendOnCpu:
 
     def _describe(self, layer_idx: int, of_rows: dict[str, Any]) -> NDArray[np.int64]:
         model, shape, cap = self._model, self._model.shape, self._model.shape.layers[layer_idx].attention.logit_cap
+        heads = shape.heads_of(layer_idx)
         nothing = ("kv_indices", "valid_lens", "moments", "sketches", "rests")
         values = {
             "num_rows": model.num_rows,
             "own_rows": model.max_rows,
-            "q": model.q,
-            "num_q_heads": shape.num_q_heads,
-            "num_kv_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
+            "q": model.queries[layer_idx],
+            "num_q_heads": heads.num_q_heads,
+            "num_kv_heads": heads.num_kv_heads,
+            "head_dim": heads.head_dim,
             "softmax_scale": self._scale,
             "logit_cap": self._caps[cap] if cap else 0,
             "sinks": model.sinks[layer_idx],
@@ -186,13 +187,13 @@ class AttendOnCpu:
             "query_bytes": 0,
             "max_rest_ranges": 0,
             "tails": model.tails[layer_idx],
-            "tail_capacity": model.tails[0].shape[2],
+            "tail_capacity": model.tails[layer_idx].shape[2],
             "tail_ids": model.tail_ids,
             "tail_lens": model.tail_lens,
             "max_index_heads": 0,
             "max_ranges": 0,
             "parts": self._parts,
-            "out": model.attended,
+            "out": model.outputs[layer_idx],
             **dict.fromkeys(nothing, self._nothing),
             **of_rows,
         }
@@ -212,16 +213,17 @@ class _LocalRows:
 
     def __init__(self, layer_idx: int, reach: Reach, model: CpuModel) -> None:
         self.layer_idx, self._reach, self._model = layer_idx, reach, model
+        self._heads = model.shape.heads_of(layer_idx)
         # also of own segments, of which a layer has none: from where the tail is seen stands there
         self.of_rows = {name: np.zeros(2 * model.max_rows, np.int64) for name in ("kv", *_BY_ROW, *_LAYOUT)}
-        row = model.tails[0][0, 0, 0]
+        row = model.tails[layer_idx][0, 0, 0]
         self.of_rows["row_bytes"][:], self.of_rows["v_offsets"][:] = row.nbytes, row[0].nbytes
-        self.of_rows["num_index_heads"][:] = model.shape.num_kv_heads
+        self.of_rows["num_index_heads"][:] = self._heads.num_kv_heads
 
     def take(self, arguments: NDArray[np.int64], tape: Tape) -> None:
         """What is made of these rows."""
         self._arguments, self._tape = arguments, tape
-        arguments[ARGUMENTS.index("max_index_heads")] = self._model.shape.num_kv_heads
+        arguments[ARGUMENTS.index("max_index_heads")] = self._heads.num_kv_heads
 
     def set_contexts(self, kv: list[Tensor]) -> None:
         """kv: of the rows' contexts, [num_kv_heads, num_kept, 2, head_dim] each."""
@@ -238,9 +240,9 @@ class _LocalRows:
         self.of_rows["window_starts"][:num_rows] = starts
         self.of_rows["window_starts"][self._model.max_rows :][:num_rows] = tail_starts
         ranges = in_place.num_ranges(int((kept - starts + tail_lens - tail_starts).max()))
-        shape = self._model.shape
+        heads = self._heads
         self._arguments[ARGUMENTS.index("max_ranges")] = ranges
-        self._tape.pieces[:] = 0, 0, num_rows * shape.num_kv_heads * ranges, num_rows * shape.num_q_heads
+        self._tape.pieces[:] = 0, 0, num_rows * heads.num_kv_heads * ranges, num_rows * heads.num_q_heads
 
 
 def _scores_anew(plan: RowPlan, row: int) -> bool:

@@ -206,8 +206,13 @@ class PlacedModel:
             undo.pop_all()
         self.artifacts[context_id] = artifact
 
-    def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack) -> None:
+    def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack, give_way: Callable[[], None]) -> None:
         """All that lies in places of its own, which steps over other contexts do not read."""
+
+        def pinned_more(done: int, total: int) -> None:
+            self._on_progress("pinning host memory", done, total)
+            give_way()
+
         if isinstance(self.far, LatentPlaces):
             self.far.load(context_id, artifact.local_kv())
             undo.callback(self.far.unload, context_id)
@@ -219,9 +224,7 @@ class PlacedModel:
             undo.callback(self.far.unload, context_id)
             kv = self.far.layers(context_id)
         else:
-            self._pinned[context_id] = pinned = self._pin(
-                list(layers), partial(self._on_progress, "pinning host memory")
-            )
+            self._pinned[context_id] = pinned = self._pin(list(layers), pinned_more)
             undo.callback(lambda: self._pinned.pop(context_id).close())
             kv = pinned.layers
             self.far.load(context_id, pinned)
@@ -245,7 +248,7 @@ class PlacedModel:
         pinned = PinnedRows(kv, progress=tell)
         if not pinned.pinned:
             raise PinningError(
-                f"the device cannot read the context's KV where it lies in host memory ({pinned.how}); raise the limit "
+                f"the device cannot read KV where it lies in host memory ({pinned.how}); raise the limit "
                 "of locked memory (`ulimit -l`), choose the placement device, or decode on the CPU"
             )
         return pinned

@@ -50,8 +50,11 @@ class EngineShape:
     growth: Growth | None = None  # of requests' own rows into segments; None: all of a tail is attended to
     logit_cap: float | None = None
     has_sinks: bool = False  # heads have logits beside those of rows
-    local: tuple[Reach, ...] = ()  # of the layers without an index, which all of the above leaves out but heads
+    local: tuple[Reach, ...] = ()  # of the layers without an index, which all of the above leaves out
+    local_heads: tuple[int, int] | None = None  # their KV heads, and how wide; None: as those above
     latents: LatentSpec | None = None  # all layers keep them: of a model that chooses from them itself
+    # of each layer, the number of that whose rows of a context it attends to; empty: all have their own
+    lenders: tuple[int, ...] = ()
     state_bytes: int = 0  # of a request or a context, in layers that keep a state instead of rows
 
     @property
@@ -124,7 +127,12 @@ class EngineShape:
 
     def kv_bytes(self, context_len: int) -> int:
         """KV of a context, all layers."""
-        return self.num_layers * self.num_kv_heads * context_len * self.context_row_bytes
+        return (len(set(self.lenders)) or self.num_layers) * self.num_kv_heads * context_len * self.context_row_bytes
+
+    @property
+    def of_local(self) -> tuple[int, int]:
+        """KV heads of the layers without an index, and how wide they are."""
+        return self.local_heads or (self.num_kv_heads, self.head_dim)
 
     @property
     def near_len(self) -> int:
@@ -148,7 +156,8 @@ class EngineShape:
         """Contexts' last rows, and requests' own, in the layers without an index; or both's states."""
         kept = sum(min(reach.num_rows, self.max_context_len) for reach in self.local)
         rows = self.num_contexts * kept + len(self.local) * self.num_tails * self.tail_capacity
-        return rows * self.num_kv_heads * self.row_bytes + (self.num_contexts + self.num_tails) * self.state_bytes
+        row_bytes = 2 * prod(self.of_local) * self.dtype.itemsize  # of all heads
+        return rows * row_bytes + (self.num_contexts + self.num_tails) * self.state_bytes
 
     @property
     def next_query_sizes(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from math import prod
 
 from csattn.config import SEGMENT_STEP, IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
 from csattn.errors import ConfigError
+from csattn.models.spec import ModelSpec
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth, own_top_k
 from offload.budget import AvailableMemory, MemoryPlan
@@ -134,6 +135,8 @@ class Sizing:
             logit_cap=attention.logit_cap,
             has_sinks=attention.sinks,
             local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
+            local_heads=spec.local_heads,
+            lenders=_lenders(spec),
             state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
@@ -144,3 +147,10 @@ class Sizing:
         chosen = own_top_k(self.search, self.tail_capacity)
         own_slots = min(MAX_SLOTS, max(chosen, int(self.slot_share * self.tail_capacity)))
         return replace(shape, tail_capacity=kept, own_capacity=self.tail_capacity, own_slots=own_slots)
+
+
+def _lenders(spec: ModelSpec) -> tuple[int, ...]:
+    """By numbers of indexed layers: those whose rows each of them attends to."""
+    indexed = spec.indexed_layers
+    rows_of = {i: spec.layers[i].attention.rows_of for i in indexed}
+    return tuple(indexed.index(i if at is None else at) for i, at in rows_of.items()) if spec.lenders else ()

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import ExpertsSpec, LatentSpec
-from csattn.models.weights import LatentWeights, Linear, ModelWeights
+from csattn.models.spec import ExpertsSpec, HeadsSpec, LatentSpec
+from csattn.models.weights import LatentWeights, LayerInputWeights, Linear, ModelWeights
 from workers.model.attention import AttendsLatents, KeepsStates, StepAttention
 from workers.model.devices import Devices
 from workers.model.ops import (
     DeltaRoom,
     DeltaState,
     ExpertRoom,
+    HeadRoom,
     LatentRoom,
     Normed,
     Readers,
@@ -73,16 +74,16 @@ class StepLayers:
             q_scale = torch.ones(batch_size, device=weights.device)
             self.rotations.append(Rotation(cos, sin, q_scale, rope.interleaved))
         heads = (spec.num_q_heads, spec.head_dim)
-        self._qkv = zeros(spec.qkv_width)
-        self.q, self.attended = zeros(*heads), zeros(*heads)
-        self._early = zeros(spec.q_width)
+        is_gated = any(layer.attention.gated for layer in spec.layers)
+        kinds_of_heads = {spec.heads, *map(spec.heads_of, range(spec.num_layers))}
+        self._heads = {of: _head_room(of, is_gated, bool(spec.lenders), zeros) for of in kinds_of_heads}
+        self._early = zeros(spec.heads.q_width)
         # two, taken in turn: a layer's predicted query must outlast the prediction of the layer after it
         self.q_ahead = (zeros(*heads), zeros(*heads))
         widths = {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None}
         self._gated = {width: zeros(width) for width in widths}
         kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
         self._experts = {kind: expert_room(kind[1], spec.hidden_size, zeros) for kind in kinds}
-        self._attended_gates = zeros(spec.q_width) if any(layer.attention.gated for layer in spec.layers) else None
         deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
         self._deltas = {of: DeltaRoom(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
@@ -92,6 +93,11 @@ class StepLayers:
             self._branch = devices.room(batch_size, spec.hidden_size)
         elif any(layer.post_norm for layer in spec.layers):
             self._branch = zeros(spec.hidden_size)
+        width = spec.layer_input_width
+        self._inputs = torch.zeros(spec.num_layers, batch_size, width, dtype=dtype, device=weights.device)
+        self._projected, self._taken = zeros(spec.num_layers * width), zeros(width)
+        # what experts that are apart read, and what they give
+        self._apart = [zeros(spec.hidden_size) for _ in range(2 * any(x.apart for _, x in kinds))]
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
         self._logits_part: Tensor | None = None  # of a share of the vocabulary
         if len(weights.head.weight) < spec.vocab_size:
@@ -130,6 +136,11 @@ class StepLayers:
             self._stream,
             self._readers(0, ahead),
         )
+        if weights.inputs is not None:
+            self._ops.linear(Normed(self._stream.hidden), [weights.inputs.projection], self._projected)
+            eps = weights.spec.norm_eps
+            self._ops.make_inputs(self._projected, weights.inputs, eps, self._rows, self._inputs)
+            self._ops.break_chain()  # `turn` is not of a chain
         for rope, frequencies, rotation in zip(weights.spec.ropes, weights.ropes, self.rotations, strict=True):
             self._ops.turn(self._rows, frequencies, rope.temper, rotation)
 
@@ -137,7 +148,9 @@ class StepLayers:
         """Predict that layer's query from the input of the layer before it."""
         layer, spec, stream = self._weights.layers[layer_idx], self._weights.spec, self._stream
         early = stream.scaled if layer.before_attention is None else stream.scaled_ahead
-        self._ops.linear(self._normed(layer.before_attention, early), _first(layer.qkv, spec.q_width), self._early)
+        self._ops.linear(
+            self._normed(layer.before_attention, early), _first(layer.qkv, spec.heads.q_width), self._early
+        )
         self._ops.predict_query(
             self._early,
             layer.head_norms,
@@ -161,19 +174,25 @@ class StepLayers:
         if layer.latent is not None:
             self._project_latents(layer_idx, x, layer.latent)
             return
-        self._ops.linear(x, layer.qkv, self._qkv)
+        heads, tails = self.heads(layer_idx), self._attention.tails
+        lender = self._weights.spec.layers[layer_idx].attention.rows_of
+        projected = heads.qkv if lender is None else heads.alone
+        assert projected is not None
+        self._ops.linear(x, layer.qkv, projected)
         if layer.gates:
-            assert self._attended_gates is not None
-            self._ops.linear(x, layer.gates, self._attended_gates)
+            assert heads.gates is not None
+            self._ops.linear(x, layer.gates, heads.gates)
         self._ops.rotate_append(
-            self._qkv,
+            projected,
             layer.head_norms,
             self._weights.spec.norm_eps,
             self._rotation_in(layer_idx),
             self._rows,
-            self._attention.tails[layer_idx],
-            self.q,
+            tails[layer_idx] if lender is None else None,
+            heads.q,
         )
+        if lender is not None:
+            self._ops.copy_rows(tails[lender], tails[layer_idx], self._rows)
 
     def _project_latents(self, layer_idx: int, x: Normed, weights: LatentWeights) -> None:
         spec, room = self._weights.spec.layers[layer_idx].latent, self.latents(layer_idx)
@@ -186,6 +205,10 @@ class StepLayers:
             self._ops.linear(Normed(room.q_latents), weights.queries, room.projected)
         self._ops.ask_latents(weights, spec, rotation, room)
 
+    def heads(self, layer_idx: int) -> HeadRoom:
+        """What becomes of a step in that layer, where it has heads of plain rows."""
+        return self._heads[self._weights.spec.heads_of(layer_idx)]
+
     def latents(self, layer_idx: int) -> LatentRoom | None:
         """What becomes of a step in that layer, where its rows are latents."""
         latent = self._weights.spec.layers[layer_idx].latent
@@ -196,17 +219,19 @@ class StepLayers:
             attention = cast(AttendsLatents, self._attention)
             attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
         else:
-            self._attention.attend(layer_idx, self.q, self._rows, self.attended)
+            heads = self.heads(layer_idx)
+            self._attention.attend(layer_idx, heads.q, self._rows, heads.attended)
         if room is not None or not self._attention.in_graph:  # others have worked beside; or a graph begins here
             self._ops.break_chain()
 
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:
         """Attention's output projection and the MLP."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        attended, eps = self.attended.view(len(self.attended), -1), self._weights.spec.norm_eps
+        heads, eps = self.heads(layer_idx), self._weights.spec.norm_eps
+        attended = heads.attended.flatten(1)
         if layer.gates:
-            assert self._attended_gates is not None
-            self._ops.gate(attended, self._attended_gates)
+            assert heads.gates is not None
+            self._ops.gate(attended, heads.gates)
         if layer.delta is not None and spec.delta is not None:
             of_delta = self._delta_room(layer_idx)
             self._ops.delta(layer.delta, spec.delta, eps, self._rows, self._state(layer_idx), of_delta)
@@ -244,22 +269,77 @@ class StepLayers:
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
         x = self._normed(layer.before_attention if spec.parallel else layer.before_mlp, self._stream.scaled)
         adds: list[Callable[[Readers], None]] = []
-        if spec.mlp is not None:
+        is_apart = any(of.apart for of in spec.experts)
+        if is_apart:
+            adds.append(self._beside_experts(layer_idx, x))
+        elif spec.mlp is not None:
             gated = self._gated[spec.mlp.intermediate_size]
             self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
             assert layer.down is not None
-            adds.append(partial(self._add, gated, layer.down, layer.behind_mlp, spec.residual_multiplier))
-        for number, (of, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
+            norm, times = layer.behind_mlp, spec.residual_multiplier
+            adds.append(partial(self._add, gated, layer.down, norm, times, scale=self._scale_behind_mlp(layer_idx)))
+        together = () if is_apart else zip(spec.experts, layer.experts, strict=True)
+        for number, (of, weights) in enumerate(together):
             room = self._experts[number, of]
             self._ops.linear(x, [weights.router], room.logits)
-            self._ops.choose_experts(weights.choice_bias, of, room)
+            self._ops.choose_experts(weights.choice_bias, weights.scales, of, room)
             self._ops.experts(x, weights, of, room)
             adds.append(partial(self._ops.experts_add, weights, of, room, spec.residual_multiplier, self._stream))
+        if layer.layer_input is not None:
+            adds.append(partial(self._add_input, layer_idx, layer.layer_input))
         return adds
 
-    def _add(self, x: Tensor, linear: Linear, norm: Tensor | None, multiplier: float, readers: Readers) -> None:
+    def _scale_behind_mlp(self, layer_idx: int) -> float:
+        """Of all of the stream: once nothing more is added."""
+        layer = self._weights.layers[layer_idx]
+        return layer.scale if layer.layer_input is None else 1.0
+
+    def _add_input(self, layer_idx: int, weights: LayerInputWeights, readers: Readers) -> None:
+        """What the layer takes of each token besides the stream."""
+        mlp, layer = self._weights.spec.layers[layer_idx].mlp, self._weights.layers[layer_idx]
+        assert mlp is not None and self._branch is not None
+        self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._taken)
+        self._ops.take_input(self._taken, mlp.activation, self._inputs[layer_idx])
+        self._ops.linear(Normed(self._taken), [weights.projection], self._branch)
+        eps = self._weights.spec.norm_eps
+        self._ops.add_normed(self._branch, weights.norm, eps, 1.0, layer.scale, self._stream, readers)
+
+    def _beside_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
+        """The MLP, and experts that are apart; what adds both. x: what the MLP reads."""
+        layer, spec, ops = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._ops
+        (of,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
+        norms, room, (read, given) = weights.norms, self._experts[0, of], self._apart
+        assert spec.mlp is not None and layer.down is not None and norms is not None and branch is not None
+        gated = self._gated[spec.mlp.intermediate_size]
+        ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
+        ops.linear(Normed(gated), [layer.down], branch)
+        ops.linear(ops.read_normed(self._stream, norms.router, eps, read), [weights.router], room.logits)
+        ops.choose_experts(weights.choice_bias, weights.scales, of, room)
+        ops.experts(ops.read_normed(self._stream, norms.before, eps, read), weights, of, room)
+        ops.experts_out(weights, of, room, given)
+        ops.add_norms(branch, norms.behind_mlp, given, norms.behind, eps)
+        return partial(
+            ops.add_normed,
+            branch,
+            layer.behind_mlp,
+            eps,
+            spec.residual_multiplier,
+            self._scale_behind_mlp(layer_idx),
+            self._stream,
+        )
+
+    def _add(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Tensor | None,
+        multiplier: float,
+        readers: Readers,
+        scale: float = 1.0,  # of all of the stream then
+    ) -> None:
         """Add what a branch gives to the stream, behind its norm."""
         if norm is None and self._devices is None:
+            assert scale == 1.0, "streams are scaled behind norms"
             self._ops.linear_add(x, linear, multiplier, self._stream, readers)
             return
         assert self._branch is not None
@@ -268,7 +348,7 @@ class StepLayers:
         if self._devices is not None:
             added = self._devices.add_over_devices(added)
             self._ops.break_chain()
-        self._ops.add_normed(added, norm, self._weights.spec.norm_eps, multiplier, self._stream, readers)
+        self._ops.add_normed(added, norm, self._weights.spec.norm_eps, multiplier, scale, self._stream, readers)
 
     def _finish(self) -> None:
         weights, spec = self._weights, self._weights.spec
@@ -305,6 +385,13 @@ class StepLayers:
     def _q_ahead(self, layer_idx: int) -> Tensor:
         """Of an indexed layer."""
         return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
+
+
+def _head_room(of: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[..., Tensor]) -> HeadRoom:
+    """lends: whether layers attend to rows of others."""
+    heads = of.num_q_heads, of.head_dim
+    gates, alone = (zeros(of.q_width) if there else None for there in (is_gated, lends))
+    return HeadRoom(zeros(of.qkv_width), zeros(*heads), zeros(*heads), gates, alone)
 
 
 def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertRoom:

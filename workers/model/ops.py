@@ -15,7 +15,15 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
-from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
+from csattn.models.weights import (
+    DeltaWeights,
+    ExpertWeights,
+    Frequencies,
+    HeadNorms,
+    InputWeights,
+    LatentWeights,
+    Linear,
+)
 
 SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in one part
 
@@ -70,6 +78,17 @@ class DeltaState:
     conv: Tensor  # [num_tails, versions, num_channels, conv_len - 1] float32: the channels' last inputs
     memory: Tensor  # [num_tails, versions, num_v_heads, k_dim, v_dim] float32
     turn: Tensor  # [num_tails] int64
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRoom:
+    """What becomes of a step in layers whose heads are alike, one after the other."""
+
+    qkv: Tensor  # [batch_size, qkv_width]
+    q: Tensor  # [batch_size, num_q_heads, head_dim]
+    attended: Tensor  # likewise
+    gates: Tensor | None  # [batch_size, q_width]
+    alone: Tensor | None  # [batch_size, q_width]: in place of qkv, of layers without rows of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +163,7 @@ class StepOps(Protocol):
     def choose_experts(
         self,
         bias: Tensor | None,  # [num_experts] float32
+        scales: Tensor | None,  # likewise: of shares
         spec: ExpertsSpec,
         room: ExpertRoom,  # of which `logits` are read; `chosen` and `shares` are written
     ) -> None:
@@ -163,6 +183,24 @@ class StepOps(Protocol):
     ) -> None:
         """hidden += multiplier * the sum of share * down(gated) over chosen experts; without shares that were x's"""
 
+    def experts_out(
+        self,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        room: ExpertRoom,  # of which `parts` are to be written to
+        out: Tensor,  # [batch_size, hidden_size]
+    ) -> None:
+        """out = what `experts_add` would add"""
+
+    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+        """The stream behind another norm [hidden_size] float32 than its next readers'.
+
+        out: [batch_size, hidden_size], written; it is what products then read.
+        """
+
+    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
+        """x = norm(x) + other_norm(other), both [batch_size, hidden_size], norms [hidden_size] float32"""
+
     def linear_add(
         self,
         x: Tensor,  # [batch_size, num_in]
@@ -179,22 +217,42 @@ class StepOps(Protocol):
         norm: Tensor | None,  # [hidden_size] float32; None: x itself, the sum of what several devices have
         eps: float,
         multiplier: float,
+        scale: float,
         stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
-        """hidden += multiplier * norm(x)"""
+        """hidden = scale * (hidden + multiplier * norm(x))"""
 
     def rotate_append(
         self,
-        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]
+        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]; without a tail queries alone
         norms: HeadNorms | None,
         eps: float,
         rotation: Rotation | None,
         rows: StepRows,
-        tail: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
+        tail: Tensor | None,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
         q: Tensor,  # [batch_size, num_q_heads, head_dim]
     ) -> None:
-        """q = q_scale * rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail."""
+        """q = q_scale * rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail.
+
+        What has norms is normed before.
+        """
+
+    def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
+        """Append to a layer's tails what rows that are not idle have appended to another's. Both like `tail` above."""
+
+    def make_inputs(
+        self,
+        projected: Tensor,  # [batch_size, num_layers * layer_input_width]: the embedding's projection
+        weights: InputWeights,
+        eps: float,
+        rows: StepRows,
+        out: Tensor,  # [num_layers, batch_size, layer_input_width], written
+    ) -> None:
+        """What each layer takes of the rows' tokens: see `InputWeights`."""
+
+    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+        """gates = activation(gates) * given, both [batch_size, layer_input_width]"""
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         """x *= sigmoid(gates), both [batch_size, q_width]"""

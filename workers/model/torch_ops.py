@@ -9,7 +9,15 @@ from torch.nn import functional
 from csattn.batch import StepRows
 from csattn.models.latent import Turn, latent_queries, latent_rows, latent_values, query_latents
 from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
-from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
+from csattn.models.weights import (
+    DeltaWeights,
+    ExpertWeights,
+    Frequencies,
+    HeadNorms,
+    InputWeights,
+    LatentWeights,
+    Linear,
+)
 from workers.model.ops import (
     SQUARES_BLOCK,
     DeltaRoom,
@@ -74,7 +82,7 @@ class TorchOps:
         else:
             out.copy_(ACTIVATIONS[activation](products))
 
-    def choose_experts(self, bias: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def choose_experts(self, bias: Tensor | None, scales: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
         logits = room.logits
         scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(spec.scores, logits)
         ranked = scores if bias is None else scores + bias
@@ -91,7 +99,7 @@ class TorchOps:
         if spec.normed:
             of_chosen = of_chosen / of_chosen.sum(-1, keepdim=True)
         room.chosen.copy_(ids)
-        room.shares.copy_(of_chosen * spec.scale)
+        room.shares.copy_(of_chosen * spec.scale if scales is None else of_chosen * spec.scale * scales[ids])
 
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         ids, scale = room.chosen.long(), _scale(x)
@@ -115,23 +123,44 @@ class TorchOps:
         stream: Stream,
         readers: Readers,
     ) -> None:
+        self._write_parts(weights, spec, room)
+        stream.hidden.copy_(stream.hidden.float() + multiplier * room.parts.float().sum(1))
+        _prepare(stream, readers)
+
+    def experts_out(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor) -> None:
+        self._write_parts(weights, spec, room)
+        out.copy_(room.parts.float().sum(1))
+
+    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         ids, down = room.chosen.long(), weights.plain(room.gated.dtype).down
         products = torch.einsum("bki,bkhi->bkh", room.gated.float(), down[ids].float())
         if weights.down_bias is not None:
             products = products + weights.down_bias[ids].float()
         room.parts.copy_(products if spec.on_input else products * room.shares[..., None])
-        stream.hidden.copy_(stream.hidden.float() + multiplier * room.parts.float().sum(1))
-        _prepare(stream, readers)
+
+    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+        out.copy_(stream.hidden.float() * norm)
+        return Normed(out, stream.squares, eps)
+
+    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
+        x.copy_(_norm(x.float(), norm, eps) + _norm(other.float(), other_norm, eps))
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         stream.hidden.copy_(stream.hidden.float() + multiplier * _products(Normed(x), [linear]))
         _prepare(stream, readers)
 
     def add_normed(
-        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        multiplier: float,
+        scale: float,
+        stream: Stream,
+        readers: Readers,
     ) -> None:
         added = x.float() if norm is None else _norm(x.float(), norm, eps)
-        stream.hidden.copy_(stream.hidden.float() + multiplier * added)
+        stream.hidden.copy_(scale * (stream.hidden.float() + multiplier * added))
         _prepare(stream, readers)
 
     def rotate_append(
@@ -141,19 +170,37 @@ class TorchOps:
         eps: float,
         rotation: Rotation | None,
         rows: StepRows,
-        tail: Tensor,
+        tail: Tensor | None,
         q: Tensor,
     ) -> None:
         num_q_heads, head_dim = q.shape[1:]
         heads = qkv.view(rows.batch_size, -1, head_dim).float()
         own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
+        own_q = own_q if norms is None else _head_norm(own_q, norms.q, eps)
+        q.copy_(_rotated_q(own_q, rotation))
+        if tail is None:
+            return
         k, v = kv_heads.chunk(2, dim=1)
         if norms is not None:
-            own_q, k = _head_norm(own_q, norms.q, eps), _head_norm(k, norms.k, eps)
-        q.copy_(_rotated_q(own_q, rotation))
+            k = _head_norm(k, norms.k, eps)
+            v = v if norms.v is None else _head_norm(v, norms.v, eps)
         kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
         active = rows.tail_lens > 0
         tail[rows.tail_ids[active].long(), :, (rows.tail_lens - rows.tail_starts)[active].long() - 1] = kv[active]
+
+    def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
+        active = rows.tail_lens > 0
+        at = rows.tail_ids[active].long(), slice(None), rows.tail_lens[active].long() - 1
+        tail[at] = source[at]
+
+    def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
+        by_layer = projected.float().view(len(projected), len(out), -1)
+        made = _norm(by_layer * weights.scale, weights.norm, eps)
+        own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
+        out.copy_(((made + own) * 2**-0.5).transpose(0, 1))
+
+    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+        gates.copy_(ACTIVATIONS[activation](gates.float()) * given.float())
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         x.copy_(x.float() * torch.sigmoid(gates.float()))

@@ -12,10 +12,13 @@ from csattn.models.quantized_weight import joined
 from csattn.models.share import share_of_head, share_of_layer, share_of_spec
 from csattn.models.weights import (
     DeltaWeights,
+    ExpertNorms,
     ExpertWeights,
     Frequencies,
     HeadNorms,
+    InputWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     ModelWeights,
@@ -49,10 +52,10 @@ def take_weights(
     layers = []
     waiting = list(there.layers)
     there = replace(there, layers=())  # whose weights are not to be held any longer than needed
-    for layer, of_layer in zip(model.model.layers, whole.layers, strict=True):
+    for layer_idx, (layer, of_layer) in enumerate(zip(model.model.layers, whole.layers, strict=True)):
         part = waiting.pop(0)
         if share is not None:
-            part = share_of_layer(part, whole, of_layer, share)
+            part = share_of_layer(part, whole.heads_of(layer_idx), of_layer, share)
         layers.append(_moved(part, move, device, centred))
         if consume:
             for parameter in layer.parameters():
@@ -73,6 +76,7 @@ def take_weights(
         final_norm=there.final_norm.to(device),
         head=head if tied else _joined([head], move, device),
         ropes=tuple(Frequencies(rope.angles.to(device), rope.scale) for rope in there.ropes),
+        inputs=None if (inputs := there.inputs) is None else _moved_inputs(inputs, move, device),
     )
 
 
@@ -100,14 +104,32 @@ def _moved(
         gates=(_joined(layer.gates, move, device),) if layer.gates else (),
         delta=None if layer.delta is None else _moved_delta(layer.delta, move, device),
         latent=None if layer.latent is None else _moved_latent(layer.latent, move, device),
-        head_norms=None if heads is None else HeadNorms(heads.q.to(device), heads.k.to(device)),
+        head_norms=None if heads is None else _moved_head_norms(heads, device),
         sinks=None if layer.sinks is None else layer.sinks.to(device),
         out=_joined([_centred(layer.out) if centred else layer.out], move, device),
         gate_up=(_joined(layer.gate_up, move, device),) if layer.gate_up else (),
         down=None if layer.down is None else _joined([_centred(layer.down) if centred else layer.down], move, device),
         experts=tuple(_moved_experts(experts, move, device) for experts in layer.experts),
+        scale=layer.scale,
+        layer_input=None if (of := layer.layer_input) is None else _moved_layer_input(of, move, device),
         **norms,
     )
+
+
+def _moved_inputs(inputs: InputWeights, move: Callable[..., Tensor], device: torch.device | str) -> InputWeights:
+    projection, table = _joined([inputs.projection], move, device), move(inputs.table)
+    return replace(inputs, projection=projection, norm=inputs.norm.to(device), table=table)
+
+
+def _moved_layer_input(
+    of: LayerInputWeights, move: Callable[..., Tensor], device: torch.device | str
+) -> LayerInputWeights:
+    gate, projection = (_joined([linear], move, device) for linear in (of.gate, of.projection))
+    return LayerInputWeights(gate, projection, of.norm.to(device))
+
+
+def _moved_head_norms(norms: HeadNorms, device: torch.device | str) -> HeadNorms:
+    return HeadNorms(norms.q.to(device), norms.k.to(device), None if norms.v is None else norms.v.to(device))
 
 
 def _moved_delta(delta: DeltaWeights, move: Callable[..., Tensor], device: torch.device | str) -> DeltaWeights:
@@ -166,8 +188,14 @@ def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor], device: 
         gate_bias=gate_bias,
         up_bias=up_bias,
         down_bias=None if experts.down_bias is None else move(experts.down_bias),
+        scales=None if experts.scales is None else experts.scales.to(gates.device),
+        norms=None if (norms := experts.norms) is None else _moved_expert_norms(norms, gates.device),
         quantized=kept,
     )
+
+
+def _moved_expert_norms(norms: ExpertNorms, device: torch.device) -> ExpertNorms:
+    return ExpertNorms(*(norm.to(device) for norm in (norms.router, norms.before, norms.behind, norms.behind_mlp)))
 
 
 def _centred(linear: Linear) -> Linear:

@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     float* coordinates, float* means, u8* asked, long long max_segments,  // `Queries`, written
     u32* octave_counts      // [slots, GROUP_SIZE, NUM_OCTAVES], cleared; or null
 ) {
-    extern __shared__ uint4 memory[];  // HEAD_DIM rows of COORDS halves, then two mean keys, then `Projection`
+    // HEAD_DIM rows of COORDS halves, where there is room for them (STAGED), then two mean keys, then `Projection`
+    extern __shared__ uint4 memory[];
     const int segment = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_then_let_next_start();
     const Sketch sketch = sketches[context_id];
@@ -62,9 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
         return;
     }
     const long long of_head = head * sketch.num_segments, here = of_head + segment;
-    constexpr int TRANSFORM_UNITS = HEAD_DIM * COORDS / 8;  // of 16 bytes
+    constexpr int TRANSFORM_UNITS = STAGED ? HEAD_DIM * COORDS / 8 : 0;  // of 16 bytes
     auto& [products, most, scaled, projected, mean] = *reinterpret_cast<Projection*>(memory + TRANSFORM_UNITS + HEAD_DIM / 2);
-    const uint4* transform = reinterpret_cast<const uint4*>(sketch.query_transform + here * (HEAD_DIM * COORDS));
+    const u16* of_segment_columns = sketch.query_transform + here * (HEAD_DIM * COORDS);
+    const uint4* transform = reinterpret_cast<const uint4*>(of_segment_columns);
     const uint4* mean_key = reinterpret_cast<const uint4*>(sketch.key_mean + here * HEAD_DIM);
 #pragma unroll 1
     for (int i = threadIdx.x; i < TRANSFORM_UNITS; i += THREADS) start_copy(memory + i, transform + i);
@@ -76,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     wait_for_copies<0>();
     __syncthreads();
     wait_then_let_next_start(sketch.low_bits());
-    const u16* columns = reinterpret_cast<const u16*>(memory);
+    const u16* columns = STAGED ? reinterpret_cast<const u16*>(memory) : of_segment_columns;
     const float* mean_keys = reinterpret_cast<const float*>(memory + TRANSFORM_UNITS);
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) {

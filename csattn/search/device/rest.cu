@@ -8,7 +8,7 @@
 constexpr int PART = HEAD_DIM + 4;   // floats of a part: the output, unnormalised, then its exponent and the sum of its weights
 constexpr int OCTETS = GROUP_SIZE > 8 ? 2 : 1;
 constexpr int NUM_SUMS = SUMS - 3, WEIGHTS_AT = 32 * FINE_GROUPS;  // of a query
-constexpr int TRANSFORM_UNITS = COORDS * HEAD_DIM / 8;             // of 16 bytes
+constexpr int TRANSFORM_UNITS = STAGED ? COORDS * HEAD_DIM / 8 : 0;  // of 16 bytes: in shared memory, where there is room
 constexpr float LEAST_LEFT = 1.0f / (1 << 18);  // of a sum: less of it is what rounding has left
 
 struct Part {
@@ -172,14 +172,15 @@ __device__ void take_out(const float* taken, int num_warps, float (*left)[SUMS])
 
 // What a segment says of values, in shared memory: for a step with several segments, one after the other.
 struct Segment {
-    uint4* transform;  // [COORDS][HEAD_DIM] halves, then a mean value
+    uint4* transform;  // [COORDS][HEAD_DIM] halves, unless they are read from where they lie, then a mean value
     float (*left)[SUMS];
     float (*codes)[COORDS];
+    const u16* there;  // the halves in the sketch
 
     // Start what needs no chosen rows: coarse codes are told from the query, see reference.attend_rest.
     __device__ __forceinline__ void begin(const Sketch& sketch, int head, int segment, const float* coordinates) const {
         const long long here = head * sketch.num_segments + segment;
-        const uint4* columns = reinterpret_cast<const uint4*>(sketch.value_transform + here * (COORDS * HEAD_DIM));
+        const uint4* columns = reinterpret_cast<const uint4*>(there);
         const uint4* mean = reinterpret_cast<const uint4*>(sketch.value_mean + here * HEAD_DIM);
 #pragma unroll 1
         for (int i = threadIdx.x; i < TRANSFORM_UNITS; i += THREADS) start_copy(transform + i, columns + i);
@@ -214,7 +215,7 @@ struct Segment {
         }
         wait_for_copies<0>();
         __syncthreads();
-        const u32* columns = reinterpret_cast<const u32*>(transform);  // two dimensions each
+        const u32* columns = STAGED ? reinterpret_cast<const u32*>(transform) : reinterpret_cast<const u32*>(there);  // two dimensions each
         const float* mean = reinterpret_cast<const float*>(transform + TRANSFORM_UNITS);
 #pragma unroll 1
         for (int i = threadIdx.x; i < GROUP_SIZE * (HEAD_DIM / 2); i += THREADS) {
@@ -276,7 +277,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         const Sketch& sketch = sketches[context_id];
         const int segment = sketch.segment_of(tile * TILE_KEYS);
         end_tile = min(part.end_tile, (sketch.segment_end(segment, num_keys) + TILE_KEYS - 1) / TILE_KEYS);
-        const Segment values{memory, left, codes};
+        const u16* there = sketch.value_transform + (head * sketch.num_segments + segment) * (COORDS * HEAD_DIM);
+        const Segment values{memory, left, codes, there};
         const long long of_segment = (slot * max_segments + segment) * GROUP_SIZE;
         values.begin(sketch, head, segment, coordinates + of_segment * COORDS);
         QueryRows rows;

@@ -8,6 +8,7 @@ from csattn.sketch.codes import num_coords
 
 MAX_SUBSPACE_DIM = 32  # a centroid lies in a thread's registers
 MAX_GROUP_SIZE = 16  # the queries of a group are rows of one product
+WIDE_HEAD_DIM, MAX_WIDE_GROUP_SIZE = 256, 8  # what becomes of wider heads' queries is in a block's shared memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,12 @@ class SketchShape:
             raise ConfigError(
                 f"{self.group_size} query heads share a KV head, the search on a GPU takes at most {MAX_GROUP_SIZE}; "
                 "decode on the CPU"
+            )
+        if self.head_dim > WIDE_HEAD_DIM and self.group_size > MAX_WIDE_GROUP_SIZE:
+            raise ConfigError(
+                f"{self.group_size} query heads of {self.head_dim} dimensions share a KV head, the search on a GPU "
+                f"takes at most {MAX_WIDE_GROUP_SIZE} that are wider than {WIDE_HEAD_DIM}: a block has no memory for "
+                "more; decode on the CPU"
             )
         if self.head_dim % 8:
             raise ConfigError(f"head_dim is {self.head_dim}, the search on a GPU takes multiples of 8; use the CPU")

@@ -15,18 +15,19 @@ from csattn.search.device.compiling import (
     require_queries,
 )
 from csattn.search.device.indexes import DeviceIndexes
-from csattn.search.device.shapes import SketchShape
+from csattn.search.device.shapes import WIDE_HEAD_DIM, SketchShape
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG2_E
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 256, 1024
 TILES_OF_CONTEXT = 512  # at least, of long ones: what tiles leave is read by many
-PASS_WARPS, MOST_STAGES = 12, 4
+PASS_WARPS, WIDE_PASS_WARPS, MOST_STAGES = 12, 8, 4  # the second where heads are wide
 MOST_SHARED_BYTES = 208 << 10  # of a ring; a block has more besides
 MOST_GROUP_SCORE_BYTES = 192 << 10
 # of a block; the latter where few blocks wait for memory at a time: each has several segments, or takes too much room
 REST_THREADS, MOST_REST_THREADS = 128, 256
 SHARED_BYTES, BLOCK_BYTES = 228 << 10, 2 << 10  # of a multiprocessor; what each block takes besides, and little things
+MOST_STAGED_BYTES = 128 << 10  # of a segment's transform; a larger one is read from where it lies
 CHOOSE_BINS = 4096
 MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys of each
 MANY_KEYS = (
@@ -103,7 +104,7 @@ class SketchPass:
         self._project.launch(grid, self._project_threads, q, table, context_ids, self._octaves, *projected)
         self._score.launch(
             (self._num_blocks, 1, 1),
-            32 * PASS_WARPS,
+            32 * self._pass_warps,
             *(table, indexes.context_lens, context_ids, config.sink_len, config.window_len, *self._queries),
             *(self._scores, self._octave_counts, self._exponents, self._sums, self.max_keys, self.max_tiles),
         )
@@ -161,6 +162,16 @@ class SketchPass:
         return 4 * BLOCK_KEYS * (self.shape.num_fine + self.shape.num_coarse)
 
     @property
+    def _pass_warps(self) -> int:
+        return PASS_WARPS if self.shape.head_dim <= WIDE_HEAD_DIM else WIDE_PASS_WARPS
+
+    @property
+    def _staged_bytes(self) -> int:
+        """Of a segment's transform, of queries or of values, where blocks have it in shared memory; else 0."""
+        num_bytes = 2 * self.shape.num_coords * self.shape.head_dim
+        return num_bytes if num_bytes <= MOST_STAGED_BYTES else 0
+
+    @property
     def _num_sums(self) -> int:
         return 32 * -(-self.shape.num_fine // 4) + 4
 
@@ -173,18 +184,20 @@ class SketchPass:
     def _project(self) -> CudaKernel:
         head_dim, num_coords, group_size = self.shape.head_dim, self.shape.num_coords, self.shape.group_size
         of_queries = group_size * (16 * (head_dim + 1) + 8 * (num_coords + 1) + 4 * head_dim + 4 * num_coords + 8)
-        how = self._query_dtype, self._project_threads, head_dim * (2 * num_coords + 8) + of_queries
-        return compiled("project.cu", "project_queries", self.shape, *how, TILE_KEYS=self._tile_keys)
+        threads, shared_bytes = self._project_threads, self._staged_bytes + 8 * head_dim + of_queries
+        more = {"TILE_KEYS": self._tile_keys, "STAGED": int(self._staged_bytes > 0)}
+        return compiled("project.cu", "project_queries", self.shape, self._query_dtype, threads, shared_bytes, **more)
 
     @cached_property
     def _score(self) -> CudaKernel:
-        stage_bytes = PASS_WARPS * self._block_bytes
+        warps = self._pass_warps
+        stage_bytes = warps * self._block_bytes
         together = min(self.batch_size, max(1, 16 // self.shape.group_size)) * self.shape.group_size
-        count_bytes = PASS_WARPS * together * NUM_OCTAVES * 4 * (self._keeps_scores and self.shape.group_size > 1)
+        count_bytes = warps * together * NUM_OCTAVES * 4 * (self._keeps_scores and self.shape.group_size > 1)
         stages = max(2, min(MOST_STAGES, (MOST_SHARED_BYTES - count_bytes) // stage_bytes))
         more = {"BATCH": self.batch_size, "STAGES": stages, "TILE_KEYS": self._tile_keys}
         more |= {"SCORES": int(self._keeps_scores), "REST": int(self._sums_rest)}
-        dtype, threads, shared_bytes = self._query_dtype, 32 * PASS_WARPS, stages * stage_bytes + count_bytes
+        dtype, threads, shared_bytes = self._query_dtype, 32 * warps, stages * stage_bytes + count_bytes
         return compiled("score_codes.cu", "score_codes", self.shape, dtype, threads, shared_bytes, **more)
 
     @cached_property
@@ -212,6 +225,7 @@ class SketchPass:
         threads = self._rest_threads(rest_parts)
         dtype, shared_bytes = self._query_dtype, self._rest_bytes(threads)
         more = {"REST_PARTS": rest_parts, "TILE_KEYS": self._tile_keys, "AFTER_SEARCH": int(self._keeps_scores)}
+        more["STAGED"] = int(self._staged_bytes > 0)
         return compiled("rest.cu", "attend_rest", self.shape, dtype, threads, shared_bytes, **more)
 
     def _rest_threads(self, rest_parts: int) -> int:
@@ -224,7 +238,7 @@ class SketchPass:
     def _rest_bytes(self, threads: int) -> int:
         """Shared memory that a block of the rest is launched with."""
         shape, warps = self.shape, threads // 32
-        transform_bytes = 2 * shape.num_coords * shape.head_dim + 4 * shape.head_dim
+        transform_bytes = self._staged_bytes + 4 * shape.head_dim
         tray_bytes = warps * 4 * BLOCK_KEYS * shape.num_fine
         return transform_bytes + tray_bytes + warps * shape.group_size * self._num_sums * 4
 

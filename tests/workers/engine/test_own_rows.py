@@ -25,8 +25,8 @@ def artifact(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         yield opened
 
 
-def make_engine(artifact: Artifact | None) -> CpuEngine:
-    engine = CpuEngine(loaded(), num_slots=3, tail_capacity=120, num_threads=1)
+def make_engine(artifact: Artifact | None, family: str = "llama") -> CpuEngine:
+    engine = CpuEngine(loaded(family), num_slots=3, tail_capacity=120, num_threads=1)
     if artifact is not None:
         engine.add_context(0, artifact)
     return engine
@@ -84,14 +84,15 @@ def test_more_rows_than_there_is_room_for_are_refused(artifact) -> None:
         assert torch.equal(engine.read_rows(1, 0, 100)(), rows)
 
 
-def test_without_a_context_it_says_what_transformers_says() -> None:
-    with make_engine(None) as engine:
+@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
+def test_without_a_context_it_says_what_transformers_says(family: str) -> None:
+    with make_engine(None, family) as engine:
         got = alone(engine, Talk(NO_CONTEXT, SearchConfig(keep=0.02), "csattn", TOKENS[:60], 5))
         with pytest.raises(ConfigError, match="no context 0"):
             engine.open(0, 0, SearchConfig(), "csattn")
     whole = torch.tensor(TOKENS[:60] + got.tokens)
     with torch.inference_mode():
-        want = loaded().model(whole[None]).logits[0, 59:-1]
+        want = loaded(family).model(whole[None]).logits[0, 59:-1]
     np.testing.assert_allclose(np.stack(got.logits), want.numpy(), rtol=1e-3, atol=1e-4)
     assert got.tokens == want.argmax(-1).tolist()
 

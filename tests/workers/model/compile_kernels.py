@@ -9,16 +9,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model.gpu import delta_kernels, expert_kernels, head_kernels, latent_kernels, linear_kernels, token_kernels
+from workers.model.gpu import (
+    delta_kernels,
+    expert_kernels,
+    head_kernels,
+    input_kernels,
+    latent_kernels,
+    linear_kernels,
+    token_kernels,
+)
 
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
-    "*fp32": "squares norm norm_ahead q_norm k_norm frequencies cos sin q_scale shares conv kept memory decay"
-    " decay_bias partials weight logits best scales kv_norm index_norm index_weights",
+    "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv kept memory decay"
+    " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights",
     "*i32": "counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
     "*i64": "turns token_ids positions next_ids",
-    "fp32": "eps multiplier scale beta every offset cap weight_scale",
-    "i32": "num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
+    "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale",
+    "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
     " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
     " x_row x_head ups_head ups_in ups_out out_row out_head",
 }
@@ -47,6 +55,12 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         token_kernels.add_normed_kernel,
         [ROW | readers | {"NUM_PARTS": parts, "IS_NORMED": parts == 1} for readers in READERS for parts in (1, 3)],
     ),
+    (token_kernels.weigh_kernel, [{"BLOCK": 1024}]),
+    (token_kernels.add_norms_kernel, [{"BLOCK": 1024}]),
+    (expert_kernels.sum_parts_kernel, [{"NUM_PARTS": 3, "BLOCK": 1024}]),
+    (head_kernels.copy_rows_kernel, [{"BLOCK": 512}]),
+    (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
+    (input_kernels.take_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
     (delta_kernels.gate_kernel, [{"BLOCK": 1024}]),
     (delta_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
     (
@@ -57,7 +71,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         expert_kernels.choose_kernel,
         [
             {"SCORES": scores, "HAS_BIAS": groups > 1, "NUM_GROUPS": groups, "NUM_KEPT": 2, "NORMED": groups > 1}
-            | {"NUM_CHOSEN": 6, "BLOCK": 128, "BLOCK_CHOSEN": 8}
+            | {"HAS_SCALES": groups == 1, "NUM_CHOSEN": 6, "BLOCK": 128, "BLOCK_CHOSEN": 8}
             for scores, groups in (("softmax", 1), ("sigmoid", 4), ("softmax_of_chosen", 1))
         ],
     ),
@@ -102,11 +116,28 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         (
             kernel,
             [
-                HEADS | {"NORM": norm, "HALF": half, "INTERLEAVED": interleaved, "ROTATED": norm != "projection"}
+                HEADS
+                | {"NORM": norm, "HALF": half, "INTERLEAVED": interleaved, "ROTATED": norm != "projection"}
+                | {"V_NORMED": norm == "head", "BLOCK_OUT": 64}
                 for norm, half, interleaved in (("none", 64, False), ("head", 32, True), ("projection", 0, False))
             ],
         )
         for kernel in (head_kernels.rotate_append_kernel, head_kernels.predict_query_kernel)
+    ),
+    (
+        head_kernels.rotate_append_kernel,
+        [
+            HEADS
+            | {"NUM_KV_HEADS": 0, "NORM": "head", "V_NORMED": True, "HALF": 64, "INTERLEAVED": False, "ROTATED": True}
+        ],
+    ),
+    (
+        head_kernels.predict_query_kernel,
+        [
+            HEADS
+            | {"HEAD_DIM": 512, "BLOCK": 256, "BLOCK_OUT": 32, "NORM": "head", "HALF": 256}
+            | {"INTERLEAVED": False, "ROTATED": True}
+        ],
     ),
 ]
 

@@ -36,13 +36,8 @@ class FullAttention:
         self._chosen: dict[int, Tensor] = {}  # of the step's rows, by the last layer that has an indexer
         self._kinds, self._sinks = kinds or len(contexts) * [AttentionSpec()], sinks or len(contexts) * [None]
         self._contexts, self._softmax_scale = list(contexts), softmax_scale
-        _, num_kv_heads, max_context_len, _, head_dim = contexts[0].shape
-        device = contexts[0].device
-        self.tails = torch.zeros(
-            (len(contexts), num_tails, num_kv_heads, tail_capacity, 2, head_dim),
-            dtype=contexts[0].dtype,
-            device=device,
-        )
+        device, max_context_len = contexts[0].device, contexts[0].shape[2]
+        self.tails = [kv.new_zeros(num_tails, kv.shape[1], tail_capacity, *kv.shape[3:]) for kv in contexts]
         lens = torch.tensor(list(context_lens), device=device)
         self._in_context = torch.arange(max_context_len, device=device) < lens[:, None]  # [num_contexts, ...]
         self._context_ids = torch.arange(len(lens), device=device)

@@ -22,6 +22,8 @@ CONTEXT_LENS = (37, 50)
 def context_kv(model: Any, ids: Tensor) -> list[Tensor]:
     """Per layer [num_kv_heads, len(ids), 2, head_dim]; of layers that keep a state zeros."""
     layers, spec = cache_of(model, ids), describe(model.config)
+    kinds = [layer.attention for layer in spec.layers]
+    layers = [layers[i if kind.rows_of is None else kind.rows_of] for i, kind in enumerate(kinds)]
     if spec.layers[0].latent is not None:
         return [_latent_rows(layer, spec) for layer in layers]
     pairs = [None if isinstance(x, LinearAttentionLayer) else torch.stack([x.keys[0], x.values[0]], 2) for x in layers]
@@ -79,7 +81,8 @@ def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60, begu
     for layer_idx, layer in enumerate(spec.layers):
         if layer.delta is not None:
             attention.states[layer_idx] = _begun(model, layer_idx, num_tails, begun)
-    attention.tails.fill_(torch.nan)  # nobody reads what no row has written
+    for tail in attention.tails:
+        tail.fill_(torch.nan)  # nobody reads what no row has written
     return attention
 
 

@@ -38,6 +38,9 @@ EXPERTS = {
     "clamped": ExpertsSpec(
         num_experts=7, num_chosen=4, intermediate_size=65, scores="softmax_of_chosen", activation="clamped", bias=True
     ),
+    "scaled": ExpertsSpec(
+        num_experts=7, num_chosen=3, intermediate_size=33, scores="softmax", normed=True, has_scales=True
+    ),
 }  # fmt: skip
 
 
@@ -49,8 +52,9 @@ def test_choose_experts(kind: str, batch_size: int) -> None:
     logits[0] = float(logits[0, 0])  # of equals the first
     bias = randn(spec.num_experts) if spec.has_choice_bias else None
     got, want = (make_room(spec, batch_size, 1, torch.float32, logits) for _ in range(2))
-    TritonOps(DEVICE).choose_experts(bias, spec, got)
-    TorchOps().choose_experts(bias, spec, want)
+    scales = randn(spec.num_experts) if spec.has_scales else None
+    TritonOps(DEVICE).choose_experts(bias, scales, spec, got)
+    TorchOps().choose_experts(bias, scales, spec, want)
     assert torch.equal(got.chosen, want.chosen)
     torch.testing.assert_close(got.shares, want.shares, **tolerance(torch.float32))
 
@@ -58,7 +62,7 @@ def test_choose_experts(kind: str, batch_size: int) -> None:
 def test_experts_of_what_is_no_number_are_some() -> None:
     spec = replace(EXPERTS["plain"], scores="sigmoid", normed=False)
     room = make_room(spec, 2, 1, torch.float32, torch.full((2, 5), torch.nan, device=DEVICE))
-    TritonOps(DEVICE).choose_experts(None, spec, room)
+    TritonOps(DEVICE).choose_experts(None, None, spec, room)
     assert room.chosen.min() >= 0 and room.chosen.max() < 5
 
 
@@ -115,3 +119,7 @@ def test_experts(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtyp
     TritonOps(DEVICE).experts_add(weights, spec, got, 0.5, got_stream, read)
     TorchOps().experts_add(weights, spec, want, 0.5, want_stream, read)
     assert_same_stream(got_stream, want_stream, ahead=True)
+    alone, want_alone = randn(batch_size, hidden_size, dtype=dtype), randn(batch_size, hidden_size, dtype=dtype)
+    TritonOps(DEVICE).experts_out(weights, spec, got, alone)
+    TorchOps().experts_out(weights, spec, want, want_alone)
+    torch.testing.assert_close(alone, want_alone, **tolerance(dtype))

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.batch import make_step_rows
 from csattn.models.spec import Temper
-from csattn.models.weights import Frequencies, HeadNorms
+from csattn.models.weights import Frequencies, HeadNorms, InputWeights
 from tests.workers.model.step_ops import (
     DEVICE,
     DTYPES,
@@ -212,11 +212,30 @@ def test_add_normed(batch_size, hidden_size, read_by, dtype) -> None:
     norm = 1 + randn(hidden_size, scale=0.3)
     got = make_stream(batch_size, hidden_size, dtype)
     before, want = got.hidden.clone(), copy_of(got)
-    TritonOps(DEVICE).add_normed(x, norm, EPS, 0.5, got, read)
-    TorchOps().add_normed(x, norm, EPS, 0.5, want, read)
+    scale = 0.7 if read_by == "one" else 1.0
+    TritonOps(DEVICE).add_normed(x, norm, EPS, 0.5, scale, got, read)
+    TorchOps().add_normed(x, norm, EPS, 0.5, scale, want, read)
     assert_same_stream(got, want, read.ahead is not None)
     added = 0.5 * torch.nn.functional.rms_norm(x.float(), (hidden_size,), norm, EPS)
-    torch.testing.assert_close(got.hidden.float(), before.float() + added, **tolerance(dtype))
+    torch.testing.assert_close(got.hidden.float(), scale * (before.float() + added), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100), (5, 576)])
+def test_what_experts_that_are_apart_read_and_add(batch_size, hidden_size, dtype) -> None:
+    stream, norms = prepared(batch_size, hidden_size, dtype), [1 + randn(hidden_size, scale=0.3) for _ in range(3)]
+    out, linear = randn(batch_size, hidden_size, dtype=dtype), make_linear(40, hidden_size, dtype, bias=False)
+    read = [ops.read_normed(stream, norms[0], EPS, out.clone()) for ops in (TritonOps(DEVICE), TorchOps())]
+    torch.testing.assert_close(read[0].x, read[1].x, **tolerance(dtype))
+    products = torch.zeros(batch_size, 40, device=DEVICE)
+    TorchOps().linear(read[0], [linear], products)
+    whole = torch.nn.functional.rms_norm(stream.hidden.float(), (hidden_size,), norms[0], EPS)
+    torch.testing.assert_close(products, whole @ linear.weight.float().T, **tolerance(torch.bfloat16))
+    got, other = randn(batch_size, hidden_size, dtype=dtype), randn(batch_size, hidden_size, dtype=dtype)
+    want = got.clone()
+    TritonOps(DEVICE).add_norms(got, norms[1], other, norms[2], EPS)
+    TorchOps().add_norms(want, norms[1], other, norms[2], EPS)
+    torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
 def test_a_sum_over_devices_is_added_as_it_is() -> None:
@@ -224,8 +243,8 @@ def test_a_sum_over_devices_is_added_as_it_is() -> None:
     x, read = randn(3, 100, scale=3.0), readers("both", 100)
     got = make_stream(3, 100, torch.bfloat16)
     before, want = got.hidden.clone(), copy_of(got)
-    TritonOps(DEVICE).add_normed(x, None, EPS, 0.5, got, read)
-    TorchOps().add_normed(x, None, EPS, 0.5, want, read)
+    TritonOps(DEVICE).add_normed(x, None, EPS, 0.5, 1.0, got, read)
+    TorchOps().add_normed(x, None, EPS, 0.5, 1.0, want, read)
     assert_same_stream(got, want, read.ahead is not None)
     torch.testing.assert_close(got.hidden.float(), before.float() + 0.5 * x, **tolerance(torch.bfloat16))
 
@@ -276,7 +295,8 @@ def make_head_norms(kind: str, num_q_heads: int, num_kv_heads: int, head_dim: in
     if kind == "none":
         return None
     q_heads, kv_heads = (num_q_heads, num_kv_heads) if kind == "projection" else (1, 1)
-    return HeadNorms(1 + randn(q_heads * head_dim, scale=0.5), 1 + randn(kv_heads * head_dim, scale=0.5))
+    of_v = torch.ones(head_dim, device=DEVICE) if head_dim == 24 else None
+    return HeadNorms(1 + randn(q_heads * head_dim, scale=0.5), 1 + randn(kv_heads * head_dim, scale=0.5), of_v)
 
 
 # every norm with every rotation where a head's width is no power of two; other widths and the narrow dtype with one
@@ -286,6 +306,8 @@ HEADS = [
     (4, 2, 16, "head", "part interleaved", DTYPES[1]),
     (3, 1, 64, "none", "interleaved", DTYPES[0]),
     (3, 1, 64, "projection", "part", DTYPES[1]),
+    (2, 1, 512, "head", "whole", DTYPES[1]),
+    (1, 1, 288, "head", "part interleaved", DTYPES[0]),
 ]
 
 
@@ -305,6 +327,42 @@ def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype
     torch.testing.assert_close(got_tail, want_tail, equal_nan=True, **tolerance(dtype))
     written = ~got_tail[:, 0, :, 0, 0].isnan()
     assert written.nonzero().tolist() == [[0, 0], [0, 1], [2, 4]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_without_rows_turns_queries_and_takes_the_rows_of_another(dtype) -> None:
+    rows = make_rows([0, 1, -1, -1], [2, 0, 0, 0], [5, 0, 1, 2])
+    projected, rotation = randn(4, 3 * 24, dtype=dtype), rotation_of("whole", 4, 24)
+    norms = make_head_norms("head", 3, 1, 24)
+    got_q, want_q = (randn(4, 3, 24, dtype=dtype) for _ in range(2))
+    for ops, q in ((TritonOps(DEVICE), got_q), (TorchOps(), want_q)):
+        ops.rotate_append(projected, norms, EPS, rotation, rows, None, q)
+    torch.testing.assert_close(got_q, want_q, **tolerance(dtype))
+    source = randn(3, 2, 7, 2, 24, dtype=dtype)
+    got, want = torch.full_like(source, torch.nan), torch.full_like(source, torch.nan)
+    TritonOps(DEVICE).copy_rows(source, got, rows)
+    TorchOps().copy_rows(source, want, rows)
+    assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0))
+    written = ~got.isnan().any(dim=-1).any(dim=-1).any(dim=1)
+    assert written.nonzero().tolist() == [[0, 0], [0, 1], [2, 4]] and torch.equal(got[2, :, 4], source[2, :, 4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [20, 32])
+def test_what_layers_take_of_each_token(width, dtype) -> None:
+    rows, norm = make_rows([0, 1, 0], [0, 1, 2], [1, 1, 1]), 1 + randn(width, scale=0.3)
+    rows.token_ids.copy_(torch.tensor([3, 0, 8]))
+    table, projected = randn(9, 4 * width, dtype=dtype), randn(3, 4 * width, dtype=dtype)
+    weights = InputWeights(make_linear(4 * width, 8, dtype, bias=False), 0.35, norm, table, 4.5)
+    got, want = (randn(4, 3, width, dtype=dtype) for _ in range(2))
+    TritonOps(DEVICE).make_inputs(projected.clone(), weights, EPS, rows, got)
+    TorchOps().make_inputs(projected.clone(), weights, EPS, rows, want)
+    torch.testing.assert_close(got, want, **tolerance(dtype))
+    gates = randn(3, width, dtype=dtype)
+    taken = gates.clone()
+    TritonOps(DEVICE).take_input(taken, "gelu_tanh", got[1])
+    TorchOps().take_input(gates, "gelu_tanh", got[1])
+    torch.testing.assert_close(taken, gates, **tolerance(dtype))
 
 
 @pytest.mark.parametrize(("num_q_heads", "_", "head_dim", "norm", "rotates", "dtype"), HEADS)

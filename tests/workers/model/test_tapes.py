@@ -30,7 +30,7 @@ class Recorded:
     lookahead = True
     in_graph = True
 
-    def __init__(self, tails: torch.Tensor, states: list[DeltaState | None]) -> None:
+    def __init__(self, tails: list[torch.Tensor], states: list[DeltaState | None]) -> None:
         self.tails, self.states = tails, states
         self.q: list[torch.Tensor] = []
         self.ahead: list[torch.Tensor] = []
@@ -92,12 +92,12 @@ def run_tapes(
                 room.attended[:num_rows] = attended(asked.q[:num_rows])[..., : room.attended.shape[-1]]
                 team.run(after)
                 continue
-            q.append(model.q[:num_rows].copy())
+            q.append(model.queries[layer_idx][:num_rows].copy())
             if ahead and model.shape.is_predicted(layer_idx):
                 number = model.numbers[layer_idx]
                 assert number is not None
                 predicted.append(model.q_ahead[number % 2][:num_rows].copy())
-            model.attended[:num_rows] = attended(torch.from_numpy(q[-1])).reshape(num_rows, -1)
+            model.outputs[layer_idx][:num_rows] = attended(torch.from_numpy(q[-1])).reshape(num_rows, -1)
             team.run(after)
     return q, predicted, model.logits[:num_rows].copy()
 
@@ -109,7 +109,7 @@ def test_tapes_compute_what_the_definition_computes(family: str, ahead: bool) ->
     model = CpuModel(whole, 7, 5, 9)
     for tail in model.tails:
         tail.fill_(torch.nan)
-    tails, states = torch.stack(model.tails), [fill(state) for state in model.states]
+    tails, states = [tail.clone() for tail in model.tails], [fill(state) for state in model.states]
     q, predicted, logits = run_tapes(model, list(range(5)), ahead, num_threads=2)
 
     rows = make_step_rows(5, torch.device("cpu"))
@@ -132,7 +132,7 @@ def test_tapes_compute_what_the_definition_computes(family: str, ahead: bool) ->
         assert len(got) == len(expected)
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b.numpy(), rtol=close, atol=close)
-    torch.testing.assert_close(torch.stack(model.tails), tails, rtol=close, atol=close, equal_nan=True)
+    torch.testing.assert_close(model.tails, tails, rtol=close, atol=close, equal_nan=True)
     for got_state, state in zip(model.states, states, strict=True):
         assert (got_state is None) == (state is None)
         if got_state is not None and state is not None:

@@ -14,7 +14,7 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import DeltaSpec, Temper
+from csattn.models.spec import DeltaSpec, HeadsSpec, Temper
 from csattn.models.weights import Frequencies, weights_of
 from offload.host_memory import sparse_zeros
 from workers.model.cpu.notes import RowTape
@@ -47,16 +47,19 @@ class CpuModel:
         )
         # addresses: what predicts the layer's queries, 0: none
         self.maps = np.zeros((shape.num_layers, max_rows), np.int64)
-        size = shape.num_layers, num_tails, shape.num_kv_heads, tail_capacity, 2, shape.head_dim
-        room = torch.from_numpy(sparse_zeros(math.prod(size) * model.dtype.itemsize))
-        self.all_tails = all_tails = room.view(model.dtype).view(size)  # those with an index first
         # of each layer, its number among those that have an index; None: it has none
         indexed = shape.indexed_layers
+        others = [i for i in range(shape.num_layers) if i not in indexed]
         self.numbers = [indexed.index(i) if i in indexed else None for i in range(shape.num_layers)]
-        self.indexed_tails = all_tails[: len(indexed)]  # of those
-        others = iter(all_tails[len(indexed) :])
+        sizes = num_tails, tail_capacity, model.dtype
+        self.indexed_tails = _make_tails(len(indexed), shape.heads, *sizes)  # of those
+        heads = shape.heads_of(others[0]) if others else shape.heads
+        other_tails = _make_tails(len(others), heads, *sizes)
         # of each layer [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
-        self.tails = [next(others) if number is None else all_tails[number] for number in self.numbers]
+        of_layers = dict(zip([*indexed, *others], [*self.indexed_tails, *other_tails], strict=True))
+        self.tails = [of_layers[layer_idx] for layer_idx in range(shape.num_layers)]
+        # rows that a request can go on from without others: of layers that attend to everything
+        self.whole_tails = self.indexed_tails if indexed else other_tails
         self.sinks = [layer.sinks for layer in self._weights.layers]
         self._ops = TapeOps(self.kind, self.num_rows)
         # of each request the version of its states that it reads, where it has any
@@ -70,8 +73,13 @@ class CpuModel:
         self._rotations = layers.rotations
         # of each layer, what its attention reads and writes instead of q
         self.latents: list[LatentRoom | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
-        self.q, self.q_ahead = layers.q.numpy(), tuple(q.numpy() for q in layers.q_ahead)
-        self.attended, self.logits = layers.attended.flatten(1).numpy(), layers.logits.numpy()
+        # of each layer [max_rows, num_q_heads, head_dim], and what it attends to, flat
+        rooms = [layers.heads(layer_idx) for layer_idx in range(shape.num_layers)]
+        self.queries, self.outputs = [x.q.numpy() for x in rooms], [x.attended.flatten(1).numpy() for x in rooms]
+        # of those with an index, which share them
+        first = indexed[0] if indexed else 0
+        self.q, self.attended = self.queries[first], self.outputs[first]
+        self.q_ahead, self.logits = tuple(q.numpy() for q in layers.q_ahead), layers.logits.numpy()
         self.begin: dict[bool, Tape] = {}
         self.after: dict[bool, list[Tape]] = {}
         self._tapes: list[RowTape] = []
@@ -117,6 +125,12 @@ def _turn(positions: list[int], frequencies: Frequencies, temper: Temper | None,
         np.multiply(np.sin(angles), scale, out=sin[row])
         if temper is not None:
             q_scale[row] = temper.scales(torch.tensor(position))
+
+
+def _make_tails(num_layers: int, heads: HeadsSpec, num_tails: int, tail_capacity: int, dtype: torch.dtype) -> Tensor:
+    """[num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]: it costs memory once it is written."""
+    size = num_layers, num_tails, heads.num_kv_heads, tail_capacity, 2, heads.head_dim
+    return torch.from_numpy(sparse_zeros(math.prod(size) * dtype.itemsize)).view(dtype).view(size)
 
 
 def _make_state(spec: DeltaSpec, turns: NDArray[np.int64]) -> DeltaState:

@@ -23,7 +23,7 @@ from workers.model.ops import ExpertRoom, Normed, Readers, Stream
 class TapeExpertOps(Notes):
     """A part of `TapeOps`."""
 
-    def choose_experts(self, bias: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def choose_experts(self, bias: Tensor | None, scales: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
         num_groups, num_kept = spec.groups
         self._note(
             choose_stage,
@@ -40,6 +40,7 @@ class TapeExpertOps(Notes):
             num_kept=num_kept,
             normed=spec.normed,
             scale=self._number(spec.scale),
+            scales=scales,
             chosen=room.chosen,
             shares=room.shares,
         )
@@ -80,12 +81,26 @@ class TapeExpertOps(Notes):
         stream: Stream,
         readers: Readers,
     ) -> None:
-        hidden_size = stream.hidden.shape[1]
+        self._add_experts(weights, spec, room, stream.hidden, multiplier)
+        self._prepare(stream, readers)
+
+    def experts_out(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor) -> None:
+        self._add_experts(weights, spec, room, out, None)
+
+    def _add_experts(
+        self,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        room: ExpertRoom,
+        out: Tensor,
+        multiplier: float | None,  # None: nothing is added to
+    ) -> None:
+        hidden_size = out.shape[1]
         self._note(
             KindStage(add_experts_stage, self._kind),
             ADD_EXPERTS,
-            reads=[room.gated, room.chosen, room.shares, stream.hidden],
-            writes=[stream.hidden],
+            reads=[room.gated, room.chosen, room.shares, *([out] if multiplier is not None else [])],
+            writes=[out],
             per_row=expert_pieces(hidden_size),
             x=room.gated,
             num_in=spec.intermediate_size,
@@ -95,7 +110,7 @@ class TapeExpertOps(Notes):
             down=weights.down,
             bias=weights.down_bias,
             num_out=hidden_size,
-            out=stream.hidden,
-            multiplier=self._number(multiplier),
+            out=out,
+            multiplier=self._number(1.0 if multiplier is None else multiplier),
+            adds=multiplier is not None,
         )
-        self._prepare(stream, readers)

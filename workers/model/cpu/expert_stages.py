@@ -24,6 +24,7 @@ CHOOSE = (
     "num_kept",
     "normed",
     "scale",  # address of a float64
+    "scales",  # [num_experts], or 0
     "chosen",  # [num_rows, num_chosen] int32, written
     "shares",  # likewise
 )
@@ -57,6 +58,7 @@ ADD_EXPERTS = (
     "num_out",
     "out",  # [num_rows, num_out]: this is added to it, times
     "multiplier",  # at the address of a float64
+    "adds",  # 0: it is what is there then
 )
 _choose_at, _experts_at, _add_at = words_at(CHOOSE), words_at(EXPERTS), words_at(ADD_EXPERTS)
 
@@ -95,6 +97,10 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         total = shares.sum()
     for k in range(num_chosen):
         shares[k] = shares[k] / total * scale
+    if args.scales != 0:
+        scales = array_at(args.scales, num_experts, np.float32(0))
+        for k in range(num_chosen):
+            shares[k] *= scales[chosen[k]]
     return 0
 
 
@@ -192,5 +198,6 @@ def add_experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int
     multiplier = number_at(args.multiplier)
     out = floats_of(args.out, row, num_out)
     for i in range(count):
-        out[first + i] += multiplier * total[i]
+        before = out[first + i] if args.adds != 0 else np.float32(0.0)
+        out[first + i] = before + multiplier * total[i]
     return 0

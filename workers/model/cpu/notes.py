@@ -56,6 +56,7 @@ class Notes:
         added: Tensor | None = None,
         added_norm: Tensor | None = None,
         multiplier: float = 1.0,
+        scale: float = 1.0,
     ) -> None:
         """Make of the stream, to which something may be added before, what its readers want."""
         self._note(
@@ -73,6 +74,7 @@ class Notes:
             added=added,
             added_norm=added_norm,
             multiplier=self._number(multiplier),
+            scale=self._number(scale),
             norm=readers.norm,
             out=stream.scaled,
             norm_ahead=readers.ahead,

@@ -11,6 +11,7 @@ from csattn.cpu.floats import exp_lanes, load_float, store_float, sum_of
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
+from workers.model.cpu.linear_stage import activate
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said. eps, multiplier and cap are
 # addresses of float64.
@@ -25,9 +26,10 @@ EMBED = (
 PREPARE = (
     "hidden",  # [num_rows, width]
     "width",
-    "added",  # [num_rows, width]: multiplier * norm(added) is added to hidden first; or 0
+    "added",  # [num_rows, width]: multiplier * norm(added) is added to hidden first, times scale; or 0
     "added_norm",  # [width]
     "multiplier",
+    "scale",
     "norm",  # [width], or 0: hidden as it is
     "out",  # [num_rows, width] <- norm(hidden)
     "norm_ahead",  # likewise, or 0: nothing is written
@@ -42,6 +44,7 @@ ROTATE = (
     "head_dim",
     "q_norm",  # [head_dim], or 0
     "k_norm",
+    "v_norm",  # of each head
     "together",  # 1: q_norm and k_norm are of all heads together, [num_heads * head_dim]
     "eps",
     "cos",  # [num_rows, half]
@@ -70,9 +73,36 @@ PREDICT = (
     "maps",  # [num_rows] addresses of [num_q_heads, head_dim + 1, head_dim], 0: nothing is predicted
     "q",  # [num_rows, num_q_heads, head_dim], written
 )
+ADD_NORMS = ("x", "norm", "other", "other_norm", "width", "eps")  # x = norm(x) + other_norm(other), rows of width
+COPY_ROWS = (
+    "source",  # tails of a layer, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype
+    "tails",  # of another, likewise, written
+    "num_kv_heads",
+    "row_width",  # 2 * head_dim
+    "tail_capacity",
+    "tail_ids",  # [num_rows] int64
+    "tail_lens",  # [num_rows] int64
+)
+MAKE_INPUTS = (
+    "projected",  # [num_rows, num_layers * width]
+    "num_layers",
+    "width",
+    "norm",  # [width]
+    "token_ids",  # [num_rows] int64
+    "table",  # [vocab_size, num_layers * width], of the model's dtype
+    "vocab_size",
+    "scale",  # these: addresses of float64
+    "table_scale",
+    "eps",
+    "out",  # [num_layers, max_rows, width], written
+    "max_rows",
+)
+TAKE_INPUT = ("gates", "activation", "given", "width")  # gates = activation(gates) * given, rows of width
 GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
 FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # [num_rows, vocab_size], written; no cap: 0
 _embed_at, _prepare_at, _rotate_at = words_at(EMBED), words_at(PREPARE), words_at(ROTATE)
+_add_norms_at, _copy_rows_at = words_at(ADD_NORMS), words_at(COPY_ROWS)
+_make_inputs_at, _take_input_at = words_at(MAKE_INPUTS), words_at(TAKE_INPUT)
 _predict_at, _gate_at, _finish_logits_at = words_at(PREDICT), words_at(GATE), words_at(FINISH_LOGITS)
 
 
@@ -96,6 +126,9 @@ def prepare_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         scale, multiplier = inverse_rms(added, 0, width, eps), number_at(args.multiplier)
         for i in range(width):
             hidden[i] += multiplier * (added[i] * scale * weight[i])
+        of_all = number_at(args.scale)
+        for i in range(width):
+            hidden[i] *= of_all
     if args.centred != 0:
         total = np.float32(0.0)
         for i in range(width):
@@ -117,7 +150,8 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
     num_q_heads, num_kv_heads, head_dim = args.num_q_heads, args.num_kv_heads, args.head_dim
     q_width, kv_width = num_q_heads * head_dim, num_kv_heads * head_dim
     heads = floats_of(args.qkv, row, q_width + 2 * kv_width)
-    q_norm, k_norm, together, eps = args.q_norm, args.k_norm, args.together != 0, number_at(args.eps)
+    q_norm, k_norm, v_norm, together = args.q_norm, args.k_norm, args.v_norm, args.together != 0
+    eps = number_at(args.eps)
     half, interleaved = args.half, args.interleaved != 0
     cos, sin, q = floats_of(args.cos, row, half), floats_of(args.sin, row, half), floats_of(args.q, row, q_width)
     by_row = _of_row(args.q_scale, row)
@@ -141,6 +175,8 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
         v_at = k_at + kv_width
         if k_norm != 0:
             _normalise_head(heads, k_at, head_dim, k_norm + head * skip, k_scale, eps)
+        if v_norm != 0:
+            _normalise_head(heads, v_at, head_dim, v_norm, np.float32(0.0), eps)
         turn(heads, k_at, head_dim, cos, sin, interleaved, turned, 0)
         at = ((tail_id * num_kv_heads + head) * capacity + place) * 2 * head_dim
         kv = array_at(args.tails + at * itemsize, 2 * head_dim, like)
@@ -187,6 +223,61 @@ def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     by_row = _of_row(args.q_scale, row)
     for i in range(head_dim):
         q[i] *= by_row
+    return 0
+
+
+def add_norms_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    args = _add_norms_at(arguments)
+    width, eps = args.width, number_at(args.eps)
+    x, other = floats_of(args.x, row, width), floats_of(args.other, row, width)
+    norm, other_norm = floats_of(args.norm, 0, width), floats_of(args.other_norm, 0, width)
+    scale, other_scale = inverse_rms(x, 0, width, eps), inverse_rms(other, 0, width, eps)
+    for i in range(width):
+        x[i] = x[i] * scale * norm[i] + other[i] * other_scale * other_norm[i]
+    return 0
+
+
+def copy_rows_stage(arguments: int, row: int, thread: int, like: Any) -> int:
+    args, itemsize = _copy_rows_at(arguments), bytes_of(like)
+    tail_id, place, width = word_of(args.tail_ids, row), word_of(args.tail_lens, row) - 1, args.row_width
+    for head in range(args.num_kv_heads):
+        at = ((tail_id * args.num_kv_heads + head) * args.tail_capacity + place) * width * itemsize
+        source, tail = array_at(args.source + at, width, like), array_at(args.tails + at, width, like)
+        for i in range(width):
+            tail[i] = source[i]
+    return 0
+
+
+def make_inputs_stage(arguments: int, row: int, thread: int, like: Any) -> int:
+    args = _make_inputs_at(arguments)
+    num_layers, width, eps = args.num_layers, args.width, number_at(args.eps)
+    projected, norm = floats_of(args.projected, row, num_layers * width), floats_of(args.norm, 0, width)
+    table = array_at(args.table, args.vocab_size * num_layers * width, like)
+    first, scale, table_scale = word_of(args.token_ids, row) * num_layers * width, args.scale, args.table_scale
+    factor, own_factor = number_at(scale), number_at(table_scale)
+    for i in range(num_layers * width):
+        projected[i] *= factor
+    for layer in range(num_layers):
+        at = layer * width
+        inverse = inverse_rms(projected, at, width, eps)
+        out = floats_of(args.out, layer * args.max_rows + row, width)
+        for i in range(width):
+            own = own_factor * load_float(table, first + at + i)
+            out[i] = np.float32(0.7071067811865476) * (projected[at + i] * inverse * norm[i] + own)
+    return 0
+
+
+def take_input_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    args = _take_input_at(arguments)
+    gates, given = floats_of(args.gates, row, args.width), floats_of(args.given, row, args.width)
+    x, factors = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    for first in range(0, args.width, LANES):
+        count = min(LANES, args.width - first)
+        for i in range(count):
+            x[i], factors[i] = gates[first + i], given[first + i]
+        activate(args.activation, x, factors, 0, count)
+        for i in range(count):
+            gates[first + i] = x[i]
     return 0
 
 

@@ -10,22 +10,32 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.cpu.addresses import KindStage
 from csattn.models.spec import Activation, Temper
-from csattn.models.weights import Frequencies, HeadNorms, Linear
+from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.cpu.delta_ops import TapeDeltaOps
 from workers.model.cpu.expert_ops import TapeExpertOps
 from workers.model.cpu.latent_ops import TapeLatentOps
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
 from workers.model.cpu.row_stages import (
+    ADD_NORMS,
+    COPY_ROWS,
     EMBED,
     FINISH_LOGITS,
     GATE,
+    MAKE_INPUTS,
     PREDICT,
+    PREPARE,
     ROTATE,
+    TAKE_INPUT,
+    add_norms_stage,
+    copy_rows_stage,
     embed_stage,
     finish_logits_stage,
     gate_stage,
+    make_inputs_stage,
     predict_stage,
+    prepare_stage,
     rotate_stage,
+    take_input_stage,
 )
 from workers.model.ops import Normed, Readers, Rotation, Stream
 
@@ -86,10 +96,17 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
         self._prepare(stream, readers)
 
     def add_normed(
-        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        multiplier: float,
+        scale: float,
+        stream: Stream,
+        readers: Readers,
     ) -> None:
         assert norm is not None, "tapes are of one machine"
-        self._prepare(stream, readers, x, norm, multiplier)
+        self._prepare(stream, readers, x, norm, multiplier, scale)
 
     def rotate_append(
         self,
@@ -98,24 +115,114 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
         eps: float,
         rotation: Rotation | None,
         rows: StepRows,
-        tail: Tensor,
+        tail: Tensor | None,
         q: Tensor,
     ) -> None:
-        _, num_kv_heads, tail_capacity, _, _ = tail.shape
+        num_kv_heads, tail_capacity = (0, 0) if tail is None else tail.shape[1:3]
         self._note(
             KindStage(rotate_stage, self._kind),
             ROTATE,
             reads=[qkv],
-            writes=[qkv, tail, q],
+            writes=[qkv, q, *([] if tail is None else [tail])],
             per_row=1,
             qkv=qkv,
             num_kv_heads=num_kv_heads,
             k_norm=None if norms is None else norms.k,
+            v_norm=None if norms is None else norms.v,
             tails=tail,
             tail_capacity=tail_capacity,
             tail_ids=rows.tail_ids,
             tail_lens=rows.tail_lens,
             **self._of_heads(norms, eps, rotation, q),
+        )
+
+    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+        self._note(
+            prepare_stage,
+            PREPARE,
+            reads=[stream.hidden],
+            writes=[out],
+            per_row=1,
+            hidden=stream.hidden,
+            width=stream.hidden.shape[1],
+            added=None,
+            added_norm=None,
+            multiplier=None,
+            scale=None,
+            norm=norm,
+            out=out,
+            norm_ahead=None,
+            out_ahead=None,
+            eps=self._number(eps),
+            centred=False,
+        )
+        return Normed(out)
+
+    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
+        self._note(
+            add_norms_stage,
+            ADD_NORMS,
+            reads=[x, other],
+            writes=[x],
+            per_row=1,
+            x=x,
+            norm=norm,
+            other=other,
+            other_norm=other_norm,
+            width=x.shape[1],
+            eps=self._number(eps),
+        )
+
+    def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
+        _, num_kv_heads, tail_capacity, _, head_dim = tail.shape
+        self._note(
+            KindStage(copy_rows_stage, self._kind),
+            COPY_ROWS,
+            reads=[source],
+            writes=[tail],
+            per_row=1,
+            source=source,
+            tails=tail,
+            num_kv_heads=num_kv_heads,
+            row_width=2 * head_dim,
+            tail_capacity=tail_capacity,
+            tail_ids=rows.tail_ids,
+            tail_lens=rows.tail_lens,
+        )
+
+    def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
+        num_layers, max_rows, width = out.shape
+        self._note(
+            KindStage(make_inputs_stage, self._kind),
+            MAKE_INPUTS,
+            reads=[projected],
+            writes=[projected, out],
+            per_row=1,
+            projected=projected,
+            num_layers=num_layers,
+            width=width,
+            norm=weights.norm,
+            token_ids=rows.token_ids,
+            table=weights.table,
+            vocab_size=len(weights.table),
+            scale=self._number(weights.scale),
+            table_scale=self._number(weights.table_scale),
+            eps=self._number(eps),
+            out=out,
+            max_rows=max_rows,
+        )
+
+    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+        self._note(
+            take_input_stage,
+            TAKE_INPUT,
+            reads=[gates, given],
+            writes=[gates],
+            per_row=1,
+            gates=gates,
+            activation=ACTIVATIONS.index(activation),
+            given=given,
+            width=gates.shape[1],
         )
 
     def gate(self, x: Tensor, gates: Tensor) -> None:

@@ -15,12 +15,14 @@ from workers.model.gpu.linear_kernels import activated
 def choose_kernel(
     logits,  # [num_rows, num_experts] float32
     bias,  # [num_experts] float32, or logits when not HAS_BIAS
+    scales,  # likewise, or logits when not HAS_SCALES: of shares
     chosen,  # [num_rows, NUM_CHOSEN] int32 <-
     shares,  # [num_rows, NUM_CHOSEN] float32 <-
     num_experts,
     scale,
     SCORES: tl.constexpr,  # as in `ExpertsSpec`
     HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
@@ -63,9 +65,12 @@ def choose_kernel(
         ranked = tl.where(kept, ranked, least)
     k = tl.arange(0, BLOCK_CHOSEN)
     of_chosen = tl.full((BLOCK_CHOSEN,), least, tl.float32)
+    factors = tl.full((BLOCK_CHOSEN,), 1.0, tl.float32)
     for i in tl.static_range(NUM_CHOSEN):
         at = _first(ranked == tl.max(ranked, axis=0), e, num_experts)
         of_chosen = tl.where(k == i, tl.max(tl.where(e == at, scores, least), axis=0), of_chosen)
+        if HAS_SCALES:
+            factors = tl.where(k == i, tl.load(scales + at), factors)
         tl.store(chosen + row * NUM_CHOSEN + i, at)
         ranked = tl.where(e == at, least, ranked)
     is_one = k < NUM_CHOSEN
@@ -74,13 +79,34 @@ def choose_kernel(
         of_chosen = powers / tl.sum(powers, axis=0)
     if NORMED:
         of_chosen = of_chosen / tl.sum(tl.where(is_one, of_chosen, 0.0), axis=0)
-    tl.store(shares + row * NUM_CHOSEN + k, of_chosen * scale, mask=is_one)
+    tl.store(shares + row * NUM_CHOSEN + k, of_chosen * scale * factors, mask=is_one)
 
 
 @triton.jit
 def _first(is_it, e, num_experts):
     """The first expert of which that is true; where of none, for NaN, the last there is."""
     return tl.min(tl.where(is_it, e, num_experts - 1), axis=0)
+
+
+@triton.jit
+def sum_parts_kernel(
+    parts,  # [num_rows, NUM_PARTS, hidden_size]
+    out,  # [num_rows, hidden_size] <- their sums
+    hidden_size,
+    NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least hidden_size
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < hidden_size
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        value += tl.load(parts + (row * NUM_PARTS + part) * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden_size + i, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

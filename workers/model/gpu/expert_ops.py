@@ -8,7 +8,7 @@ from torch import Tensor
 
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
-from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel, experts_kernel
+from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel, experts_kernel, sum_parts_kernel
 from workers.model.gpu.quantized_ops import QuantizedOps
 from workers.model.gpu.stream_ops import TritonStreamOps
 from workers.model.gpu.tiles import BLOCK_N
@@ -18,17 +18,19 @@ from workers.model.ops import ExpertRoom, Normed, Readers, Stream
 class TritonExpertOps(TritonStreamOps, QuantizedOps):
     """A part of `TritonOps`."""
 
-    def choose_experts(self, bias: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def choose_experts(self, bias: Tensor | None, scales: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
         num_groups, num_kept = spec.groups
         choose_kernel[(len(room.logits),)](
             room.logits,
             room.logits if bias is None else bias,
+            room.logits if scales is None else scales,
             room.chosen,
             room.shares,
             spec.num_experts,
             spec.scale,
             SCORES=spec.scores,
             HAS_BIAS=bias is not None,
+            HAS_SCALES=scales is not None,
             NUM_GROUPS=num_groups,
             NUM_KEPT=num_kept,
             NUM_CHOSEN=spec.num_chosen,
@@ -81,12 +83,29 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         stream: Stream,
         readers: Readers,
     ) -> None:
+        self._write_parts(weights, spec, room)
+        self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, 1.0, stream, readers)
+
+    def experts_out(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor) -> None:
+        self._write_parts(weights, spec, room)
+        batch_size, hidden_size = out.shape
+        sum_parts_kernel[(batch_size,)](
+            room.parts,
+            out,
+            hidden_size,
+            NUM_PARTS=spec.num_chosen,
+            BLOCK=triton.next_power_of_2(hidden_size),
+            num_warps=8,
+            **self._launch(),
+        )
+
+    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+        """What each of a row's experts adds."""
         hidden_size, bias = room.parts.shape[2], weights.down_bias
         if (kept := weights.quantized) is not None:
             gated = Normed(room.gated.flatten(0, 1))
             shares = None if spec.on_input else room.shares
             self._multiply_experts(gated, kept.down, bias, room.chosen, True, None, shares, room.parts, False, "none")
-            self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
             return
         experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](
             room.gated,
@@ -103,7 +122,6 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             **_expert_constants(weights.down, spec, len(room.gated)),
             **self._launch(),
         )
-        self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
 
 
 def _expert_constants(weight: Tensor, spec: ExpertsSpec, batch_size: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ def rotate_append_kernel(
     qkv,  # [num_rows, NUM_Q_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]
     q_norm,  # float32 [HEAD_DIM], or of all heads when NORM is "projection", or qkv when it is "none"
     k_norm,
+    v_norm,  # float32 [HEAD_DIM], or anything when not V_NORMED
     cos,  # [num_rows, HALF] float32: the first 2 * HALF dimensions turn
     sin,
     q_scale,  # [num_rows] float32
@@ -25,6 +26,7 @@ def rotate_append_kernel(
     tail_capacity,
     eps,
     NORM: tl.constexpr,  # "none", "head" or "projection"
+    V_NORMED: tl.constexpr,
     ROTATED: tl.constexpr,  # False: neither turned nor scaled
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -69,8 +71,38 @@ def rotate_append_kernel(
         tl.store(at + first_at, first.to(dtype), mask=inside)
         tl.store(at + second_at, second.to(dtype), mask=inside)
         value = heads + (head + NUM_KV_HEADS) * HEAD_DIM
-        tl.store(at + HEAD_DIM + first_at, tl.load(value + first_at, mask=inside, other=0.0), mask=inside)
-        tl.store(at + HEAD_DIM + second_at, tl.load(value + second_at, mask=inside, other=0.0), mask=inside)
+        v_first = tl.load(value + first_at, mask=inside, other=0.0).to(tl.float32)
+        v_second = tl.load(value + second_at, mask=inside, other=0.0).to(tl.float32)
+        if V_NORMED:
+            v_first, v_second = _normed(
+                v_first, v_second, value, 0, v_norm, first_at, second_at, inside, eps, "head", NUM_KV_HEADS, HEAD_DIM
+            )
+        tl.store(at + HEAD_DIM + first_at, v_first.to(dtype), mask=inside)
+        tl.store(at + HEAD_DIM + second_at, v_second.to(dtype), mask=inside)
+
+
+@triton.jit
+def copy_rows_kernel(
+    source,  # tails of a layer, [num_tails, num_kv_heads, tail_capacity, row_width]
+    tail,  # of another, likewise <- the rows' own
+    tail_ids,
+    tail_lens,  # 0: append nothing
+    tail_capacity,
+    row_width,
+    BLOCK: tl.constexpr,  # at least row_width
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    slot = tl.load(tail_lens + row) - 1
+    active = (slot >= 0) & (slot < tail_capacity)
+    at = ((tl.load(tail_ids + row).to(tl.int64) * tl.num_programs(1) + head) * tail_capacity + slot) * row_width + i
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if active:
+        tl.store(tail + at, tl.load(source + at, mask=i < row_width), mask=i < row_width)
 
 
 @triton.jit
@@ -92,24 +124,27 @@ def predict_query_kernel(
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
+    BLOCK_OUT: tl.constexpr,  # pairs of q that a program makes, of BLOCK
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
     inside, first_at, second_at = pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
+    of_out = tl.program_id(2) * BLOCK_OUT
+    out_inside, first_out, second_out = pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK_OUT, of_out)
     dtype = q.dtype.element_ty
-    c, s = angles(cos, sin, row, HALF, BLOCK)
+    c, s = angles(cos, sin, row, HALF, BLOCK_OUT, of_out)
     scale = tl.load(q_scale + row) if ROTATED else 1.0
     context_id = tl.maximum(tl.load(context_ids + row), 0).to(tl.int64)
     matrix = maps + context_id * maps_stride + head * (HEAD_DIM + 1) * HEAD_DIM
-    square = inside[:, None] & inside[None, :]
+    square = inside[:, None] & out_inside[None, :]
     first_rows, second_rows = matrix + first_at[:, None] * HEAD_DIM, matrix + second_at[:, None] * HEAD_DIM
-    upper_left = tl.load(first_rows + first_at[None, :], mask=square, other=0.0)
-    upper_right = tl.load(first_rows + second_at[None, :], mask=square, other=0.0)
-    lower_left = tl.load(second_rows + first_at[None, :], mask=square, other=0.0)
-    lower_right = tl.load(second_rows + second_at[None, :], mask=square, other=0.0)
-    first = tl.load(matrix + HEAD_DIM * HEAD_DIM + first_at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(matrix + HEAD_DIM * HEAD_DIM + second_at, mask=inside, other=0.0).to(tl.float32)
+    upper_left = tl.load(first_rows + first_out[None, :], mask=square, other=0.0)
+    upper_right = tl.load(first_rows + second_out[None, :], mask=square, other=0.0)
+    lower_left = tl.load(second_rows + first_out[None, :], mask=square, other=0.0)
+    lower_right = tl.load(second_rows + second_out[None, :], mask=square, other=0.0)
+    first = tl.load(matrix + HEAD_DIM * HEAD_DIM + first_out, mask=out_inside, other=0.0).to(tl.float32)
+    second = tl.load(matrix + HEAD_DIM * HEAD_DIM + second_out, mask=out_inside, other=0.0).to(tl.float32)
     if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
         gdc_wait()
         gdc_launch_dependents()
@@ -126,14 +161,17 @@ def predict_query_kernel(
     second += tl.sum(x_first[:, None] * upper_right + x_second[:, None] * lower_right, axis=0)
     first, second = first * c - second * s, second * c + first * s
     at = q + (row.to(tl.int64) * NUM_Q_HEADS + head) * HEAD_DIM
-    tl.store(at + first_at, (first * scale).to(dtype), mask=inside)
-    tl.store(at + second_at, (second * scale).to(dtype), mask=inside)
+    tl.store(at + first_out, (first * scale).to(dtype), mask=out_inside)
+    tl.store(at + second_out, (second * scale).to(dtype), mask=out_inside)
 
 
 @triton.jit
-def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Which dimensions of a head turn together; those that do not turn, in pairs of any kind behind them."""
-    i = tl.arange(0, BLOCK)
+def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, first=0):
+    """Which dimensions of a head turn together; those that do not turn, in pairs of any kind behind them.
+
+    So many pairs, from that one on.
+    """
+    i = first + tl.arange(0, BLOCK)
     if INTERLEAVED:
         first_at, second_at = 2 * i, 2 * i + 1
     else:
@@ -145,9 +183,9 @@ def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
-def angles(cos, sin, row, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def angles(cos, sin, row, HALF: tl.constexpr, BLOCK: tl.constexpr, first=0):
     """cos and sin of the pairs: 1 and 0 of those that do not turn."""
-    i = tl.arange(0, BLOCK)
+    i = first + tl.arange(0, BLOCK)
     c = tl.load(cos + row * HALF + i, mask=i < HALF, other=1.0)
     return c, tl.load(sin + row * HALF + i, mask=i < HALF, other=0.0)
 

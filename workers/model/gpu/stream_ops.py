@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from csattn.batch import StepRows
-from workers.model.gpu.token_kernels import add_normed_kernel, begin_kernel
-from workers.model.ops import SQUARES_BLOCK, Readers, Stream
+from workers.model.gpu.token_kernels import add_normed_kernel, add_norms_kernel, begin_kernel, weigh_kernel
+from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
 
 class Launches:
@@ -60,9 +60,43 @@ class TritonStreamOps(Launches):
         )
 
     def add_normed(
-        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        multiplier: float,
+        scale: float,
+        stream: Stream,
+        readers: Readers,
     ) -> None:
-        self._add_parts(x, 1, norm, eps, multiplier, stream, readers)
+        self._add_parts(x, 1, norm, eps, multiplier, scale, stream, readers)
+
+    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+        batch_size, hidden_size = out.shape
+        weigh_kernel[(batch_size,)](
+            stream.hidden,
+            norm,
+            out,
+            hidden_size,
+            BLOCK=triton.next_power_of_2(hidden_size),
+            num_warps=8,
+            **self._launch(),
+        )
+        return Normed(out, stream.squares, eps)
+
+    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
+        batch_size, hidden_size = x.shape
+        add_norms_kernel[(batch_size,)](
+            x,
+            norm,
+            other,
+            other_norm,
+            hidden_size,
+            eps,
+            BLOCK=triton.next_power_of_2(hidden_size),
+            num_warps=8,
+            **self._launch(),
+        )
 
     def _add_parts(
         self,
@@ -71,6 +105,7 @@ class TritonStreamOps(Launches):
         norm: Tensor | None,
         eps: float,
         multiplier: float,
+        scale: float,
         stream: Stream,
         readers: Readers,
     ) -> None:
@@ -83,6 +118,7 @@ class TritonStreamOps(Launches):
             hidden_size,
             eps,
             multiplier,
+            scale,
             NUM_PARTS=num_parts,
             IS_NORMED=norm is not None,
             **_row_constants(stream, readers),

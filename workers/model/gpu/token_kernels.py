@@ -71,7 +71,7 @@ def turn_kernel(
 def add_normed_kernel(
     x,  # [num_rows, NUM_PARTS, hidden_size]
     weight,  # [hidden_size] float32, or x when not IS_NORMED
-    hidden,  # [num_rows, hidden_size]: multiplier * norm(the sum of x) is added to it
+    hidden,  # [num_rows, hidden_size] <- scale * (hidden + multiplier * norm(the sum of x))
     norm,  # what follows is as in `_write_stream`
     scaled,
     norm_ahead,
@@ -81,6 +81,7 @@ def add_normed_kernel(
     hidden_size,
     eps,
     multiplier,
+    scale,
     NUM_PARTS: tl.constexpr,
     IS_NORMED: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -103,9 +104,56 @@ def add_normed_kernel(
         value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / hidden_size + eps) * factor
     before = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     _write_stream(
-        before + multiplier * value, row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares,
-        hidden_size, HAS_NORM, AHEAD, BLOCK, SQUARES_BLOCK,
+        scale * (before + multiplier * value), row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares,
+        num_squares, hidden_size, HAS_NORM, AHEAD, BLOCK, SQUARES_BLOCK,
     )  # fmt: skip
+
+
+@triton.jit
+def weigh_kernel(
+    hidden,  # [num_rows, hidden_size]
+    norm,  # [hidden_size] float32
+    out,  # [num_rows, hidden_size] <- hidden * norm
+    hidden_size,
+    BLOCK: tl.constexpr,  # at least hidden_size
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < hidden_size
+    weight = tl.load(norm + i, mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden_size + i, (value * weight).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_norms_kernel(
+    x,  # [num_rows, hidden_size] <- norm(x) + other_norm(other)
+    norm,  # [hidden_size] float32
+    other,
+    other_norm,
+    hidden_size,
+    eps,
+    BLOCK: tl.constexpr,  # at least hidden_size
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < hidden_size
+    at = row * hidden_size + i
+    weight = tl.load(norm + i, mask=inside, other=0.0)
+    other_weight = tl.load(other_norm + i, mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
+    first = first * tl.math.rsqrt(tl.sum(first * first, axis=0) / hidden_size + eps) * weight
+    second = second * tl.math.rsqrt(tl.sum(second * second, axis=0) / hidden_size + eps) * other_weight
+    tl.store(x + at, (first + second).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit

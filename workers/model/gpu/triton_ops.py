@@ -9,11 +9,12 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.spec import Activation, Temper
-from csattn.models.weights import Frequencies, HeadNorms, Linear
+from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.gpu.delta_kernels import gate_kernel
 from workers.model.gpu.delta_ops import TritonDeltaOps
 from workers.model.gpu.expert_ops import TritonExpertOps
-from workers.model.gpu.head_kernels import predict_query_kernel, rotate_append_kernel
+from workers.model.gpu.head_kernels import copy_rows_kernel, predict_query_kernel, rotate_append_kernel
+from workers.model.gpu.input_kernels import make_inputs_kernel, take_input_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
 from workers.model.gpu.quantized_ops import MOST_ROWS
@@ -29,6 +30,8 @@ from workers.model.gpu.token_kernels import (
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
 _GATE_BLOCK = 1024
+# of a predicted query, which a program makes: all, or, of a wide head, some, for its matrix does not fit registers
+_PREDICTED_PAIRS, _WIDE_PREDICTED_PAIRS = 128, 32
 _LOGITS_BLOCK = 4096  # that a program looks through
 
 
@@ -166,29 +169,67 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
         eps: float,
         rotation: Rotation | None,
         rows: StepRows,
-        tail: Tensor,
+        tail: Tensor | None,
         q: Tensor,
     ) -> None:
         batch_size, num_q_heads, _ = q.shape
-        num_kv_heads, tail_capacity = tail.shape[1:3]
+        num_kv_heads, tail_capacity = (0, 0) if tail is None else tail.shape[1:3]
         rotate_append_kernel[(batch_size, num_q_heads + num_kv_heads)](
             qkv,
             qkv if norms is None else norms.q,
             qkv if norms is None else norms.k,
+            qkv if norms is None or norms.v is None else norms.v,
             qkv if rotation is None else rotation.cos,
             qkv if rotation is None else rotation.sin,
             qkv if rotation is None else rotation.q_scale,
             rows.tail_ids,
             rows.tail_lens,
             rows.tail_starts,
-            tail,
+            q if tail is None else tail,
             q,
             tail_capacity,
             eps,
+            V_NORMED=norms is not None and norms.v is not None,
             NUM_KV_HEADS=num_kv_heads,
             **_head_constants(norms, rotation, q),
             num_warps=1,
             **self._launch(),
+        )
+
+    def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
+        _, num_kv_heads, tail_capacity, _, head_dim = tail.shape
+        copy_rows_kernel[(rows.batch_size, num_kv_heads)](
+            source,
+            tail,
+            rows.tail_ids,
+            rows.tail_lens,
+            tail_capacity,
+            2 * head_dim,
+            BLOCK=triton.next_power_of_2(2 * head_dim),
+            num_warps=1,
+            **self._launch(),
+        )
+
+    def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
+        num_layers, batch_size, width = out.shape
+        make_inputs_kernel[(batch_size, num_layers)](
+            projected,
+            weights.norm,
+            rows.token_ids,
+            weights.table,
+            out,
+            width,
+            eps,
+            weights.scale,
+            weights.table_scale,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1,
+            **self._launch(),
+        )
+
+    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+        take_input_kernel[(triton.cdiv(gates.numel(), _GATE_BLOCK),)](
+            gates, given, gates.numel(), ACTIVATION=activation, BLOCK=_GATE_BLOCK, num_warps=4, **self._launch()
         )
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
@@ -205,8 +246,10 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
         rows: StepRows,
         q: Tensor,
     ) -> None:
-        batch_size, num_q_heads, _ = q.shape
-        predict_query_kernel[(batch_size, num_q_heads)](
+        batch_size, num_q_heads, head_dim = q.shape
+        block = triton.next_power_of_2(head_dim // 2)
+        of_program = block if block <= _PREDICTED_PAIRS else _WIDE_PREDICTED_PAIRS
+        predict_query_kernel[(batch_size, num_q_heads, block // of_program)](
             early,
             early if norms is None else norms.q,
             maps,
@@ -217,6 +260,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
             q,
             maps.stride(0),
             eps,
+            BLOCK_OUT=of_program,
             **_head_constants(norms, rotation, q),
             num_warps=8,
             **self._launch(),

@@ -7,6 +7,7 @@ states that enter it. Everything is held where the model is; layers that are not
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -57,6 +58,10 @@ class _CapturingLayer:
     @property
     def num_rows(self) -> int:
         return self._num_rows
+
+    def to(self, device: torch.device) -> "_CapturingLayer":
+        """Where it is, as layers that attend to rows of others ask in some versions of transformers."""
+        return self
 
     def append(self, k: Tensor, v: Tensor) -> None:
         chunk = slice(self._num_rows, self._num_rows + k.shape[2])
@@ -161,7 +166,7 @@ def prefill(
                     sinks = getattr(layer.self_attn, "sinks", None)
                     rows_there = _CapturingLayer(capture, of_layer.attention, sinks)
                     cache = _CapturingCache(rows_there)
-                    if spec.lenders:
+                    if "shared_kv_states" in signature(layer.forward).parameters:
                         more["shared_kv_states"] = {layer_type(config, layer_idx): (rows_there, rows_there)}
                 if of_layer.latent is not None:
                     of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0].interleaved

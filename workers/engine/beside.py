@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
-from threading import Event
+from typing import TypeVar
 
 import torch
 
+_T = TypeVar("_T")
 _PAUSE_S = 0.001  # between two looks whether work is done, where nothing else is to do
 
 
@@ -25,25 +26,13 @@ def finish_beside(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def run_beside(thread: Executor, work: Callable[[Callable[[], None]], None], meanwhile: Callable[[], None]) -> None:
-    """Do `work` by that thread, and call `meanwhile` until it is done. Raises what either raises, when it is over.
-
-    work: is given what waits until `meanwhile` was called again, for parts that the driver does nothing else beside.
-    """
-    was_called, is_over = Event(), Event()
-
-    def give_way() -> None:
-        was_called.clear()
-        while not (is_over.is_set() or was_called.wait(_PAUSE_S)):
-            pass
-
-    running = thread.submit(work, give_way)
+def run_beside(thread: Executor, work: Callable[[], _T], meanwhile: Callable[[], None]) -> _T:
+    """Do `work` by that thread, and call `meanwhile` until it is done. Raises what either raises, when it is over."""
+    running = thread.submit(work)
     try:
         while not running.done():
             meanwhile()
-            was_called.set()
             wait([running], _PAUSE_S)
     finally:
-        is_over.set()
         wait([running])
-    running.result()
+    return running.result()

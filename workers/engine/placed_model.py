@@ -198,7 +198,10 @@ class PlacedModel:
         """All of it, or nothing: who makes room and comes again finds what it held free, and no page locked."""
         with ExitStack() as undo:
             with self._together():
-                run_beside(self._loader, partial(self._load_parts, context_id, artifact, undo), meanwhile)
+                built = artifact.local_kv() if self.shape.latents is not None else artifact.indexed_kv()
+                if not isinstance(self.far, DeviceRows | LatentPlaces):
+                    self._load_on_host(context_id, built, undo, meanwhile)
+                run_beside(self._loader, partial(self._load_on_device, context_id, artifact, built, undo), meanwhile)
                 if isinstance(self.attention, SearchOnHost):
                     assert self._searcher is not None
                     self._searcher.load(context_id, artifact)
@@ -206,36 +209,31 @@ class PlacedModel:
             undo.pop_all()
         self.artifacts[context_id] = artifact
 
-    def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack, give_way: Callable[[], None]) -> None:
-        """All that lies in places of its own, which steps over other contexts do not read."""
+    def _load_on_host(
+        self, context_id: int, built: Sequence[Tensor], undo: ExitStack, meanwhile: Callable[[], None]
+    ) -> None:
+        """Layers are locked by this thread, with steps between them: beside them the driver does nothing else."""
 
-        def pinned_more(done: int, total: int) -> None:
+        def tell(done: int, total: int) -> None:
             self._on_progress("pinning host memory", done, total)
-            give_way()
+            meanwhile()
 
+        layers = run_beside(self._loader, lambda: list(context_layers(self.shape, built)), meanwhile)
+        self._pinned[context_id] = self._pin(layers, tell)
+        undo.callback(lambda: self._pinned.pop(context_id).close())
+
+    def _load_on_device(self, context_id: int, artifact: Artifact, built: Sequence[Tensor], undo: ExitStack) -> None:
+        """In places of its own, which steps over other contexts do not read."""
         if isinstance(self.far, LatentPlaces):
-            self.far.load(context_id, artifact.local_kv())
-            undo.callback(self.far.unload, context_id)
-            return finish_beside(self.device)
-        built = artifact.local_kv() if isinstance(self.far, CachedLatents) else artifact.indexed_kv()
-        layers = context_layers(self.shape, built)
-        if isinstance(self.far, DeviceRows):
-            self.far.load(context_id, layers, partial(self._on_progress, "loading KV"))
-            undo.callback(self.far.unload, context_id)
-            kv = self.far.layers(context_id)
+            self.far.load(context_id, built)
+        elif isinstance(self.far, DeviceRows):
+            tell = partial(self._on_progress, "loading KV")
+            self.far.load(context_id, context_layers(self.shape, built), tell)
         else:
-            self._pinned[context_id] = pinned = self._pin(list(layers), pinned_more)
-            undo.callback(lambda: self._pinned.pop(context_id).close())
-            kv = pinned.layers
-            self.far.load(context_id, pinned)
-            undo.callback(self.far.unload, context_id)
-        plain = None if self.shape.kv_format is None else built
-        if isinstance(self.attention, SearchOnHost):
-            self.attention.load(context_id, kv, artifact.indexes(), plain)
-            undo.callback(self.attention.unload, context_id)
-        elif isinstance(self.attention, SearchOnDevice):
-            index = self._index_on_device(artifact, partial(self._on_progress, "loading the index"))
-            self.attention.load(context_id, kv, index, plain)
+            self.far.load(context_id, self._pinned[context_id])
+        undo.callback(self.far.unload, context_id)
+        if isinstance(self.attention, SearchOnDevice | SearchOnHost):
+            self._load_index(context_id, artifact, None if self.shape.kv_format is None else built)
             undo.callback(self.attention.unload, context_id)
         if self._next_query is not None:
             for number, layer_idx in enumerate(self._spec.indexed_layers[1:]):
@@ -243,6 +241,14 @@ class PlacedModel:
         if self.local is not None:
             self.local.load(context_id, artifact.local_kv(), artifact.states())
         finish_beside(self.device)
+
+    def _load_index(self, context_id: int, artifact: Artifact, plain: Sequence[Tensor] | None) -> None:
+        kv = self.far.layers(context_id) if isinstance(self.far, DeviceRows) else self._pinned[context_id].layers
+        if isinstance(self.attention, SearchOnHost):
+            self.attention.load(context_id, kv, artifact.indexes(), plain)
+        elif isinstance(self.attention, SearchOnDevice):
+            index = self._index_on_device(artifact, partial(self._on_progress, "loading the index"))
+            self.attention.load(context_id, kv, index, plain)
 
     def _pin(self, kv: Sequence[Tensor], tell: Callable[[int, int], None]) -> PinnedRows:
         pinned = PinnedRows(kv, progress=tell)

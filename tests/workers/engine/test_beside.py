@@ -1,7 +1,9 @@
 """Work beside steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from time import sleep
 
 import pytest
 import torch
@@ -15,22 +17,22 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def test_steps_go_on_between_its_parts(thread: ThreadPoolExecutor) -> None:
-    seen = []
+def test_steps_go_on_beside_it(thread: ThreadPoolExecutor) -> None:
+    stepped, steps = Event(), []
 
-    def work(give_way: Callable[[], None]) -> None:
-        for part in range(5):
-            seen.append(f"part {part}")
-            give_way()
+    def work() -> int:
+        assert stepped.wait(60)
+        return 7
 
-    run_beside(thread, work, lambda: seen.append("step"))
-    for part in range(4):
-        assert "step" in seen[seen.index(f"part {part}") : seen.index(f"part {part + 1}")]
+    def step() -> None:
+        steps.append(1)
+        stepped.set()
+
+    assert run_beside(thread, work, step) == 7 and steps
 
 
 def test_what_it_raises_is_raised(thread: ThreadPoolExecutor) -> None:
-    def work(give_way: Callable[[], None]) -> None:
-        give_way()
+    def work() -> None:
         raise ValueError("no room")
 
     with pytest.raises(ValueError, match="no room"):
@@ -38,14 +40,15 @@ def test_what_it_raises_is_raised(thread: ThreadPoolExecutor) -> None:
 
 
 def test_a_step_that_fails_waits_for_it(thread: ThreadPoolExecutor) -> None:
-    ended = []
+    failing, ended = Event(), []
 
-    def work(give_way: Callable[[], None]) -> None:
-        for _ in range(3):
-            give_way()
+    def work() -> None:
+        assert failing.wait(60)
+        sleep(0.05)
         ended.append(True)
 
     def fails() -> None:
+        failing.set()
         raise RuntimeError("a step failed")
 
     with pytest.raises(RuntimeError, match="a step failed"):

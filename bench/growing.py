@@ -62,7 +62,7 @@ def main() -> None:
     gate(arguments.own_len >= 3 * TIMED and arguments.eval_len <= arguments.own_len, "there is too little to measure")
     report: dict[str, Any] = {"bench": "growing", "machine": machine(), "text": arguments.text, "text_sha256": sha256}
     report |= {"context_len": len(context), "own_len": len(following) - 1, "eval_len": arguments.eval_len}
-    report |= {name: getattr(arguments, name) for name in ("keep", "lookahead", "placement", "stretch")}
+    report |= {name: getattr(arguments, name) for name in ("keep", "lookahead", "placement", "own_on_host", "stretch")}
     growth = GROWTH if arguments.placement == "cpu" else Growth()
     if arguments.segment_len is not None:
         growth = Growth(segment_len=arguments.segment_len)
@@ -77,7 +77,7 @@ def main() -> None:
                     engine.open(0, 0, config, "csattn")
                     without_own = engine.counts().device_bytes
                 gc.collect()  # it hangs in circles
-                options |= {"tail_capacity": len(following)}
+                options |= {"tail_capacity": len(following), "own_on_host": arguments.own_on_host}
             with open_engine(loaded, artifact, config, **options) as engine:
                 assert not isinstance(engine, SplitEngine), "of one device"
                 grown, timed = decode(engine, config, following)
@@ -205,6 +205,7 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", help="random weights of that shape, as llama-3.1-8b: steps are only timed")
     parser.add_argument("--layers", type=int, help="of a shape: so many only")
     parser.add_argument("--placement", default="cpu", choices=("cpu", *PLACEMENTS))
+    parser.add_argument("--own-on-host", action="store_true", help="hybrid: the first of the request's own rows, too")
     parser.add_argument("--segment-len", type=int, help="own rows that share a transform, if not as served")
     parser.add_argument("--stretch", type=float, default=1.0, help="times the model's positions (YaRN)")
     parser.add_argument("--without-exact", action="store_true", help="exact Top-K takes several times as long")

@@ -97,6 +97,7 @@ class GpuEngine:
         batch_sizes: tuple[int, ...] = BATCH_SIZES,  # of steps, ascending; rows that nobody needs are idle
         num_slots: int = 1,
         tail_capacity: int | None = None,  # rows of a request's own; by the memory, unless said
+        own_on_host: bool | None = None,  # the first of them, with KV on the host; by the memory, unless said
         growth: Growth | None = None,
         num_contexts: int = 1,  # loaded at the same time
         max_context_len: int | None = None,  # rows of the longest; by the model and the memory, unless said
@@ -133,16 +134,17 @@ class GpuEngine:
             max_context_len=max_context_len,
             num_tails=num_slots,
             tail_capacity=tail_capacity,
+            own_on_host=own_on_host,
             growth=self._growth,
             slot_share=slot_share,
             kv_format=kv_format,
         )
         device = device or torch.device("cuda", 0)
         index_config = index_config or preset("default")
-        if tail_capacity is None:
-            tail_capacity = sizing.own_rows(index_config, self.model.available(device))
-        self.tail_capacity = min(tail_capacity, self.max_positions)
-        sizing = replace(sizing, tail_capacity=self.tail_capacity)
+        if tail_capacity is None or own_on_host is None:
+            sizing = sizing.settle(index_config, self.model.available(device))
+        assert sizing.tail_capacity is not None
+        self.tail_capacity, self.own_on_host = min(sizing.tail_capacity, self.max_positions), sizing.own_on_host
         self._beside = thread_beside(device, "own-segments")
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:

@@ -33,7 +33,8 @@ class Sizing:
     num_contexts: int
     max_context_len: int | None
     num_tails: int
-    tail_capacity: int | None  # rows of a request's own; None: see `own_rows`
+    tail_capacity: int | None  # rows of a request's own; None: see `settle`, of the next, too
+    own_on_host: bool | None  # whether the first of them are, if steps can do so and placement is not device
     growth: Growth
     slot_share: float
     kv_format: KvFormat | None
@@ -56,26 +57,43 @@ class Sizing:
         least = 1 if latent is None else least_slots(latent, longest, self.batch_sizes[-1])
         return max(least, int(self.slot_share * longest))
 
-    def own_rows(self, index_config: IndexConfig, available: AvailableMemory) -> int:
-        """As many rows of a request's own as the model has positions, halved until those of all requests take a part of
-        what is left, but `LEAST_OWN_ROWS`."""
+    def settle(self, index_config: IndexConfig, available: AvailableMemory) -> "Sizing":
+        """With what was left to the memory: where requests' own rows are, and how many.
 
-        def planned(num_rows: int) -> MemoryPlan:
-            shape = replace(self, tail_capacity=num_rows).shape(index_config, 1)
-            return plan_memory(self.model.num_bytes, index_config, shape, self.placement, self.num_cached(1))
+        They stay on the device where they are as many there. As many: as were said, or as the model has positions,
+        halved until those of all requests take a part of the memory, but `LEAST_OWN_ROWS`.
+        """
+        most = self.model.spec.max_positions
+        stay, move = replace(self, own_on_host=False), replace(self, own_on_host=True)
+        if self.placement == "device" or self.own_on_host is False:
+            places = [stay]
+        else:
+            places = [move] if self.own_on_host else [stay, move]
+        if self.tail_capacity is not None:
+            sized = [replace(place, tail_capacity=min(self.tail_capacity, most)) for place in places]
+            return next((each for each in sized if each.fits(index_config, available)), sized[-1])
+        sized = []
+        for place in places:
+            num_rows = most
+            while num_rows > LEAST_OWN_ROWS:
+                if replace(place, tail_capacity=num_rows).fits(index_config, available):
+                    break
+                num_rows = max(LEAST_OWN_ROWS, num_rows // 2)
+            sized.append(replace(place, tail_capacity=num_rows))
+        return max(sized, key=lambda each: each.tail_capacity or 0)  # of as many the first
 
-        without = planned(1)
+    def fits(self, index_config: IndexConfig, available: AvailableMemory) -> bool:
+        """Whether requests' own rows take no more than their part of the memory."""
+        planned, without = (each._planned(index_config) for each in (self, replace(self, tail_capacity=1)))
         on_device = (available.device_bytes - without.device_bytes) // OWN_PART_OF_DEVICE
         on_host = (available.host_bytes - without.pinned_bytes) // OWN_PART_OF_HOST
+        more_on_host = planned.pinned_bytes - without.pinned_bytes
+        return planned.device_bytes - without.device_bytes <= on_device and more_on_host <= on_host
 
-        def fits(plan: MemoryPlan) -> bool:
-            more = plan.device_bytes - without.device_bytes
-            return more <= on_device and plan.pinned_bytes - without.pinned_bytes <= on_host
-
-        num_rows = self.model.spec.max_positions
-        while num_rows > LEAST_OWN_ROWS and not fits(planned(num_rows)):
-            num_rows = max(LEAST_OWN_ROWS, num_rows // 2)
-        return num_rows
+    def _planned(self, index_config: IndexConfig) -> MemoryPlan:
+        """Of what contexts do not change."""
+        shape, num_slots = self.shape(index_config, 1), self.num_cached(1)
+        return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_slots)
 
     def longest(self, index_config: IndexConfig, needed: int, available_bytes: int) -> int:
         """As many rows as the model has positions, halved until what grows with them takes half of what is left.
@@ -99,7 +117,7 @@ class Sizing:
     def shape(self, index_config: IndexConfig, longest: int) -> EngineShape:
         """longest: rows of a context, at most."""
         spec = self.model.spec
-        assert self.tail_capacity is not None, "it is told by `own_rows`"
+        assert self.tail_capacity is not None, "see `settle`"
         all_rows = EngineShape(  # attended to in all layers
             num_layers=spec.num_layers,
             num_q_heads=spec.num_q_heads,
@@ -142,7 +160,7 @@ class Sizing:
         )
         kept = self.growth.segment_len + shape.near_len + self.batch_sizes[-1]
         grow_all = shape.max_own_segments and not self.search.lookahead  # without a context, too
-        if self.placement == "device" or not grow_all or kept >= self.tail_capacity:
+        if not self.own_on_host or not grow_all or kept >= self.tail_capacity:
             return shape
         chosen = own_top_k(self.search, self.tail_capacity)
         own_slots = min(MAX_SLOTS, max(chosen, int(self.slot_share * self.tail_capacity)))

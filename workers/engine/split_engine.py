@@ -68,7 +68,8 @@ class SplitEngine:
         model = handed_share(loaded, num_devices)
         # before any process is there: this one refuses what the others would
         self._engine = GpuEngine(model, config, placement, device=places[0], on_progress=on_progress, **options)
-        options["tail_capacity"] = self._engine.tail_capacity  # which others may have other memory for
+        # which others may have other memory for
+        options |= {"tail_capacity": self._engine.tail_capacity, "own_on_host": self._engine.own_on_host}
         with ExitStack() as undo, ExitStack() as failed:
             failed.callback(self._engine.close)
             meeting = Path(undo.enter_context(TemporaryDirectory(prefix="csattn-devices-"))) / "meeting"

@@ -47,6 +47,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
 
 def gpu_engine(artifact: Artifact, placement: str, config: SearchConfig, **options: object) -> GpuEngine:
     options = {"batch_sizes": (1, 4), "num_slots": 2, "tail_capacity": CAPACITY, "growth": GROWTH, **options}
+    options = {"own_on_host": placement != "device", **options}
     engine = GpuEngine(loaded(), config, placement, device=DEVICE, num_threads=2, **options)
     engine.add_context(0, artifact)
     return engine
@@ -149,7 +150,7 @@ def test_layers_with_windows_see_the_same_where_rows_have_left(tmp_path) -> None
         options = {"num_slots": 1, "growth": growth, "tail_capacity": CAPACITY}
         for engine in (
             CpuEngine(model, max_rows=64, **options),
-            GpuEngine(model, config, "hybrid", device=DEVICE, batch_sizes=(1, 64), **options),
+            GpuEngine(model, config, "hybrid", device=DEVICE, batch_sizes=(1, 64), own_on_host=True, **options),
         ):
             with engine:
                 engine.add_context(0, artifact)
@@ -166,13 +167,25 @@ def test_layers_with_windows_see_the_same_where_rows_have_left(tmp_path) -> None
     ("device", 99, 0, 4096),  # as many as the model has positions
     ("hybrid", 99, 99, 4096),
     ("device", 0, 99, 2048),
-    ("hybrid", 99, 0, 2048),
+    ("hybrid", 0, 0, 2048),
 ])  # fmt: skip
 def test_requests_have_as_many_rows_as_there_is_memory_for(monkeypatch, placement, device_gb, host_gb, most) -> None:
     memory = AvailableMemory(device_bytes=device_gb << 30, host_bytes=host_gb << 30)
     monkeypatch.setattr(step_model, "available_memory", lambda device: memory)
     with GpuEngine(loaded(), SearchConfig(), placement, device=DEVICE) as engine:
-        assert engine.tail_capacity == most
+        assert engine.tail_capacity == most and not engine.own_on_host  # of as many
+
+
+def test_rows_of_requests_leave_a_device_that_has_no_room_for_them(monkeypatch) -> None:
+    """For 100 MB of 64 GB they stay; beside 0.7 GB they go."""
+    for device_gb, on_host in ((64, False), (0.7, True)):
+        memory = AvailableMemory(device_bytes=int(device_gb * 2**30), host_bytes=64 << 30)
+        monkeypatch.setattr(step_model, "available_memory", lambda device, memory=memory: memory)
+        options = {"device": DEVICE, "num_slots": 32, "tail_capacity": 4096}
+        with GpuEngine(loaded(), SearchConfig(), "hybrid", **options) as engine:
+            assert engine.own_on_host == on_host
+        with GpuEngine(loaded(), SearchConfig(), "device", **options) as engine:
+            assert not engine.own_on_host
 
 
 def test_other_segments_are_refused(artifact: Artifact) -> None:

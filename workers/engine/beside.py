@@ -21,7 +21,7 @@ def thread_beside(device: torch.device, name: str) -> ThreadPoolExecutor:
 
 
 def finish_beside(device: torch.device) -> None:
-    """Wait for what the calling thread has enqueued: any stream may read it then."""
+    """Wait for what the calling thread has enqueued on its stream: any may read it then."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

@@ -145,6 +145,7 @@ class GpuEngine:
             sizing = sizing.settle(index_config, self.model.available(device))
         assert sizing.tail_capacity is not None
         self.tail_capacity, self.own_on_host = min(sizing.tail_capacity, self.max_positions), sizing.own_on_host
+        sizing = replace(sizing, tail_capacity=self.tail_capacity)
         self._beside = thread_beside(device, "own-segments")
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from offload.pinned import PinnedRows
+from workers.engine.beside import finish_beside
 from workers.engine.far_rows import CachedRows
 from workers.engine.shape import EngineShape
 
@@ -23,9 +24,8 @@ class RowsInTails:
         self._staged: list[tuple[torch.cuda.Event, Tensor]] = []  # what copies to the device still read
 
     def open(self, slot: int) -> None:
-        """For another request: what is enqueued from now on comes after all copies."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._tails.device).wait_stream(self._stream)
+        """For another request."""
+        self._wait_for_copies()
 
     def start(self, slot: int) -> int:
         """The first row that is in the tail."""
@@ -88,6 +88,11 @@ class RowsInTails:
     def close(self) -> None:
         """No step is in flight."""
 
+    def _wait_for_copies(self) -> None:
+        """What is enqueued from now on comes after them."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._tails.device).wait_stream(self._stream)
+
 
 class MovingRows(RowsInTails):
     """Rows are in host memory, too, once a segment of them is made, and leave the tail when others need the room.
@@ -99,9 +104,7 @@ class MovingRows(RowsInTails):
         self,
         shape: EngineShape,
         tails: Tensor,
-        local_tails: Sequence[
-            Tensor
-        ],  # of layers without an index: [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
+        local_tails: Sequence[Tensor],  # of layers without an index, [num_tails, KV heads, tail_capacity, 2, head_dim]
         host: PinnedRows,  # of each layer, [num_tails, num_kv_heads, own_capacity, 2, head_dim]
         far: CachedRows,  # of whom each tail is a context
     ) -> None:
@@ -129,16 +132,19 @@ class MovingRows(RowsInTails):
     def move(self, slot: int, tail_len: int) -> None:
         """Those that stay come to the tail's beginning."""
         start, before, num_rows = self._start_for(tail_len), self._starts[slot], tail_len - 1
+        self._wait_for_copies()  # they may still read what is overwritten
         for tail in self._of_layers:
             stay = tail[slot, :, start - before : num_rows - before].clone()
             tail[slot, :, : num_rows - start].copy_(stay)
         self._starts[slot] = start
 
     def read(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        moved = max(start, min(self._starts[slot], stop))
-        parts = [layer[slot, :, start:moved] for layer in self._host.layers]
-        of_tail = super().read(slot, moved, stop)
-        return lambda: torch.cat([torch.stack(parts), of_tail()], dim=2) if moved > start else of_tail()
+        first = max(start, min(self._starts[slot], stop))
+        of_tail = super().read(slot, first, stop)
+        if first == start:
+            return of_tail
+        moved = torch.stack([layer[slot, :, start:first] for layer in self._host.layers])
+        return lambda: torch.cat([moved, of_tail()], dim=2)
 
     def write(self, slot: int, start: int, rows: Tensor) -> None:
         """To host memory: which of them the tail is to have is known once all of them are there."""
@@ -149,6 +155,7 @@ class MovingRows(RowsInTails):
         start = self._starts[slot] = self._start_for(num_rows + 1)
         for tail, layer in zip(self._tails, self._host.layers, strict=True):
             _copy_by_heads(layer[slot, :, start:num_rows], tail[slot, :, : num_rows - start])
+        finish_beside(self._tails.device)
 
     def segment(self, slot: int, start: int, stop: int) -> Iterator[Tensor]:
         first = self._starts[slot]
@@ -157,6 +164,7 @@ class MovingRows(RowsInTails):
             if start >= first:
                 rows = tail[slot, :, start - first : stop - first]
                 _copy_by_heads(rows, moved)
+                finish_beside(tail.device)  # also where the segment is given up: the rows may be overwritten then
             else:
                 rows = torch.empty(moved.shape, dtype=moved.dtype, device=tail.device)
                 _copy_by_heads(moved, rows)

@@ -160,7 +160,7 @@ class Sizing:
         )
         kept = self.growth.segment_len + shape.near_len + self.batch_sizes[-1]
         grow_all = shape.max_own_segments and not self.search.lookahead  # without a context, too
-        if not self.own_on_host or not grow_all or kept >= self.tail_capacity:
+        if self.placement == "device" or not self.own_on_host or not grow_all or kept >= self.tail_capacity:
             return shape
         chosen = own_top_k(self.search, self.tail_capacity)
         own_slots = min(MAX_SLOTS, max(chosen, int(self.slot_share * self.tail_capacity)))

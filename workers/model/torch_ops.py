@@ -190,7 +190,7 @@ class TorchOps:
 
     def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
         active = rows.tail_lens > 0
-        at = rows.tail_ids[active].long(), slice(None), rows.tail_lens[active].long() - 1
+        at = rows.tail_ids[active].long(), slice(None), (rows.tail_lens - rows.tail_starts)[active].long() - 1
         tail[at] = source[at]
 
     def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:

@@ -140,23 +140,24 @@ def test_own_rows_that_move_to_the_host_leave_the_device(artifact: Artifact) -> 
         assert engine._placing.ready().shape.tail_capacity == CAPACITY
 
 
-@pytest.mark.gpu  # a step for each 64 rows: long, emulated
-def test_layers_with_windows_see_the_same_where_rows_have_left(tmp_path) -> None:
-    model = wrap_model(make_model("gemma3_text", max_position_embeddings=4096), byte_tokenizer(), "windows")
+@pytest.mark.gpu  # a step for each 16 rows: long, emulated
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text, inputs"])  # the second with layers that share rows
+def test_layers_with_windows_see_the_same_where_rows_have_left(tmp_path, family: str) -> None:
+    model = wrap_model(make_model(family, max_position_embeddings=4096), byte_tokenizer(), "windows")
     config, growth = SearchConfig(keep=0.1, window_len=16), Growth(segment_len=1024, least_near=64)
     ids = token_ids(GROWTH.segment_len + 200, seed=3).tolist()
     with open_artifact(build_artifact(model, token_ids(CONTEXT_LEN), preset("default"), tmp_path).path) as artifact:
         logits = []
         options = {"num_slots": 1, "growth": growth, "tail_capacity": CAPACITY}
         for engine in (
-            CpuEngine(model, max_rows=64, **options),
-            GpuEngine(model, config, "hybrid", device=DEVICE, batch_sizes=(1, 64), own_on_host=True, **options),
+            CpuEngine(model, max_rows=16, **options),
+            GpuEngine(model, config, "hybrid", device=DEVICE, batch_sizes=(1, 16), own_on_host=True, **options),
         ):
             with engine:
                 engine.add_context(0, artifact)
                 engine.open(0, 0, config, "csattn")
-                for at in range(0, len(ids), 64):
-                    result = engine.step([StepRow(0, token_id) for token_id in ids[at : at + 64]], want_logits=True)
+                for at in range(0, len(ids), 16):
+                    result = engine.step([StepRow(0, token_id) for token_id in ids[at : at + 16]], want_logits=True)
                 logits.append(result.logits.copy())
                 if isinstance(engine, GpuEngine):
                     assert engine._placing.ready().rows.start(0) == GROWTH.segment_len

@@ -331,7 +331,8 @@ def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_without_rows_turns_queries_and_takes_the_rows_of_another(dtype) -> None:
-    rows = make_rows([0, 1, -1, -1], [2, 0, 0, 0], [5, 0, 1, 2])
+    rows = make_rows([0, 1, -1, -1], [2, 0, 0, 0], [1029, 0, 1, 2])
+    rows.tail_starts[0] = 1024
     projected, rotation = randn(4, 3 * 24, dtype=dtype), rotation_of("whole", 4, 24)
     norms = make_head_norms("head", 3, 1, 24)
     got_q, want_q = (randn(4, 3, 24, dtype=dtype) for _ in range(2))

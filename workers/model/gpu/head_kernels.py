@@ -87,6 +87,7 @@ def copy_rows_kernel(
     tail,  # of another, likewise <- the rows' own
     tail_ids,
     tail_lens,  # 0: append nothing
+    tail_starts,
     tail_capacity,
     row_width,
     BLOCK: tl.constexpr,  # at least row_width
@@ -95,7 +96,7 @@ def copy_rows_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     i = tl.arange(0, BLOCK)
-    slot = tl.load(tail_lens + row) - 1
+    slot = tl.load(tail_lens + row) - 1 - tl.load(tail_starts + row)
     active = (slot >= 0) & (slot < tail_capacity)
     at = ((tl.load(tail_ids + row).to(tl.int64) * tl.num_programs(1) + head) * tail_capacity + slot) * row_width + i
     if PDL:

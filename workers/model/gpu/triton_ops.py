@@ -203,6 +203,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
             tail,
             rows.tail_ids,
             rows.tail_lens,
+            rows.tail_starts,
             tail_capacity,
             2 * head_dim,
             BLOCK=triton.next_power_of_2(2 * head_dim),

@@ -35,6 +35,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 # families that may be asked for, and why they are refused
 _REFUSED = {
+    "deepseek_v4": "its layers attend to rows made of several tokens each, and mix several streams",
     "gemma3": "it sees images besides; load its text model, a gemma3_text",
     "gemma4": "it sees images besides; load its text model, a gemma4_text",
     "qwen3_5": "it sees images besides; load its text model, a qwen3_5_text",
@@ -364,8 +365,6 @@ def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
 
 def _heads(config: Any, family: Family) -> tuple[tuple[int, int], tuple[int, int] | None]:
     """KV heads and their width in layers that attend to everything; in those that do not, where there others."""
-    if getattr(config, "global_head_dim", None) is not None:  # of which later versions make a config for each layer
-        raise ModelError("this version of transformers describes Gemma 4's heads differently; use 5.23 or later")
     if not getattr(config, "is_heterogeneous", False):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return (getattr(config, "num_key_value_heads", 1), head_dim), None

@@ -153,7 +153,10 @@ class EngineSettings(_Part):
         "Of requests that name none. On a GPU csattn, full, or in placement device exact, and then all requests' own.",
     )
     slot_share: float = setting(
-        0.15, "hybrid, host: share of a context's rows that have a slot on the device.", above=0.0, highest=1.0
+        0.15,
+        "hybrid, host: share of a context's rows, and of requests' own there, that have a slot on the device.",
+        above=0.0,
+        highest=1.0,
     )
     tail_capacity: int | None = setting(
         None,

@@ -38,6 +38,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _SAMPLED_ROWS = 4096
 # where checkpoints have a matrix for each expert: layer, expert, matrix
 _OF_EXPERT = re.compile(r"^model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
+# of models that see images besides: where their text model is, and what is beside it
+_TEXT_MODEL_AT = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head": "lm_head",
+}
+_BESIDE_TEXT = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
 _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 # MKL's vector functions find out about the CPU in their first call. When two threads make it at once, cosines of
@@ -95,11 +102,12 @@ def load_model(
     name = name or DEMO_MODEL
     source = _resolve(name)
     try:
-        config = AutoConfig.from_pretrained(source)
+        whole = AutoConfig.from_pretrained(source)
+        config = _text_config(whole)
         describe(config)
         stretch_positions(config, stretch)
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = _load_whole(source, config, DTYPES[dtype], rounding).eval()
+        model = _load_whole(source, config, DTYPES[dtype], rounding, is_part=config is not whole).eval()
         model = place(model, device) if may_lend else model.to(device)
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
@@ -120,9 +128,20 @@ def read_config(name: str | None) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(_resolve(name or DEMO_MODEL))
+        return _text_config(AutoConfig.from_pretrained(_resolve(name or DEMO_MODEL)))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{name} has no config that can be read: {first_line(error)}") from error
+
+
+def _text_config(config: Any) -> Any:
+    """Of a model that sees images besides, its text model's; else the config itself."""
+    text = getattr(config, "text_config", None)
+    if text is None or text.model_type not in FAMILIES:
+        return config
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError("it sees images besides, and its weights are in few bits: load one whose weights are in 16")
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:
@@ -199,11 +218,11 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     )
 
 
-def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding | None) -> Any:
+def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding | None, is_part: bool) -> Any:
     """The model of a directory or hub id, its weights decoded if they are quantized, or rounded if they are to be.
 
-    Raises ModelError where a tensor is missing, too many, or of another shape: `transformers` would go on with random
-    numbers in its place.
+    is_part: it is the text model of one that sees images besides. Raises ModelError where a tensor is missing, too
+    many, or of another shape: `transformers` would go on with random numbers in its place.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
@@ -213,6 +232,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         "dtype": dtype,
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,
+        "key_mapping": _TEXT_MODEL_AT if is_part else None,
     }
     quantized: dict[str, QuantizedWeight] = {}
     verbosity = logging.get_verbosity()
@@ -235,7 +255,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
                 model.generation_config = GenerationConfig.from_pretrained(folder)
     finally:
         logging.set_verbosity(verbosity)
-    _require_whole(found)
+    _require_whole(found, is_part)
     _keep(model, quantized)
     if weights is not None:
         _round(model, weights)
@@ -309,8 +329,8 @@ def _round(model: Any, rounding: Rounding) -> None:
     _keep(model, quantized)
 
 
-def _require_whole(found: dict[str, Any]) -> None:
-    """found: what `transformers` tells of a load."""
+def _require_whole(found: dict[str, Any], is_part: bool) -> None:
+    """found: what `transformers` tells of a load; is_part: of a text model, beside which are others."""
     mismatched = {name: (tuple(there), tuple(wanted)) for name, there, wanted in found["mismatched_keys"]}
     for name, (there, wanted) in sorted(mismatched.items()):
         raise ModelError(f"its {name} has shape {there} where its config wants {wanted}; the two are not of one model")
@@ -318,7 +338,8 @@ def _require_whole(found: dict[str, Any]) -> None:
         ("missing_keys", "lacks {}, which its config wants; a part of the checkpoint has not been fetched"),
         ("unexpected_keys", "has {}, for which a model of its config has no place; it was saved from another model"),
     ):
-        if names := sorted(set(found[kind]) - set(mismatched)):
+        names = sorted(set(found[kind]) - set(mismatched))
+        if names := [name for name in names if not (is_part and _BESIDE_TEXT.match(name))]:
             more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
             raise ModelError("the checkpoint " + what.format(f"{names[0]}{more}"))
 

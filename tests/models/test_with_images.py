@@ -1,0 +1,78 @@
+"""Of models that see images besides, the text model is loaded from their checkpoint."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from csattn.errors import ModelError
+from csattn.models import load_model
+from csattn.models.loader import read_config
+from tests.tiny import byte_tokenizer, tiny_config
+
+_SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PATCHES = {"patch_size": 14, "image_size": 28}
+_OF_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A tiny model of it."""
+
+    text: str  # its text model's family
+    tower: dict[str, Any]
+    changes: dict[str, Any] = field(default_factory=dict)  # of the text model
+
+
+KINDS = {
+    "gemma3": Kind("gemma3_text", {**_SMALL, **_PATCHES}, {"final_logit_softcapping": None}),
+    "gemma4": Kind("gemma4_text", {**_SMALL, "head_dim": 8, "num_key_value_heads": 2}, {"pad_token_id": 0}),
+    "llama4": Kind("llama4_text", {**_SMALL, **_PATCHES}),
+    "mistral3": Kind("mistral", {"model_type": "pixtral", **_SMALL, **_PATCHES}),
+    "qwen3_5": Kind("qwen3_5_text", _OF_QWEN),
+    "qwen3_5_moe": Kind("qwen3_5_moe_text", _OF_QWEN),
+}
+
+
+def save(directory: Path, kind: str) -> Any:
+    """That model in float32, and its directory as `transformers` saves it."""
+    of = KINDS[kind]
+    text, tower = tiny_config(of.text, **of.changes).to_dict(), of.tower
+    if kind == "gemma3":
+        tower = {"model_type": "siglip_vision_model", **tower}
+    config = type(AutoConfig.for_model(kind))(text_config=text, vision_config=tower)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config).float().eval()
+    whole.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_says_what_the_whole_says_of_text(kind: str, tmp_path: Path) -> None:
+    whole, ids = save(tmp_path, kind), torch.arange(5, 45)[None]
+    loaded = load_model(str(tmp_path))
+    assert loaded.model.config.model_type == read_config(str(tmp_path)).model_type == KINDS[kind].text
+    with torch.inference_mode():
+        want, got = whole(input_ids=ids).logits, loaded.model(input_ids=ids).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_that_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "gemma3")
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"language_model.model.layers.7.more": torch.zeros(1)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"has model\.layers\.7\.more, for which a model of its config has no place"):
+        load_model(str(tmp_path))
+
+
+def test_few_bits_beside_images_are_refused(tmp_path: Path) -> None:
+    whole = save(tmp_path, "qwen3_5")
+    whole.config.quantization_config = {"quant_method": "fp8"}
+    whole.config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="load one whose weights are in 16"):
+        load_model(str(tmp_path))

@@ -10,6 +10,8 @@ that sees tail_len rows of the tail, its own included, attends to
   share is kept: exactly;
 * rest: all other rows of the context, and all other rows of its own segments: by their codes.
 
+A request without a context has its own segments and what is near of its tail.
+
 How many segments are in use follows from tail_len alone: answers depend neither on when a sketch is made nor on how
 tokens are cut into steps.
 """

@@ -12,6 +12,7 @@ def copy_to_device(rows: Tensor, place: Tensor) -> None:
     rows: in host memory; place: as large, of the same dtype; both contiguous. It goes by way of two page-locked pieces:
     given to the driver as it is, it would hold all other calls of the driver up until the whole of it is copied.
     """
+    assert rows.dtype == place.dtype, f"{rows.dtype} for {place.dtype}"
     source, target = _bytes_of(rows), _bytes_of(place)
     assert len(source) == len(target), f"{len(source)} bytes for {len(target)}"
     if not place.is_cuda:

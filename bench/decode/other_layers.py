@@ -8,7 +8,7 @@ import torch
 from bench.decode.options import Options
 from bench.decode.placements import engine_shape, made_sinks
 from bench.decode.roofline import ITEM_BYTES, row_bytes
-from bench.decode.workload import DTYPE, Workload
+from bench.decode.workload import Workload
 from csattn.config import SketchConfig
 from csattn.models.spec import ModelSpec
 from workers.engine.local_layers import LocalLayers
@@ -23,8 +23,8 @@ def with_other_layers(work: Workload, options: Options, searched: StepAttention)
     engine = engine_shape(work, options, SketchConfig(), options.search)
     layers = LocalLayers(engine, spec, searched, made_sinks(engine, work.device, spec.num_layers), work.device)
     lens = [min(reach.num_rows, work.context_len) for reach in engine.local]
-    sizes = [(spec.num_kv_heads, num_rows, 2, spec.head_dim) for num_rows in lens]
-    kv = [torch.randn(size, dtype=DTYPE, device=work.device) for size in sizes]
+    num_kv_heads, head_dim = engine.of_local
+    kv = [torch.randn(num_kv_heads, num_rows, 2, head_dim, dtype=engine.dtype) for num_rows in lens]
     deltas = [layer.delta for layer in spec.layers if layer.delta is not None]
     states = [
         {name: np.zeros(part, np.float32) for name, part in zip(("conv", "memory"), delta.parts, strict=True)}

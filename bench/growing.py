@@ -33,7 +33,7 @@ from bench.concurrency import byte_tokenizer
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
-from csattn.models import load_model
+from csattn.models import LoadedModel, load_model
 from csattn.sketch.own import Growth, own_top_k
 from index_build.pipeline import build_artifact
 from workers.engine.cpu_engine import GROWTH, CpuEngine
@@ -83,9 +83,7 @@ def main() -> None:
                 grown, timed = decode(engine, config, following)
                 report |= timed | own_bytes(engine)
             if arguments.placement != "cpu":
-                geometry = loaded.geometry
-                row_bytes = 2 * geometry.head_dim * loaded.dtype.itemsize * geometry.num_layers * geometry.num_kv_heads
-                own_kv = (len(following) - 1) * row_bytes
+                own_kv = (len(following) - 1) * row_bytes(loaded)
                 report["own_device_share"] = round((report["device_bytes"] - without_own) / own_kv, 4)
     if not arguments.shape:
         report |= judge(read_context(loaded, context, following), grown, arguments.eval_len, config, arguments)
@@ -147,11 +145,17 @@ def own_bytes(engine: CpuEngine | GpuEngine) -> dict[str, float]:
     """What codes of own rows take, over the KV of all own rows."""
     if isinstance(engine, GpuEngine):
         return {"device_bytes": engine.counts().device_bytes}
-    request, geometry = engine.request(0), engine.loaded.geometry
+    request = engine.request(0)
     num_segments = request.own_segments(request.tail_len)
     coded = sum(s.num_bytes for s in request.own.sketches(num_segments)) if request.own and num_segments else 0
-    row_bytes = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * engine.loaded.dtype.itemsize
-    return {"own_segments": num_segments, "coded_share": round(coded / (request.tail_len * row_bytes), 4)}
+    kv = request.tail_len * row_bytes(engine.loaded)
+    return {"own_segments": num_segments, "coded_share": round(coded / kv, 4)}
+
+
+def row_bytes(loaded: LoadedModel) -> int:
+    """KV of a token, all layers."""
+    geometry = loaded.geometry
+    return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * loaded.dtype.itemsize
 
 
 def kl_of(context: RealContext, log_probs: Tensor) -> Tensor:

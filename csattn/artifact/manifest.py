@@ -108,19 +108,19 @@ class ModelGeometry:
         return num_kv_heads, head_dim
 
     def to_json(self) -> dict[str, Any]:
-        lists = {name: list(getattr(self, name)) for name in _LISTS}
+        lists = {name: list(getattr(self, name)) for name in GEOMETRY_LISTS}
         return self._sizes | {name: values for name, values in lists.items() if values}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in _LISTS}})
+        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in GEOMETRY_LISTS}})
 
     @property
     def _sizes(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _LISTS}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in GEOMETRY_LISTS}
 
 
-_LISTS = "reaches", "state", "local_heads", "rows_of"  # of a geometry's fields; empty ones are not written
+GEOMETRY_LISTS = "reaches", "state", "local_heads", "rows_of"  # of a geometry's fields; empty ones are not written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

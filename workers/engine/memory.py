@@ -85,8 +85,9 @@ def require_weights(
 ) -> None:
     """Raise before a model is loaded that is not decoded there, or whose weights alone are more than the device has."""
     config = read_config(name)
-    require_latents_placed(describe(config), placement)
-    require_heads(describe(config), DTYPES[dtype])
+    spec = describe(config)
+    require_latents_placed(spec, placement)
+    require_heads(spec, DTYPES[dtype])
     decoded_bytes, kept_bytes = weight_bytes(config, DTYPES[dtype].itemsize, weights)
     if dtype != "bfloat16" and kept_bytes < decoded_bytes:
         raise ConfigError(

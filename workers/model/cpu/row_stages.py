@@ -123,12 +123,9 @@ def prepare_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     hidden = floats_of(args.hidden, row, width)
     if args.added != 0:
         added, weight = floats_of(args.added, row, width), floats_of(args.added_norm, 0, width)
-        scale, multiplier = inverse_rms(added, 0, width, eps), number_at(args.multiplier)
+        scale, multiplier, of_all = inverse_rms(added, 0, width, eps), number_at(args.multiplier), number_at(args.scale)
         for i in range(width):
-            hidden[i] += multiplier * (added[i] * scale * weight[i])
-        of_all = number_at(args.scale)
-        for i in range(width):
-            hidden[i] *= of_all
+            hidden[i] = (hidden[i] + multiplier * (added[i] * scale * weight[i])) * of_all
     if args.centred != 0:
         total = np.float32(0.0)
         for i in range(width):

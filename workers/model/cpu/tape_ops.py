@@ -1,6 +1,7 @@
 """`StepOps` that note a step on tapes, to be done later by a team of threads, for as many rows as come."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from workers.model.cpu.row_stages import (
     GATE,
     MAKE_INPUTS,
     PREDICT,
-    PREPARE,
     ROTATE,
     TAKE_INPUT,
     add_norms_stage,
@@ -33,7 +33,6 @@ from workers.model.cpu.row_stages import (
     gate_stage,
     make_inputs_stage,
     predict_stage,
-    prepare_stage,
     rotate_stage,
     take_input_stage,
 )
@@ -137,25 +136,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
         )
 
     def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
-        self._note(
-            prepare_stage,
-            PREPARE,
-            reads=[stream.hidden],
-            writes=[out],
-            per_row=1,
-            hidden=stream.hidden,
-            width=stream.hidden.shape[1],
-            added=None,
-            added_norm=None,
-            multiplier=None,
-            scale=None,
-            norm=norm,
-            out=out,
-            norm_ahead=None,
-            out_ahead=None,
-            eps=self._number(eps),
-            centred=False,
-        )
+        self._prepare(replace(stream, scaled=out, scaled_ahead=out, centred=False), Readers(norm, None, eps))
         return Normed(out)
 
     def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:

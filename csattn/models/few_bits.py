@@ -1,0 +1,102 @@
+"""Weights in few bits beside the decoded ones: which of a model's a GPU may keep so, and rounding to them."""
+
+import re
+from typing import Any
+
+import torch
+
+from csattn.models.families import FAMILIES, describe
+from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, Rounding, joined
+from csattn.models.spec import ExpertsSpec
+
+# where checkpoints have a matrix for each expert: layer, expert, matrix
+_OF_EXPERT = re.compile(r"^model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
+_GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
+
+
+def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
+    """Of layers, those that a GPU may keep in few bits: not what chooses experts, nor what loses its mean there."""
+    others = ("gate", "router", "router.proj", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
+    return [
+        (name, module)
+        for name, module in model.model.layers.named_modules(prefix="model.layers")
+        if isinstance(module, torch.nn.Linear) and not name.endswith(others)
+    ]
+
+
+def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
+    """Of layers, the modules that have all experts' matrices, which a GPU may keep in few bits."""
+    spec, family = describe(model.config), FAMILIES[model.config.model_type]
+    block = "experts" if family.experts_beside else f"{family.mlp}.experts"
+    return [
+        (f"model.layers.{i}.{block}", layer.get_submodule(block), of.experts[0])
+        for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))
+        if of.experts
+    ]
+
+
+def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
+    """Have a GPU keep matrices in these few bits, which it multiplies with bfloat16: modules get a `quantized`."""
+    if model.dtype != torch.bfloat16:
+        return
+    for name, module in [*linears_of_layers(model), ("lm_head", model.lm_head)]:
+        if f"{name}.weight" in quantized:
+            module.quantized = quantized[f"{name}.weight"]
+    of_experts = [(found.groups(), name) for name in quantized if (found := _OF_EXPERT.search(name))]
+    parts = {key: quantized.pop(name) for key, name in of_experts}
+    for name, module, spec in experts_of_layers(model):
+        kept = _experts_in_one(name, spec, quantized) or _experts_by_one(name.split(".")[2], spec, parts)
+        if kept is not None:
+            module.quantized = kept
+
+
+def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:
+    """Of a checkpoint that has all experts in one tensor."""
+    if not {(gate_up := f"{name}.gate_up_proj"), (down := f"{name}.down_proj")} <= quantized.keys():
+        return None
+    gates_ups = quantized.pop(gate_up)
+    if spec.activation == "clamped":  # they alternate
+        gates_ups = gates_ups.outputs(_gates_then_ups(spec))
+    return QuantizedExperts(gates_ups, quantized.pop(down))
+
+
+def _experts_by_one(
+    layer: str, spec: ExpertsSpec, parts: dict[tuple[str, ...], QuantizedWeight]
+) -> QuantizedExperts | None:
+    """Of one that has a matrix for each. parts: by layer, expert, and name of the matrix."""
+
+    def some(*kinds: tuple[str, ...]) -> list[QuantizedWeight]:
+        keys = ((layer, str(expert), name) for expert in range(spec.num_experts) for x in kinds for name in x)
+        return [parts.pop(key) for key in keys if key in parts]
+
+    gates_ups, downs = some(_GATES, _UPS), some(_DOWNS)
+    if (len(gates_ups), len(downs)) != (2 * spec.num_experts, spec.num_experts):
+        return None
+    return QuantizedExperts.of(gates_ups, downs)
+
+
+def _gates_then_ups(spec: ExpertsSpec) -> torch.Tensor:
+    """Of the rows of all experts' gates and ups in turn, each expert's gates, then its ups."""
+    rows = torch.arange(2 * spec.intermediate_size)
+    in_order = torch.cat([rows[::2], rows[1::2]])
+    return (torch.arange(spec.num_experts)[:, None] * len(rows) + in_order).flatten()
+
+
+def round_weights(model: Any, rounding: Rounding) -> None:
+    """Round the weights of its layers' linear modules and experts to few bits."""
+    quantized = {}
+    for name, module in linears_of_layers(model):
+        weight = QuantizedWeight.rounded(module.weight.data, rounding)
+        module.weight.data = weight.decoded(module.weight.dtype)
+        quantized[f"{name}.weight"] = weight
+    inputs_first = FAMILIES[model.config.model_type].inputs_first
+    for name, module, _ in experts_of_layers(model):
+        for part in ("gate_up_proj", "down_proj"):
+            matrices = getattr(module, part).data.mT if inputs_first else getattr(module, part).data
+            rounded = [QuantizedWeight.rounded(matrix, rounding) for matrix in matrices]
+            for matrix, weight in zip(matrices, rounded, strict=True):
+                matrix.copy_(weight.decoded(matrix.dtype))
+            whole = joined(rounded)
+            assert whole is not None, "they are of a kind"
+            quantized[f"{name}.{part}"] = whole
+    keep(model, quantized)

@@ -27,7 +27,9 @@ class StepRows:
     # [batch_size] int32: so many of these again, the first, lie elsewhere; the tail begins with the row behind them
     tail_starts: Tensor
     top_ks: Tensor  # [batch_size] int32: K, where it is less than what steps are planned for; ANY_TOP_K: it is not
-    any_own: bool = True  # False: own_lens are zeros, whenever the step that is captured of these rows runs
+    # of whatever step is captured of these rows, whenever it runs
+    any_own: bool = True  # False: own_lens are zeros
+    reads_all: bool = False  # all rows of contexts and tails are attended to; own_lens are zeros, too
 
     @property
     def batch_size(self) -> int:

@@ -34,6 +34,7 @@ from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.timing import GateError
 from csattn.attention import device as attention
+from csattn.attention import every_row
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SearchConfig, SketchConfig
 from csattn.errors import ConfigError
@@ -262,7 +263,7 @@ def make_op(
 
 @pytest.fixture
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
+    emulator.stand_in(monkeypatch, compiling, attention, every_row, gather, slot_cache, step_mail)
     if DEVICE.type == "cpu":  # which has no tensor cores
         for module in (workload, placements):
             monkeypatch.setattr(module, "DTYPE", torch.float32)

@@ -7,7 +7,8 @@
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE]
 
 `op` is one layer's attention, `e2e` the whole model (`host+2`: with two search workers); with `--shared` all requests
-of a batch continue one context. What a file holds already is not measured again. Rows and queries are a small model's,
+of a batch continue one context. `full` is torch's fastest way, `all` the engine's own. What a file holds already is
+not measured again. Rows and queries are a small model's,
 recorded (see recording.py) and brought to the shape and length (see widened.py). `lists+moments`, `default+none`:
 another way to go about the rows that are not chosen.
 """

@@ -15,7 +15,7 @@ from bench.decode.gpu_timing import time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.options import Options
 from bench.decode.other_layers import other_bytes, with_other_layers
-from bench.decode.placements import placed, schedules, streamed
+from bench.decode.placements import all_rows, placed, schedules, streamed
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, window_only
 from bench.decode.recording import Recording
 from bench.decode.results import Results
@@ -39,7 +39,7 @@ def run_end_to_end(
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
-    variants: list[str],  # "full", "streamed", "window", or as `variants.of_variant` reads them
+    variants: list[str],  # "full", "all", "streamed", "window", or as `variants.of_variant` reads them
     placements: list[str],  # of the latter
     formats: list[str],  # of weights: "bf16", or as `Few` has them
 ) -> None:
@@ -92,7 +92,7 @@ def _run_with(
 def _cases(
     work: Workload, options: Options, variants: list[str], placements: list[str]
 ) -> Iterator[tuple[Case, Callable[[], Prepared]]]:
-    baselines = {"full": full_attention, "streamed": streamed, "window": window_only}
+    baselines = {"full": full_attention, "all": all_rows, "streamed": streamed, "window": window_only}
     key = {
         "kind": "shared" if work.is_shared else "e2e",
         **({"shape": options.shape_name} if options.shape_name else {}),

@@ -67,6 +67,18 @@ def streamed(work: Workload, options: Options) -> Prepared:
     return Prepared(AttendAll(engine, far, work.device), 2 * link_bytes, lambda _: facts, close=kv.close, is_slow=True)
 
 
+def all_rows(work: Workload, options: Options) -> Prepared:
+    """All rows on the device: what the engine does for the selector `full`, and where that is faster than to choose."""
+    engine = replace(engine_shape(work, options, SketchConfig(), options.search), rest="none", attends_all=True)
+    moved = work.num_contexts * engine.kv_bytes(work.context_len)
+    require_memory(moved, "the KV of all contexts on the device")
+    far = DeviceRows(engine, work.device)
+    kv = layers_of(lambda layer_idx: as_kept(work.rows(layer_idx), engine), options.num_layers)
+    for context_id in range(work.num_contexts):
+        far.load(context_id, [layer.clone() for layer in kv] if context_id else kv)
+    return Prepared(AttendAll(engine, far, work.device, made_sinks(engine, work.device)), moved)
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSteps:
     """Steps over contexts that lie on the device."""

@@ -9,6 +9,7 @@ from bench.shapes import shape_named
 
 NAMES = {
     "full": "full attention",
+    "all": "full attention, by the engine",
     "streamed": "full attention, KV streamed from the host",
     "window": "sinks, window and tail only",
     "default": "csattn",

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "../cuda/warps.cuh"
+#include "logits.cuh"
 
 constexpr int TILE = 16;  // KV rows
 constexpr int ROW_BYTES = 2 * HEAD_DIM * ELEMENT_BYTES;  // K, then V
@@ -30,15 +31,6 @@ static_assert(HEAD_DIM % 16 == 0 && HEADS >= 1 && HEADS <= 8, "tiles are 16 wide
 // A part of a result: each head's output, unnormalised, then the maximum of its scores and the sum of its weights.
 constexpr int PART = HEAD_DIM + 4;  // floats; keeps parts on 16 bytes
 constexpr int ENDS_AT = HEAD_DIM;
-
-constexpr float LOG2E = 1.4426950408889634f;
-
-// A logit times log2(e), from q . k times softmax_scale * log2(e): cap * tanh(logit / cap) where logits are capped.
-__device__ float as_logit(float x, float cap) {
-    return CAPPED ? cap * LOG2E * (1.f - 2.f / (1.f + exp2_approx(2.f / cap * x))) : x;
-}
-
-#define MINUS_INFINITY __int_as_float(0xff800000)  // NVRTC has no math.h
 
 struct Unit {
     long long far, spill, resident, tail;  // addresses of the first row

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from csattn.attention.device import RowSource, row_sources
-from csattn.batch import DeviceSelection, StepRows
+from csattn.attention.every_row import EveryRowAttention, takes_heads, workspace_bytes
+from csattn.batch import DeviceSelection, StepRows, make_device_selection
 from offload.pinned import PinnedRows
 from workers.engine.batch_plan import plan_batches
 from workers.engine.far_rows import DeviceRows
@@ -19,25 +20,37 @@ class AttendAll:
     """`StepAttention` without a search. Owns all tails.
 
     Over contexts on the device a step is one graph. Those in host memory are streamed, which is the host's work.
+    A context is read once for all rows that continue it; coded ones, and heads of other kinds, once for each row.
     """
 
     lookahead = False
 
     def __init__(
-        self, shape: EngineShape, far: "DeviceRows | StreamedRows", device: torch.device, sinks: Tensor | None = None
+        self,
+        shape: EngineShape,
+        far: "DeviceRows | StreamedRows",
+        device: torch.device,
+        sinks: Tensor | None = None,  # [num_layers, num_q_heads] float32, where the shape has them
+        tails: Tensor | None = None,  # as `make_tails` has them; None: its own
     ) -> None:
         assert shape.attends_all, "planned for steps that select"
         self.shape, self.far = shape, far
         self.in_graph = isinstance(far, DeviceRows)
-        self.tails = shape.make_tails(device)
-        self._plans = plan_batches(shape, device, sinks)
+        self.tails = shape.make_tails(device) if tails is None else tails
+        self._together = _plan(shape, device) if reads_once(shape) else None
+        self._one_by_one = {} if self._together is not None else plan_batches(shape, device)
+        self._sinks = sinks
+        heads = shape.num_index_heads
+        self._nothing = {
+            size: make_device_selection(size, heads, shape.max_top_k, device) for size in shape.batch_sizes
+        }
 
     def __repr__(self) -> str:
         return f"<AttendAll {self.far!r}>"
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
         """Nothing: no row is left to choose."""
-        return self._plans[rows.batch_size].selection(layer_idx)
+        return self._nothing[rows.batch_size]
 
     def begin_step(self, rows: StepRows) -> None:
         if isinstance(self.far, StreamedRows):
@@ -47,11 +60,13 @@ class AttendAll:
         raise AssertionError("nothing is searched for")
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        plan = self._plans[rows.batch_size]
         context = self.far.take(layer_idx) if isinstance(self.far, StreamedRows) else self.far.source(layer_idx)
-        nothing = plan.selection(layer_idx)
-        sinks = plan.layer_sinks(layer_idx)
-        plan.attention.attend(q, context, self.tails[layer_idx], context, nothing, rows, out, sinks=sinks)
+        tails, sinks = self.tails[layer_idx], None if self._sinks is None else self._sinks[layer_idx]
+        if self._together is not None:
+            self._together.attend(q, context, tails, rows, out, sinks)
+            return
+        nothing, attention = self._nothing[rows.batch_size], self._one_by_one[rows.batch_size].attention
+        attention.attend(q, context, tails, context, nothing, rows, out, sinks=sinks)
 
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""
@@ -116,6 +131,33 @@ class StreamedRows:
                 room.view(rows.shape).copy_(rows, non_blocking=True)
         if self._link is not None:
             self._is_there = self._link.record_event()
+
+
+def reads_once(shape: EngineShape) -> bool:
+    """A context, for all rows of a step that continue it."""
+    plain = shape.kv_format is None
+    return plain and takes_heads(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
+
+
+def attend_all_bytes(shape: EngineShape) -> int:
+    """Workspace on the device."""
+    heads = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
+    return workspace_bytes(shape.batch_sizes, *heads, shape.tail_capacity) if reads_once(shape) else 0
+
+
+def _plan(shape: EngineShape, device: torch.device) -> EveryRowAttention:
+    return EveryRowAttention(
+        batch_sizes=shape.batch_sizes,
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        tail_capacity=shape.tail_capacity,
+        softmax_scale=shape.softmax_scale,
+        device=device,
+        logit_cap=shape.logit_cap,
+        has_sinks=shape.has_sinks,
+    )
 
 
 def streamed_bytes(shape: EngineShape) -> int:

@@ -54,6 +54,7 @@ from workers.engine.slots import (
     require_unused,
     seen_lens,
 )
+from workers.engine.some_or_all import all_are_faster
 from workers.engine.step_model import StepModel, step_model
 from workers.engine.watch import Watch
 from workers.model.devices import require_device
@@ -75,6 +76,7 @@ class _Request:
     tail_len: int = 0
     num_segments: int = 0  # of its own, in use
     own_read: int = 0  # rows of its own for each KV head, over all tokens
+    num_all: int = 0  # tokens that attended to all rows
     is_written: bool = False  # rows are on their way to its tail
 
 
@@ -98,6 +100,7 @@ class GpuEngine:
         num_slots: int = 1,
         tail_capacity: int | None = None,  # rows of a request's own; by the memory, unless said
         own_on_host: bool | None = None,  # the first of them, with KV on the host; by the memory, unless said
+        all_where_faster: bool = False,  # attend to all rows in steps that take less time so; in placement device
         growth: Growth | None = None,
         num_contexts: int = 1,  # loaded at the same time
         max_context_len: int | None = None,  # rows of the longest; by the model and the memory, unless said
@@ -138,6 +141,7 @@ class GpuEngine:
             growth=self._growth,
             slot_share=slot_share,
             kv_format=kv_format,
+            all_where_faster=all_where_faster,
         )
         device = device or torch.device("cuda", 0)
         index_config = index_config or preset("default")
@@ -250,7 +254,8 @@ class GpuEngine:
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
         own_lens = [self._segments_in_use(slot) * self._growth.segment_len for slot in slots]
         starts, token_ids = list(map(self._placing.ready().rows.start, slots)), [row.token_id for row in rows]
-        runner.fill(batch_size, token_ids, positions, places, slots, lens, top_ks, own_lens, starts)
+        reads_all = watch is None and self._all_are_faster(places, context_lens, own_lens)
+        runner.fill(batch_size, token_ids, positions, places, slots, lens, top_ks, own_lens, starts, reads_all)
         if watch is None:
             output = runner.step(batch_size)
         else:
@@ -260,7 +265,8 @@ class GpuEngine:
         logits = output.logits[: len(rows)].float().cpu().numpy() if want_logits else None
         for request, length, own_len in zip(requests, lens, own_lens, strict=True):
             request.tail_len = length
-            request.own_read += length - own_len + own_top_k(request.config, own_len)
+            request.own_read += length if reads_all else length - own_len + own_top_k(request.config, own_len)
+            request.num_all += reads_all
         for request in requests:
             if request.own is not None:
                 request.own.grow(request.tail_len)
@@ -278,6 +284,11 @@ class GpuEngine:
                 return i
         return 0
 
+    def _all_are_faster(self, places: Sequence[int], context_lens: Sequence[int], own_lens: Sequence[int]) -> bool:
+        shape = self._placing.ready().shape
+        contexts = [(place, length) for place, length in zip(places, context_lens, strict=True) if place >= 0]
+        return shape.some_or_all and all_are_faster(shape, contexts, own_lens)
+
     def reading(self, slot: int) -> Reading:
         request = self._request(slot)
         context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.tail_len)
@@ -287,7 +298,8 @@ class GpuEngine:
             return Reading("full", context_len + own)
         resident = min(context_len, request.config.sink_len + request.config.window_len)
         far = min(request.config.top_k(context_len), context_len - resident)
-        return Reading(self.selector, resident + far + own)
+        left = (context_len - resident - far) * request.num_all / max(1, request.tail_len)
+        return Reading(self.selector, resident + far + left + own)
 
     def counts(self) -> EngineCounts:
         """On a GPU the parts of a step are not timed one by one: they run side by side."""

@@ -15,7 +15,7 @@ from csattn.models.spec import ModelSpec
 from csattn.search.device import ListsPass, SketchPass, SketchShape, exact_bytes, index_shape, workspace_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
-from workers.engine.attend_all import streamed_bytes
+from workers.engine.attend_all import attend_all_bytes, streamed_bytes
 from workers.engine.coded_rest import make_passes
 from workers.engine.far_rows import cache_bytes
 from workers.engine.latent_memory import index_key_bytes, latents_bytes, latents_working_bytes
@@ -51,6 +51,8 @@ def plan_memory(
     working = search_bytes(shape, index_config, placement)
     if shape.latents is not None:
         working = latents_working_bytes(shape)
+    elif shape.attends_all or shape.some_or_all:
+        working += attend_all_bytes(shape)
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [
         MemoryPart(name="the model's weights", device_bytes=weights_bytes),

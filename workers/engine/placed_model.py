@@ -28,9 +28,11 @@ from workers.engine.own_on_device import OwnOnDevice, own_cache
 from workers.engine.own_rows import MovingRows, RowsInTails
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
+from workers.engine.some_or_all import SomeOrAll, of_all
 from workers.engine.step_model import StepModel
 from workers.engine.watch import Watch
 from workers.model import ModelRunner
+from workers.model.attention import StepAttention
 
 _FarRows = DeviceRows | CachedRows | StreamedRows | LatentPlaces | CachedLatents
 _Attention = SearchOnDevice | SearchOnHost | AttendAll | AttendLatents
@@ -73,20 +75,30 @@ class PlacedModel:
         sinks = _sinks_of(weights)
         self.own: OwnOnDevice | None = None  # where requests grow
         self._own_rows: tuple[PinnedRows, CachedRows] | None = None  # where the first of their rows move to the host
-        self.far, self.attention = self._place(None if sinks is None else sinks[list(self._spec.indexed_layers)])
+        of_indexed = None if sinks is None else sinks[list(self._spec.indexed_layers)]
+        self.far, self.attention = self._place(of_indexed)
         self.watch: Watch | None = None  # of latents nobody looks on
         if not isinstance(self.attention, AttendLatents):
             self.watch = Watch(self.attention)
+        inner: StepAttention = self.watch or self.attention
+        if shape.some_or_all:
+            assert isinstance(self.far, DeviceRows)
+            inner = SomeOrAll(inner, AttendAll(of_all(shape), self.far, device, of_indexed, self.attention.tails))
         self.local: LocalLayers | None = None
         if self.watch is not None and len(self._spec.indexed_layers) < self._spec.num_layers:
-            self.local = LocalLayers(shape, self._spec, self.watch, sinks, device)
+            self.local = LocalLayers(shape, self._spec, inner, sinks, device)
         self.rows = self._rows()
         self._next_query: Tensor | None = None
         if self.attention.lookahead:
             self._next_query = torch.zeros(shape.next_query_sizes, dtype=shape.dtype, device=device)
-        attention, grows = self.local or self.watch or self.attention, self.own is not None
         self.runner = ModelRunner(
-            weights, attention, shape.batch_sizes, self._next_query, grows=grows, devices=model.devices
+            weights,
+            self.local or inner,
+            shape.batch_sizes,
+            self._next_query,
+            grows=self.own is not None,
+            reads_all=shape.some_or_all,
+            devices=model.devices,
         )
 
     def __repr__(self) -> str:

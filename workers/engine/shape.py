@@ -46,6 +46,7 @@ class EngineShape:
     max_segments: int = 0  # of a context's sketch
     attends_all: bool = False  # to every row of a context: nothing is selected, nothing estimated
     reads_keys: bool = False  # rows are chosen by all keys, not by an index
+    some_or_all: bool = False  # steps are of both kinds: rows are chosen, or all are attended to
     kv_format: KvFormat | None = None  # of contexts' rows; None: plain ones. Tails are always plain
     growth: Growth | None = None  # of requests' own rows into segments; None: all of a tail is attended to
     logit_cap: float | None = None

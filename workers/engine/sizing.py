@@ -14,6 +14,7 @@ from offload.slot_cache import MAX_SLOTS
 from workers.engine.memory import Placement, plan_memory
 from workers.engine.own_choice import latents_of, least_slots
 from workers.engine.shape import EngineShape
+from workers.engine.some_or_all import require_both, require_model
 from workers.engine.step_model import StepModel
 from workers.serving.messages import Selector
 
@@ -38,12 +39,16 @@ class Sizing:
     growth: Growth
     slot_share: float
     kv_format: KvFormat | None
+    all_where_faster: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.slot_share <= 1:
             raise ConfigError(f"slot_share must lie in (0, 1], got {self.slot_share}")
         if self.kv_format is not None:
             self.kv_format.row_bytes(self.model.spec.head_dim)  # which it may not fit
+        if self.all_where_faster:
+            require_both(self.placement, self.selector, self.search, self.kv_format)
+            require_model(self.model.spec, self.model.dtype)
         max_rows = self.batch_sizes[-1]
         if self.growth.segment_len % SEGMENT_STEP or max_rows > self.growth.least_near:
             raise ConfigError(
@@ -147,6 +152,7 @@ class Sizing:
             num_index_heads=heads if selector == "csattn" else spec.num_kv_heads,
             rest=resolve_rest(self.search, selector, index_config.layout, attention.logit_cap is not None),
             attends_all=selector == "full",
+            some_or_all=self.all_where_faster and selector != "full",  # which lists may come down to
             reads_keys=selector == "exact",
             kv_format=self.kv_format,
             growth=self.growth,

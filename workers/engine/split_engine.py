@@ -27,6 +27,7 @@ from workers.engine.followers import GRACE_S, MODULE, STEP_S, Followers
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import Placement, placement_named
 from workers.engine.slots import require_new_context
+from workers.engine.some_or_all import require_both
 from workers.engine.step_model import first_share, handed_share, step_model
 from workers.model.deadline import ends_within
 from workers.model.devices import Devices, require_device, require_devices
@@ -56,7 +57,10 @@ class SplitEngine:
     ) -> None:
         if options.pop("searcher", None) is not None:
             raise ConfigError("search workers serve one device, in placement host; leave them out")
-        require_tried(placement_named(placement), options.get("selector", "csattn"), options.get("kv_format"))
+        selector, kv_format = options.get("selector", "csattn"), options.get("kv_format")
+        require_tried(placement_named(placement), selector, kv_format)
+        if options.get("all_where_faster"):
+            require_both(placement, selector, config, kv_format, num_devices)
         require_device()
         require_shares(step_model(loaded).spec, num_devices)
         if any(hasattr(module, "quantized") for module in loaded.model.modules()):

@@ -45,6 +45,7 @@ class ModelRunner:
         next_query: Tensor | None = None,  # [num_contexts, indexed layers, num_q_heads, head_dim + 1, head_dim]
         use_graphs: bool = True,  # on a GPU; False to look for a fault
         grows: bool = False,  # rows may have own segments: steps in which none has are captured apart
+        reads_all: bool = False,  # likewise steps whose rows read all of their contexts
         devices: Devices | None = None,  # of whose shares of a model the weights are one
     ) -> None:
         """next_query: of every context, what tells queries of the indexed layer after each; the last is never read."""
@@ -57,9 +58,10 @@ class ModelRunner:
         if next_query is not None:
             next_query = next_query.to(device=weights.device, dtype=weights.dtype)
         ops = _ops_for(weights.device, self.batch_sizes[-1])
+        kinds = [AS_THEY_COME, *[WITHOUT_OWN] * grows, *[READING_ALL] * reads_all]
         with torch.no_grad():
             self._steps = {
-                batch_size: _Step(weights, attention, next_query, ops, batch_size, grows, devices)
+                batch_size: _Step(weights, attention, next_query, ops, batch_size, kinds, devices)
                 for batch_size in self.batch_sizes
             }
             if weights.device.type == "cuda" and use_graphs:
@@ -93,20 +95,22 @@ class ModelRunner:
         top_ks: Sequence[int] | None = None,  # see `StepRows`, also for these
         own_lens: Sequence[int] | None = None,
         tail_starts: Sequence[int] | None = None,
+        reads_all: bool = False,  # of steps that are captured so, too: own_lens are left out
     ) -> None:
         """Set the rows of the next step by one copy; rows that are not given are idle."""
         self.require_tokens(token_ids)
         step = self._steps[batch_size]
         starts = [0] * len(tail_lens) if tail_starts is None else tail_starts
         step.room = self._room(max((end - start for end, start in zip(tail_lens, starts, strict=True)), default=0))
-        step.any_own = any(own_lens or ())
-        step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks, own_lens, starts)
+        step.take(READING_ALL if reads_all else AS_THEY_COME if any(own_lens or ()) else WITHOUT_OWN)
+        own = None if reads_all else own_lens
+        step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks, own, starts)
 
     @torch.no_grad()
     def step(self, batch_size: int) -> StepOutput:
         """Run one step on the rows as they are."""
         step = self._steps[batch_size]
-        for piece in step.pieces if step.any_own else step.pieces_without_own:
+        for piece in step.pieces[step.kind]:
             piece()
         return StepOutput(step.layers.logits, step.layers.next_ids)
 
@@ -114,7 +118,7 @@ class ModelRunner:
     def step_by_calls(self, batch_size: int) -> StepOutput:
         """The same step, not as captured but call by call: slower, and the attention may look at what it is given."""
         step = self._steps[batch_size]
-        for call in step.calls:
+        for call in step.calls[step.kind]:
             call.run()
         return StepOutput(step.layers.logits, step.layers.next_ids)
 
@@ -145,8 +149,18 @@ class ModelRunner:
         require_tokens(token_ids, self.weights.spec.vocab_size)
 
 
+class _Kind(NamedTuple):
+    """What a step is captured for: as `StepRows` has it."""
+
+    any_own: bool
+    reads_all: bool
+
+
+AS_THEY_COME, WITHOUT_OWN, READING_ALL = _Kind(True, False), _Kind(False, False), _Kind(False, True)
+
+
 class _Step:
-    """A batch size: its rows, its tensors, and what to call for a step."""
+    """A batch size: its rows, its tensors, and what to call for a step of each kind."""
 
     def __init__(
         self,
@@ -155,7 +169,7 @@ class _Step:
         next_query: Tensor | None,
         ops: StepOps,
         batch_size: int,
-        grows: bool,
+        kinds: Sequence[_Kind],
         devices: Devices | None,
     ) -> None:
         self.buffer = RowBuffer(batch_size, weights.device)
@@ -164,29 +178,32 @@ class _Step:
             assert next_query is not None
             maps[layer_idx] = next_query[:, number]
         self.layers = StepLayers(weights, attention, maps, ops, self.buffer.rows, weights.dtype, devices)
-        self.calls = self._calls_without_own = list(self.layers.calls(attention.lookahead))
-        if grows:
-            without_own = self.layers.with_rows(replace(self.buffer.rows, any_own=False))
-            self._calls_without_own = list(without_own.calls(attention.lookahead))
-        self.pieces: list[Callable[[], None]] = [call.run for call in self.calls]
-        self.pieces_without_own: list[Callable[[], None]] = [call.run for call in self._calls_without_own]
+        of_kind = {kind: self.layers.with_rows(replace(self.buffer.rows, **kind._asdict())) for kind in kinds}
+        self.calls = {kind: list(layers.calls(attention.lookahead)) for kind, layers in of_kind.items()}
+        self.pieces: dict[_Kind, list[Callable[[], None]]] = {
+            kind: [call.run for call in calls] for kind, calls in self.calls.items()
+        }
         self.advance: Callable[[], None] = self.layers.advance
         self.room = 0  # rows left in the longest tail
-        self.any_own = False  # own segments of the rows at hand
+        self.kind = AS_THEY_COME  # of the rows at hand
+
+    def take(self, kind: _Kind) -> None:
+        """What is not apart from the others is as they come."""
+        assert kind in self.calls or not kind.reads_all, "steps that read all were not asked for"
+        self.kind = kind if kind in self.calls else AS_THEY_COME
 
     def capture(self, pool: Any) -> None:
         """Turn the calls into CUDA graphs: one between each two calls that run on the host."""
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for call in self.calls:  # compiles what has to be compiled; the rows are idle
-                call.run()
+            for calls in self.calls.values():  # compiles what has to be compiled; the rows are idle
+                for call in calls:
+                    call.run()
             self.layers.advance()
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
-        self.pieces = self.pieces_without_own = _pieces(self.calls, pool)
-        if self._calls_without_own is not self.calls:
-            self.pieces_without_own = _pieces(self._calls_without_own, pool)
+        self.pieces = {kind: _pieces(calls, pool) for kind, calls in self.calls.items()}
         self.advance = _captured([self.layers.advance], pool)
 
 

@@ -14,6 +14,7 @@ from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import MAX_ROWS, step_sizes
 from workers.engine.memory import require_weights
 from workers.engine.opening import gpu_engine, require_together
+from workers.engine.some_or_all import require_both
 from workers.model.devices import require_device, require_devices
 from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus
@@ -73,6 +74,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
             max_context_len=engine.max_context_len,
             index_config=preset(settings.build.preset),
             slot_share=engine.slot_share,
+            all_where_faster=engine.all_where_faster,
             selector=engine.selector,
             kv_format=engine.kv_format,
             num_threads=engine.num_threads,
@@ -94,6 +96,8 @@ def _require_engine(settings: Settings) -> None:
     engine = settings.engine
     require_together(engine.placement, engine.selector, None, engine.num_devices, engine.kv_format)
     resolve_rest(settings.search, engine.selector, preset(settings.build.preset).layout)
+    if engine.all_where_faster:
+        require_both(engine.placement, engine.selector, settings.search, engine.kv_format, engine.num_devices)
     if engine.placement == "cpu":
         return
     require_device()

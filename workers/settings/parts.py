@@ -158,6 +158,11 @@ class EngineSettings(_Part):
         above=0.0,
         highest=1.0,
     )
+    all_where_faster: bool = setting(
+        False,
+        "device: read all rows of contexts, each once for all requests on it, in steps that take less time so: short "
+        "contexts, or many requests on one. What a request is told then depends a little on who else asks.",
+    )
     tail_capacity: int | None = setting(
         None,
         "Rows of a request's own, question and answer: an answer ends where there are none. Not set: as many as there "

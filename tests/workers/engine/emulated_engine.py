@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from csattn.attention import device as attention
+from csattn.attention import every_row
 from csattn.search.device import compiling
 from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
@@ -15,7 +16,7 @@ from workers.engine import gpu_engine, latent_memory, placed_model, split_engine
 
 def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends, and only where there is no device."""
-    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail, latent_memory)
+    emulator.stand_in(monkeypatch, compiling, attention, every_row, gather, slot_cache, step_mail, latent_memory)
     if DEVICE.type == "cuda":
         return
     no_lock = partial(placed_model.PinnedRows, register=ignore, unregister=ignore)

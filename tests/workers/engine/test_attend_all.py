@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from csattn.attention import device as attention
+from csattn.attention import every_row
 from csattn.attention.device_reference import attend_step
 from csattn.batch import StepRows, make_device_selection, make_step_rows
 from csattn.config import SearchConfig
@@ -23,7 +24,7 @@ NUM_LAYERS = 3  # an odd number: a step begins where the one before has ended
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, attention)
+    emulator.stand_in(monkeypatch, attention, every_row)
 
 
 def make_shape(context_lens: list[int], **others: object) -> EngineShape:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from csattn.attention import every_row
 from csattn.config import IndexConfig, SearchConfig, preset
 from csattn.search.device import compiling, index_shape
 from csattn.selectors import resolve_rest
@@ -20,7 +21,7 @@ from workers.engine.shape import EngineShape
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, compiling, multiprocessors=132)
+    emulator.stand_in(monkeypatch, compiling, every_row, multiprocessors=132)
 
 
 def make_shape(config: IndexConfig, search: SearchConfig, max_context_len: int = 9000) -> EngineShape:

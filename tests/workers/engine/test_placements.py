@@ -11,6 +11,7 @@ import torch
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.attention import device as attention
+from csattn.attention import every_row
 from csattn.config import SearchConfig, preset
 from csattn.rest import moments_of
 from csattn.rest.device import moment_table
@@ -45,7 +46,7 @@ NUM_STEPS = 4
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
+    emulator.stand_in(monkeypatch, compiling, attention, every_row, gather, slot_cache, step_mail)
 
 
 @pytest.fixture(scope="module")

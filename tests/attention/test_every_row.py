@@ -1,0 +1,103 @@
+"""Attention to every row of contexts and tails: agreement with the definition, and bits that depend on a row alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from csattn.attention import every_row
+from csattn.attention.device import make_row_source
+from csattn.attention.every_row import EveryRowAttention
+from tests.attention.device_steps import Shape, Step, assert_close, change_rows, make_step
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+
+HALF = Shape(dtype=torch.bfloat16, tail_capacity=300)
+LENS = [1, 700, 64, 257, 0]  # of contexts
+# context, tail_len: a row alone, rows of one context beside and apart, without a context, idle
+BATCH = [(1, 5), (3, 1), (1, 300), (0, 299), (-1, 20), (2, 3), (-1, 0), (1, 257), (4, 7), (3, 256)]
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU where there is no device."""
+    emulator.stand_in(monkeypatch, every_row, multiprocessors=3)
+
+
+def make(shape: Shape, batch: list[tuple[int, int]] = BATCH, lens: list[int] = LENS) -> Step:
+    """Contexts are all resident, nothing is selected."""
+    contexts = [(length, length) for length in lens]
+    return make_step(shape, contexts, [(context, tail_len, 0) for context, tail_len in batch])
+
+
+def attend(step: Step) -> Tensor:
+    shape, size = step.shape, step.rows.batch_size
+    plan = EveryRowAttention(
+        batch_sizes=(size, size + 1),
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        tail_capacity=shape.tail_capacity,
+        softmax_scale=shape.softmax_scale,
+        device=DEVICE,
+        logit_cap=step.logit_cap,
+        has_sinks=step.sinks is not None,
+    )
+    plan._parts.fill_(torch.nan)
+    contexts = [kv.to(DEVICE) for kv in step.resident]
+    source, rows = make_row_source(contexts, DEVICE), change_rows(step.rows, lambda x: x.to(DEVICE))
+    out = torch.full_like(step.q, torch.nan).to(DEVICE)
+    sinks = None if step.sinks is None else step.sinks.to(DEVICE)
+    plan.attend(step.q.to(DEVICE), source, step.tails.to(DEVICE), rows, out, sinks)
+    return out.cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim"),
+    [(8, 2, 64), (3, 3, 80), (15, 1, 128), (40, 2, 16), (12, 2, 256)],
+)
+def test_agrees_with_the_definition(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "num_index_heads": num_kv_heads}
+    step = make(replace(HALF, **heads, head_dim=head_dim, dtype=dtype))
+    got = attend(step)
+    assert_close(got, step.wanted())
+    assert not got[6].any(), "an idle row"
+
+
+def test_more_rows_of_a_context_than_a_block_takes() -> None:
+    """In several turns, among rows of others."""
+    batch = [(1, 1 + i) if i % 5 else (3, 2 * i + 1) for i in range(41)]
+    step = make(HALF, batch)
+    assert_close(attend(step), step.wanted())
+
+
+def test_more_rows_than_a_split_for_each_block() -> None:
+    step = make(replace(HALF, head_dim=16), [(0, 9), (1, 300), (0, 1)], [3000, 1111])
+    assert_close(attend(step), step.wanted())
+
+
+def test_logits_are_capped_and_sinks_take_their_share() -> None:
+    step = make(HALF)
+    step = replace(step, q=4 * step.q, logit_cap=2.5, sinks=4 + torch.randn(8))
+    want = step.wanted()
+    assert_close(attend(step), want)
+    for without in ({"logit_cap": None}, {"sinks": None}):
+        assert not torch.allclose(replace(step, **without).wanted(), want, atol=0.05)
+
+
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
+    step = make(HALF)
+    want = attend(step)
+    for rows in ([2], [9, 0, 2, 7], [4, 3, 1], [8, 8, 5]):
+        torch.testing.assert_close(attend(step.take(rows)), want[rows], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "taken"),
+    [((8, 2, 64, torch.bfloat16), True), ((8, 2, 64, torch.float32), False), ((8, 2, 512, torch.float16), False)],
+)
+def test_heads_that_there_is_a_kernel_for(heads: tuple[int, int, int, torch.dtype], taken: bool) -> None:
+    assert every_row.takes_heads(*heads) == taken

@@ -1,0 +1,164 @@
+"""Steps that attend to all rows where that is faster: which ones do, and that they are full attention's."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.errors import ConfigError
+from csattn.models import LoadedModel
+from csattn.models.loader import wrap_model
+from csattn.sketch.own import Growth
+from index_build.pipeline import build_artifact
+from offload.codecs.formats import KvFormat
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+from tests.tiny import byte_tokenizer, make_model, token_ids
+from tests.workers.engine.emulated_engine import emulate
+from workers.engine import EngineShape, some_or_all
+from workers.engine.gpu_engine import GpuEngine
+from workers.engine.some_or_all import all_are_faster
+from workers.serving.step_engine import NO_CONTEXT, StepRow
+
+CONTEXT_LEN = 300
+CONFIG = SearchConfig(keep=0.05, window_len=16)
+ROW_BYTES = 2 * 2 * 16 * 2  # of two KV heads
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(emulator, monkeypatch)
+    # two requests of the tiny model on one context read it whole, one does not; two query heads to a KV head
+    monkeypatch.setattr(some_or_all, "CHOOSING_BYTES", 100 * ROW_BYTES)
+    monkeypatch.setattr(some_or_all, "CHOOSING_BYTES_EACH", 10 * ROW_BYTES)
+    monkeypatch.setattr(some_or_all, "HEADS_LIKE_ALL", 5)
+
+
+@pytest.fixture(scope="module")
+def half() -> LoadedModel:
+    return wrap_model(make_model("llama", max_position_embeddings=4096).bfloat16(), byte_tokenizer(), "tiny")
+
+
+@pytest.fixture(scope="module")
+def artifact(half: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
+    store = tmp_path_factory.mktemp("store")
+    built = build_artifact(half, token_ids(CONTEXT_LEN, seed=1), preset("default"), store)
+    with open_artifact(built.path) as opened:
+        yield opened
+
+
+def make_engine(half: LoadedModel, **changes: object) -> GpuEngine:
+    options = {"batch_sizes": (1, 2, 4), "num_slots": 4, "tail_capacity": 900, "max_context_len": 400}
+    return GpuEngine(half, CONFIG, "device", device=DEVICE, **{**options, **changes})
+
+
+def logits(engine: GpuEngine, tokens: Sequence[Sequence[int]], context_id: int = 0) -> NDArray[np.float32]:
+    """Of a step for each list of tokens, one for each request; of the last."""
+    selector = engine.selector
+    for slot in range(len(tokens[0])):
+        engine.open(slot, context_id, CONFIG, selector)
+    for step in tokens:
+        result = engine.step([StepRow(slot, token) for slot, token in enumerate(step)], want_logits=True)
+    assert result.logits is not None
+    return result.logits
+
+
+def test_a_step_reads_all_rows_where_several_requests_share_a_context(half, artifact) -> None:
+    """To the bit as an engine that attends to all, and where it chooses as one that only does that."""
+    pair, alone = [(5, 9), (7, 3)], [(5,), (7,)]
+    for tokens, like in ((pair, {"selector": "full"}), (alone, {})):
+        with make_engine(half, all_where_faster=True) as engine, make_engine(half, **like) as other:
+            for each in (engine, other):
+                each.add_context(0, artifact)
+            got, want = logits(engine, tokens), logits(other, tokens)
+            assert np.array_equal(got, want)
+            reading, told = engine.reading(0), other.reading(0)
+            assert reading.rows == told.rows, "a reading tells of what was read"
+
+
+def test_a_request_reads_some_rows_in_one_step_and_all_in_the_next(half, artifact) -> None:
+    with make_engine(half, all_where_faster=True) as engine:
+        engine.add_context(0, artifact)
+        engine.open(0, 0, CONFIG, "csattn")
+        engine.step([StepRow(0, 5)])
+        some = engine.reading(0).rows
+        engine.open(1, 0, CONFIG, "csattn")
+        engine.step([StepRow(0, 6), StepRow(1, 6)])
+        assert some < engine.reading(0).rows < engine.reading(1).rows
+        rows = [StepRow(0, 6), StepRow(1, 6)]
+        watched = engine.step(rows, watch=(0, 1)).fidelity
+        assert watched is not None and watched.recall < 1, "what is watched is a choice"
+
+
+def test_own_segments_are_read_with_the_others(half, artifact, monkeypatch) -> None:
+    growth, rows = Growth(segment_len=1024, least_near=64), torch.randn(3, 2, 1200, 2, 16).bfloat16()
+    got = []
+    for changes, choosing in (
+        ({"all_where_faster": True}, 4000),
+        ({"all_where_faster": True}, 0),
+        ({"selector": "full"}, 0),
+    ):
+        monkeypatch.setattr(some_or_all, "CHOOSING_BYTES", choosing * ROW_BYTES)
+        with make_engine(half, growth=growth, tail_capacity=1300, **changes) as engine:
+            engine.add_context(0, artifact)
+            for slot in (0, 1):
+                engine.open(slot, 0, CONFIG, engine.selector)
+                engine.write_rows(slot, rows)
+            result = engine.step([StepRow(0, 5), StepRow(1, 5)], want_logits=True)
+            got.append(result.logits.copy())
+            assert engine._segments_in_use(0) == ("all_where_faster" in changes)
+    assert np.array_equal(got[0], got[2]) and not np.array_equal(got[1], got[2])
+
+
+def test_without_a_context_nothing_is_chosen(half) -> None:
+    with make_engine(half, all_where_faster=True) as engine, make_engine(half, selector="full") as full:
+        tokens = [(5,), (7,)]
+        assert np.array_equal(logits(engine, tokens, NO_CONTEXT), logits(full, tokens, NO_CONTEXT))
+
+
+def test_what_is_faster() -> None:
+    """By bytes: of whole contexts, of what choosing takes to begin with, and of what each request chooses."""
+    shape = EngineShape(
+        num_layers=1,
+        num_q_heads=4,
+        num_kv_heads=2,
+        num_index_heads=2,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        softmax_scale=1.0,
+        search=CONFIG,
+        max_context_len=1000,
+        batch_sizes=(4,),
+    )
+    assert all_are_faster(shape, [(0, 180)], []) and not all_are_faster(shape, [(0, 190)], [])
+    assert not all_are_faster(shape, [(0, 180), (1, 180)], []), "contexts of their own are both read"
+    assert all_are_faster(shape, [(0, 590)] * 2, []) and not all_are_faster(shape, [(0, 610)] * 2, [])
+    assert all_are_faster(shape, [(0, 100_000)] * 3, []), "they choose as much as there is"
+    assert not all_are_faster(shape, [(0, 150)], [64]) and not all_are_faster(shape, [], [64, 64])
+    assert not all_are_faster(replace(shape, dtype=torch.float32), [(0, 180)], []), "wider rows"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"selector": "full"}, "not for device, full and 1 GPUs"),
+        ({"placement": "hybrid"}, "not for hybrid, csattn and 1 GPUs"),
+        ({"config": SearchConfig(lookahead=1)}, "decides at each step, but lookahead is 1 and search_period 1"),
+        ({"config": SearchConfig(search_period=4)}, "lookahead is 0 and search_period 4"),
+        ({"kv_format": KvFormat.parse("fp8")}, "leave the KV codec out"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(half, changes, message) -> None:
+    options = {"config": CONFIG, "placement": "device", "device": DEVICE, **changes}
+    with pytest.raises(ConfigError, match=message):
+        GpuEngine(half, options.pop("config"), options.pop("placement"), all_where_faster=True, **options)
+
+
+def test_rows_of_32_bits_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"which are torch\.float32 of 16 here"):
+        GpuEngine(wrap_model(make_model("llama"), byte_tokenizer(), "tiny"), CONFIG, "device", all_where_faster=True)

@@ -1,0 +1,100 @@
+"""Steps that attend to all rows of their contexts where that takes less time than to choose from them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from csattn.attention.every_row import MAX_HEAD_DIM, takes_heads
+from csattn.batch import StepRows
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError
+from csattn.models.spec import ModelSpec
+from offload.codecs.formats import KvFormat
+from workers.engine.own_choice import latents_of
+from workers.engine.shape import EngineShape
+from workers.model.attention import StepAttention
+
+# Measured on an H100 (bench/log.md, "Many requests on one context"): what a layer's choice takes, in the bytes of a
+# context's rows that are read in that time
+CHOOSING_BYTES = 54 << 20
+CHOOSING_BYTES_EACH = 6 << 20  # for each row of the step
+HEADS_LIKE_ALL = 42  # so many query heads of a KV head that choose take the time of all rows
+
+
+class SomeOrAll:
+    """`StepAttention` of both kinds of steps, over the same tails: which it is, its rows say when it is captured."""
+
+    in_graph, lookahead = True, False
+
+    def __init__(self, some: StepAttention, every: StepAttention) -> None:
+        assert some.in_graph and not some.lookahead
+        self._some, self._every = some, every
+        self.tails = some.tails
+
+    def __repr__(self) -> str:
+        return f"<SomeOrAll {self._some!r}, {self._every!r}>"
+
+    def begin_step(self, rows: StepRows) -> None:
+        self._of(rows).begin_step(rows)
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
+        raise AssertionError("nothing is searched for ahead")
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        self._of(rows).attend(layer_idx, q, rows, out)
+
+    def end_step(self, rows: StepRows) -> None:
+        self._of(rows).end_step(rows)
+
+    def _of(self, rows: StepRows) -> StepAttention:
+        return self._every if rows.reads_all else self._some
+
+
+def of_all(shape: EngineShape) -> EngineShape:
+    """Of the steps that attend to all rows, beside those of `shape`."""
+    heads = shape.num_kv_heads
+    return replace(shape, attends_all=True, rest="none", growth=None, reads_keys=False, num_index_heads=heads)
+
+
+def all_are_faster(shape: EngineShape, contexts: Sequence[tuple[int, int]], own_lens: Sequence[int]) -> bool:
+    """Whether a step takes less time when it reads all rows of its contexts, each once for all that continue it.
+
+    contexts: of each row of the step its context, and how long that is; rows without one are left out.
+    own_lens: rows of requests' own segments, which are not shared. The same for the same step, on every device.
+    """
+    row_bytes, group_size = shape.num_kv_heads * shape.context_row_bytes, shape.num_q_heads // shape.num_kv_heads
+    more = float(sum(own_lens) * row_bytes)
+    for (_, context_len), number in Counter(contexts).items():
+        more += context_len * row_bytes * (1 - number * group_size / HEADS_LIKE_ALL) - number * CHOOSING_BYTES_EACH
+    return more < CHOOSING_BYTES
+
+
+def require_both(
+    placement: str, selector: str, search: SearchConfig, kv_format: KvFormat | None, num_devices: int = 1
+) -> None:
+    """Raise ConfigError where steps cannot be of both kinds, whatever the model."""
+    if placement != "device" or selector != "csattn" or num_devices > 1:
+        raise ConfigError(
+            "all_where_faster is for placement device, selector csattn and one GPU, which has all rows and their "
+            f"index, not for {placement}, {selector} and {num_devices} GPUs; leave it out"
+        )
+    if search.lookahead or search.search_period > 1:
+        raise ConfigError(
+            f"all_where_faster decides at each step, but lookahead is {search.lookahead} and search_period "
+            f"{search.search_period}; leave it out, or leave these out"
+        )
+    if kv_format is not None:
+        raise ConfigError("all_where_faster reads rows as they were built; leave it out, or leave the KV codec out")
+
+
+def require_model(spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Likewise, of models for which there is no kernel."""
+    if latents_of(spec) is not None or not takes_heads(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, dtype):
+        kind = "latents" if latents_of(spec) is not None else f"{dtype} of {spec.head_dim}"
+        raise ConfigError(
+            "all_where_faster reads a context once for all requests, in 16 bits and with heads of up to "
+            f"{MAX_HEAD_DIM} dimensions, which are {kind} here; leave it out"
+        )

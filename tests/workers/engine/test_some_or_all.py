@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +120,20 @@ def test_without_a_context_nothing_is_chosen(half) -> None:
     with make_engine(half, all_where_faster=True) as engine, make_engine(half, selector="full") as full:
         tokens = [(5,), (7,)]
         assert np.array_equal(logits(engine, tokens, NO_CONTEXT), logits(full, tokens, NO_CONTEXT))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "qwen3_5_text"])
+def test_layers_of_other_kinds_beside(family: str, tmp_path: Path) -> None:
+    """Windows, sinks, capped logits, states."""
+    wide = {"intermediate_size": 64} if family == "gpt_oss" else {}  # as torch's products of experts want it in 16 bits
+    model = wrap_model(make_model(family, **wide).bfloat16(), byte_tokenizer(), family)
+    with open_artifact(build_artifact(model, token_ids(CONTEXT_LEN, seed=1), preset("default"), tmp_path).path) as built:
+        got = []
+        for changes in ({"all_where_faster": True}, {"selector": "full"}):
+            with make_engine(model, tail_capacity=32, **changes) as engine:
+                engine.add_context(0, built)
+                got.append(logits(engine, [(5, 9), (7, 3)]))
+    assert np.array_equal(*got)
 
 
 def test_what_is_faster() -> None:

@@ -69,6 +69,15 @@ LM_EVAL = (
     "some of them whatever it attends to: what tells is the difference from full attention, in brackets. "
     "What has to be counted over the whole context (cwe, fwe) is lost first where rows are dropped.",
 )
+LENGTHS, SHARED = "lengths-h100.json", "shared-h100.json"
+WAYS = (  # a row's name, its case, the contender whose KL it has
+    ("full attention", {"variant": "full"}, None),
+    ("full attention over KV in q4_0", {"variant": "all", "kv_codec": "q4_0"}, "q4_0"),
+    ("**`default`, `device`**", {"variant": "default", "placement": "device"}, "default"),
+    ("**`default`, `hybrid`**", {"variant": "default", "placement": "hybrid"}, "default"),
+    ("`lists`, `hybrid`", {"variant": "lists"}, "lists"),
+    ("sinks and window alone", {"variant": "window"}, "window"),
+)
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 Case = dict[str, Any]
 
@@ -372,6 +381,48 @@ def published() -> list[str]:
     return lines
 
 
+def lengths() -> list[str]:
+    """Steps of one and of four requests at each length, each way beside its KL."""
+    sizes = sorted({of["context_len"] for of in measured(LENGTHS)})
+    head = ["KL, novel", *(f"{size // 1024}K" for size in sizes), f"GB, {sizes[-1] // 1024}K"]
+    lines = ["| ms a step: one request; four | " + " | ".join(head) + " |", "|---|" + "---:|" * len(head)]
+    for name, of, contender in WAYS:
+        rows = [of_length(size, **of) for size in sizes]
+        cells = ["; ".join(f"{milliseconds(step):.1f}" if "p50_us" in step else "–" for step in row) for row in rows]
+        memory = "; ".join(f"{step['hbm_bytes'] / 1e9:.0f}" if "p50_us" in step else "–" for step in rows[-1])
+        lines.append(f"| {name} | {kl_on_novel(contender)} | {' | '.join(cells)} | {memory} |")
+    return lines
+
+
+def of_length(context_len: int, **wanted: Any) -> list[Case]:
+    """Of one request and of four, as far as these were measured; without a time, where they do not fit."""
+    cases = [of for of in measured(LENGTHS) if of["context_len"] == context_len]
+    return [of for of in cases if all(of.get(name) == value for name, value in wanted.items())]
+
+
+def kl_on_novel(contender: str | None) -> str:
+    if contender is None:
+        return "0"
+    if contender != "window":
+        return f"{on_texts(contender, 0.0 if contender == 'q4_0' else 0.02)['novel', 7680]['kl']:.4f}"
+    of = [c for c in measured("selectors.json") if c["contender"] == contender and c["text"] == "novel"]
+    return f"{of[0]['kl']:.4f}"
+
+
+def shared() -> list[str]:
+    """Steps of many requests on one context."""
+    lines = [
+        "| ms a step | requests on it | torch, all rows | csattn, all rows | csattn, 2 % |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for of in (of for of in measured(SHARED) if of["variant"] == "full"):
+        like = {name: of[name] for name in ("context_len", "batch_size")}
+        steps = [milliseconds(only(SHARED, variant=variant, **like)) for variant in ("full", "all", "default")]
+        cells = [f"{step:.2f}" for step in steps]
+        lines.append(f"| a context of {of['context_len'] // 1024}K | {of['batch_size']} | {' | '.join(cells)} |")
+    return lines
+
+
 def builds() -> list[str]:
     head = "| tokens | prefill alone, s | with the index | written, too | GB/s | index, of a 16-bit KV |"
     lines = [head, "|---:|---:|---:|---:|---:|---:|"]
@@ -429,6 +480,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/README.md", "quality"): quality_means,
     ("bench/README.md", "steps"): steps,
     ("bench/README.md", "published"): published,
+    ("bench/README.md", "shared"): shared,
     ("bench/README.md", "models"): models,
     ("bench/README.md", "layer"): layer,
     ("bench/README.md", "latents"): latents,
@@ -437,6 +489,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("docs/quality.md", "lm-eval"): lm_eval,
     ("docs/quality.md", "why"): why,
     ("docs/compare.md", "selectors"): selectors,
+    ("docs/compare.md", "lengths"): lengths,
     ("bench/README.md", "hisa"): hisa,
     ("bench/log.md", "builds"): builds,
     ("docs/operate.md", "plan"): capacity,

@@ -99,19 +99,18 @@ def _cases(
         "context_len": work.context_len,
         "batch_size": work.batch_size,
     }
+    codec = {} if options.kv_format is None else {"kv_codec": str(options.kv_format)}
     for variant in variants:
+        of = {**key, **({} if variant in ("full", "window") else codec), "variant": variant}
         if variant in baselines:
             place = "host" if variant == "streamed" else "device"
-            yield (
-                {**key, "variant": variant, "placement": place, "schedule": "none"},
-                partial(baselines[variant], work, options),
-            )
+            yield {**of, "placement": place, "schedule": "none"}, partial(baselines[variant], work, options)
             continue
         for placement in placements:
             for schedule, search in schedules(options.search, placement):
                 if not schedule.startswith(tuple(options.schedules)):
                     continue
-                named: Case = {**key, "variant": variant, "placement": placement, "schedule": schedule}
+                named: Case = {**of, "placement": placement, "schedule": schedule}
                 named["keep"] = options.search.keep
                 if options.slots is not None and placement != "device":
                     named["slots"] = options.slots

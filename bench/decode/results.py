@@ -7,7 +7,10 @@ from typing import Any
 from bench.records import Records
 
 # what tells one case from another; whatever else a case holds was measured
-KEY = ("kind", "shape", "context_len", "batch_size", "variant", "placement", "schedule", "weights", "keep", "slots")
+KEY = (
+    *("kind", "shape", "context_len", "batch_size", "variant", "placement", "schedule"),
+    *("weights", "keep", "slots", "kv_codec"),
+)
 
 
 class Results(Records):

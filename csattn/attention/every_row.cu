@@ -5,7 +5,7 @@
 // times 16 for each warp. Sources are cut into splits by their length alone, so that what a query adds up, and in which
 // order, depends neither on the rows beside it nor on where it stands among them.
 //
-// Defined by the caller: HEAD_DIM, GROUP (query heads of a KV head), NUM_KV_HEADS, BATCH_SIZE, ELEMENT (bf16 or f16),
+// Defined by the caller: HEAD_DIM, GROUP (query heads of a KV head), NUM_KV_HEADS, ELEMENT (bf16 or f16),
 // TILE (KV rows), STAGES, THREADS, FOLDS, MAX_SPLITS, MAX_TAIL_SPLITS, CAPPED, SINKS.
 
 #include "../cuda/warps.cuh"
@@ -20,7 +20,8 @@ constexpr int PITCH = ROW_BYTES + 16;        // an odd number of 16 bytes: the s
 constexpr int TILE_BYTES = TILE * PITCH;
 constexpr int LEAST_SPLIT = 256, UNIT = 64;  // of a split's rows
 constexpr int PART = HEAD_DIM + 4;  // of a query: its output, unnormalised, the maximum of its logits, the sum of its weights
-static_assert(GROUP <= QUERIES && 2 * BATCH_SIZE <= THREADS, "a thread for each source, a query for each head of a group");
+constexpr int MAX_BATCH_SIZE = THREADS / 2;  // a thread for each source
+static_assert(GROUP <= QUERIES, "a query for each head of a group");
 static_assert(HEAD_DIM % 16 == 0 && TILE % CHUNK == 0 && UNIT % TILE == 0 && TILE <= 32 * WARPS, "whole products, and whole tiles in a split");
 
 struct Splits {
@@ -163,31 +164,31 @@ __device__ float* parts_of(float* parts, int b, int head, bool of_tail) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
-    const char* q,               // [BATCH_SIZE, NUM_Q_HEADS, HEAD_DIM]
+    const char* q,               // [batch_size, NUM_Q_HEADS, HEAD_DIM]
     const long long* addresses,  // [num_contexts], each of [NUM_KV_HEADS, rows per head, 2, HEAD_DIM]
     const int* rows_per_head,    // [num_contexts]
     const char* tails,           // [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
-    const int* context_ids,      // [BATCH_SIZE]; -1: none, the tail is all there is
+    const int* context_ids,      // [batch_size]; -1: none, the tail is all there is
     const int* tail_ids, const int* tail_lens,  // no rows: the step's row is idle
-    float* parts,  // [BATCH_SIZE, NUM_Q_HEADS, MAX_SPLITS + MAX_TAIL_SPLITS, PART] <- as many as there are splits
-    int tail_capacity, float scale, float cap) {
+    float* parts,  // [batch_size, NUM_Q_HEADS, MAX_SPLITS + MAX_TAIL_SPLITS, PART] <- as many as there are splits
+    int batch_size, int tail_capacity, float scale, float cap) {
     extern __shared__ __align__(16) char shared[];  // [STAGES] tiles
     __shared__ u64 has_come[STAGES], is_read[STAGES];
     __shared__ u32 scratch[WARPS];
-    __shared__ Source sources[2 * BATCH_SIZE];  // contexts, each with the first row that continues it; tails
-    __shared__ int contexts[BATCH_SIZE], ranks[BATCH_SIZE];  // a row's context, and which of those that continue it it is
+    __shared__ Source sources[THREADS];  // contexts, each with the first row that continues it; tails
+    __shared__ int contexts[MAX_BATCH_SIZE], ranks[MAX_BATCH_SIZE];  // a row's context, and which of those that continue it it is
     __shared__ int at, rows_of[QUERIES];  // the item's source, and its rows of the step
 
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (thread < STAGES) make_barrier(&has_come[thread], WARPS), make_barrier(&is_read[thread], WARPS);
-    if (thread < BATCH_SIZE) contexts[thread] = tail_lens[thread] > 0 ? context_ids[thread] : -1;
+    if (thread < batch_size) contexts[thread] = tail_lens[thread] > 0 ? context_ids[thread] : -1;
     barriers_are_made();
     __syncthreads();
     Source source = {};
-    if (thread < BATCH_SIZE) {
+    if (thread < batch_size) {
         const int context = contexts[thread];
         int before = 0, all = 0;
-        for (int b = 0; b < BATCH_SIZE; b++) {
+        for (int b = 0; b < batch_size; b++) {
             const bool same = context >= 0 && contexts[b] == context;
             before += same && b < thread, all += same;
         }
@@ -197,17 +198,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
             source.num_rows = source.head_rows = rows_per_head[context];
             source.num_tiles = (all + ROWS - 1) / ROWS;
         }
-    } else if (thread < 2 * BATCH_SIZE) {
-        const int b = thread - BATCH_SIZE;
+    } else if (thread < 2 * batch_size) {
+        const int b = thread - batch_size;
         source.rows = (long long)tails + (long long)tail_ids[b] * NUM_KV_HEADS * tail_capacity * ROW_BYTES;
         source.head_rows = tail_capacity;
         source.num_rows = min(tail_lens[b], tail_capacity);
         source.num_tiles = 1;
     }
-    source.num_items = NUM_KV_HEADS * Splits(source.num_rows, thread >= BATCH_SIZE).num * source.num_tiles;
+    source.num_items = NUM_KV_HEADS * Splits(source.num_rows, thread >= batch_size).num * source.num_tiles;
     u32 num_items;
     source.first_item = sum_before(source.num_items, scratch, num_items);
-    if (thread < 2 * BATCH_SIZE) sources[thread] = source;
+    if (thread < 2 * batch_size) sources[thread] = source;
     wait_then_let_next_start();
 
     int num_used = 0, num_asked = 0;  // tiles
@@ -216,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
         if (source.first_item <= item && item < source.first_item + source.num_items) at = thread;
         __syncthreads();
         const Source& from = sources[at];
-        const bool of_tail = at >= BATCH_SIZE;
+        const bool of_tail = at >= batch_size;
         const Splits splits(from.num_rows, of_tail);
         const int tile = (item - from.first_item) % from.num_tiles;
         const int split = (item - from.first_item) / from.num_tiles % splits.num;
@@ -224,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
         for (int i = thread; i < QUERIES; i += THREADS) rows_of[i] = -1;
         __syncthreads();
         if (of_tail && thread == 0)
-            rows_of[0] = at - BATCH_SIZE;
-        else if (!of_tail && thread < BATCH_SIZE && contexts[thread] == contexts[at] && ranks[thread] / ROWS == tile)
+            rows_of[0] = at - batch_size;
+        else if (!of_tail && thread < batch_size && contexts[thread] == contexts[at] && ranks[thread] / ROWS == tile)
             rows_of[ranks[thread] % ROWS] = thread;
 
         const int first = split * splits.len, len = min(splits.len, from.num_rows - first);
@@ -298,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_parts(
     float* parts,  // as above
     const int* rows_per_head, const int* context_ids, const int* tail_lens,
     const float* sinks,  // [NUM_Q_HEADS], for SINKS: logits of heads beside those of rows
-    char* out,           // [BATCH_SIZE, NUM_Q_HEADS, HEAD_DIM]
+    char* out,           // [batch_size, NUM_Q_HEADS, HEAD_DIM]
     int tail_capacity) {
     constexpr int QUADS = HEAD_DIM / 4, LANES = THREADS / QUADS, MOST = MAX_SPLITS + MAX_TAIL_SPLITS;
     __shared__ float weights[MOST], of_warps[2][WARPS];

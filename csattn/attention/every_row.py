@@ -68,7 +68,6 @@ class EveryRowAttention:
                 "HEAD_DIM": head_dim,
                 "GROUP": group_size,
                 "NUM_KV_HEADS": num_kv_heads,
-                "BATCH_SIZE": size,
                 "ELEMENT": ELEMENTS[dtype],
                 "TILE": blocks.tile,
                 "STAGES": NUM_STAGES,
@@ -80,7 +79,8 @@ class EveryRowAttention:
                 "SINKS": int(has_sinks),
             }
             attend = cuda_kernel(SOURCE, "attend_every_row", defines, blocks.shared_bytes, early_start=True)
-            join = cuda_kernel(SOURCE, "join_parts", {**defines, "THREADS": JOINING}, early_start=True)
+            of_joining = {**defines, "THREADS": JOINING, "TILE": 32, "FOLDS": 1}
+            join = cuda_kernel(SOURCE, "join_parts", of_joining, early_start=True)
             self._plans[size] = blocks, attend, join
         heads = num_q_heads, num_kv_heads, head_dim
         self._parts = torch.empty(num_floats(batch_sizes, *heads, tail_capacity, num_sms), device=device)
@@ -114,6 +114,7 @@ class EveryRowAttention:
             rows.tail_ids,
             rows.tail_lens,
             self._parts,
+            np.int32(rows.batch_size),
             capacity,
             self._scale,
             self._cap,

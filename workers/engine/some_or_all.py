@@ -21,7 +21,7 @@ from workers.model.attention import StepAttention
 # context's rows that are read in that time
 CHOOSING_BYTES = 54 << 20
 CHOOSING_BYTES_EACH = 6 << 20  # for each row of the step
-HEADS_LIKE_ALL = 42  # so many query heads of a KV head that choose take the time of all rows
+HEADS_LIKE_ALL = 38  # so many query heads of a KV head that choose take the time of all rows
 
 
 class SomeOrAll:

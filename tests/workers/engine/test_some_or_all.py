@@ -127,7 +127,9 @@ def test_layers_of_other_kinds_beside(family: str, tmp_path: Path) -> None:
     """Windows, sinks, capped logits, states."""
     wide = {"intermediate_size": 64} if family == "gpt_oss" else {}  # as torch's products of experts want it in 16 bits
     model = wrap_model(make_model(family, **wide).bfloat16(), byte_tokenizer(), family)
-    with open_artifact(build_artifact(model, token_ids(CONTEXT_LEN, seed=1), preset("default"), tmp_path).path) as built:
+    with open_artifact(
+        build_artifact(model, token_ids(CONTEXT_LEN, seed=1), preset("default"), tmp_path).path
+    ) as built:
         got = []
         for changes in ({"all_where_faster": True}, {"selector": "full"}):
             with make_engine(model, tail_capacity=32, **changes) as engine:

@@ -22,7 +22,8 @@ constexpr int LEAST_SPLIT = 256, UNIT = 64;  // of a split's rows
 constexpr int PART = HEAD_DIM + 4;  // of a query: its output, unnormalised, the maximum of its logits, the sum of its weights
 constexpr int MAX_BATCH_SIZE = THREADS / 2;  // a thread for each source
 static_assert(GROUP <= QUERIES, "a query for each head of a group");
-static_assert(HEAD_DIM % 16 == 0 && TILE % CHUNK == 0 && UNIT % TILE == 0 && TILE <= 32 * WARPS, "whole products, and whole tiles in a split");
+static_assert(HEAD_DIM % 16 == 0 && TILE % CHUNK == 0 && UNIT % TILE == 0, "whole products, and whole tiles in a split");
+static_assert(TILE % WARPS == 0 && TILE <= 32 * WARPS, "a lane asks for one row of a tile at most");
 
 struct Splits {
     int num, len;
@@ -35,11 +36,11 @@ struct Splits {
 };
 
 struct Source {
-    long long rows;     // address of the first of the first KV head
-    int head_rows;      // from one KV head to the next
+    long long rows;  // address of the first of the first KV head
+    int head_rows;   // from one KV head to the next
     int num_rows;
-    int num_tiles;      // times that it is read: one for each ROWS rows of the step
-    int first_item, num_items;  // a split, for one KV head and one tile
+    int num_turns;  // that its readers take: ROWS rows of the step in each
+    int first_item, num_items;  // a split, for one KV head, in one turn
 };
 
 // What a warp's queries have added up: of each FOLDS 16, a lane has lane / 4 and lane / 4 + 8.
@@ -196,16 +197,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
         if (context >= 0 && before == 0) {
             source.rows = addresses[context];
             source.num_rows = source.head_rows = rows_per_head[context];
-            source.num_tiles = (all + ROWS - 1) / ROWS;
+            source.num_turns = (all + ROWS - 1) / ROWS;
         }
     } else if (thread < 2 * batch_size) {
         const int b = thread - batch_size;
         source.rows = (long long)tails + (long long)tail_ids[b] * NUM_KV_HEADS * tail_capacity * ROW_BYTES;
         source.head_rows = tail_capacity;
         source.num_rows = min(tail_lens[b], tail_capacity);
-        source.num_tiles = 1;
+        source.num_turns = 1;
     }
-    source.num_items = NUM_KV_HEADS * Splits(source.num_rows, thread >= batch_size).num * source.num_tiles;
+    source.num_items = NUM_KV_HEADS * Splits(source.num_rows, thread >= batch_size).num * source.num_turns;
     u32 num_items;
     source.first_item = sum_before(source.num_items, scratch, num_items);
     if (thread < 2 * batch_size) sources[thread] = source;
@@ -219,14 +220,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
         const Source& from = sources[at];
         const bool of_tail = at >= batch_size;
         const Splits splits(from.num_rows, of_tail);
-        const int tile = (item - from.first_item) % from.num_tiles;
-        const int split = (item - from.first_item) / from.num_tiles % splits.num;
-        const int kv_head = (item - from.first_item) / from.num_tiles / splits.num;
+        const int turn = (item - from.first_item) % from.num_turns;
+        const int split = (item - from.first_item) / from.num_turns % splits.num;
+        const int kv_head = (item - from.first_item) / from.num_turns / splits.num;
         for (int i = thread; i < QUERIES; i += THREADS) rows_of[i] = -1;
         __syncthreads();
         if (of_tail && thread == 0)
             rows_of[0] = at - batch_size;
-        else if (!of_tail && thread < batch_size && contexts[thread] == contexts[at] && ranks[thread] / ROWS == tile)
+        else if (!of_tail && thread < batch_size && contexts[thread] == contexts[at] && ranks[thread] / ROWS == turn)
             rows_of[ranks[thread] % ROWS] = thread;
 
         const int first = split * splits.len, len = min(splits.len, from.num_rows - first);

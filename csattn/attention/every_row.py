@@ -37,7 +37,8 @@ class EveryRowAttention:
     """Plans for steps of some batch sizes, and their workspace. Definition: `device_reference.attend_step`, with
     contexts as resident rows and no selection.
 
-    A row's bits depend on no other row. Launches share the workspace, so they must be ordered.
+    A row's bits depend on no other row of its step, and are the same in all steps of up to SAME_BITS rows. Launches
+    share the workspace, so they must be ordered.
     """
 
     def __init__(

@@ -134,9 +134,8 @@ class StreamedRows:
 
 
 def reads_once(shape: EngineShape) -> bool:
-    """A context, for all rows of a step that continue it."""
-    plain = shape.kv_format is None
-    return plain and takes_heads(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
+    """Whether a context is read once for all rows of a step that continue it."""
+    return shape.kv_format is None and takes_heads(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
 
 
 def attend_all_bytes(shape: EngineShape) -> int:

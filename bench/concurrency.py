@@ -1,13 +1,14 @@
 """How many tokens a second does one device give when more and more requests share one long context?
 
     python -m bench.concurrency --out FILE [--shape llama-3.1-8b] [--context 65535] [--placements hybrid,host]
-        [--preset default]
+        [--preset default] [--streams 1,2,4,8,16,32]
     python -m bench.concurrency --show FILE --plot PNG
 
 The service's own backend, without HTTP: scheduler, engine, and an artifact that is built here, of a model with random
 weights, whose attention has no favourites: rows change from step to step as no real model's do. Every request asks its
 own question and decodes so many tokens. `tokens_per_s`: the answers' tokens over the time from the first request to the
 last token, questions included; `decoded_per_s`: by the service's own times per token, after the first ones.
+`device+all`: with `engine.all_where_faster`.
 Gate: every request gets all its tokens, and the device's memory stays what it was.
 """
 
@@ -103,12 +104,14 @@ def build_context(loaded: LoadedModel, context_len: int, preset_name: str, store
     name_artifact(store, NAME, report.artifact_id, "bfloat16")
 
 
-def settings_for(store: Path, placement: Any, num_streams: int) -> Settings:
+def settings_for(store: Path, place: str, num_streams: int) -> Settings:
+    placement: Any
+    placement, _, reads = place.partition("+")
     return Settings(
         store=StoreSettings(path=store),
         limits=LimitSettings(max_concurrent_requests=num_streams, max_queued_requests=num_streams),
         search=SearchConfig(lookahead=suited_lookahead(placement)),
-        engine=EngineSettings(placement=placement, tail_capacity=512, num_contexts=1),
+        engine=EngineSettings(placement=placement, all_where_faster=reads == "all", tail_capacity=512, num_contexts=1),
     )
 
 
@@ -171,7 +174,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
-    for placement, color in (("hybrid", "#0b5fa5"), ("host", "#7b3f9e"), ("device", "#2a9d8f"), ("cpu", "#555555")):
+    colors = {"hybrid": "#0b5fa5", "host": "#7b3f9e", "device": "#2a9d8f", "device+all": "#e07a3f", "cpu": "#555555"}
+    for placement, color in colors.items():
         cases = [case for case in result["cases"] if case["placement"] == placement]
         if cases:
             numbers = [case["streams"] for case in cases]

@@ -135,10 +135,22 @@ def _text_config(config: Any) -> Any:
     text = getattr(config, "text_config", None)
     if text is None or text.model_type not in FAMILIES:
         return config
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError("it sees images besides, and its weights are in few bits: load one whose weights are in 16")
+    if (few_bits := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = few_bits
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
+
+
+def _named_as_text(name: str) -> str:
+    """What the text model has under a name of the whole's."""
+    for pattern, there in _TEXT_MODEL_AT.items():
+        name = re.sub(pattern, there, name)
+    return name
+
+
+def _named_or_beside(name: str) -> str | None:
+    """None of what is beside the text model."""
+    return None if _BESIDE_TEXT.match(name := _named_as_text(name)) else name
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:
@@ -154,7 +166,8 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
     of_experts: tuple[WeightFormat, int] | None = None
     skipped: list[str] = []
     if (published := getattr(config, "quantization_config", None)) is not None:
-        quantization, skipped = Quantization.read(published), list(published.get("modules_to_not_convert") or [])
+        quantization, left_out = Quantization.read(published), published.get("modules_to_not_convert") or []
+        skipped = [_named_as_text(name) for name in left_out]
         kept, of_experts = quantization.kept, quantization.kept_experts
     elif weights is not None:
         kept = of_experts = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
@@ -223,10 +236,10 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
                 raise ModelError(
                     f"its weights are in few bits as published; load it without rounding them to {weights}"
                 )
-            state, quantized = read_state(folder, quantization, dtype)
+            state, quantized = read_state(folder, quantization, dtype, _named_or_beside if is_part else str)
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
-            model, found = kind.from_pretrained(None, state_dict=state, **how)
+            model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
     finally:

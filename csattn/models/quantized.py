@@ -11,7 +11,7 @@ By `quant_method` of the `quantization_config`:
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,8 +145,9 @@ def read_state(
     folder: Path,  # with safetensors files
     quantization_config: Mapping[str, Any],
     dtype: torch.dtype,
+    named: Callable[[str], str | None] = str,  # what the model calls a tensor; None: it has no such
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
-    """All of a checkpoint's tensors, by the names that they have where nothing is quantized, in `dtype`; and of which
+    """A checkpoint's tensors, by the names that the model has for them, in `dtype`; and of which
     matrices a GPU may keep the few bits; of experts that are one tensor, they are one below the other.
 
     Raises ModelError where a tensor is missing, has another shape than its scales say, or cannot be read.
@@ -154,7 +155,7 @@ def read_state(
     quantization, files = Quantization.read(quantization_config), _Tensors(folder)
     state: dict[str, Tensor] = {}
     quantized: dict[str, QuantizedWeight] = {}
-    for name in files.names:
+    for name in (name for name in files.names if named(name) is not None):
         module, _, last = name.rpartition(".")
         if last in _PARTS and any(f"{module}.{kind}" in files for kind in ("weight", "qweight", "weight_packed")):
             continue
@@ -166,7 +167,7 @@ def read_state(
                 experts = _mxfp4(files.read(f"{name}_blocks"), files.read(f"{name}_scales"))
                 tensor = torch.stack([expert.decoded(dtype).T for expert in experts])  # [experts, num_in, num_out]
                 if (kept := joined(experts)) is not None and int(kept.scales.max()) <= FP4_MOST_EXPONENT:
-                    quantized[name] = kept
+                    quantized[named(name) or name] = kept
             elif (matrix := _matrix(files, name, quantization)) is None:
                 tensor = files.read(name)
             else:
@@ -174,12 +175,12 @@ def read_state(
                 kept = matrix.kept()
                 tensor = matrix.decoded() if kept is None else kept.decoded(dtype)
                 if kept is not None:
-                    quantized[name] = kept
+                    quantized[named(name) or name] = kept
         except (RuntimeError, IndexError) as error:  # torch's, of shapes that do not fit
             raise ModelError(
                 f"{name} cannot be decoded: {str(error).splitlines()[0]}; the checkpoint is damaged"
             ) from error
-        state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        state[named(name) or name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return state, quantized
 
 

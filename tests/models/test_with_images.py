@@ -1,5 +1,7 @@
 """Of models that see images besides, the text model is loaded from their checkpoint."""
 
+import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from csattn.errors import ModelError
 from csattn.models import load_model
-from csattn.models.loader import read_config
+from csattn.models.loader import _BESIDE_TEXT, read_config, weight_bytes
 from tests.tiny import byte_tokenizer, tiny_config
 
+_IS_LINEAR = re.compile(r"_attn\.([qkvo]_proj|in_proj_qkv|out_proj)\.weight$")
 _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PATCHES = {"patch_size": 14, "image_size": 28}
 _OF_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -70,9 +73,36 @@ def test_a_tensor_that_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-def test_few_bits_beside_images_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"])
+def test_few_bits_are_read_as_those_of_a_text_model(kind: str, tmp_path: Path) -> None:
+    """To the bit as the same checkpoint decoded; a GPU keeps the bits of the text model's linear layers."""
+    whole = save(plain := tmp_path / "plain", kind)
+    state = load_file(plain / "model.safetensors")
+    linears = [n for n in state if _IS_LINEAR.search(n) and not _BESIDE_TEXT.match(n)]
+    coded = dict(state)
+    for name in linears:
+        scale = torch.linspace(0.01, 0.02, len(state[name]))[:, None]
+        numbers = (state[name] / scale).to(torch.float8_e4m3fn)
+        coded |= {name: numbers, name.replace("weight", "weight_scale"): scale}
+        state[name] = numbers.float() * scale
+    save_file(state, plain / "model.safetensors", {"format": "pt"})
+    shutil.copytree(plain, few := tmp_path / "few")
+    save_file(coded, few / "model.safetensors", {"format": "pt"})
+    whole.config.quantization_config = {"quant_method": "fbgemm_fp8"}
+    whole.config.save_pretrained(few)
+    got, want = load_model(str(few), "bfloat16"), load_model(str(plain), "bfloat16")
+    assert linears and got.fingerprint == want.fingerprint
+    for name, tensor in want.model.state_dict().items():
+        assert torch.equal(got.model.state_dict()[name], tensor), name
+    kept = [name for name, module in got.model.named_modules() if hasattr(module, "quantized")]
+    assert len(kept) == len([name for name in linears if "in_proj" not in name or "qkv" in name])
+
+
+def test_what_is_left_in_16_bits_is_named_as_in_the_whole(tmp_path: Path) -> None:
     whole = save(tmp_path, "qwen3_5")
-    whole.config.quantization_config = {"quant_method": "fp8"}
-    whole.config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="load one whose weights are in 16"):
-        load_model(str(tmp_path))
+    sizes = []
+    for left_out in ([], ["model.language_model.layers.1.self_attn.q_proj", "model.visual"]):
+        whole.config.quantization_config = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": left_out}
+        whole.config.save_pretrained(tmp_path)
+        sizes.append(weight_bytes(read_config(str(tmp_path)), 2)[1])
+    assert sizes[0] != sizes[1]

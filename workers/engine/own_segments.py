@@ -40,14 +40,14 @@ class OwnSegments:
         # from a first of the request's own rows to behind a last: each layer's, [num_kv_heads, number, 2, head_dim]
         rows: Callable[[int, int], Iterable[Tensor]],
         config: SearchConfig,
-        of_context: SketchConfig,
+        sketch: SketchConfig,  # how segments are made
         growth: Growth,
         beside: Executor,  # one thread: what is handed over first is done first
         place: Callable[[Sketches], Placed] = list,  # a segment, in that thread
         join: Callable[[Placed, Placed], Placed] = join_sketches,  # a segment to those before it
     ) -> None:
         self.config = config
-        self._rows, self._of_context, self._growth, self._beside = rows, of_context, growth, beside
+        self._rows, self._sketch, self._growth, self._beside = rows, sketch, growth, beside
         self._place, self._join = place, join
         self._num_begun = 0
         self._made: deque[Future[Placed]] = deque()  # segments that are not joined to those before them
@@ -92,7 +92,7 @@ class OwnSegments:
         for rows in self._rows(number * segment_len, (number + 1) * segment_len):
             if self._is_closed:
                 return []
-            made.append(make_segment(rows, self._of_context))
+            made.append(make_segment(rows, self._sketch))
         return self._place(made)
 
 

@@ -107,6 +107,7 @@ def build_context(loaded: LoadedModel, context_len: int, preset_name: str, store
 def settings_for(store: Path, place: str, num_streams: int) -> Settings:
     placement: Any
     placement, _, reads = place.partition("+")
+    gate(reads in ("", "all"), f"placements are device, hybrid, host and device+all, not {place!r}")
     return Settings(
         store=StoreSettings(path=store),
         limits=LimitSettings(max_concurrent_requests=num_streams, max_queued_requests=num_streams),

@@ -397,7 +397,8 @@ def lengths() -> list[str]:
 def of_length(context_len: int, **wanted: Any) -> list[Case]:
     """Of one request and of four, as far as these were measured; without a time, where they do not fit."""
     cases = [of for of in measured(LENGTHS) if of["context_len"] == context_len]
-    return [of for of in cases if all(of.get(name) == value for name, value in wanted.items())]
+    cases = [of for of in cases if all(of.get(name) == value for name, value in wanted.items())]
+    return sorted(cases, key=lambda of: int(of["batch_size"]))
 
 
 def kl_on_novel(contender: str | None) -> str:

@@ -85,7 +85,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     rates = earlier["ceilings"] if earlier.get("machine") == machine else ceilings()
     recording = load_recording(arguments.recording)
     header: dict[str, Any] = {"machine": machine, "ceilings": rates, "shape": arguments.shape, "keep": arguments.keep}
-    header |= {"recording": recording.describe(), "kv_codec": getattr(arguments, "kv_codec", None)}
+    header |= {"recording": recording.describe()}
     torch.cuda.empty_cache()
     if (device_gb := getattr(arguments, "device_gb", None)) is not None:
         header["device_gb"] = device_gb

@@ -1,4 +1,4 @@
-// Attention of a step's rows to every row of their contexts and tails: what several of them see is read once for them all.
+// Attention of a step's rows to every row of their contexts and tails: a context is read once for up to ROWS of them.
 //
 // A source is KV rows that lie side by side: a context's, which all rows of the step that continue it attend to, or what a
 // row sees of its tail. A block takes query heads of one KV head and of several rows of the step (ROWS) at a time: FOLDS

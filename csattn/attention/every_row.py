@@ -1,4 +1,4 @@
-"""Attention of a step's rows to every row of their contexts and tails, read once for all that see them."""
+"""Attention of a step's rows to every row of their contexts and tails: a context is read once for several of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MAX_GROUP = FOLD * MAX_WARPS  # query heads of a KV head, which a block takes at
 MAX_BATCH_SIZE = 32 * MAX_WARPS // 2  # a thread for each context and each tail
 MAX_HEAD_DIM = 256  # of more, a warp has no registers for
 MOST_SPLITS, LEAST_SPLIT = 128, 256  # of what a row sees of its context, or of its tail; rows, as in the kernel
-SAME_BITS = 16  # rows of a step up to which splits are the same
+MAX_ROWS_OF_SAME_BITS = 16  # of a step: up to so many, splits are the same
 JOINING = 128  # threads that join a query's parts
 NUM_STAGES = 3  # tiles on their way, or attended to
 SHARED_BYTES_PER_SM = 227 << 10
@@ -37,8 +37,8 @@ class EveryRowAttention:
     """Plans for steps of some batch sizes, and their workspace. Definition: `device_reference.attend_step`, with
     contexts as resident rows and no selection.
 
-    A row's bits depend on no other row of its step, and are the same in all steps of up to SAME_BITS rows. Launches
-    share the workspace, so they must be ordered.
+    A row's bits depend on no other row of its step, and are the same in all steps of up to MAX_ROWS_OF_SAME_BITS rows.
+    Launches share the workspace, so they must be ordered.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Blocks:
 
 def plan_blocks(batch_size: int, group_size: int, num_kv_heads: int, head_dim: int, num_sms: int) -> Blocks:
     """What a row adds up, and in which order, follows from `max_splits` alone."""
-    num_queries, is_small = batch_size * group_size, batch_size <= SAME_BITS
+    num_queries, is_small = batch_size * group_size, batch_size <= MAX_ROWS_OF_SAME_BITS
     num_warps = MAX_WARPS // 2 if num_queries <= FOLD * MAX_WARPS // 2 else MAX_WARPS
     folds = 2 if not is_small and num_queries > MAX_GROUP and head_dim <= 128 else 1
     per_sm, tile = (2, 64 if head_dim <= 128 else 32) if num_warps == MAX_WARPS else (4, 32)

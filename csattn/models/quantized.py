@@ -155,32 +155,37 @@ def read_state(
     quantization, files = Quantization.read(quantization_config), _Tensors(folder)
     state: dict[str, Tensor] = {}
     quantized: dict[str, QuantizedWeight] = {}
-    for name in (name for name in files.names if named(name) is not None):
+    for name in files.names:
         module, _, last = name.rpartition(".")
         if last in _PARTS and any(f"{module}.{kind}" in files for kind in ("weight", "qweight", "weight_packed")):
             continue
         if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in files:
             continue
+        if named(name) is None:
+            continue
+        kept: QuantizedWeight | None = None
         try:
             if name.endswith("_blocks"):
                 name = name.removesuffix("_blocks")
                 experts = _mxfp4(files.read(f"{name}_blocks"), files.read(f"{name}_scales"))
                 tensor = torch.stack([expert.decoded(dtype).T for expert in experts])  # [experts, num_in, num_out]
-                if (kept := joined(experts)) is not None and int(kept.scales.max()) <= FP4_MOST_EXPONENT:
-                    quantized[named(name) or name] = kept
+                kept = joined(experts)
+                if kept is not None and int(kept.scales.max()) > FP4_MOST_EXPONENT:
+                    kept = None
             elif (matrix := _matrix(files, name, quantization)) is None:
                 tensor = files.read(name)
             else:
                 name = f"{module}.weight"
                 kept = matrix.kept()
                 tensor = matrix.decoded() if kept is None else kept.decoded(dtype)
-                if kept is not None:
-                    quantized[named(name) or name] = kept
         except (RuntimeError, IndexError) as error:  # torch's, of shapes that do not fit
             raise ModelError(
                 f"{name} cannot be decoded: {str(error).splitlines()[0]}; the checkpoint is damaged"
             ) from error
-        state[named(name) or name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        place = named(name) or name
+        state[place] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if kept is not None:
+            quantized[place] = kept
     return state, quantized
 
 

@@ -45,6 +45,8 @@ def attend(step: Step) -> Tensor:
         logit_cap=step.logit_cap,
         has_sinks=step.sinks is not None,
     )
+    heads = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
+    assert plan._parts.nbytes == every_row.workspace_bytes((size, size + 1), *heads, shape.tail_capacity)
     plan._parts.fill_(torch.nan)
     contexts = [kv.to(DEVICE) for kv in step.resident]
     source, rows = make_row_source(contexts, DEVICE), change_rows(step.rows, lambda x: x.to(DEVICE))
@@ -68,10 +70,13 @@ def test_agrees_with_the_definition(num_q_heads: int, num_kv_heads: int, head_di
 
 
 def test_more_rows_of_a_context_than_a_block_takes() -> None:
-    """In several turns, among rows of others."""
-    batch = [(1, 1 + i) if i % 5 else (3, 2 * i + 1) for i in range(41)]
-    step = make(HALF, batch)
-    assert_close(attend(step), step.wanted())
+    """In several turns, among rows of others; in any order they have the same bits."""
+    batch = [(1, 1 + i) if i % 9 else (3, 2 * i + 1) for i in range(41)]
+    for shape, rows in ((HALF, batch), (replace(HALF, num_q_heads=40, head_dim=16), batch[:14])):
+        step = make(shape, rows)
+        got, last_first = attend(step), list(reversed(range(len(rows))))
+        assert_close(got, step.wanted())
+        torch.testing.assert_close(attend(step.take(last_first)), got[last_first], rtol=0, atol=0)
 
 
 def test_more_rows_than_a_split_for_each_block() -> None:
@@ -89,9 +94,10 @@ def test_logits_are_capped_and_sinks_take_their_share() -> None:
 
 
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
-    step = make(HALF)
+    """Nor on how many there are, up to 16: contexts are then cut into as many splits."""
+    step = make(replace(HALF, head_dim=16), BATCH, [1, 3000, 64, 257, 0])
     want = attend(step)
-    for rows in ([2], [9, 0, 2, 7], [4, 3, 1], [8, 8, 5]):
+    for rows in ([2], [9, 0, 2, 7], [4, 3, 1], [8, 8, 5], [*range(10), *range(6)]):
         torch.testing.assert_close(attend(step.take(rows)), want[rows], rtol=0, atol=0)
 
 

@@ -16,7 +16,7 @@ from csattn.models import load_model
 from csattn.models.loader import _BESIDE_TEXT, read_config, weight_bytes
 from tests.tiny import byte_tokenizer, tiny_config
 
-_IS_LINEAR = re.compile(r"_attn\.([qkvo]_proj|in_proj_qkv|out_proj)\.weight$")
+_IS_LINEAR = re.compile(r"((_attn|mlp|expert)\.([qkvo]|gate|up|down)_proj|in_proj_qkv|out_proj)\.weight$")
 _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PATCHES = {"patch_size": 14, "image_size": 28}
 _OF_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -73,7 +73,7 @@ def test_a_tensor_that_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_few_bits_are_read_as_those_of_a_text_model(kind: str, tmp_path: Path) -> None:
     """To the bit as the same checkpoint decoded; a GPU keeps the bits of the text model's linear layers."""
     whole = save(plain := tmp_path / "plain", kind)
@@ -81,14 +81,15 @@ def test_few_bits_are_read_as_those_of_a_text_model(kind: str, tmp_path: Path) -
     linears = [n for n in state if _IS_LINEAR.search(n) and not _BESIDE_TEXT.match(n)]
     coded = dict(state)
     for name in linears:
-        scale = torch.linspace(0.01, 0.02, len(state[name]))[:, None]
+        scales = torch.linspace(0.01, 0.02, -(-len(state[name]) // 8))[:, None]  # of blocks, as wide as matrices are
+        scale = scales.repeat_interleave(8, 0)[: len(state[name])]
         numbers = (state[name] / scale).to(torch.float8_e4m3fn)
-        coded |= {name: numbers, name.replace("weight", "weight_scale"): scale}
+        coded |= {name: numbers, name.replace("weight", "weight_scale_inv"): scales}
         state[name] = numbers.float() * scale
     save_file(state, plain / "model.safetensors", {"format": "pt"})
     shutil.copytree(plain, few := tmp_path / "few")
     save_file(coded, few / "model.safetensors", {"format": "pt"})
-    whole.config.quantization_config = {"quant_method": "fbgemm_fp8"}
+    whole.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [8, 1024]}
     whole.config.save_pretrained(few)
     got, want = load_model(str(few), "bfloat16"), load_model(str(plain), "bfloat16")
     assert linears and got.fingerprint == want.fingerprint

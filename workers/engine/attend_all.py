@@ -17,10 +17,11 @@ TURNS = 2  # layers that have room on the device: one is read while the next com
 
 
 class AttendAll:
-    """`StepAttention` without a search. Owns all tails.
+    """`StepAttention` without a search. Owns all tails, unless it is given them.
 
     Over contexts on the device a step is one graph. Those in host memory are streamed, which is the host's work.
-    A context is read once for all rows that continue it; coded ones, and heads of other kinds, once for each row.
+    A context is read once for as many rows that continue it as a block takes; coded ones, and heads that there is no
+    such kernel for, once for each row.
     """
 
     lookahead = False

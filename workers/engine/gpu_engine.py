@@ -76,7 +76,8 @@ class _Request:
     tail_len: int = 0
     num_segments: int = 0  # of its own, in use
     own_read: int = 0  # rows of its own for each KV head, over all tokens
-    num_all: int = 0  # tokens that attended to all rows
+    num_steps: int = 0  # tokens that were computed here, not written
+    num_all: int = 0  # of these, those that attended to all rows
     is_written: bool = False  # rows are on their way to its tail
 
 
@@ -85,9 +86,9 @@ class GpuEngine:
 
     Memory is planned, and steps are captured, when the first request or context comes: see `Placing`.
 
-    All requests select as the engine is set, some of them fewer rows; or all attend to everything. Rows of steps of up
-    to 16, with weights of few bits to 8, have the same bits alone and among others; in larger steps, and over latents,
-    the last bits may differ.
+    All requests select as the engine is set, some of them fewer rows; or all attend to everything; or, with
+    all_where_faster, all of them in some steps. But for that, rows of steps of up to 16, with weights of few bits to 8,
+    have the same bits alone and among others; in larger steps, and over latents, the last bits may differ.
     """
 
     def __init__(
@@ -254,7 +255,9 @@ class GpuEngine:
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
         own_lens = [self._segments_in_use(slot) * self._growth.segment_len for slot in slots]
         starts, token_ids = list(map(self._placing.ready().rows.start, slots)), [row.token_id for row in rows]
-        reads_all = watch is None and self._all_are_faster(places, context_lens, own_lens)
+        reads_all = self._all_are_faster(places, context_lens, own_lens)
+        if reads_all:
+            watch = None  # of a choice there is none
         runner.fill(batch_size, token_ids, positions, places, slots, lens, top_ks, own_lens, starts, reads_all)
         if watch is None:
             output = runner.step(batch_size)
@@ -266,6 +269,7 @@ class GpuEngine:
         for request, length, own_len in zip(requests, lens, own_lens, strict=True):
             request.tail_len = length
             request.own_read += length if reads_all else length - own_len + own_top_k(request.config, own_len)
+            request.num_steps += 1
             request.num_all += reads_all
         for request in requests:
             if request.own is not None:
@@ -298,7 +302,7 @@ class GpuEngine:
             return Reading("full", context_len + own)
         resident = min(context_len, request.config.sink_len + request.config.window_len)
         far = min(request.config.top_k(context_len), context_len - resident)
-        left = (context_len - resident - far) * request.num_all / max(1, request.tail_len)
+        left = (context_len - resident - far) * request.num_all / max(1, request.num_steps)
         return Reading(self.selector, resident + far + left + own)
 
     def counts(self) -> EngineCounts:

@@ -15,7 +15,7 @@ from csattn.search.device import DeviceLayerIndex, SketchShape, index_shape, to_
 from offload.errors import MemoryPlanError, PinningError
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
-from workers.engine.attend_all import AttendAll, StreamedRows
+from workers.engine.attend_all import AttendAll, StreamedRows, reads_once
 from workers.engine.attend_latents import AttendLatents
 from workers.engine.beside import finish_beside, run_beside, thread_beside
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
@@ -82,7 +82,7 @@ class PlacedModel:
             self.watch = Watch(self.attention)
         inner: StepAttention = self.watch or self.attention
         if shape.some_or_all:
-            assert isinstance(self.far, DeviceRows)
+            assert isinstance(self.far, DeviceRows) and reads_once(of_all(shape))
             inner = SomeOrAll(inner, AttendAll(of_all(shape), self.far, device, of_indexed, self.attention.tails))
         self.local: LocalLayers | None = None
         if self.watch is not None and len(self._spec.indexed_layers) < self._spec.num_layers:
@@ -97,7 +97,7 @@ class PlacedModel:
             shape.batch_sizes,
             self._next_query,
             grows=self.own is not None,
-            reads_all=shape.some_or_all,
+            may_read_all=shape.some_or_all,
             devices=model.devices,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from csattn.attention.every_row import MAX_HEAD_DIM, takes_heads
+from csattn.attention.every_row import MAX_GROUP, MAX_HEAD_DIM, takes_heads
 from csattn.batch import StepRows
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
@@ -17,11 +17,14 @@ from workers.engine.own_choice import latents_of
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
-# Measured on an H100 (bench/log.md, "Many requests on one context"): what a layer's choice takes, in the bytes of a
-# context's rows that are read in that time
+# Measured on an H100 over `default`, 2 %, four query heads to a KV head (bench/log.md, "Many requests on one context"):
+# what a layer's choice takes, in the bytes of a context's rows that are read in that time. Lists take longer; and where
+# more heads share a KV head, so does reading all, in turns.
 CHOOSING_BYTES = 54 << 20
 CHOOSING_BYTES_EACH = 6 << 20  # for each row of the step
-HEADS_LIKE_ALL = 38  # so many query heads of a KV head that choose take the time of all rows
+HEADS_LIKE_ALL = (
+    38  # when so many query heads of a KV head choose for themselves, they take as long as reading all once
+)
 
 
 class SomeOrAll:
@@ -65,6 +68,8 @@ def all_are_faster(shape: EngineShape, contexts: Sequence[tuple[int, int]], own_
     contexts: of each row of the step its context, and how long that is; rows without one are left out.
     own_lens: rows of requests' own segments, which are not shared. The same for the same step, on every device.
     """
+    if shape.search.keep >= 1:
+        return True
     row_bytes, group_size = shape.num_kv_heads * shape.context_row_bytes, shape.num_q_heads // shape.num_kv_heads
     more = float(sum(own_lens) * row_bytes)
     for (_, context_len), number in Counter(contexts).items():
@@ -79,7 +84,7 @@ def require_both(
     if placement != "device" or selector != "csattn" or num_devices > 1:
         raise ConfigError(
             "all_where_faster is for placement device, selector csattn and one GPU, which has all rows and their "
-            f"index, not for {placement}, {selector} and {num_devices} GPUs; leave it out"
+            f"index, not for {placement}, {selector} and {num_devices}; leave it out"
         )
     if search.lookahead or search.search_period > 1:
         raise ConfigError(
@@ -92,9 +97,12 @@ def require_both(
 
 def require_model(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Likewise, of models for which there is no kernel."""
-    if latents_of(spec) is not None or not takes_heads(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, dtype):
-        kind = "latents" if latents_of(spec) is not None else f"{dtype} of {spec.head_dim}"
+    heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+    if latents_of(spec) is not None or not takes_heads(*heads, dtype):
+        kind = (
+            "latents" if latents_of(spec) is not None else f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}"
+        )
         raise ConfigError(
-            "all_where_faster reads a context once for all requests, in 16 bits and with heads of up to "
-            f"{MAX_HEAD_DIM} dimensions, which are {kind} here; leave it out"
+            "all_where_faster reads a context once for all requests, in 16 bits, with heads of up to "
+            f"{MAX_HEAD_DIM} dimensions and {MAX_GROUP} of them to a KV head, which are {kind} here; leave it out"
         )

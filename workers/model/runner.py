@@ -45,7 +45,7 @@ class ModelRunner:
         next_query: Tensor | None = None,  # [num_contexts, indexed layers, num_q_heads, head_dim + 1, head_dim]
         use_graphs: bool = True,  # on a GPU; False to look for a fault
         grows: bool = False,  # rows may have own segments: steps in which none has are captured apart
-        reads_all: bool = False,  # likewise steps whose rows read all of their contexts
+        may_read_all: bool = False,  # likewise steps whose rows read all of their contexts
         devices: Devices | None = None,  # of whose shares of a model the weights are one
     ) -> None:
         """next_query: of every context, what tells queries of the indexed layer after each; the last is never read."""
@@ -58,7 +58,7 @@ class ModelRunner:
         if next_query is not None:
             next_query = next_query.to(device=weights.device, dtype=weights.dtype)
         ops = _ops_for(weights.device, self.batch_sizes[-1])
-        kinds = [AS_THEY_COME, *[WITHOUT_OWN] * grows, *[READING_ALL] * reads_all]
+        kinds = [AS_THEY_COME, *[WITHOUT_OWN] * grows, *[READING_ALL] * may_read_all]
         with torch.no_grad():
             self._steps = {
                 batch_size: _Step(weights, attention, next_query, ops, batch_size, kinds, devices)
@@ -95,7 +95,7 @@ class ModelRunner:
         top_ks: Sequence[int] | None = None,  # see `StepRows`, also for these
         own_lens: Sequence[int] | None = None,
         tail_starts: Sequence[int] | None = None,
-        reads_all: bool = False,  # of steps that are captured so, too: own_lens are left out
+        reads_all: bool = False,  # the step that was captured for that: own segments are read with the other rows
     ) -> None:
         """Set the rows of the next step by one copy; rows that are not given are idle."""
         self.require_tokens(token_ids)

@@ -146,13 +146,13 @@ def row_identity(
     selector: Selector,
     config: SearchConfig,
 ) -> bytes:
-    """What decides a request's rows besides its tokens."""
+    """What decides a request's rows besides its tokens; with `all_where_faster`, besides who was in its steps, too."""
     engine = settings.engine
     parts = {
         "csattn": __version__,
         "model": [loaded.fingerprint, loaded.tokenizer_hash, str(loaded.dtype)],
         "context": artifact_id,
-        "reads": [selector, asdict(config), engine.kv_codec],
+        "reads": [selector, asdict(config), engine.kv_codec, engine.all_where_faster],
         "placement": [engine.placement, engine.num_devices],  # the last bits may differ
         "block_rows": BLOCK_ROWS,
         "salt": hashlib.sha256(salt.encode()).hexdigest(),

@@ -160,8 +160,8 @@ class EngineSettings(_Part):
     )
     all_where_faster: bool = setting(
         False,
-        "device: read all rows of contexts, each once for all requests on it, in steps that take less time so: short "
-        "contexts, or many requests on one. What a request is told then depends a little on who else asks.",
+        "device: read all rows of contexts in steps that take less time so: over short ones, of questions, of many "
+        "requests on one. What a request is told then depends a little on who else asks.",
     )
     tail_capacity: int | None = setting(
         None,

@@ -22,7 +22,9 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from workers.engine import EngineShape, some_or_all
+from workers.engine.attend_all import attend_all_bytes
 from workers.engine.gpu_engine import GpuEngine
+from workers.engine.memory import plan_memory
 from workers.engine.some_or_all import all_are_faster
 from workers.serving.step_engine import NO_CONTEXT, StepRow
 
@@ -91,9 +93,20 @@ def test_a_request_reads_some_rows_in_one_step_and_all_in_the_next(half, artifac
         engine.open(1, 0, CONFIG, "csattn")
         engine.step([StepRow(0, 6), StepRow(1, 6)])
         assert some < engine.reading(0).rows < engine.reading(1).rows
-        rows = [StepRow(0, 6), StepRow(1, 6)]
-        watched = engine.step(rows, watch=(0, 1)).fidelity
-        assert watched is not None and watched.recall < 1, "what is watched is a choice"
+        alone, together = [StepRow(0, 7)], [StepRow(0, 6), StepRow(1, 6)]
+        assert engine.step(together, watch=(0, 1)).fidelity is None, "nothing is chosen"
+        chosen = engine.step(alone, watch=(0, 1)).fidelity
+        assert chosen is not None and chosen.recall < 1
+
+
+def test_a_reading_is_of_the_tokens_that_were_computed(half, artifact) -> None:
+    with make_engine(half, all_where_faster=True) as engine:
+        engine.add_context(0, artifact)
+        for slot in (0, 1):
+            engine.open(slot, 0, CONFIG, "csattn")
+            engine.write_rows(slot, torch.randn(3, 2, 100, 2, 16).bfloat16())
+        engine.step([StepRow(0, 5), StepRow(1, 5)])
+        assert engine.reading(0).rows >= CONTEXT_LEN
 
 
 def test_own_segments_are_read_with_the_others(half, artifact, monkeypatch) -> None:
@@ -158,13 +171,15 @@ def test_what_is_faster() -> None:
     assert all_are_faster(shape, [(0, 100_000)] * 3, []), "they choose as much as there is"
     assert not all_are_faster(shape, [(0, 150)], [64]) and not all_are_faster(shape, [], [64, 64])
     assert not all_are_faster(replace(shape, dtype=torch.float32), [(0, 180)], []), "wider rows"
+    keeps_all = replace(shape, search=replace(CONFIG, keep=1.0))
+    assert all_are_faster(keeps_all, [(0, 100_000)], []), "they are chosen, or read"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"selector": "full"}, "not for device, full and 1 GPUs"),
-        ({"placement": "hybrid"}, "not for hybrid, csattn and 1 GPUs"),
+        ({"selector": "full"}, "not for device, full and 1;"),
+        ({"placement": "hybrid"}, "not for hybrid, csattn and 1;"),
         ({"config": SearchConfig(lookahead=1)}, "decides at each step, but lookahead is 1 and search_period 1"),
         ({"config": SearchConfig(search_period=4)}, "lookahead is 0 and search_period 4"),
         ({"kv_format": KvFormat.parse("fp8")}, "leave the KV codec out"),
@@ -176,6 +191,23 @@ def test_what_it_does_not_go_with_is_refused(half, changes, message) -> None:
         GpuEngine(half, options.pop("config"), options.pop("placement"), all_where_faster=True, **options)
 
 
-def test_rows_of_32_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"which are torch\.float32 of 16 here"):
-        GpuEngine(wrap_model(make_model("llama"), byte_tokenizer(), "tiny"), CONFIG, "device", all_where_faster=True)
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {}, r"which are 4 over 2 heads of 16 in torch\.float32 here"),
+        ("gemma4_text", {"global_head_dim": 272}, "4 over 2 heads of 272 in torch"),
+        ("deepseek_v3", {}, "which are latents here"),
+    ],
+)
+def test_models_without_a_kernel_are_refused(family: str, changes: dict[str, int], message: str) -> None:
+    model = make_model(family, **changes)
+    loaded = wrap_model(model if family == "llama" else model.bfloat16(), byte_tokenizer(), family)
+    with pytest.raises(ConfigError, match=message):
+        GpuEngine(loaded, CONFIG, "device", all_where_faster=True)
+
+
+def test_memory_is_planned_for_both(half) -> None:
+    with make_engine(half, all_where_faster=True) as both, make_engine(half) as one:
+        shapes = [each._placing._sizing.shape(preset("default"), 400) for each in (both, one)]
+        plans = [plan_memory(0, preset("default"), shape, "device", 0).device_bytes for shape in shapes]
+    assert plans[0] - plans[1] == attend_all_bytes(shapes[0]) > 0

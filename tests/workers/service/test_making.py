@@ -77,6 +77,28 @@ def test_what_was_not_tried_on_several_devices_is_refused(settings: dict[str, st
         make_backend(Settings(engine=engine), Threads())
 
 
+@pytest.mark.parametrize(
+    ("engine", "search", "message"),
+    [
+        ({"placement": "cpu"}, {}, "not for cpu, csattn and 1;"),
+        ({"placement": "device", "num_devices": 2}, {}, "not for device, csattn and 2;"),
+        ({"placement": "device"}, {"lookahead": 1}, "but lookahead is 1"),
+    ],
+)
+def test_all_where_faster_is_refused_where_it_would_do_nothing(engine, search, message) -> None:
+    settings = Settings(engine=EngineSettings(**engine, all_where_faster=True), search=SearchConfig(**search))
+    with pytest.raises(ConfigError, match=message):
+        make_backend(settings, Threads())
+
+
+def test_an_engine_is_told_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = dict[str, object]()
+    monkeypatch.setattr(making, "gpu_engine", lambda *_, **options: told.update(options))
+    for is_set in (False, True):
+        make_engine(Settings(engine=EngineSettings(placement="device", all_where_faster=is_set)), loaded(), None)
+        assert told["all_where_faster"] is is_set
+
+
 def test_an_attention_worker_asks_ray_for_all_its_devices() -> None:
     settings = Settings(engine=EngineSettings(placement="hybrid", num_devices=4, num_threads=3))
     assert bundles(settings) == [{"CPU": 3, "GPU": 4}]

@@ -28,9 +28,9 @@ from tests.workers.serving.prompting import (
     make_backend,
 )
 from workers.serving import kept_rows
-from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY, OwnRows, open_kept_rows
+from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY, OwnRows, open_kept_rows, row_identity
 from workers.serving.messages import Ask, ContextTooLongError, Done
-from workers.settings import KeptSettings, Settings, StoreSettings
+from workers.settings import EngineSettings, KeptSettings, Settings, StoreSettings
 
 pytestmark = pytest.mark.usefixtures("builds")  # no process builds
 
@@ -292,3 +292,10 @@ def files_bytes(store: Path, asked: Ask) -> int:
     """Of a block, with its label."""
     answers(store, asked)
     return max(path.stat().st_size for path in files_of(store))
+
+
+def test_rows_that_were_read_otherwise_have_another_identity() -> None:
+    """With `all_where_faster` steps attend to more: nobody goes on from them who has not set it."""
+    settings = [Settings(engine=EngineSettings(placement="device", all_where_faster=x)) for x in (False, True)]
+    some, every = (row_identity(loaded(), each, "a", "", "csattn", SearchConfig()) for each in settings)
+    assert some != every

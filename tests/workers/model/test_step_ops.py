@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 from csattn.batch import make_step_rows
 from csattn.models.spec import Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights
+from tests.cuda_on_cpu.emulated import Emulator
 from tests.workers.model.step_ops import (
     DEVICE,
     DTYPES,
@@ -380,9 +380,9 @@ def test_predict_query(num_q_heads, _, head_dim, norm, rotates, dtype) -> None:
     assert got.isfinite().all()
 
 
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """Which the interpreter does not tell."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+def test_kernels_compile_for_a_gpu(emulator: Emulator) -> None:
+    """Which the interpreter does not tell. Each once: what Triton has compiled stays where it is kept."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(emulator.directory / "triton")}
     command = [sys.executable, "-m", "tests.workers.model.compile_kernels"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

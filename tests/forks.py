@@ -7,5 +7,10 @@ import multiprocessing
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["workers.searchers.worker", "tests.workers.searchers.warm", "tests.index_build.test_pipeline"]
+    [
+        "workers.searchers.worker",
+        "tests.workers.searchers.warm",
+        "tests.index_build.test_pipeline",
+        "tests.index_build.warm",
+    ]
 )

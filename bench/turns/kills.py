@@ -42,6 +42,7 @@ from workers.settings import KeptSettings, ModelSettings, Settings, StoreSetting
 NUM_TURNS, MAX_TOKENS = 3, 20
 LONGEST_S = 8.0
 BEGINNINGS = ((0, 300), (900, 560), (4000, 90))  # of the text: where, and how many characters
+DOCUMENT = 1  # the one that becomes a context
 
 
 def ask_of(conversation: int, turn: int, answers: list[str], salt: str) -> Ask:
@@ -111,6 +112,7 @@ class Kills:
 
     server: "subprocess.Popen[str]"
     rng: np.random.Generator
+    finds_context: bool = False
     answers: list[list[str]] = field(default_factory=lambda: [[""] * NUM_TURNS for _ in BEGINNINGS])
     turns: list[int] = field(default_factory=lambda: [0] * len(BEGINNINGS))
     salts: list[str] = field(default_factory=lambda: [""] * len(BEGINNINGS))
@@ -120,8 +122,8 @@ class Kills:
     def live(self, store: Path, dies_after_s: float | None) -> None:
         """One process, to its end; None: until all is said."""
         plan = [
-            {"turn": turn, "salt": salt, "answers": answers, "next_salt": self._next_salt()}
-            for turn, salt, answers in zip(self.turns, self.salts, self.answers, strict=True)
+            {"turn": turn, "salt": salt, "answers": answers, "next_salt": self._next_salt(number)}
+            for number, (turn, salt, answers) in enumerate(zip(self.turns, self.salts, self.answers, strict=True))
         ]
         assert self.server.stdin is not None and self.server.stdout is not None
         life = {"store": str(store), "keeps": dies_after_s is not None, "plan": plan}
@@ -153,15 +155,19 @@ class Kills:
             if turn + 1 == NUM_TURNS:
                 self.salts[number] = plan[number]["next_salt"]
 
-    def _next_salt(self) -> str:
-        return "" if self.rng.random() < 0.6 else f"salt {self.rng.integers(2**31)}"
+    def _next_salt(self, number: int) -> str:
+        is_plain = self.finds_context and number == DOCUMENT
+        return "" if is_plain or self.rng.random() < 0.6 else f"salt {self.rng.integers(2**31)}"
 
 
 def kill_later(pid: int, seconds: float) -> None:
     threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)).start()
 
 
-def run(num_kills: int, seed: int, model: str | None, longest_s: float = LONGEST_S) -> dict[str, Any]:
+def run(
+    num_kills: int, seed: int, model: str | None, longest_s: float = LONGEST_S, finds_context: bool = False
+) -> dict[str, Any]:
+    """finds_context: the process that is not killed has left the document's, which takes long, to the others."""
     command = [sys.executable, "-m", "bench.turns.kills", "--lives", *(["--model", model] if model else [])]
     started, num_files, num_half = time.perf_counter(), 0, 0
     rng = np.random.default_rng(seed)
@@ -169,9 +175,9 @@ def run(num_kills: int, seed: int, model: str | None, longest_s: float = LONGEST
         tempfile.TemporaryDirectory() as directory,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server,
     ):
-        kills, store = Kills(server, rng), Path(directory, "store")
+        kills, store = Kills(server, rng, finds_context), Path(directory, "store")
         try:
-            kills.live(Path(directory, "reference"), None)
+            kills.live(store if finds_context else Path(directory, "reference"), None)
             for _ in range(num_kills):
                 kills.live(store, float(rng.uniform(0.0, longest_s)))
                 files = list((store / DIRECTORY).glob(f"*{SUFFIX}"))

@@ -1,4 +1,4 @@
-"""The demo model itself: reading everything is full attention, to the token, over an answer of twenty tokens."""
+"""The demo model itself: reading everything is full attention, to the token, over an answer of twelve tokens."""
 
 import importlib.util
 import subprocess
@@ -24,7 +24,7 @@ from workers.serving.step_engine import StepRow
 from workers.session import csattn_session
 
 TEXT = Path(__file__).parents[2] / "bench" / "texts" / "novel.txt"
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")

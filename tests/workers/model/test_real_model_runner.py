@@ -13,7 +13,7 @@ from tests.workers.model.full_context import context_kv
 from workers.model import ModelRunner, take_weights
 
 TEXT = Path(__file__).parents[3] / "bench" / "texts" / "novel.txt"
-CONTEXT_LEN, QUESTION_LEN, NUM_TOKENS = 250, 21, 32
+CONTEXT_LEN, QUESTION_LEN, NUM_TOKENS = 250, 21, 12
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 needs_demo_model = pytest.mark.skipif(

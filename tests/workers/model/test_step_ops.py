@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 from csattn.batch import make_step_rows
 from csattn.models.spec import Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights
+from tests.cuda_on_cpu.emulated import Emulator, crossed
 from tests.workers.model.step_ops import (
     DEVICE,
     DTYPES,
@@ -120,13 +121,18 @@ def test_advance() -> None:
     assert got.token_ids.tolist() == [7, 0, 2**40], "a row that has no token is fed one that there is"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
+BOTH = list(product([False, True], [False, True]))
+
+
 @pytest.mark.parametrize(
-    ("batch_size", "hidden_size", "num_out"), [(1, 64, 64), (3, 100, 65), (17, 576, 130), (2, 1024, 63)]
+    ("with_bias", "with_norm", "dtype", "sizes"),
+    crossed(
+        [(*which, dtype) for dtype, those in zip(DTYPES, (BOTH, BOTH[::-1]), strict=True) for which in those],
+        [(1, 64, 64), (3, 100, 65), (17, 576, 130), (2, 1024, 63)],
+    ),
 )
-def test_linear(batch_size, hidden_size, num_out, with_bias, with_norm, dtype) -> None:
+def test_linear(with_bias, with_norm, dtype, sizes) -> None:
+    batch_size, hidden_size, num_out = sizes
     stream = prepared(batch_size, hidden_size, dtype)
     linear, x = make_linear(num_out, hidden_size, dtype, with_bias), normed(stream)
     got = torch.full((batch_size, num_out), torch.nan, dtype=dtype, device=DEVICE)
@@ -166,11 +172,12 @@ def test_logits_may_be_wider_than_the_model() -> None:
     torch.testing.assert_close(got, want, **tolerance(DTYPES[1]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("batch_size", "hidden_size", "num_out"), [(1, 64, 32), (3, 100, 33), (2, 256, 96)])
-def test_mlp(batch_size, hidden_size, num_out, activation, gated, dtype) -> None:
+@pytest.mark.parametrize(
+    ("activation", "gated", "dtype", "sizes"),
+    crossed(list(product(ACTIVATIONS, [False, True], DTYPES)), [(1, 64, 32), (3, 100, 33), (2, 256, 96)]),
+)
+def test_mlp(activation, gated, dtype, sizes) -> None:
+    batch_size, hidden_size, num_out = sizes
     stream = prepared(batch_size, hidden_size, dtype)
     linear = make_linear((1 + gated) * num_out, hidden_size, dtype, bias=batch_size == 3, scale=2)
     got = torch.full((batch_size, num_out), torch.nan, dtype=dtype, device=DEVICE)
@@ -190,10 +197,12 @@ def test_gate(batch_size: int, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("read_by", READERS)
-@pytest.mark.parametrize(("batch_size", "num_in", "hidden_size"), [(1, 64, 64), (3, 100, 100), (5, 1500, 130)])
-def test_linear_add(batch_size, num_in, hidden_size, read_by, dtype) -> None:
+@pytest.mark.parametrize(
+    ("read_by", "dtype", "sizes"),
+    crossed(list(product(READERS, DTYPES)), [(1, 64, 64), (3, 100, 100), (5, 1500, 130)]),
+)
+def test_linear_add(read_by, dtype, sizes) -> None:
+    batch_size, num_in, hidden_size = sizes
     x = randn(batch_size, num_in, dtype=dtype)
     linear, read = make_linear(hidden_size, num_in, dtype, bias=read_by == "one"), readers(read_by, hidden_size)
     got = make_stream(batch_size, hidden_size, dtype)
@@ -380,9 +389,9 @@ def test_predict_query(num_q_heads, _, head_dim, norm, rotates, dtype) -> None:
     assert got.isfinite().all()
 
 
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """Which the interpreter does not tell."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+def test_kernels_compile_for_a_gpu(emulator: Emulator) -> None:
+    """Which the interpreter does not tell. Each once: what Triton has compiled stays where it is kept."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(emulator.directory / "triton")}
     command = [sys.executable, "-m", "tests.workers.model.compile_kernels"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -192,29 +192,36 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: d
     assert refused.value.param is not None and param in refused.value.param
 
 
-def test_a_conversation_brings_its_own_context(client: openai.OpenAI, request: pytest.FixtureRequest) -> None:
-    """Its long beginning, made by a process of its own; then each turn finds those before. Fewer of them on Ray."""
+def test_a_conversation_brings_its_own_context(local: Service, placement: str) -> None:
+    if placement != "cpu":
+        pytest.skip("what becomes a context is the same for every placement")
+    with local.client() as client:
+        text, told, turn = converse(client)
+        salt = {"cache_salt": "x"}
+        salted = client.chat.completions.create(model="chat", messages=told, max_tokens=8, extra_body=salt)
+        assert cached(salted)[0] == 0 and salted.choices[0].message.content == turn.choices[0].message.content
+        assert {model.id for model in client.models.list()} <= {"chat", MODEL, NAMED}, "they have no names"
+        prompt = client.completions.create(model="chat", prompt=text, max_tokens=8)
+        assert prompt.usage is not None and prompt.usage.prompt_tokens > 1000
+        short = client.chat.completions.create(model="chat", messages=told[1:2], max_tokens=8)
+        assert short.choices[0].message.content is not None
+
+
+def converse(client: openai.OpenAI) -> tuple[str, list[Any], Any]:
+    """Its long beginning, made by a process of its own; then each turn finds those before."""
     text = f"{client.base_url}: " + "".join(f"Door {door} opens at {door % 12}. " for door in range(60))
     told: list[Any] = [{"role": "system", "content": text}, {"role": "user", "content": "When does door 7 open?"}]
-
-    def cached(whole: Any) -> tuple[int, int]:
-        return whole.usage.prompt_tokens_details.cached_tokens, whole.usage.prompt_tokens
-
     first, again = (client.chat.completions.create(model="chat", messages=told, max_tokens=8) for _ in range(2))
     assert cached(first)[0] == 0 and cached(again)[0] >= cached(again)[1] - 64
     assert first.choices[0].message.content == again.choices[0].message.content
     told += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "And 8?"}]
     turn = client.chat.completions.create(model="chat", messages=told, max_tokens=8)
     assert cached(turn)[0] >= cached(again)[0]
-    if "on_ray" in request.node.name:
-        return
-    salted = client.chat.completions.create(model="chat", messages=told, max_tokens=8, extra_body={"cache_salt": "x"})
-    assert cached(salted)[0] == 0 and salted.choices[0].message.content == turn.choices[0].message.content
-    assert {model.id for model in client.models.list()} <= {"chat", MODEL, NAMED}, "they have no names"
-    prompt = client.completions.create(model="chat", prompt=text, max_tokens=8)
-    assert prompt.usage is not None and prompt.usage.prompt_tokens > 1000
-    short = client.chat.completions.create(model="chat", messages=told[1:2], max_tokens=8)
-    assert short.choices[0].message.content is not None
+    return text, told, turn
+
+
+def cached(whole: Any) -> tuple[int, int]:
+    return whole.usage.prompt_tokens_details.cached_tokens, whole.usage.prompt_tokens
 
 
 def test_every_answer_is_of_its_schema(local: Service) -> None:
@@ -320,6 +327,15 @@ def test_no_process_yields_to_others_as_rays_workers_do(on_ray: Service) -> None
     for target in TARGETS:
         pids = processes(on_ray, target)
         assert pids and {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {own}
+
+
+@pytest.mark.ray
+def test_a_conversation_brings_its_own_context_to_ray(on_ray: Service, placement: str) -> None:
+    """Late: the process that waits for builds is up, and goes with its worker before another one waits."""
+    if placement != "cpu":
+        pytest.skip("what becomes a context is the same for every placement")
+    with on_ray.client() as client:
+        converse(client)
 
 
 @pytest.fixture(scope="module")

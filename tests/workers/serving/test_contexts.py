@@ -22,6 +22,7 @@ from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.registry import registry, settings_of
 from tests.workers.serving.test_local import answer, ask
+from workers.serving import context_build
 from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
 from workers.serving.contexts import TEXTS, Contexts, name_artifact
@@ -54,6 +55,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("contexts")
     save(place / "model")
     return place
+
+
+@pytest.fixture(autouse=True)
+def beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not behind them, where a build may wait for minutes."""
+    monkeypatch.setattr(context_build, "_set_nice", lambda process, nice: True)
 
 
 def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(place: Path) -> None:

@@ -14,7 +14,7 @@ from workers.serving import outlet, scheduler
 from workers.serving.messages import Done, OverloadedError, ServingError, TimedOutError
 from workers.serving.request import Request
 
-NUM_EVENTS = 1500
+NUM_EVENTS = 1000
 KINDS = tuple(
     {
         "question": token_ids(1 + 7 * i % 40, seed=i).tolist(),

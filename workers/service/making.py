@@ -8,13 +8,15 @@ from csattn.config import preset
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
+from csattn.models.families import describe
+from csattn.models.loader import DTYPES, read_config
 from csattn.selectors import resolve_rest
 from csattn.sketch.own import Growth
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import MAX_ROWS, step_sizes
 from workers.engine.memory import require_weights
 from workers.engine.opening import gpu_engine, require_together
-from workers.engine.some_or_all import require_both
+from workers.engine.some_or_all import require_both, require_model
 from workers.model.devices import require_device, require_devices
 from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus
@@ -98,6 +100,7 @@ def _require_engine(settings: Settings) -> None:
     resolve_rest(settings.search, engine.selector, preset(settings.build.preset).layout)
     if engine.all_where_faster:
         require_both(engine.placement, engine.selector, settings.search, engine.kv_format, engine.num_devices)
+        require_model(describe(read_config(settings.model.name)), DTYPES[settings.build.dtype])
     if engine.placement == "cpu":
         return
     require_device()

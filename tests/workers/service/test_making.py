@@ -1,17 +1,19 @@
 """From settings to an engine."""
 
+from pathlib import Path
+
 import pytest
 
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from offload.errors import NoDeviceError
-from tests.tiny import loaded
+from tests.tiny import loaded, save
 from tests.workers.searchers.searching import Threads
 from workers.searchers.worker import choose_cpus
 from workers.service import making
 from workers.service.making import QUESTION_ROWS, make_backend, make_engine, make_searcher
 from workers.service.ray_cluster import bundles
-from workers.settings import EngineSettings, LimitSettings, RaySettings, Settings
+from workers.settings import EngineSettings, LimitSettings, ModelSettings, RaySettings, Settings
 
 
 @pytest.mark.parametrize(("num_requests", "max_rows"), [(1, QUESTION_ROWS), (QUESTION_ROWS + 4, QUESTION_ROWS + 4)])
@@ -88,6 +90,16 @@ def test_what_was_not_tried_on_several_devices_is_refused(settings: dict[str, st
 def test_all_where_faster_is_refused_where_it_would_do_nothing(engine, search, message) -> None:
     settings = Settings(engine=EngineSettings(**engine, all_where_faster=True), search=SearchConfig(**search))
     with pytest.raises(ConfigError, match=message):
+        make_backend(settings, Threads())
+
+
+def test_numbers_that_it_does_not_read_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(making, "load_model", lambda *_, **__: pytest.fail("a model is loaded"))
+    engine = EngineSettings(placement="device", all_where_faster=True)
+    settings = Settings(engine=engine, model=ModelSettings(name=str(save(tmp_path))))
+    with pytest.raises(ConfigError, match=r"4 over 2 heads of 16 in torch\.float32 here"):
         make_backend(settings, Threads())
 
 

@@ -22,9 +22,7 @@ from workers.model.attention import StepAttention
 # more heads share a KV head, so does reading all, in turns.
 CHOOSING_BYTES = 54 << 20
 CHOOSING_BYTES_EACH = 6 << 20  # for each row of the step
-HEADS_LIKE_ALL = (
-    38  # when so many query heads of a KV head choose for themselves, they take as long as reading all once
-)
+HEADS_LIKE_ALL = 38  # so many query heads of a KV head, each with a choice of its own, take as long as reading all once
 
 
 class SomeOrAll:
@@ -84,7 +82,7 @@ def require_both(
     if placement != "device" or selector != "csattn" or num_devices > 1:
         raise ConfigError(
             "all_where_faster is for placement device, selector csattn and one GPU, which has all rows and their "
-            f"index, not for {placement}, {selector} and {num_devices}; leave it out"
+            f"index, not for placement {placement}, selector {selector} and num_devices {num_devices}; leave it out"
         )
     if search.lookahead or search.search_period > 1:
         raise ConfigError(
@@ -99,9 +97,7 @@ def require_model(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Likewise, of models for which there is no kernel."""
     heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
     if latents_of(spec) is not None or not takes_heads(*heads, dtype):
-        kind = (
-            "latents" if latents_of(spec) is not None else f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}"
-        )
+        kind = f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}" if latents_of(spec) is None else "latents"
         raise ConfigError(
             "all_where_faster reads a context once for all requests, in 16 bits, with heads of up to "
             f"{MAX_HEAD_DIM} dimensions and {MAX_GROUP} of them to a KV head, which are {kind} here; leave it out"

@@ -82,8 +82,8 @@ def test_what_was_not_tried_on_several_devices_is_refused(settings: dict[str, st
 @pytest.mark.parametrize(
     ("engine", "search", "message"),
     [
-        ({"placement": "cpu"}, {}, "not for cpu, csattn and 1;"),
-        ({"placement": "device", "num_devices": 2}, {}, "not for device, csattn and 2;"),
+        ({"placement": "cpu"}, {}, "not for placement cpu, selector csattn and num_devices 1;"),
+        ({"placement": "device", "num_devices": 2}, {}, "not for placement device, selector csattn and num_devices 2;"),
         ({"placement": "device"}, {"lookahead": 1}, "but lookahead is 1"),
     ],
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.figures import case
+from bench.step_figures import case
 from bench.timing import finish
 from csattn.artifact import ModelGeometry
 from offload.codecs.formats import KvFormat

@@ -1,9 +1,11 @@
 """Figures as they come: one JSON file, written anew after every case, so that a run that is stopped loses nothing."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).parent / "results"
 Case = dict[str, Any]
 
 
@@ -49,3 +51,15 @@ class Records:
 
 def load_cases(path: Path) -> list[Case]:
     return json.loads(path.read_text())["cases"]
+
+
+@cache
+def measured(name: str) -> list[Case]:
+    """The cases of a result file that the repository keeps."""
+    return load_cases(RESULTS / name)
+
+
+def only(name: str, **wanted: Any) -> Case:
+    """The one case of a result file that has all these."""
+    [found] = [of for of in measured(name) if all(of.get(field) == value for field, value in wanted.items())]
+    return found

@@ -1,0 +1,161 @@
+"""Tables of quality: KL and scores, by text and by way to choose."""
+
+import statistics
+
+from bench.records import RESULTS, Case, measured
+
+QUALITY = "quality.json", "quality-cpu.json"  # the second is of the sketch as it is now, of fewer texts
+TEXTS = {
+    ("novel", 7680): "novel, 8K", ("speech", 6441): "speech, 6K", ("code", 7680): "Python, 8K",
+    ("spanish", 7680): "Spanish, 8K", ("dialogue", 7680): "dialogue, 8K", ("decimal", 32768): "Python, 32K",
+    ("decimal", 60752): "Python, 59K", ("manual", 119256): "manual, 116K",
+}  # fmt: skip
+CONTENDERS = (  # a row's name, the contender, its bytes a key on the device, the share of rows (0: all)
+    ("exact Top-K, reads every key", "exact", "128", 0.02),
+    ("**csattn, `default`**", "default", "**16 + 2**", 0.02),
+    ("csattn, chosen a layer ahead", "default+ahead", "16 + 2", 0.02),
+    ("csattn, `default` at 5 % (× exact's at 5 %)", "default", "16 + 2", 0.05),
+    ("csattn, `lists` (corrected Top-L lists)", "lists", "1536", 0.02),
+    ("all rows, KIVI's 4 bits", "KIVI, 4 bits", "80", 0.0),
+    ("all rows, TurboQuant's 4 bits", "TurboQuant, 4 bits", "68", 0.0),
+    ("all rows, llama.cpp's q4_0", "q4_0", "72", 0.0),
+)
+MEANS = (
+    ("exact Top-K, the others dropped", "128", ("exact",)),
+    ("**`default`**", "18", ("default",)),
+    ("`default`, chosen a layer ahead", "18", ("default+ahead",)),
+    ("`default`, the rest by moments; dropped", "18", ("default+rest=moments", "default+rest=none")),
+    (
+        "a sketch of 8; 12; 24 bytes a key",
+        "9; 14; 27",
+        tuple(f"sketch of {n} words" for n in ("2 + 0", "2 + 1", "4 + 2")),
+    ),
+    ("`lists`", "1538", ("lists",)),
+)
+SELECTORS = {  # contenders of `bench.accuracy selectors`: names
+    "exact": "exact Top-K, the others dropped",
+    "default": "**csattn, `default`**",
+    "pqcache": "PQCache",
+    "lists": "csattn, `lists`",
+    "magicpig": "MagicPIG, K = 10, L = 150",
+    "sparq": "SparQ",
+    "quest": "Quest",
+    "h2o": "H2O",
+    "window": "StreamingLLM: sinks and window alone",
+}
+LM_EVAL = (
+    "`python -m bench.lm_eval` has [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness), unmodified, ask the "
+    "service RULER's questions, each selection the same ones. The demo model is small and fails",
+    "some of them whatever it attends to: what tells is the difference from full attention, in brackets. "
+    "What has to be counted over the whole context (cwe, fwe) is lost first where rows are dropped.",
+)
+
+
+def kl_range(contender: str) -> str:
+    """KL to full attention at 2 % on the real texts."""
+    values = [case["kl"] for case in on_texts(contender).values()]
+    return f"{min(values):.4f} to {max(values):.4f}"
+
+
+def on_texts(contender: str, keep: float = 0.02) -> dict[tuple[str, int], Case]:
+    """Of each real text, continued by itself, and length: the newest."""
+    cases = [c for name in QUALITY for c in measured(name) if c["contender"] == contender and c["keep"] == keep]
+    return {(c["text"], c["context_len"]): c for c in cases if "+" not in c["text"]}
+
+
+def quality() -> list[str]:
+    """KL by text, beside exact Top-K's, and of full attention over KV in few bits."""
+    texts = [text for text in TEXTS if text in on_texts("default")]
+    head = "| KL at 2 % (× exact) | bytes a key on the device | " + " | ".join(TEXTS[text] for text in texts) + " |"
+    lines = [head, "|---|---:|" + "---:|" * len(texts)]
+    for name, contender, num_bytes, keep in CONTENDERS:
+        cases = on_texts(contender, keep)
+        cells = [kl_cell(cases.get(text), is_bold="**" in name) for text in texts]
+        lines.append(f"| {name} | {num_bytes} | {' | '.join(cells)} |")
+    return lines
+
+
+def kl_cell(of: Case | None, is_bold: bool) -> str:
+    if of is None:
+        return "–"
+    times = "" if of["times_exact"] is None or not of["keep"] else f" ({ratio(of['times_exact'])})"
+    cell = f"**{of['kl']:.4f}{times}**" if is_bold else f"{of['kl']:.4f}{times}"
+    # before version 3, rows that codes tell badly were not marked
+    return f"{cell} †" if of["contender"].startswith("default") and of["version"] < 3 else cell
+
+
+def ratio(value: float) -> str:
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}"
+
+
+def quality_means() -> list[str]:
+    """Geometric means over the texts that each was measured on."""
+    lines = [
+        "| at 2 % of the rows | bytes a key on the device | × the KL of exact Top-K, geometric mean |",
+        "|---|---:|---:|",
+    ]
+    for name, num_bytes, contenders in MEANS:
+        of = "; ".join(geometric_mean([c["times_exact"] for c in on_texts(c).values()]) for c in contenders)
+        lines.append(f"| {name} | {num_bytes} | {'**' + of + '**' if '**' in name else of} |")
+    return lines
+
+
+def geometric_mean(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "1"  # exact itself
+    return ratio(statistics.geometric_mean(known))
+
+
+def lm_eval() -> list[str]:
+    """Scores by task and length, and by how much they differ from full attention's; empty before any were measured."""
+    cases = [c for path in sorted(RESULTS.glob("lm-eval-*.json")) for c in measured(path.name)]
+    if not cases:
+        return []
+    most: dict[tuple[str, int], int] = {}  # samples: where two runs have a task, those of the larger one
+    for case in cases:
+        of = case["task"], case["length"]
+        most[of] = max(most.get(of, 0), case["samples"])
+    cases = [case for case in cases if case["samples"] == most[case["task"], case["length"]]]
+    names = list(dict.fromkeys(case["variant"] for case in cases))
+    lines = [*LM_EVAL, "", "| score | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for of in sorted(most, key=lambda of: of[1]):
+        row = {case["variant"]: case for case in cases if (case["task"], case["length"]) == of}
+        cells = [score_cell(row[name]) if name in row else "–" for name in names]
+        lines.append(f"| {of[0]}, {of[1] // 1024}K, {most[of]} samples | {' | '.join(cells)} |")
+    return lines
+
+
+def score_cell(of: Case) -> str:
+    """A score with its standard error; in brackets, full attention's taken off, sample by sample, with its own."""
+    if of["variant"] == "full attention":
+        return f"{of['score']:.2f} ± {of['stderr']:.2f}"
+    return f"{of['score']:.2f} ({of['difference']:+.2f} ± {of['difference_stderr']:.2f})"
+
+
+def selectors() -> list[str]:
+    """KL of other ways to choose rows, and what they hold and read: means over the texts, of KL the geometric ones."""
+    lines = [
+        "| | KL at 2 % (× exact) | KL at 5 % (× exact) | bytes a key and KV head to choose by "
+        "| MB a token reads to choose | and fetches, at 2 % |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for contender, name in SELECTORS.items():
+        kls = [f"{selectors_kl(contender, keep):.4f} ({selectors_times(contender, keep)})" for keep in (0.02, 0.05)]
+        of = [c for c in measured("selectors.json") if c["contender"] == contender and c["keep"] == 0.02]
+        index, *read = (
+            statistics.fmean(c[field] for c in of)
+            for field in ("index_bytes_per_key", "search_bytes_per_step", "moved_bytes_per_step")
+        )
+        cells = [*kls, f"{index:.0f}", *(f"{num_bytes / 1e6:.1f}" for num_bytes in read)]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def selectors_kl(contender: str, keep: float) -> float:
+    cases = [c for c in measured("selectors.json") if c["contender"] == contender and c["keep"] == keep]
+    return statistics.geometric_mean(c["kl"] for c in cases)
+
+
+def selectors_times(contender: str, keep: float) -> str:
+    return ratio(selectors_kl(contender, keep) / selectors_kl("exact", keep))

@@ -6,7 +6,7 @@
 // order, depends neither on the rows beside it nor on where it stands among them.
 //
 // Defined by the caller: HEAD_DIM, GROUP (query heads of a KV head), NUM_KV_HEADS, ELEMENT (bf16 or f16),
-// TILE (KV rows), STAGES, THREADS, FOLDS, MAX_SPLITS, MAX_TAIL_SPLITS, CAPPED, SINKS.
+// TILE (KV rows), STAGES, THREADS, FOLDS, LEAST_SPLIT (rows), MAX_SPLITS, MAX_TAIL_SPLITS, CAPPED, SINKS.
 
 #include "../cuda/warps.cuh"
 #include "logits.cuh"
@@ -18,7 +18,7 @@ constexpr int CHUNK = 32;  // KV rows that a warp takes at a time
 constexpr int ROW_BYTES = 2 * HEAD_DIM * 2;  // K, then V
 constexpr int PITCH = ROW_BYTES + 16;        // an odd number of 16 bytes: the same of 8 rows lie in 8 different banks
 constexpr int TILE_BYTES = TILE * PITCH;
-constexpr int LEAST_SPLIT = 256, UNIT = 64;  // of a split's rows
+constexpr int UNIT = 64;  // rows that a split has multiples of
 constexpr int PART = HEAD_DIM + 4;  // of a query: its output, unnormalised, the maximum of its logits, the sum of its weights
 constexpr int MAX_BATCH_SIZE = THREADS / 2;  // a thread for each source
 static_assert(GROUP <= QUERIES, "a query for each head of a group");

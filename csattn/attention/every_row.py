@@ -19,7 +19,7 @@ MAX_WARPS = 4
 MAX_GROUP = FOLD * MAX_WARPS  # query heads of a KV head, which a block takes at a time
 MAX_BATCH_SIZE = 32 * MAX_WARPS // 2  # a thread for each context and each tail
 MAX_HEAD_DIM = 256  # of more, a warp has no registers for
-MOST_SPLITS, LEAST_SPLIT = 128, 256  # of what a row sees of its context, or of its tail; rows, as in the kernel
+MOST_SPLITS, LEAST_SPLIT = 128, 256  # of what a row sees of its context, or of its tail; rows of one
 MAX_ROWS_OF_SAME_BITS = 16  # of a step: up to so many, splits are the same
 JOINING = 128  # threads that join a query's parts
 NUM_STAGES = 3  # tiles on their way, or attended to
@@ -74,6 +74,7 @@ class EveryRowAttention:
                 "STAGES": NUM_STAGES,
                 "THREADS": 32 * blocks.num_warps,
                 "FOLDS": blocks.folds,
+                "LEAST_SPLIT": LEAST_SPLIT,
                 "MAX_SPLITS": blocks.max_splits,
                 "MAX_TAIL_SPLITS": tails,
                 "CAPPED": int(logit_cap is not None),

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import GptOssConfig, Qwen3_5TextConfig
 
-from bench.decode import placements, workload
+from bench.decode import other_methods, other_steps, placements, workload
 from bench.decode.baselines import full_attention_ways, reference_attention, relative_error
 from bench.decode.end_to_end import make_runner
 from bench.decode.kernel_times import Span, own_times
 from bench.decode.options import Options
 from bench.decode.other_layers import other_bytes, with_other_layers
+from bench.decode.other_methods import pqcache_index
+from bench.decode.other_steps import by_other_method
 from bench.decode.recording import Recording, load_recording, save_recording
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
@@ -41,6 +43,10 @@ from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.models.families import describe
 from csattn.search.device import compiling, index_shape, to_device
+from csattn.selectors.base import ContextLayer, ContextView
+from csattn.selectors.pqcache import PreparedPqcache
+from csattn.selectors.quest import PreparedQuest
+from csattn.selectors.sparq import PreparedSparq
 from csattn.sketch import SketchIndex
 from offload import gather, slot_cache, step_mail
 from offload.codecs.formats import KvFormat
@@ -48,6 +54,7 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
+from workers.engine import SearchOnDevice
 
 NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96, 10, 64
 SHAPE = shape_named("llama-3.1-8b")
@@ -263,9 +270,9 @@ def make_op(
 
 @pytest.fixture
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, compiling, attention, every_row, gather, slot_cache, step_mail)
+    emulator.stand_in(monkeypatch, compiling, attention, every_row, gather, slot_cache, step_mail, other_methods)
     if DEVICE.type == "cpu":  # which has no tensor cores
-        for module in (workload, placements):
+        for module in (workload, placements, other_steps):
             monkeypatch.setattr(module, "DTYPE", torch.float32)
 
 
@@ -295,7 +302,8 @@ def whole_step_options(monkeypatch: pytest.MonkeyPatch, codec: str | None) -> Op
     unlocked = partial(PinnedRows, register=ignore, unregister=ignore)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(placements, "PinnedRows", unlocked)
-    monkeypatch.setattr(placements, "require_memory", ignore)
+    for module in (placements, other_steps):
+        monkeypatch.setattr(module, "require_memory", ignore)
     form = None if codec is None else KvFormat.parse(codec)
     shape = replace(FEW, layers=FEW.layers[:2])
     return Options(shape=shape, search=SearchConfig(), ceilings={}, seconds=0.0, kv_format=form)
@@ -399,3 +407,51 @@ def test_steps_of_models_with_other_layers(kernels, recording, monkeypatch, kind
     assert SparseOp(work, options, "default").shape.indexed_layers
     assert options.num_layers < options.shape.num_layers and other_bytes(work, options) > 0
     assert other_bytes(Workload(recording, options.heads, 300, 4, DEVICE), options) > other_bytes(work, options)
+
+
+METHODS = [("quest", PreparedQuest), ("sparq", PreparedSparq), ("pqcache", PreparedPqcache)]
+
+
+@pytest.mark.parametrize(("method", "prepare"), METHODS)
+def test_other_methods_choose_as_they_are_defined(kernels, recording, monkeypatch, method, prepare):
+    context_len, search = 1072, SearchConfig(keep=0.1, sink_len=16, window_len=32)
+    work, options = Workload(recording, FEW_HEADS, context_len, 2, DEVICE), whole_step_options(monkeypatch, None)
+    steps, rows = by_other_method(work, options, method, "device", search).attention, work.step_rows(64)
+    assert isinstance(steps, SearchOnDevice)
+    q = work.queries(1)[3].contiguous()
+    out = torch.zeros_like(q)
+    steps.begin_step(rows)
+    steps.attend(1, q, rows, out)
+    chosen, kv = steps.chosen(1, rows), work.rows(1).float().cpu()
+    keys, values = (part.contiguous() for part in kv.unbind(2))
+    defined = prepare(ContextLayer(keys, values, FEW.num_q_heads, lambda: torch.zeros(0)))
+    if method == "pqcache":  # whose centroids are of some of the keys here, and as wide as these
+        codes, centroids, _ = pqcache_index(work.keys(1)).parts
+        defined.codes, defined.centroids = codes.cpu(), centroids.float().cpu()
+    view, num_rows = ContextView(context_len, FEW.softmax_scale, search), search.top_k(context_len)
+    if method == "quest":  # which chooses whole pages
+        num_rows = num_rows // 16 * 16
+    for request in range(2):
+        wanted = defined.selector(view).select(q[request].float().cpu().numpy(), kv[:, :0])
+        for head in range(2):
+            got = chosen.kv_indices[request, head, :num_rows].cpu().long()
+            assert int(chosen.valid_len[request, head]) == num_rows and bool((got.diff() > 0).all())
+            found = np.isin(got.numpy(), wanted.kv_indices[head]).mean()
+            assert found > 0.97, f"{found:.3f} of the rows"  # sums are rounded in another order
+            tail = steps.tails[1, request, head, :64].float().cpu()
+            seen = torch.cat([kv[head, :16], kv[head, got], kv[head, -32:], tail])
+            weights = (seen[:, 0] @ q[request, head * GROUP_SIZE].float().cpu() * FEW.softmax_scale).softmax(0)
+            assert relative_error(out[request, head * GROUP_SIZE].float().cpu(), weights @ seen[:, 1]) < 0.02
+
+
+def test_rows_that_are_kept_stay_the_same(kernels, recording, monkeypatch):
+    work, options = Workload(recording, FEW_HEADS, 320, 1, DEVICE), whole_step_options(monkeypatch, None)
+    search = SearchConfig(keep=0.05, window_len=32)
+    steps, rows = by_other_method(work, options, "h2o", "hybrid", search).attention, work.step_rows(64)
+    assert isinstance(steps, SearchOnDevice)
+    for layer_idx in range(2):
+        q = work.queries(0)[0].contiguous()
+        steps.attend(layer_idx, q, rows, torch.zeros_like(q))
+        assert steps.chosen(layer_idx, rows).kv_indices[0, 0].tolist() == list(range(4, 20))
+    with pytest.raises(ConfigError, match="measured in device and hybrid"):
+        by_other_method(work, options, "h2o", "host", search)

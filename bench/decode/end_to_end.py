@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.decode import other_methods
 from bench.decode.gpu_timing import time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.options import Options
 from bench.decode.other_layers import other_bytes, with_other_layers
+from bench.decode.other_steps import by_other_method
 from bench.decode.placements import all_rows, placed, schedules, streamed
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, window_only
 from bench.decode.recording import Recording
@@ -39,7 +41,7 @@ def run_end_to_end(
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
-    variants: list[str],  # "full", "all", "streamed", "window", or as `variants.of_variant` reads them
+    variants: list[str],  # "full", "all", "streamed", "window", another method, or as `variants.of_variant` reads them
     placements: list[str],  # of the latter
     formats: list[str],  # of weights: "bf16", or as `Few` has them
 ) -> None:
@@ -114,7 +116,8 @@ def _cases(
                 named["keep"] = options.search.keep
                 if options.slots is not None and placement != "device":
                     named["slots"] = options.slots
-                yield named, partial(placed, work, options, variant, placement, search)
+                prepare = by_other_method if variant in other_methods.INDEXES else placed
+                yield named, partial(prepare, work, options, variant, placement, search)
 
 
 def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, options: Options) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ if TYPE_CHECKING:  # which searches by the class below
     from workers.engine.own_on_device import OwnOnDevice
 
 
+class StepSearch(Protocol):
+    """Who chooses for steps of one batch size: a `DeviceSearch`, or what stands in for it."""
+
+    def search(
+        self,
+        q: Tensor,
+        indexes: DeviceIndexes,
+        layer_idx: int,
+        context_ids: Tensor,
+        out: DeviceSelection,
+        top_ks: Tensor | None = None,
+    ) -> None:
+        """See `DeviceSearch.search`."""
+        ...
+
+
 class SearchOnDevice:
     """`StepAttention` whose steps are one graph. Owns the contexts' indexes, their resident rows and all tails.
 
@@ -47,6 +63,7 @@ class SearchOnDevice:
         tails: Tensor | None = None,  # as `make_tails` has them; None: its own
         own: "OwnOnDevice | None" = None,  # who attends to requests' own segments, beside
         sinks: Tensor | None = None,  # [num_layers, num_q_heads] float32, where the shape has them
+        searches: Mapping[int, StepSearch] | None = None,  # by batch size; None: by the index, or by all keys
     ) -> None:
         self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
@@ -54,11 +71,9 @@ class SearchOnDevice:
         self._resident = ResidentRows(shape, device)
         self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         self._plans = plan_batches(shape, device, sinks)
-        self._searches: Mapping[int, DeviceSearch | ExactSearch]
-        if shape.reads_keys:
-            self._searches = make_exact_searches(shape, far, device)
-        else:
-            self._searches = make_searches(shape, index, device)
+        if searches is None and shape.reads_keys:
+            searches = make_exact_searches(shape, far, device)
+        self._searches = make_searches(shape, index, device) if searches is None else searches
         self._coded_rest: CodedRest | None = None
         self._schedule = Schedule(shape, device)
         if shape.sums_rest_apart:

@@ -1,0 +1,250 @@
+"""How other methods choose rows, on a device: for whole steps of theirs beside ours.
+
+Their scores are kernels of this folder (other_methods.cu); the choice among them is what csattn's lists have, attention
+is csattn's own. So steps differ by what a method reads and computes, not by who has written them. What is left out is
+to their advantage: SparQ's mean value and its share, and the book that H2O keeps of attention received. Definitions:
+`csattn.selectors`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.decode.workload import Workload
+from csattn.batch import DeviceSelection, make_device_selection
+from csattn.config import SearchConfig
+from csattn.cuda import CudaKernel, cuda_kernel
+from csattn.search.device import DeviceIndexes, ListsShape
+from csattn.search.device.compiling import QUERY_TYPES, multiprocessors
+from csattn.search.device.lists_pass import ListsPass
+from csattn.selectors.key_clusters import kmeans, nearest_centroids
+from csattn.selectors.pqcache import split_parts
+
+SOURCE = Path(__file__).with_name("other_methods.cu")
+THREADS, BLOCKS_PER_MULTIPROCESSOR = 256, 8
+PAGE_LEN = 16  # Quest's
+SUBSPACES, CENTROIDS, ITERATIONS, SEED = 2, 256, 15, 1234  # PQCache's
+CLUSTERED_KEYS = 8192  # of which centroids are made: times do not depend on how good they are
+
+
+def components(head_dim: int) -> int:
+    """That SparQ's scores are of."""
+    return max(1, head_dim // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodIndex:
+    """What a method's search reads of one layer of a context. As of `DeviceLists`, the table has three addresses."""
+
+    parts: tuple[Tensor, Tensor, Tensor]
+    length: int  # keys, or pages
+
+
+def _padded(*parts: Tensor, length: int) -> MethodIndex:
+    first, second, third = (*parts, *2 * parts)[:3]
+    return MethodIndex((first, second, third), length)
+
+
+def quest_index(keys: Tensor) -> MethodIndex:
+    """Bounds of whole pages: [num_kv_heads, num_pages, 2, head_dim]. keys: [num_kv_heads, context_len, head_dim]."""
+    num_pages = keys.shape[1] // PAGE_LEN
+    pages = keys[:, : num_pages * PAGE_LEN].view(keys.shape[0], num_pages, PAGE_LEN, keys.shape[2])
+    return _padded(torch.stack([pages.amin(2), pages.amax(2)], dim=2), length=num_pages)
+
+
+def sparq_index(keys: Tensor) -> MethodIndex:
+    """The keys' second copy, in which components lie together: [num_kv_heads, head_dim, context_len]."""
+    return _padded(keys.transpose(1, 2).contiguous(), length=keys.shape[1])
+
+
+def pqcache_index(keys: Tensor) -> MethodIndex:
+    """Codes [num_kv_heads, context_len, SUBSPACES] uint8, and centroids as wide as the keys."""
+    step = max(1, keys.shape[1] // CLUSTERED_KEYS)
+    parts = split_parts(keys[:, ::step].float().cpu(), SUBSPACES).transpose(0, 1)
+    centroids = kmeans(parts.flatten(0, 1), CENTROIDS, ITERATIONS, SEED)
+    centroids = centroids.view(*parts.shape[:2], CENTROIDS, -1).to(keys)
+    halves = split_parts(keys, SUBSPACES)
+    codes = [nearest_centroids(half.float(), centroids[:, b].float()) for b, half in enumerate(halves)]
+    return _padded(torch.stack(codes, dim=-1).to(torch.uint8), centroids, length=keys.shape[1])
+
+
+def h2o_index(keys: Tensor) -> MethodIndex:
+    """Nothing is searched."""
+    return _padded(keys.new_zeros(16), length=keys.shape[1])
+
+
+INDEXES: Mapping[str, Callable[[Tensor], MethodIndex]] = {
+    "quest": quest_index,
+    "sparq": sparq_index,
+    "pqcache": pqcache_index,
+    "h2o": h2o_index,
+}
+
+
+def index_bytes(method: str, work: Workload) -> int:
+    """That a method holds of one layer and context beside the KV, and reads where it searches all of it."""
+    heads, item = work.heads, 2
+    keys = heads.num_kv_heads * work.context_len
+    return {
+        "quest": keys // PAGE_LEN * 2 * heads.head_dim * item,
+        "sparq": keys * heads.head_dim * item,
+        "pqcache": keys * SUBSPACES + heads.num_kv_heads * CENTROIDS * heads.head_dim * item,
+        "h2o": 0,
+    }[method]
+
+
+def read_bytes(method: str, work: Workload) -> int:
+    """That a search reads of it."""
+    share = components(work.heads.head_dim) / work.heads.head_dim if method == "sparq" else 1.0
+    return round(share * index_bytes(method, work))
+
+
+class MethodScores(ListsPass):
+    """Scores of a batch by one of the methods, and the choice among them."""
+
+    def __init__(self, method: str, work: Workload, dtype: torch.dtype) -> None:
+        heads = work.heads
+        self.method = method
+        # the group's queries are put together before the choice (Quest, PQCache: by their shares), or in the scores
+        group_size = 1 if method == "sparq" else heads.group_size
+        super().__init__(
+            ListsShape(
+                num_index_heads=heads.num_kv_heads,
+                group_size=group_size,
+                head_dim=heads.head_dim,
+                num_subspaces=heads.head_dim // 8,  # of no interest: no list is searched
+                num_centroids=1,
+            ),
+            batch_size=work.batch_size,
+            max_context_len=work.context_len // PAGE_LEN if method == "quest" else work.context_len,
+            softmax_scale=heads.softmax_scale,
+            query_dtype=dtype,
+            device=work.device,
+        )
+        self._defines = {
+            "GROUP_SIZE": heads.group_size,
+            "NUM_HEADS": heads.num_kv_heads,
+            "HEAD_DIM": heads.head_dim,
+            "THREADS": THREADS,
+            "QUERY": QUERY_TYPES[dtype],
+            "QUERY_IS_HALF": int(dtype == torch.float16),
+            "PAGE_LEN": PAGE_LEN,
+            "COMPONENTS": components(heads.head_dim),
+            "SUBSPACES": SUBSPACES,
+            "CENTROIDS": CENTROIDS,
+        }
+        self._most_blocks = BLOCKS_PER_MULTIPROCESSOR * multiprocessors(work.device)
+        self._own: dict[str, CudaKernel] = {}
+        slots = work.batch_size * heads.num_kv_heads
+        self._products = torch.zeros(slots, SUBSPACES, CENTROIDS, heads.group_size, device=work.device)
+
+    def run(self, q: Tensor, indexes: DeviceIndexes, layer_idx: int, context_ids: Tensor) -> None:
+        """See `ListsPass.run`."""
+        table, scores = indexes.tables[layer_idx], (self.max_keys, self._scores)
+        if self.method == "quest":
+            lanes = self.shape.head_dim // 8
+            self.launch("score_pages", self.max_keys * lanes, q, table, context_ids, *scores, self._choices)
+        elif self.method == "sparq":
+            self.launch("score_components", self.max_keys // 8, q, table, context_ids, *scores, self._choices)
+        else:
+            products = SUBSPACES * CENTROIDS * 32
+            self.launch("multiply_centroids", products, q, table, context_ids, self._products, self._choices)
+            self.launch("add_products", self.max_keys // 4, table, context_ids, self._products, *scores)
+        if self.shape.group_size > 1:
+            statistics = self._scores, self.max_keys, self._statistics
+            self._launch("sum_tiles", indexes.context_lens, context_ids, self._softmax_scale, *statistics)
+
+    def launch(self, name: str, num_threads: int, *args: Tensor | int) -> None:
+        """Enqueue a kernel of other_methods.cu, for each slot as many threads as there is work, or room for."""
+        if name not in self._own:
+            self._own[name] = cuda_kernel(SOURCE, name, self._defines, early_start=True)
+        heads = self.shape.num_index_heads
+        blocks = max(1, min(-(-num_threads // THREADS), self._most_blocks // (heads * self._batch_size)))
+        self._own[name].launch((blocks, heads, self._batch_size), THREADS, *args)
+
+
+class MethodSearch:
+    """Chooses for a batch as `DeviceSearch` does."""
+
+    def __init__(self, method: str, work: Workload, dtype: torch.dtype) -> None:
+        self._scores = MethodScores(method, work, dtype)
+
+    def search(
+        self,
+        q: Tensor,
+        indexes: DeviceIndexes,
+        layer_idx: int,
+        context_ids: Tensor,
+        out: DeviceSelection,
+        top_ks: Tensor | None = None,
+    ) -> None:
+        """See `DeviceSearch.search`."""
+        self._scores.run(q, indexes, layer_idx, context_ids)
+        self._scores.choose(indexes, layer_idx, context_ids, out, top_ks)
+
+
+class PageSearch:
+    """Chooses whole pages, as many as fit into K, and none that has resident rows."""
+
+    def __init__(self, work: Workload, dtype: torch.dtype, search: SearchConfig) -> None:
+        self._scores = MethodScores("quest", work, dtype)
+        num_pages, num_rows = work.context_len // PAGE_LEN, search.top_k(work.context_len)
+        config = SearchConfig(sink_len=-(-search.sink_len // PAGE_LEN), window_len=-(-search.window_len // PAGE_LEN))
+        self._pages = DeviceIndexes(0, work.num_contexts, config, work.device)
+        self._pages.context_lens.fill_(num_pages)
+        self._pages.top_ks.fill_(num_rows // PAGE_LEN)
+        sizes = work.batch_size, work.heads.num_kv_heads, num_rows // PAGE_LEN
+        self._chosen = make_device_selection(*sizes, work.device)
+
+    def search(
+        self,
+        q: Tensor,
+        indexes: DeviceIndexes,
+        layer_idx: int,
+        context_ids: Tensor,
+        out: DeviceSelection,
+        top_ks: Tensor | None = None,
+    ) -> None:
+        """See `DeviceSearch.search`."""
+        self._pages.tables = indexes.tables
+        self._scores.run(q, self._pages, layer_idx, context_ids)
+        self._scores.choose(self._pages, layer_idx, context_ids, self._chosen)
+        chosen, most = self._chosen, self._chosen.kv_indices.shape[2]
+        written = out.kv_indices, out.valid_len, out.kv_indices.shape[2]
+        threads = out.kv_indices.shape[2]
+        self._scores.launch("rows_of_pages", threads, chosen.kv_indices, chosen.valid_len, most, *written)
+
+
+class KeptRows:
+    """What H2O has kept: the same rows for all tokens, some that are not resident."""
+
+    def __init__(self, work: Workload, search: SearchConfig) -> None:
+        self._rows = [torch.arange(search.sink_len, search.sink_len + search.top_k(work.context_len))]
+        self._written = set[int]()
+
+    def search(
+        self,
+        q: Tensor,
+        indexes: DeviceIndexes,
+        layer_idx: int,
+        context_ids: Tensor,
+        out: DeviceSelection,
+        top_ks: Tensor | None = None,
+    ) -> None:
+        """Written once, before a step is captured."""
+        if out.kv_indices.data_ptr() not in self._written:
+            self._written.add(out.kv_indices.data_ptr())
+            out.kv_indices.copy_(self._rows[0].to(out.kv_indices))
+            out.valid_len.fill_(len(self._rows[0]))
+
+
+def search_of(
+    method: str, work: Workload, dtype: torch.dtype, search: SearchConfig
+) -> MethodSearch | PageSearch | KeptRows:
+    """Who chooses for that batch."""
+    if method == "h2o":
+        return KeptRows(work, search)
+    return PageSearch(work, dtype, search) if method == "quest" else MethodSearch(method, work, dtype)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GptOssConfig, Qwen3_5TextConfig
 
-from bench.decode import other_methods, other_steps, placements, workload
+from bench.decode import other_methods, other_steps, placements, sampled, workload
 from bench.decode.baselines import full_attention_ways, reference_attention, relative_error
 from bench.decode.end_to_end import make_runner
 from bench.decode.kernel_times import Span, own_times
@@ -44,6 +44,7 @@ from csattn.index import LayerIndex
 from csattn.models.families import describe
 from csattn.search.device import compiling, index_shape, to_device
 from csattn.selectors.base import ContextLayer, ContextView
+from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.selectors.pqcache import PreparedPqcache
 from csattn.selectors.quest import PreparedQuest
 from csattn.selectors.sparq import PreparedSparq
@@ -455,3 +456,26 @@ def test_rows_that_are_kept_stay_the_same(kernels, recording, monkeypatch):
         assert steps.chosen(layer_idx, rows).kv_indices[0, 0].tolist() == list(range(4, 20))
     with pytest.raises(ConfigError, match="measured in device and hybrid"):
         by_other_method(work, options, "h2o", "host", search)
+
+
+def test_a_bound_counts_the_rows_that_magicpig_samples(recording, monkeypatch):
+    monkeypatch.setattr(sampled, "PROBE_BYTES", 1 << 20)
+    work = Workload(recording, FEW_HEADS, 300, 1, torch.device("cpu"))
+    options = Options(shape=FEW, search=SearchConfig(), ceilings={}, seconds=0.0)
+    found = sampled.sample(work, 150)
+    kv, q = work.rows(0).float(), work.queries(0)
+    keys, values = (part.contiguous() for part in kv.unbind(2))
+    of_context = PreparedMagicpig(ContextLayer(keys, values, FEW.num_q_heads, lambda: torch.zeros(0)))
+    everywhere = SearchConfig(sink_len=0, window_len=1)  # but for the last
+    rows, met = [], []
+    for step in (0, 3, 6, 9):
+        selector = of_context.selector(ContextView(300, FEW.softmax_scale, everywhere))
+        chosen = selector.select(q[step, 0].float().numpy(), kv[:, :0])
+        of_heads = [set(of[:n]) for of, n in zip(chosen.kv_indices.tolist(), chosen.valid_len, strict=True)]
+        rows += [len(set().union(*of_heads[h * GROUP_SIZE : (h + 1) * GROUP_SIZE])) for h in range(2)]
+        met.append((selector.search_bytes - of_context.projections.nbytes) / 4 / 2)
+    assert found.rows == pytest.approx(np.mean(rows), abs=1) and found.met == pytest.approx(np.mean(met), rel=0.02)
+    case = sampled.bound_case(work, options, "magicpig", 1000.0)
+    assert case["host_bytes_read"] == pytest.approx(2 * FEW.num_layers * (512 * found.rows + 4 * found.met), rel=1e-6)
+    assert case["p50_us"] == pytest.approx(1000 + case["host_bytes_read"] / case["host_gbps"] / 1e3, rel=0.01)
+    assert case["index_bytes"] == 2 * FEW.num_layers * 300 * 600

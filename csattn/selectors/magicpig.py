@@ -46,9 +46,7 @@ class PreparedMagicpig:
 
     def hash(self, x: Tensor) -> Tensor:
         """[..., head_dim] -> codes [..., num_tables] int16."""
-        signs = (x @ self.projections > 0).view(*x.shape[:-1], self.num_tables, self.num_bits)
-        places = torch.tensor([1 << bit for bit in range(self.num_bits)])
-        return (signs * places).sum(-1).to(torch.int16)
+        return hash_codes(x, self.projections, self.num_tables)
 
     def meetings(self, kv_head: int, codes: Tensor) -> Tensor:
         """In how many tables each key of the context shares a query's code: [context_len] int64.
@@ -116,6 +114,16 @@ class MagicpigSelector:
         of_context = self._prepared.keys[kv_head, rows[:first_of_tail]]
         of_tail = self._tail_keys.rows[kv_head, rows[first_of_tail:] - context_len]
         return torch.cat([of_context, of_tail]).float() - self._prepared.key_mean[kv_head]
+
+
+def hash_codes(x: Tensor, projections: Tensor, num_tables: int) -> Tensor:
+    """Signs of projections, as many for each table, as a number: [..., head_dim] -> [..., num_tables] int16.
+
+    projections: [head_dim, num_tables * bits of a code].
+    """
+    signs = (x @ projections > 0).view(*x.shape[:-1], num_tables, -1)
+    places = 1 << torch.arange(signs.shape[-1], device=x.device)
+    return (signs * places).sum(-1).to(torch.int16)
 
 
 def sampling_probability(cosines: Tensor, num_bits: int, num_tables: int) -> Tensor:

@@ -413,8 +413,10 @@ def test_steps_of_models_with_other_layers(kernels, recording, monkeypatch, kind
 METHODS = [("quest", PreparedQuest), ("sparq", PreparedSparq), ("pqcache", PreparedPqcache)]
 
 
+@pytest.mark.parametrize("crowded", [512, 1])  # with one, all choices look closer
 @pytest.mark.parametrize(("method", "prepare"), METHODS)
-def test_other_methods_choose_as_they_are_defined(kernels, recording, monkeypatch, method, prepare):
+def test_other_methods_choose_as_they_are_defined(kernels, recording, monkeypatch, method, prepare, crowded):
+    monkeypatch.setattr(other_methods, "CROWDED", crowded)
     context_len, search = 1072, SearchConfig(keep=0.1, sink_len=16, window_len=32)
     work, options = Workload(recording, FEW_HEADS, context_len, 2, DEVICE), whole_step_options(monkeypatch, None)
     steps, rows = by_other_method(work, options, method, "device", search).attention, work.step_rows(64)
@@ -462,6 +464,7 @@ def test_a_bound_counts_the_rows_that_magicpig_samples(recording, monkeypatch):
     monkeypatch.setattr(sampled, "PROBE_BYTES", 1 << 20)
     work = Workload(recording, FEW_HEADS, 300, 1, torch.device("cpu"))
     options = Options(shape=FEW, search=SearchConfig(), ceilings={}, seconds=0.0)
+    monkeypatch.setattr(sampled, "NUM_WIDE_LAYERS", 1)
     found = sampled.sample(work, 150)
     kv, q = work.rows(0).float(), work.queries(0)
     keys, values = (part.contiguous() for part in kv.unbind(2))

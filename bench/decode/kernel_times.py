@@ -16,6 +16,13 @@ PURPOSES = {
     "match_centroids": "search",
     "clear_scores": "search",
     "add_list": "search",
+    "score_pages": "search",  # of other methods
+    "score_components": "search",
+    "multiply_centroids": "search",
+    "add_products": "search",
+    "refine_bins": "select",
+    "find_among_fine": "select",
+    "rows_of_pages": "select",
     "sum_tiles": "search",
     "combine_": "select",
     "find_keys": "select",

@@ -1,5 +1,5 @@
 // The scores by which other methods choose: Quest's bounds of pages, SparQ's products of a query's largest components,
-// PQCache's sums of products with centroids. The choice among them is the one that csattn's lists have.
+// PQCache's sums of products with centroids.
 //
 // Compiled for GROUP_SIZE, NUM_HEADS, HEAD_DIM, THREADS and QUERY, of which keys are, too, and for what each kernel says.
 // Behind the last key all scores are NOT_LISTED.
@@ -19,6 +19,12 @@ struct Parts {
     long long length;  // keys, or pages
 };
 
+// What is left of a slot's step before: two sets of counts.
+__device__ __forceinline__ void clear_both(Choice* choices, int slot) {
+    clear_counts(choices[slot], blockIdx.x, gridDim.x);
+    clear_counts(choices[slot + gridDim.y * gridDim.z], blockIdx.x, gridDim.x);
+}
+
 // A slot's queries as floats; all threads of a block wait for them.
 __device__ __forceinline__ void read_queries(const QUERY* q, int slot, float (&queries)[GROUP_SIZE][HEAD_DIM]) {
     for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS)
@@ -33,14 +39,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     const int* context_ids,   // [batch_size], -1: idle
     long long max_pages,      // whole chunks
     float* scores,            // [batch_size, NUM_HEADS, GROUP_SIZE, max_pages], written
-    Choice* choices           // [batch_size, NUM_HEADS], cleared
+    Choice* choices           // [2, batch_size, NUM_HEADS], cleared
 ) {
     constexpr int LANES = HEAD_DIM / CHANNELS, PAGES = THREADS / LANES;  // of a page, of a block at a time
     __shared__ float queries[GROUP_SIZE][HEAD_DIM];
     const int head = blockIdx.y, slot = blockIdx.z * NUM_HEADS + head, id = context_ids[blockIdx.z];
     wait_then_let_next_start();
     if (id < 0) return;
-    clear_counts(choices[slot], blockIdx.x, gridDim.x);
+    clear_both(choices, slot);
     read_queries(q, slot, queries);
     const int lane = threadIdx.x % LANES, num_pages = indexes[id].length;
     float own[GROUP_SIZE][CHANNELS];
@@ -98,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_components(
     const int head = blockIdx.y, slot = blockIdx.z * NUM_HEADS + head, id = context_ids[blockIdx.z];
     wait_then_let_next_start();
     if (id < 0) return;
-    clear_counts(choices[slot], blockIdx.x, gridDim.x);
+    clear_both(choices, slot);
     read_queries(q, slot, queries);
     for (int d = threadIdx.x; d < HEAD_DIM; d += THREADS) {
         sizes[d] = 0;
@@ -154,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) multiply_centroids(
     const int head = blockIdx.y, slot = blockIdx.z * NUM_HEADS + head, id = context_ids[blockIdx.z];
     wait_then_let_next_start();
     if (id < 0) return;
-    clear_counts(choices[slot], blockIdx.x, gridDim.x);
+    clear_both(choices, slot);
     read_queries(q, slot, queries);
     const QUERY* centroids = static_cast<const QUERY*>(indexes[id].second) + head * CENTROIDS * HEAD_DIM;
     const int lane = threadIdx.x % 32;

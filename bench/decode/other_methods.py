@@ -1,9 +1,9 @@
 """How other methods choose rows, on a device: for whole steps of theirs beside ours.
 
-Their scores are kernels of this folder (other_methods.cu); the choice among them is what csattn's lists have, attention
-is csattn's own. So steps differ by what a method reads and computes, not by who has written them. What is left out is
-to their advantage: SparQ's mean value and its share, and the book that H2O keeps of attention received. Definitions:
-`csattn.selectors`.
+Their scores are kernels of this folder (other_methods.cu), the choice among them is as csattn's lists have it
+(other_choice.cu), attention is csattn's own. So steps differ by what a method reads and computes, not by who has written
+them. What is left out is to their advantage: SparQ's mean value and its share, and the book that H2O keeps of attention
+received. Definitions: `csattn.selectors`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,15 +19,17 @@ from csattn.config import SearchConfig
 from csattn.cuda import CudaKernel, cuda_kernel
 from csattn.search.device import DeviceIndexes, ListsShape
 from csattn.search.device.compiling import QUERY_TYPES, multiprocessors
+from csattn.search.device.compiling import THREADS as LISTS_THREADS
 from csattn.search.device.lists_pass import ListsPass
 from csattn.selectors.key_clusters import kmeans, nearest_centroids
 from csattn.selectors.pqcache import split_parts
 
-SOURCE = Path(__file__).with_name("other_methods.cu")
+SCORES, CHOICE = (Path(__file__).with_name(name) for name in ("other_methods.cu", "other_choice.cu"))
 THREADS, BLOCKS_PER_MULTIPROCESSOR = 256, 8
+CROWDED = 512
 PAGE_LEN = 16  # Quest's
 SUBSPACES, CENTROIDS, ITERATIONS, SEED = 2, 256, 15, 1234  # PQCache's
-CLUSTERED_KEYS = 8192  # of which centroids are made: times do not depend on how good they are
+CLUSTERED_KEYS = 4096  # of which centroids are made: times do not depend on how good they are
 
 
 def components(head_dim: int) -> int:
@@ -136,6 +138,7 @@ class MethodScores(ListsPass):
             "SUBSPACES": SUBSPACES,
             "CENTROIDS": CENTROIDS,
         }
+        self._choices = torch.zeros(2, *self._choices.shape, dtype=torch.uint8, device=work.device)
         self._most_blocks = BLOCKS_PER_MULTIPROCESSOR * multiprocessors(work.device)
         self._own: dict[str, CudaKernel] = {}
         slots = work.batch_size * heads.num_kv_heads
@@ -157,10 +160,40 @@ class MethodScores(ListsPass):
             statistics = self._scores, self.max_keys, self._statistics
             self._launch("sum_tiles", indexes.context_lens, context_ids, self._softmax_scale, *statistics)
 
+    def choose(
+        self,
+        indexes: DeviceIndexes,
+        layer_idx: int,
+        context_ids: Tensor,
+        out: DeviceSelection,
+        top_ks: Tensor | None = None,
+    ) -> None:
+        """See `ListsPass.choose`."""
+        config, scores = indexes.config, (self._group_scores, self.max_keys)
+        of_rows = context_ids, 0 if top_ks is None else top_ks
+        places = indexes.context_lens, indexes.top_ks, *of_rows, config.sink_len, config.window_len
+        self._launch(
+            "combine_lists", *places, self._softmax_scale, self._scores, self._statistics, *scores, self._choices
+        )
+        most = out.kv_indices.shape[2]
+        grid = self._choosing_blocks, self.shape.num_index_heads, self._batch_size
+        self._fine("refine_bins").launch(grid, THREADS, *places, *scores, self._choices)
+        found = self._marks, self._choices, out.kv_indices, most
+        self._fine("find_among_fine").launch(grid, THREADS, *places, *scores, *found)
+        written = self._choices, out.kv_indices, out.valid_len, most
+        self._write.launch(grid, LISTS_THREADS, *places, self._marks, self.max_keys, *written)
+
+    def _fine(self, name: str) -> CudaKernel:
+        """A kernel that knows of the choice alone: of scores of so many queries as are put together by it."""
+        if name not in self._own:
+            defines = {**self._defines, "GROUP_SIZE": self.shape.group_size, "CROWDED": CROWDED}
+            self._own[name] = cuda_kernel(CHOICE, name, defines, early_start=True)
+        return self._own[name]
+
     def launch(self, name: str, num_threads: int, *args: Tensor | int) -> None:
         """Enqueue a kernel of other_methods.cu, for each slot as many threads as there is work, or room for."""
         if name not in self._own:
-            self._own[name] = cuda_kernel(SOURCE, name, self._defines, early_start=True)
+            self._own[name] = cuda_kernel(SCORES, name, self._defines, early_start=True)
         heads = self.shape.num_index_heads
         blocks = max(1, min(-(-num_threads // THREADS), self._most_blocks // (heads * self._batch_size)))
         self._own[name].launch((blocks, heads, self._batch_size), THREADS, *args)

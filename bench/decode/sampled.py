@@ -14,6 +14,7 @@ import torch
 
 from bench.decode.options import Options
 from bench.decode.roofline import row_bytes
+from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import Workload
 from csattn.selectors.magicpig import hash_codes
 
@@ -33,8 +34,13 @@ class Sampled:
 
 
 def sample(work: Workload, num_tables: int) -> Sampled:
-    """What the tables have for recorded queries of the first layer."""
-    heads, keys, steps = work.heads, work.keys(0), work.queries(0)
+    """What the tables have for recorded queries, the mean over layers that differ."""
+    layers = [_of_layer(work, layer_idx, num_tables) for layer_idx in range(NUM_WIDE_LAYERS)]
+    return Sampled(*(sum(counts) / len(layers) for counts in zip(*layers, strict=True)))
+
+
+def _of_layer(work: Workload, layer_idx: int, num_tables: int) -> tuple[float, float]:
+    heads, keys, steps = work.heads, work.keys(layer_idx), work.queries(layer_idx)
     generator = torch.Generator().manual_seed(SEED)
     projections = torch.randn(heads.head_dim, num_tables * NUM_BITS, generator=generator).to(work.device)
     mean = keys.float().mean(1, keepdim=True)
@@ -49,7 +55,7 @@ def sample(work: Workload, num_tables: int) -> Sampled:
             num_met += int(meetings.sum())
             num_rows += int((meetings >= 2).any(1).sum())
     num_heads = NUM_QUERIES * heads.num_kv_heads
-    return Sampled(num_rows / num_heads, num_met / num_heads)
+    return num_rows / num_heads, num_met / num_heads
 
 
 def bound_case(work: Workload, options: Options, variant: str, window_us: float) -> dict[str, Any]:

@@ -72,3 +72,26 @@ __device__ void choose_alone(GroupScores group_scores, int num_units, u32 wanted
             if (taken >> i & 1) chosen[at++] = unit * UNIT_KEYS + i;
     }
 }
+
+// Mark the part's keys above the range, count them, and list those in it.
+__device__ u32 mark_part(const uint4* group_scores, const Part& part, const Range& range, u32* marks, Choice& choice) {
+    u32 above = 0;
+    for (int key = threadIdx.x * UNIT_KEYS; key < part.num_keys; key += THREADS * UNIT_KEYS) {
+        const uint4 group_score = group_scores[(part.first_key + key) / UNIT_KEYS];
+        const u32 words[UNIT_KEYS] = {group_score.x, group_score.y, group_score.z, group_score.w};
+        const u32 inside = keys_inside(group_score, range);
+        u32 mark = keys_above(group_score, range);
+        above += __popc(mark);
+        for (int i = 0; i < UNIT_KEYS; ++i) {
+            if (inside >> i & 1) {
+                const u32 at = atomicAdd(&choice.num_candidates, 1u);
+                choice.group_scores[at] = words[i];
+                choice.keys[at] = part.first_key + key + i;
+            }
+        }
+        mark <<= threadIdx.x % 8 * 4;  // eight threads share a word
+        for (int step = 1; step < 8; step <<= 1) mark |= __shfl_xor_sync(ALL_LANES, mark, step);
+        if (threadIdx.x % 8 == 0) marks[(part.first_key + key) / 32] = mark;
+    }
+    return above;
+}

@@ -2,29 +2,6 @@
 
 #include "boundary.cuh"
 
-// Mark the part's keys above the range, count them, and list those in it.
-__device__ u32 mark_part(const uint4* group_scores, const Part& part, const Range& range, u32* marks, Choice& choice) {
-    u32 above = 0;
-    for (int key = threadIdx.x * UNIT_KEYS; key < part.num_keys; key += THREADS * UNIT_KEYS) {
-        const uint4 group_score = group_scores[(part.first_key + key) / UNIT_KEYS];
-        const u32 words[UNIT_KEYS] = {group_score.x, group_score.y, group_score.z, group_score.w};
-        const u32 inside = keys_inside(group_score, range);
-        u32 mark = keys_above(group_score, range);
-        above += __popc(mark);
-        for (int i = 0; i < UNIT_KEYS; ++i) {
-            if (inside >> i & 1) {
-                const u32 at = atomicAdd(&choice.num_candidates, 1u);
-                choice.group_scores[at] = words[i];
-                choice.keys[at] = part.first_key + key + i;
-            }
-        }
-        mark <<= threadIdx.x % 8 * 4;  // eight threads share a word
-        for (int step = 1; step < 8; step <<= 1) mark |= __shfl_xor_sync(ALL_LANES, mark, step);
-        if (threadIdx.x % 8 == 0) marks[(part.first_key + key) / 32] = mark;
-    }
-    return above;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len,

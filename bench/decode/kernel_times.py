@@ -21,6 +21,7 @@ PURPOSES = {
     "multiply_centroids": "search",
     "add_products": "search",
     "refine_bins": "select",
+    "count_ties": "select",
     "find_among_fine": "select",
     "rows_of_pages": "select",
     "sum_tiles": "search",

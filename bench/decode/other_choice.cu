@@ -44,7 +44,69 @@ extern "C" __global__ void __launch_bounds__(THREADS) refine_bins(
         if (bins[i]) atomicAdd(&choices[slot + num_slots].bins[i], bins[i]);
 }
 
-// As find_keys, after refine_bins.
+// The place among the finer bins, where the first is crowded. wanted: keys in all.
+__device__ __forceinline__ Place find_place(const Context& context, const Choice& coarse, const Choice& fine, u32 wanted,
+                                            u32* scratch) {
+    Place place{first_range(context), find_bin(coarse.bins, wanted, scratch)};
+    if (!place.is_crowded()) return place;
+    const u32 higher = place.boundary.above;
+    place.look_closer();
+    place.boundary = find_bin(fine.bins, wanted - higher, scratch);
+    place.boundary.above += higher;
+    return place;
+}
+
+// What is still crowded ties, or differs by a few units in the last place: of these the first are taken. Counts those of
+// each part.
+extern "C" __global__ void __launch_bounds__(THREADS) count_ties(
+    const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
+    long long window_len, const uint4* group_scores, long long max_keys,
+    Choice* choices  // of the second set `above` is written
+) {
+    __shared__ u32 scratch[WARPS], ties;
+    const int slot = blockIdx.z * gridDim.y + blockIdx.y;
+    const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
+    const Part part(context.num_keys);
+    if (threadIdx.x == 0) ties = 0;
+    wait_then_let_next_start();
+    Choice& fine = choices[slot + gridDim.y * gridDim.z];
+    const int wanted = num_wanted(context, choices[slot]);
+    if (wanted == 0) return;
+    const Place place = find_place(context, choices[slot], fine, wanted, scratch);
+    if (!place.is_crowded()) return;
+    const Range range = place.range.of_bin(place.boundary.bin);
+    group_scores += slot * (max_keys / UNIT_KEYS) + part.first_key / UNIT_KEYS;
+    u32 mine = 0;
+    for (int unit = threadIdx.x; unit < part.num_keys / UNIT_KEYS; unit += THREADS)
+        mine += __popc(keys_inside(group_scores[unit], range));
+    const u32 of_warp = __reduce_add_sync(ALL_LANES, mine);
+    if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&ties, of_warp);
+    __syncthreads();
+    if (threadIdx.x == 0) fine.above[blockIdx.x] = ties;
+}
+
+// Mark the part's keys above the range and, of those in it, the first `quota`; returns how many are marked.
+__device__ u32 mark_first(const uint4* group_scores, const Part& part, const Range& range, u32* marks, u32 quota, u32* scratch) {
+    u32 before = 0, marked = 0;
+    for (int first = 0; first < part.num_keys; first += THREADS * UNIT_KEYS) {
+        const int key = first + threadIdx.x * UNIT_KEYS;
+        const bool is_inside = key < part.num_keys;
+        const uint4 group_score = is_inside ? group_scores[(part.first_key + key) / UNIT_KEYS] : make_uint4(0, 0, 0, 0);
+        const u32 inside = is_inside ? keys_inside(group_score, range) : 0;
+        u32 total, mark = is_inside ? keys_above(group_score, range) : 0;
+        u32 rank = before + sum_before(__popc(inside), scratch, total);
+        before += total;
+        for (int i = 0; i < UNIT_KEYS; ++i)
+            if (inside >> i & 1 && rank++ < quota) mark |= 1u << i;
+        marked += __popc(mark);
+        mark <<= threadIdx.x % 8 * 4;  // eight threads share a word
+        for (int step = 1; step < 8; step <<= 1) mark |= __shfl_xor_sync(ALL_LANES, mark, step);
+        if (is_inside && threadIdx.x % 8 == 0) marks[(part.first_key + key) / 32] = mark;
+    }
+    return marked;
+}
+
+// As find_keys, after refine_bins and count_ties.
 extern "C" __global__ void __launch_bounds__(THREADS) find_among_fine(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len, const uint4* group_scores, long long max_keys, u32* marks, Choice* choices, int* kv_indices,
@@ -52,31 +114,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_among_fine(
 ) {
     alignas(16) __shared__ u32 bins[NUM_BINS];
     __shared__ u32 scratch[WARPS], above;
-    const int num_slots = gridDim.y * gridDim.z, slot = blockIdx.z * gridDim.y + blockIdx.y;
+    const int slot = blockIdx.z * gridDim.y + blockIdx.y;
     const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Part part(context.num_keys);
     if (threadIdx.x == 0) above = 0;
     wait_then_let_next_start();
     Choice& choice = choices[slot];
+    const Choice& fine = choices[slot + gridDim.y * gridDim.z];
     const int wanted = num_wanted(context, choice);
     if (wanted == 0) return;
     group_scores += slot * (max_keys / UNIT_KEYS);
-    Place place{first_range(context), find_bin(choice.bins, wanted, scratch)};
-    if (place.is_crowded()) {
-        const u32 higher = place.boundary.above;
-        place.look_closer();
-        place.boundary = find_bin(choices[slot + num_slots].bins, wanted - higher, scratch);
-        place.boundary.above += higher;
-    }
+    marks += slot * (max_keys / 32);
+    const Place place = find_place(context, choice, fine, wanted, scratch);
     const Boundary& boundary = place.boundary;
-    if (boundary.inside == 0 || boundary.inside > MAX_CANDIDATES) {
+    if (boundary.inside == 0) {
         if (blockIdx.x > 0) return;
         if (threadIdx.x == 0) choice.quota = ALONE;
         const int num_units = (context.num_keys + CHUNK_KEYS - 1) / CHUNK_KEYS * CHUNK_KEYS / UNIT_KEYS;
         return choose_alone(group_scores, num_units, wanted, place.range, boundary, bins, scratch, kv_indices + slot * max_top_k);
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) choice.quota = wanted - boundary.above;
-    const u32 mine = mark_part(group_scores, part, place.range.of_bin(boundary.bin), marks + slot * (max_keys / 32), choice);
+    const u32 quota = wanted - boundary.above;
+    const Range range = place.range.of_bin(boundary.bin);
+    u32 mine, taken = 0;
+    if (place.is_crowded()) {
+        for (int block = 0; block < blockIdx.x; ++block) taken += fine.above[block];
+        mine = mark_first(group_scores, part, range, marks, taken < quota ? quota - taken : 0, scratch);
+    } else {
+        mine = mark_part(group_scores, part, range, marks, choice);
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) choice.quota = place.is_crowded() ? 0 : quota;
     const u32 of_warp = __reduce_add_sync(ALL_LANES, mine);
     if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&above, of_warp);
     __syncthreads();

@@ -1,9 +1,9 @@
 """How other methods choose rows, on a device: for whole steps of theirs beside ours.
 
 Their scores are kernels of this folder (other_methods.cu), the choice among them is as csattn's lists have it
-(other_choice.cu), attention is csattn's own. So steps differ by what a method reads and computes, not by who has written
-them. What is left out is to their advantage: SparQ's mean value and its share, and the book that H2O keeps of attention
-received. Definitions: `csattn.selectors`.
+(other_choice.cu), attention is csattn's own. So steps differ by what a method reads and computes, not by who has
+written them. What is left out is to their advantage: SparQ's mean value and its share, and the book that H2O keeps
+of attention received. Definitions: `csattn.selectors`.
 """
 
 from collections.abc import Callable, Mapping
@@ -177,7 +177,8 @@ class MethodScores(ListsPass):
         )
         most = out.kv_indices.shape[2]
         grid = self._choosing_blocks, self.shape.num_index_heads, self._batch_size
-        self._fine("refine_bins").launch(grid, THREADS, *places, *scores, self._choices)
+        for name in ("refine_bins", "count_ties"):
+            self._fine(name).launch(grid, THREADS, *places, *scores, self._choices)
         found = self._marks, self._choices, out.kv_indices, most
         self._fine("find_among_fine").launch(grid, THREADS, *places, *scores, *found)
         written = self._choices, out.kv_indices, out.valid_len, most

@@ -1,6 +1,7 @@
 """Faults, how often each was tried, and wrong answers: a table of what the benchmarks of faults have kept.
 
-`make faults` runs those that a machine without a GPU can run, and makes the table again.
+`make faults` runs those that a machine without a GPU can run, and makes the table again. Those of a GPU's service are
+three runs of `bench.faults --kills 10` at once, beside a trace (`bench.load`).
 """
 
 import json
@@ -45,6 +46,7 @@ def table() -> list[str]:
         rows.append(
             (f"a client: {name}", sum(num_of[kind] for kind in kinds), "an answer, or a refusal with its status")
         )
+    rows += [(f"a GPU's service: {name} killed in the middle of answers", *of) for name, of in gpu_kills().items()]
     rows += [
         ("the service killed at random", kills["kills"], f"{kills['whole_answers']} answers, all right"),
         ("the service killed between turns", turns["turns"] - 1, "each turn found what was written"),
@@ -57,6 +59,18 @@ def table() -> list[str]:
         "",
         *unverified(fuzz["outcomes"]),
     ]
+
+
+def gpu_kills() -> dict[str, tuple[int, str]]:
+    """By kind of process: kills, and what became of the streams that were under way."""
+    runs, rows = json.loads((RESULTS / "faults-h200.json").read_text()), {}
+    for name in ("search worker", "attention worker", "ingress replica"):
+        streams = [run[name]["streams"] for run in runs]
+        answered, told = (sum(of.get(outcome, 0) for of in streams) for outcome in ("answered", "told"))
+        require_none(sum(sum(of.values()) for of in streams) - answered - told)
+        came = [f"{answered} answers, all right"] * bool(answered) + [f"{told} error events"] * bool(told)
+        rows[name] = sum(run[name]["kills"] for run in runs), "; ".join(came)
+    return rows
 
 
 def unverified(outcomes: dict[str, int]) -> list[str]:

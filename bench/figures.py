@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.quality_figures import kl_range, lm_eval, quality, quality_means, selectors
+from bench.quality_figures import kl_range, lm_eval, needles, quality, quality_means, selectors
 from bench.records import measured
 from bench.step_figures import case, full, latents, layer, lengths, milliseconds, models, published, shared, steps
 
@@ -124,6 +124,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/README.md", "faults"): faults,
     ("docs/quality.md", "kl"): quality,
     ("docs/quality.md", "lm-eval"): lm_eval,
+    ("docs/quality.md", "needles"): needles,
     ("docs/quality.md", "why"): why,
     ("docs/compare.md", "selectors"): selectors,
     ("docs/compare.md", "lengths"): lengths,

@@ -43,6 +43,7 @@ SELECTORS = {  # contenders of `bench.accuracy selectors`: names
     "h2o": "H2O",
     "window": "StreamingLLM: sinks and window alone",
 }
+FINDERS = "full", "default", "exact"
 LM_EVAL = (
     "`python -m bench.lm_eval` has [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness), unmodified, ask the "
     "service RULER's questions, each selection the same ones. The demo model is small and fails",
@@ -124,6 +125,28 @@ def lm_eval() -> list[str]:
         cells = [score_cell(row[name]) if name in row else "–" for name in names]
         lines.append(f"| {of[0]}, {of[1] // 1024}K, {most[of]} samples | {' | '.join(cells)} |")
     return lines
+
+
+def needles() -> list[str]:
+    """Passkeys found, by length and depth: by full attention, by `default`, by exact Top-K."""
+    cases = measured("needles-h100.json")
+    depths = sorted({case["depth"] for case in cases})
+    lines = [
+        "| passkeys found by full attention, `default`, exact Top-K | asked at each depth | "
+        + " | ".join(f"depth {depth:g}" for depth in depths)
+        + " |",
+        "|---|---:|" + "---:|" * len(depths),
+    ]
+    for length, stretch in sorted({(case["length"], case["stretch"]) for case in cases}):
+        of_length = [case for case in cases if case["length"] == length]
+        asked = len({case["sample"] for case in of_length})
+        cells = [", ".join(f"{found(of_length, who, depth)}" for who in FINDERS) for depth in depths]
+        lines.append(f"| {length / 1024:.0f}K (× {stretch:g}) | {asked} | {' | '.join(cells)} |")
+    return lines
+
+
+def found(cases: list[Case], contender: str, depth: float) -> int:
+    return round(sum(case["score"] for case in cases if (case["contender"], case["depth"]) == (contender, depth)))
 
 
 def score_cell(of: Case) -> str:

@@ -15,13 +15,37 @@ SHAPES = {  # of MODELS: a name, and what is searched of it
 }
 PUBLISHED, SCHEDULES = "decode-published-h200.json", "schedules.json"
 LENGTHS, SHARED = "lengths-h100.json", "shared-h100.json"
-WAYS = (  # a row's name, its case, the contender whose KL it has
+EQUAL = "equal-kl.json"
+WAYS: tuple[
+    tuple[str, dict[str, Any], tuple[str, float] | None], ...
+] = (  # a row's name, its case, and of which contender and share kept its KL is
     ("full attention", {"variant": "full"}, None),
-    ("full attention over KV in q4_0", {"variant": "all", "kv_codec": "q4_0"}, "q4_0"),
-    ("**`default`, `device`**", {"variant": "default", "placement": "device"}, "default"),
-    ("**`default`, `hybrid`**", {"variant": "default", "placement": "hybrid"}, "default"),
-    ("`lists`, `hybrid`", {"variant": "lists"}, "lists"),
-    ("sinks and window alone", {"variant": "window"}, "window"),
+    ("full attention over KV in q4_0", {"variant": "all", "kv_codec": "q4_0"}, ("q4_0", 0.0)),
+    ("**`default`, `device`**", {"variant": "default", "placement": "device"}, ("default", 0.02)),
+    ("**`default`, `hybrid`**", {"variant": "default", "placement": "hybrid"}, ("default", 0.02)),
+    ("`lists`, `hybrid`", {"variant": "lists"}, ("lists", 0.02)),
+    ("`paper`, `hybrid`", {"variant": "paper"}, ("paper", 0.02)),
+    *(
+        (name, {"variant": variant, "keep": 0.02, "placement": placement}, (variant, 0.02))
+        for name, variant, placement in (
+            ("Quest", "quest", "device"),
+            ("SparQ", "sparq", "device"),
+            ("PQCache", "pqcache", "device"),
+            ("PQCache, `hybrid`", "pqcache", "hybrid"),
+            ("H2O", "h2o", "device"),
+        )
+    ),
+    ("MagicPIG, at least", {"variant": "magicpig"}, ("magicpig", 0.02)),
+    ("sinks and window alone", {"variant": "window"}, ("window", 0.02)),
+    *(
+        (f"{name} of {100 * keep:g} %", {"variant": variant, "keep": keep, "placement": placement}, (variant, keep))
+        for name, variant, placement, keep in (
+            ("Quest", "quest", "device", 0.55),
+            ("SparQ", "sparq", "device", 0.25),
+            ("PQCache", "pqcache", "device", 0.25),
+            ("PQCache, `hybrid`,", "pqcache", "hybrid", 0.25),
+        )
+    ),
 )
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 
@@ -165,11 +189,11 @@ def lengths() -> list[str]:
     sizes = sorted({of["context_len"] for of in measured(LENGTHS)})
     head = ["KL, novel", *(f"{size // 1024}K" for size in sizes), f"GB, {sizes[-1] // 1024}K"]
     lines = ["| ms a step: one request; four | " + " | ".join(head) + " |", "|---|" + "---:|" * len(head)]
-    for name, of, contender in WAYS:
+    for name, of, quality in WAYS:
         rows = [of_length(size, **of) for size in sizes]
         cells = ["; ".join(f"{milliseconds(step):.1f}" if "p50_us" in step else "–" for step in row) for row in rows]
-        memory = "; ".join(f"{step['hbm_bytes'] / 1e9:.0f}" if "p50_us" in step else "–" for step in rows[-1])
-        lines.append(f"| {name} | {kl_on_novel(contender)} | {' | '.join(cells)} | {memory} |")
+        memory = "; ".join(f"{step['hbm_bytes'] / 1e9:.0f}" if "hbm_bytes" in step else "–" for step in rows[-1])
+        lines.append(f"| {name} | {kl_on_novel(quality)} | {' | '.join(cells)} | {memory} |")
     return lines
 
 
@@ -180,13 +204,14 @@ def of_length(context_len: int, **wanted: Any) -> list[Case]:
     return sorted(cases, key=lambda of: int(of["batch_size"]))
 
 
-def kl_on_novel(contender: str | None) -> str:
-    if contender is None:
+def kl_on_novel(of: tuple[str, float] | None) -> str:
+    """of: contender and share kept; None: full attention."""
+    if of is None:
         return "0"
-    if contender != "window":
-        return f"{on_texts(contender, 0.0 if contender == 'q4_0' else 0.02)['novel', 7680]['kl']:.4f}"
-    of = [c for c in measured("selectors.json") if c["contender"] == contender and c["text"] == "novel"]
-    return f"{of[0]['kl']:.4f}"
+    contender, keep = of
+    if contender == "q4_0":  # which chooses nothing
+        return f"{on_texts(contender, keep)['novel', 7680]['kl']:.4f}"
+    return f"{only(EQUAL, contender=contender, keep=keep)['kl']:.4f}"
 
 
 def shared() -> list[str]:

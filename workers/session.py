@@ -104,7 +104,7 @@ class Session:
     def continue_with(self, token_ids: NDArray[np.int32], observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with given ids [num_tokens]: a request of its own."""
         require_positions(self.loaded, self.artifact, len(token_ids))
-        ids = torch.from_numpy(np.concatenate([self.artifact.token_ids, token_ids])).long()[None]
+        ids = torch.from_numpy(np.concatenate([self.artifact.token_ids, token_ids])).long()[None].to(self.loaded.device)
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),

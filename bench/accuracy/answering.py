@@ -44,7 +44,8 @@ def answer_all(
     **options: Any,  # of `generate`
 ) -> list[str]:
     """What the model says after each question, as if it were the only one."""
-    with csattn_session(loaded, artifact, contender.search(keep), contender.selector) as session:
+    placement = "device" if loaded.device.type == "cuda" else "cpu"
+    with csattn_session(loaded, artifact, contender.search(keep), contender.selector, placement=placement) as session:
         return [_answer(session, question, max_new_tokens, options) for question in questions]
 
 

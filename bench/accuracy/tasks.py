@@ -27,7 +27,7 @@ from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 
 # Raise it when a case means something else than before: a generator, a prompt or a score has changed.
 VERSION = 2
-KEY = ("version", "model", "task", "length", "depth", "sample", "question", "contender", "keep")
+KEY = ("version", "model", "stretch", "task", "length", "depth", "sample", "question", "contender", "keep")
 
 
 def run_task(
@@ -39,10 +39,11 @@ def run_task(
     question: str,
     runs: list[tuple[Contender, float]],
     records: Records,
+    stretch: float = 1.0,  # of the model's positions, for the records
 ) -> None:
     """Ask what has not been asked yet in one sample of a task."""
-    key = {"version": VERSION, "model": loaded.fingerprint, "task": task, "length": length, "sample": sample}
-    key |= {"question": question}
+    key = {"version": VERSION, "model": loaded.fingerprint, "stretch": stretch, "task": task, "length": length}
+    key |= {"sample": sample, "question": question}
     for haystack in TASKS[task].make(Random(f"{task} {length} {sample}"), depths, length):
         missing = [
             run
@@ -118,6 +119,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--selectors", default="default,exact,window", help="or all; full attention is always asked")
     parser.add_argument("--keep", type=shares, default=str(SearchConfig().keep))
     parser.add_argument("--model")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu", help="cuda: a GPU's engine answers")
+    parser.add_argument("--stretch", type=float, default=1.0, help="times the model's positions (YaRN)")
     parser.add_argument("--json", type=Path, help="keeps the answers; what it holds is not asked again")
     parser.add_argument("--plot", type=Path, help="a directory for heat maps of depth and length")
     parser.add_argument("--show", action="store_true", help="only show what --json holds")
@@ -144,11 +148,11 @@ def _ask_all(arguments: argparse.Namespace) -> dict[str, Any]:
     contenders = [c for c in find_contenders(arguments.selectors) if c != FULL]
     runs = [(FULL, 1.0), *((c, keep) for keep in arguments.keep for c in contenders)]
     depths = [float(depth) for depth in np.linspace(0, 1, arguments.depths).round(4)]
-    loaded = load_model(arguments.model)
+    loaded = load_model(arguments.model, device=arguments.device, dtype=arguments.dtype, stretch=arguments.stretch)
     _require_room(loaded, names, depths, arguments.lengths)
     records = Records(arguments.json, {"bench": "tasks", "model": loaded.name, "machine": machine()}, KEY)
     for length in arguments.lengths:
         for name in names:
             for sample in range(arguments.samples):
-                run_task(loaded, name, length, depths, sample, arguments.question, runs, records)
+                run_task(loaded, name, length, depths, sample, arguments.question, runs, records, arguments.stretch)
     return records.content

@@ -15,6 +15,12 @@ NAMES = {
     "default": "csattn",
     "lists": "csattn, lists",
     "paper": "as published",
+    "quest": "Quest",
+    "sparq": "SparQ",
+    "pqcache": "PQCache",
+    "h2o": "H2O",
+    "magicpig": "MagicPIG, 150 tables",
+    "magicpig-300": "MagicPIG, 300 tables",
 }
 
 
@@ -80,6 +86,10 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
         if "refused" in case:
             lines.append(f"{start} {case['refused']} |" + " |" * 13)
             continue
+        if case.get("is_bound"):
+            bound = case["p50_us"] / 1e3, case["tokens_per_s"]
+            lines.append(f"{start} at least {bound[0]:.2f} | | at most {bound[1]:.0f} |" + " |" * 11)
+            continue
         parts = case.get("parts_us", {})
         link, hits = case.get("link_bytes"), case.get("hit_rate")
         lines.append(
@@ -96,6 +106,7 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
 def label(case: Case) -> str:
     variant, _, rest = str(case["variant"]).partition("+")
     name = NAMES.get(variant, variant) + (f", rest {rest}" if rest else "")
+    name += f", {100 * case['keep']:g} %" if case.get("keep") not in (None, 0.02) else ""
     name += f", weights in {case['weights']}" if case.get("weights") else ""
     return name if case["schedule"] in ("none", "every step") else f"{name}, {case['schedule']}"
 

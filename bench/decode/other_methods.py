@@ -23,6 +23,7 @@ from csattn.search.device.compiling import THREADS as LISTS_THREADS
 from csattn.search.device.lists_pass import ListsPass
 from csattn.selectors.key_clusters import kmeans, nearest_centroids
 from csattn.selectors.pqcache import split_parts
+from workers.engine.on_device import StepSearch
 
 SCORES, CHOICE = (Path(__file__).with_name(name) for name in ("other_methods.cu", "other_choice.cu"))
 THREADS, BLOCKS_PER_MULTIPROCESSOR = 256, 8
@@ -104,8 +105,8 @@ def read_bytes(method: str, work: Workload) -> int:
     return round(share * index_bytes(method, work))
 
 
-class MethodScores(ListsPass):
-    """Scores of a batch by one of the methods, and the choice among them."""
+class MethodSearch(ListsPass):
+    """Chooses for a batch, as `DeviceSearch` does, by the scores of one of the methods."""
 
     def __init__(self, method: str, work: Workload, dtype: torch.dtype) -> None:
         heads = work.heads
@@ -143,6 +144,19 @@ class MethodScores(ListsPass):
         self._own: dict[str, CudaKernel] = {}
         slots = work.batch_size * heads.num_kv_heads
         self._products = torch.zeros(slots, SUBSPACES, CENTROIDS, heads.group_size, device=work.device)
+
+    def search(
+        self,
+        q: Tensor,
+        indexes: DeviceIndexes,
+        layer_idx: int,
+        context_ids: Tensor,
+        out: DeviceSelection,
+        top_ks: Tensor | None = None,
+    ) -> None:
+        """See `DeviceSearch.search`."""
+        self.run(q, indexes, layer_idx, context_ids)
+        self.choose(indexes, layer_idx, context_ids, out, top_ks)
 
     def run(self, q: Tensor, indexes: DeviceIndexes, layer_idx: int, context_ids: Tensor) -> None:
         """See `ListsPass.run`."""
@@ -200,35 +214,15 @@ class MethodScores(ListsPass):
         self._own[name].launch((blocks, heads, self._batch_size), THREADS, *args)
 
 
-class MethodSearch:
-    """Chooses for a batch as `DeviceSearch` does."""
-
-    def __init__(self, method: str, work: Workload, dtype: torch.dtype) -> None:
-        self._scores = MethodScores(method, work, dtype)
-
-    def search(
-        self,
-        q: Tensor,
-        indexes: DeviceIndexes,
-        layer_idx: int,
-        context_ids: Tensor,
-        out: DeviceSelection,
-        top_ks: Tensor | None = None,
-    ) -> None:
-        """See `DeviceSearch.search`."""
-        self._scores.run(q, indexes, layer_idx, context_ids)
-        self._scores.choose(indexes, layer_idx, context_ids, out, top_ks)
-
-
-class PageSearch:
+class PageSearch(MethodSearch):
     """Chooses whole pages, as many as fit into K, and none that has resident rows."""
 
     def __init__(self, work: Workload, dtype: torch.dtype, search: SearchConfig) -> None:
-        self._scores = MethodScores("quest", work, dtype)
-        num_pages, num_rows = work.context_len // PAGE_LEN, search.top_k(work.context_len)
+        super().__init__("quest", work, dtype)
+        num_rows = search.top_k(work.context_len)
         config = SearchConfig(sink_len=-(-search.sink_len // PAGE_LEN), window_len=-(-search.window_len // PAGE_LEN))
         self._pages = DeviceIndexes(0, work.num_contexts, config, work.device)
-        self._pages.context_lens.fill_(num_pages)
+        self._pages.context_lens.fill_(work.context_len // PAGE_LEN)
         self._pages.top_ks.fill_(num_rows // PAGE_LEN)
         sizes = work.batch_size, work.heads.num_kv_heads, num_rows // PAGE_LEN
         self._chosen = make_device_selection(*sizes, work.device)
@@ -243,20 +237,17 @@ class PageSearch:
         top_ks: Tensor | None = None,
     ) -> None:
         """See `DeviceSearch.search`."""
-        self._pages.tables = indexes.tables
-        self._scores.run(q, self._pages, layer_idx, context_ids)
-        self._scores.choose(self._pages, layer_idx, context_ids, self._chosen)
-        chosen, most = self._chosen, self._chosen.kv_indices.shape[2]
-        written = out.kv_indices, out.valid_len, out.kv_indices.shape[2]
-        threads = out.kv_indices.shape[2]
-        self._scores.launch("rows_of_pages", threads, chosen.kv_indices, chosen.valid_len, most, *written)
+        self._pages.tables, pages, num_rows = indexes.tables, self._chosen, out.kv_indices.shape[2]
+        super().search(q, self._pages, layer_idx, context_ids, pages)
+        rows = out.kv_indices, out.valid_len, num_rows
+        self.launch("rows_of_pages", num_rows, pages.kv_indices, pages.valid_len, pages.kv_indices.shape[2], *rows)
 
 
 class KeptRows:
     """What H2O has kept: the same rows for all tokens, some that are not resident."""
 
     def __init__(self, work: Workload, search: SearchConfig) -> None:
-        self._rows = [torch.arange(search.sink_len, search.sink_len + search.top_k(work.context_len))]
+        self._rows = torch.arange(search.sink_len, search.sink_len + search.top_k(work.context_len))
         self._written = set[int]()
 
     def search(
@@ -271,13 +262,11 @@ class KeptRows:
         """Written once, before a step is captured."""
         if out.kv_indices.data_ptr() not in self._written:
             self._written.add(out.kv_indices.data_ptr())
-            out.kv_indices.copy_(self._rows[0].to(out.kv_indices))
-            out.valid_len.fill_(len(self._rows[0]))
+            out.kv_indices.copy_(self._rows)
+            out.valid_len.fill_(len(self._rows))
 
 
-def search_of(
-    method: str, work: Workload, dtype: torch.dtype, search: SearchConfig
-) -> MethodSearch | PageSearch | KeptRows:
+def search_of(method: str, work: Workload, dtype: torch.dtype, search: SearchConfig) -> StepSearch:
     """Who chooses for that batch."""
     if method == "h2o":
         return KeptRows(work, search)

@@ -89,31 +89,15 @@ def _run_with(
                     results.add({**key, "refused": str(error).splitlines()[0]})
                 gc.collect()  # graphs and what they hold
                 torch.cuda.empty_cache()
-            _add_bounds(results, work, options, variants)
-
-
-def _add_bounds(results: Results, work: Workload, options: Options, variants: list[str]) -> None:
-    """What steps of MagicPIG take at least, where those of sinks and window alone were measured."""
-    same: Case = {"kind": "e2e", "context_len": work.context_len, "batch_size": work.batch_size}
-    for variant in variants:
-        if variant not in sampled.TABLES:
-            continue
-        key: Case = {**same, "variant": variant, "placement": "host", "schedule": "every step"}
-        alone = [case for case in results.cases if {**case, **same, "variant": "window"} == case and "p50_us" in case]
-        if alone and not results.has(**key):
-            results.add({**key, "data": work.data, **sampled.bound_case(work, options, variant, alone[0]["p50_us"])})
+            key = _key(work, options) | ({} if few is None else {"weights": few})
+            sampled.add_bounds(results, work, options, variants, key)
 
 
 def _cases(
     work: Workload, options: Options, variants: list[str], placements: list[str]
 ) -> Iterator[tuple[Case, Callable[[], Prepared]]]:
     baselines = {"full": full_attention, "all": all_rows, "streamed": streamed, "window": window_only}
-    key = {
-        "kind": "shared" if work.is_shared else "e2e",
-        **({"shape": options.shape_name} if options.shape_name else {}),
-        "context_len": work.context_len,
-        "batch_size": work.batch_size,
-    }
+    key = _key(work, options)
     codec = {} if options.kv_format is None else {"kv_codec": str(options.kv_format)}
     for variant in variants:
         if variant in sampled.TABLES:
@@ -133,6 +117,16 @@ def _cases(
                     named["slots"] = options.slots
                 prepare = by_other_method if variant in other_methods.INDEXES else placed
                 yield named, partial(prepare, work, options, variant, placement, search)
+
+
+def _key(work: Workload, options: Options) -> Case:
+    """What all cases of a batch have."""
+    return {
+        "kind": "shared" if work.is_shared else "e2e",
+        **({"shape": options.shape_name} if options.shape_name else {}),
+        "context_len": work.context_len,
+        "batch_size": work.batch_size,
+    }
 
 
 def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, options: Options) -> dict[str, Any]:

@@ -56,8 +56,8 @@ __device__ __forceinline__ Place find_place(const Context& context, const Choice
     return place;
 }
 
-// What is still crowded ties, or differs by a few units in the last place: of these the first are taken. Counts those of
-// each part.
+// What is still crowded counts as equal, and the first are taken: scores that tie, or differ by less than 16 units in the
+// last place where shares of a group are added up, of a single query by less than 256. Counts those of each part.
 extern "C" __global__ void __launch_bounds__(THREADS) count_ties(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len, const uint4* group_scores, long long max_keys,

@@ -2,7 +2,7 @@
 // PQCache's sums of products with centroids.
 //
 // Compiled for GROUP_SIZE, NUM_HEADS, HEAD_DIM, THREADS and QUERY, of which keys are, too, and for what each kernel says.
-// Behind the last key all scores are NOT_LISTED.
+// Contexts are whole pages: a multiple of 16 keys. Behind the last key all scores are NOT_LISTED.
 
 #include "../../csattn/search/device/choice.cuh"
 
@@ -42,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     Choice* choices           // [2, batch_size, NUM_HEADS], cleared
 ) {
     constexpr int LANES = HEAD_DIM / CHANNELS, PAGES = THREADS / LANES;  // of a page, of a block at a time
+    static_assert(32 % LANES == 0 && THREADS % 32 == 0, "lanes of a page are neighbours in a warp");
     __shared__ float queries[GROUP_SIZE][HEAD_DIM];
     const int head = blockIdx.y, slot = blockIdx.z * NUM_HEADS + head, id = context_ids[blockIdx.z];
     wait_then_let_next_start();
@@ -93,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_of_pages(
 // SparQ: the group's summed products of the COMPONENTS channels in which its queries are largest. A logit's temperature is
 // corrected by the share of |q| that these hold, which makes one vector of the group's.
 extern "C" __global__ void __launch_bounds__(THREADS) score_components(
-    const QUERY* q, const Parts* indexes,  // keys [NUM_HEADS, HEAD_DIM, num_keys], of which num_keys is a multiple of CHANNELS
+    const QUERY* q, const Parts* indexes,  // keys [NUM_HEADS, HEAD_DIM, num_keys], 
     const int* context_ids,
     long long max_keys,                    // whole chunks
     float* scores,                         // [batch_size, NUM_HEADS, max_keys], written
@@ -156,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) multiply_centroids(
     Choice* choices
 ) {
     constexpr int WIDTH = HEAD_DIM / SUBSPACES;
+    static_assert(HEAD_DIM % SUBSPACES == 0, "parts are equally wide");
     __shared__ float queries[GROUP_SIZE][HEAD_DIM];
     const int head = blockIdx.y, slot = blockIdx.z * NUM_HEADS + head, id = context_ids[blockIdx.z];
     wait_then_let_next_start();

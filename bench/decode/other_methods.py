@@ -1,9 +1,9 @@
 """How other methods choose rows, on a device: for whole steps of theirs beside ours.
 
 Their scores are kernels of this folder (other_methods.cu), the choice among them is as csattn's lists have it
-(other_choice.cu), attention is csattn's own. So steps differ by what a method reads and computes, not by who has
-written them. What is left out is to their advantage: SparQ's mean value and its share, and the book that H2O keeps
-of attention received. Definitions: `csattn.selectors`.
+(other_choice.cu): of scores in float32, query head by query head, which takes longer than `default`'s. Attention is
+csattn's own. What is left out is to their advantage: SparQ's mean value and its share, and the book that H2O keeps
+of attention received. Quest reads whole pages: up to 15 rows fewer than K. Definitions: `csattn.selectors`.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +27,11 @@ from workers.engine.on_device import StepSearch
 
 SCORES, CHOICE = (Path(__file__).with_name(name) for name in ("other_methods.cu", "other_choice.cu"))
 THREADS, BLOCKS_PER_MULTIPROCESSOR = 256, 8
-CROWDED = 512
+CROWDED = 512  # keys in a bin that are too many to be compared one by one
+# as `csattn.selectors` has them
 PAGE_LEN = 16  # Quest's
 SUBSPACES, CENTROIDS, ITERATIONS, SEED = 2, 256, 15, 1234  # PQCache's
-CLUSTERED_KEYS = 4096  # of which centroids are made: times do not depend on how good they are
+CLUSTERED_KEYS = 4096  # of which centroids are made: a search takes as long, however good they are
 
 
 def components(head_dim: int) -> int:
@@ -69,8 +70,8 @@ def pqcache_index(keys: Tensor) -> MethodIndex:
     parts = split_parts(keys[:, ::step].float().cpu(), SUBSPACES).transpose(0, 1)
     centroids = kmeans(parts.flatten(0, 1), CENTROIDS, ITERATIONS, SEED)
     centroids = centroids.view(*parts.shape[:2], CENTROIDS, -1).to(keys)
-    halves = split_parts(keys, SUBSPACES)
-    codes = [nearest_centroids(half.float(), centroids[:, b].float()) for b, half in enumerate(halves)]
+    own = split_parts(keys, SUBSPACES)
+    codes = [nearest_centroids(part.float(), centroids[:, b].float()) for b, part in enumerate(own)]
     return _padded(torch.stack(codes, dim=-1).to(torch.uint8), centroids, length=keys.shape[1])
 
 
@@ -163,13 +164,13 @@ class MethodSearch(ListsPass):
         table, scores = indexes.tables[layer_idx], (self.max_keys, self._scores)
         if self.method == "quest":
             lanes = self.shape.head_dim // 8
-            self.launch("score_pages", self.max_keys * lanes, q, table, context_ids, *scores, self._choices)
+            self._score("score_pages", self.max_keys * lanes, q, table, context_ids, *scores, self._choices)
         elif self.method == "sparq":
-            self.launch("score_components", self.max_keys // 8, q, table, context_ids, *scores, self._choices)
+            self._score("score_components", self.max_keys // 8, q, table, context_ids, *scores, self._choices)
         else:
             products = SUBSPACES * CENTROIDS * 32
-            self.launch("multiply_centroids", products, q, table, context_ids, self._products, self._choices)
-            self.launch("add_products", self.max_keys // 4, table, context_ids, self._products, *scores)
+            self._score("multiply_centroids", products, q, table, context_ids, self._products, self._choices)
+            self._score("add_products", self.max_keys // 4, table, context_ids, self._products, *scores)
         if self.shape.group_size > 1:
             statistics = self._scores, self.max_keys, self._statistics
             self._launch("sum_tiles", indexes.context_lens, context_ids, self._softmax_scale, *statistics)
@@ -192,20 +193,20 @@ class MethodSearch(ListsPass):
         most = out.kv_indices.shape[2]
         grid = self._choosing_blocks, self.shape.num_index_heads, self._batch_size
         for name in ("refine_bins", "count_ties"):
-            self._fine(name).launch(grid, THREADS, *places, *scores, self._choices)
+            self._choice(name).launch(grid, THREADS, *places, *scores, self._choices)
         found = self._marks, self._choices, out.kv_indices, most
-        self._fine("find_among_fine").launch(grid, THREADS, *places, *scores, *found)
+        self._choice("find_among_fine").launch(grid, THREADS, *places, *scores, *found)
         written = self._choices, out.kv_indices, out.valid_len, most
         self._write.launch(grid, LISTS_THREADS, *places, self._marks, self.max_keys, *written)
 
-    def _fine(self, name: str) -> CudaKernel:
+    def _choice(self, name: str) -> CudaKernel:
         """A kernel that knows of the choice alone: of scores of so many queries as are put together by it."""
         if name not in self._own:
             defines = {**self._defines, "GROUP_SIZE": self.shape.group_size, "CROWDED": CROWDED}
             self._own[name] = cuda_kernel(CHOICE, name, defines, early_start=True)
         return self._own[name]
 
-    def launch(self, name: str, num_threads: int, *args: Tensor | int) -> None:
+    def _score(self, name: str, num_threads: int, *args: Tensor | int) -> None:
         """Enqueue a kernel of other_methods.cu, for each slot as many threads as there is work, or room for."""
         if name not in self._own:
             self._own[name] = cuda_kernel(SCORES, name, self._defines, early_start=True)
@@ -240,7 +241,7 @@ class PageSearch(MethodSearch):
         self._pages.tables, pages, num_rows = indexes.tables, self._chosen, out.kv_indices.shape[2]
         super().search(q, self._pages, layer_idx, context_ids, pages)
         rows = out.kv_indices, out.valid_len, num_rows
-        self.launch("rows_of_pages", num_rows, pages.kv_indices, pages.valid_len, pages.kv_indices.shape[2], *rows)
+        self._score("rows_of_pages", num_rows, pages.kv_indices, pages.valid_len, pages.kv_indices.shape[2], *rows)
 
 
 class KeptRows:

@@ -7,7 +7,7 @@ from typing import cast
 from torch import Tensor
 
 from bench.decode.options import Options
-from bench.decode.other_methods import INDEXES, MethodIndex, index_bytes, read_bytes, search_of
+from bench.decode.other_methods import INDEXES, PAGE_LEN, MethodIndex, index_bytes, read_bytes, search_of
 from bench.decode.placements import cache_facts, engine_shape, host_rows, layers_of, made_sinks, slot_share
 from bench.decode.prepared import TAIL_LEN, Prepared, require_memory
 from bench.decode.roofline import full_bytes, row_bytes
@@ -21,9 +21,16 @@ from workers.engine import CachedRows, DeviceRows, SearchOnDevice
 
 
 def by_other_method(work: Workload, options: Options, method: str, placement: str, search: SearchConfig) -> Prepared:
-    """Load every request's context: all rows on the device, or in `hybrid` the index and a slot cache."""
+    """Load every request's context: all rows on the device, or in `hybrid` the index and a slot cache.
+
+    H2O's are all loaded, too, though it needs no more of them than it keeps.
+    """
     if placement not in ("device", "hybrid") or search.lookahead or search.search_period > 1:
         raise ConfigError(f"{method} is measured in device and hybrid, chosen at every step; not in {placement}, ahead")
+    if work.context_len % PAGE_LEN:
+        raise ConfigError(f"{method} is measured over whole pages of {PAGE_LEN} rows, not over {work.context_len} rows")
+    if method == "quest" and search.top_k(work.context_len) < PAGE_LEN:
+        raise ConfigError(f"{100 * search.keep:g} % of {work.context_len} rows are less than a page of Quest's")
     shape, search, share = options.shape, replace(search, rest="none"), slot_share(options, search)
     rows_bytes = round((1 if placement == "device" else share) * full_bytes(shape, work.context_len))
     require_memory(work.num_contexts * options.num_layers * (rows_bytes + index_bytes(method, work)), "rows and index")

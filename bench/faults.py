@@ -204,6 +204,7 @@ def main() -> None:
                     print(f"{number + 1}/{options.kills} {target}: {trial}", flush=True)
     result = {target: summary(of_target) for target, of_target in trials.items()}
     header = {"bench": "faults", "machine": machine(), "model": options.model or "smollm2-135m", "serve": options.serve}
+    header |= {"search_workers": options.search_workers, "seed": options.seed}
     finish({**header, **result}, options.json)
 
 

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.accuracy.answering import FULL, SET_UPS, Prompt, answer_all
 from bench.accuracy.contenders import Contender, find_contenders, shares
@@ -27,7 +28,7 @@ from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 
 # Raise it when a case means something else than before: a generator, a prompt or a score has changed.
 VERSION = 2
-KEY = ("version", "model", "stretch", "task", "length", "depth", "sample", "question", "contender", "keep")
+KEY = ("version", "model", "task", "length", "depth", "sample", "question", "contender", "keep")
 
 
 def run_task(
@@ -39,11 +40,11 @@ def run_task(
     question: str,
     runs: list[tuple[Contender, float]],
     records: Records,
-    stretch: float = 1.0,  # of the model's positions, for the records
+    stretch: float = 1.0,  # of the model's positions, for the records: its fingerprint tells, too
 ) -> None:
     """Ask what has not been asked yet in one sample of a task."""
-    key = {"version": VERSION, "model": loaded.fingerprint, "stretch": stretch, "task": task, "length": length}
-    key |= {"sample": sample, "question": question}
+    key = {"version": VERSION, "model": loaded.fingerprint, "task": task, "length": length, "sample": sample}
+    key |= {"question": question}
     for haystack in TASKS[task].make(Random(f"{task} {length} {sample}"), depths, length):
         missing = [
             run
@@ -61,7 +62,13 @@ def run_task(
                     said = answer_all(loaded, artifact, contender, keep, ids, TASKS[task].max_new_tokens)
                     for one, text in zip(asked, said, strict=True):
                         score = string_match(text, one.answers)
-                        case = {**key, "depth": one.depth, "contender": contender.name, "keep": keep}
+                        case = {
+                            **key,
+                            "stretch": stretch,
+                            "depth": one.depth,
+                            "contender": contender.name,
+                            "keep": keep,
+                        }
                         records.add({**case, "score": round(score, 4), "answers": one.answers, "said": text})
 
 
@@ -150,7 +157,10 @@ def _ask_all(arguments: argparse.Namespace) -> dict[str, Any]:
     depths = [float(depth) for depth in np.linspace(0, 1, arguments.depths).round(4)]
     loaded = load_model(arguments.model, device=arguments.device, dtype=arguments.dtype, stretch=arguments.stretch)
     _require_room(loaded, names, depths, arguments.lengths)
-    records = Records(arguments.json, {"bench": "tasks", "model": loaded.name, "machine": machine()}, KEY)
+    header = {"bench": "tasks", "model": loaded.name, "machine": machine(), "dtype": arguments.dtype}
+    if loaded.device.type == "cuda":
+        header["gpu"] = torch.cuda.get_device_name(loaded.device)
+    records = Records(arguments.json, header, KEY)
     for length in arguments.lengths:
         for name in names:
             for sample in range(arguments.samples):

@@ -17,9 +17,8 @@ PUBLISHED, SCHEDULES = "decode-published-h200.json", "schedules.json"
 LENGTHS, SHARED = "lengths-h100.json", "shared-h100.json"
 EQUAL = "equal-kl.json"
 AS_GOOD = {"quest": 0.55, "sparq": 0.25, "pqcache": 0.25}  # shares of the rows at which KL is `default`'s at 2 %
-WAYS: tuple[
-    tuple[str, dict[str, Any], tuple[str, float] | None], ...
-] = (  # a row's name, its case, and of which contender and share kept its KL is
+# a row's name, its case, and of which contender and share kept its KL is
+WAYS: tuple[tuple[str, dict[str, Any], tuple[str, float] | None], ...] = (
     ("full attention", {"variant": "full"}, None),
     ("full attention over KV in q4_0", {"variant": "all", "kv_codec": "q4_0"}, ("q4_0", 0.0)),
     ("**`default`, `device`**", {"variant": "default", "placement": "device"}, ("default", 0.02)),
@@ -199,7 +198,7 @@ def lengths() -> list[str]:
     for name, of, quality in WAYS:
         rows = [of_length(size, **of) for size in sizes]
         if of["variant"] == "h2o":  # it needs what it keeps, and the benchmark has it load all
-            rows = [[{name: step[name] for name in ("p50_us",)} for step in row if "p50_us" in step] for row in rows]
+            rows = [[{"p50_us": step["p50_us"]} for step in row if "p50_us" in step] for row in rows]
         cells = ["; ".join(f"{milliseconds(step):.1f}" if "p50_us" in step else "–" for step in row) for row in rows]
         memory = "; ".join(f"{step['hbm_bytes'] / 1e9:.0f}" for step in rows[-1] if "hbm_bytes" in step)
         if any("refused" in step for step in rows[-1]):

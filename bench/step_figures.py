@@ -232,7 +232,18 @@ def kl_on_novel(of: tuple[str, float] | None) -> str:
     contender, keep = of
     if contender == "q4_0":  # which chooses nothing
         return f"{on_texts(contender, keep)['novel', 7680]['kl']:.4f}"
-    return f"{only(EQUAL, contender=contender, keep=keep)['kl']:.4f}"
+    return f"{only(EQUAL, text='novel', contender=contender, keep=keep)['kl']:.4f}"
+
+
+def equal() -> list[str]:
+    """KL on three texts where other methods read what makes them as good as `default` on one of them."""
+    texts = {"novel": "the novel", "code": "Python", "spanish": "Spanish"}
+    lines = ["| KL, 7680 tokens of | " + " | ".join(texts.values()) + " |", "|---|" + "---:|" * len(texts)]
+    names = {"default": "**`default`**", "quest": "Quest", "sparq": "SparQ", "pqcache": "PQCache"}
+    for contender, keep in {"default": 0.02, **AS_GOOD}.items():
+        cells = [f"{only(EQUAL, text=text, contender=contender, keep=keep)['kl']:.4f}" for text in texts]
+        lines.append(f"| {names[contender]}, {100 * keep:g} % | {' | '.join(cells)} |")
+    return lines
 
 
 def shared() -> list[str]:

@@ -62,14 +62,9 @@ def run_task(
                     said = answer_all(loaded, artifact, contender, keep, ids, TASKS[task].max_new_tokens)
                     for one, text in zip(asked, said, strict=True):
                         score = string_match(text, one.answers)
-                        case = {
-                            **key,
-                            "stretch": stretch,
-                            "depth": one.depth,
-                            "contender": contender.name,
-                            "keep": keep,
-                        }
-                        records.add({**case, "score": round(score, 4), "answers": one.answers, "said": text})
+                        case = {**key, "depth": one.depth, "contender": contender.name, "keep": keep}
+                        case |= {"stretch": stretch, "score": round(score, 4), "answers": one.answers, "said": text}
+                        records.add(case)
 
 
 def _prefills(

@@ -63,11 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_ties(
     long long window_len, const uint4* group_scores, long long max_keys,
     Choice* choices  // of the second set `above` is written
 ) {
-    __shared__ u32 scratch[WARPS], ties;
+    __shared__ u32 scratch[WARPS];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
     const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Part part(context.num_keys);
-    if (threadIdx.x == 0) ties = 0;
     wait_then_let_next_start();
     Choice& fine = choices[slot + gridDim.y * gridDim.z];
     const int wanted = num_wanted(context, choices[slot]);
@@ -76,12 +75,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_ties(
     if (!place.is_crowded()) return;
     const Range range = place.range.of_bin(place.boundary.bin);
     group_scores += slot * (max_keys / UNIT_KEYS) + part.first_key / UNIT_KEYS;
-    u32 mine = 0;
+    u32 mine = 0, ties;
     for (int unit = threadIdx.x; unit < part.num_keys / UNIT_KEYS; unit += THREADS)
         mine += __popc(keys_inside(group_scores[unit], range));
-    const u32 of_warp = __reduce_add_sync(ALL_LANES, mine);
-    if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&ties, of_warp);
-    __syncthreads();
+    sum_before(mine, scratch, ties);
     if (threadIdx.x == 0) fine.above[blockIdx.x] = ties;
 }
 
@@ -113,11 +110,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_among_fine(
     long long max_top_k
 ) {
     alignas(16) __shared__ u32 bins[NUM_BINS];
-    __shared__ u32 scratch[WARPS], above;
+    __shared__ u32 scratch[WARPS];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
     const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Part part(context.num_keys);
-    if (threadIdx.x == 0) above = 0;
     wait_then_let_next_start();
     Choice& choice = choices[slot];
     const Choice& fine = choices[slot + gridDim.y * gridDim.z];
@@ -135,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_among_fine(
     }
     const u32 quota = wanted - boundary.above;
     const Range range = place.range.of_bin(boundary.bin);
-    u32 mine, taken = 0;
+    u32 mine, above, taken = 0;
     if (place.is_crowded()) {
         for (int block = 0; block < blockIdx.x; ++block) taken += fine.above[block];
         mine = mark_first(group_scores, part, range, marks, taken < quota ? quota - taken : 0, scratch);
@@ -143,8 +139,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_among_fine(
         mine = mark_part(group_scores, part, range, marks, choice);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) choice.quota = place.is_crowded() ? 0 : quota;
-    const u32 of_warp = __reduce_add_sync(ALL_LANES, mine);
-    if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&above, of_warp);
-    __syncthreads();
+    sum_before(mine, scratch, above);
     if (threadIdx.x == 0) choice.above[blockIdx.x] = above;
 }

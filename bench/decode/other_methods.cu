@@ -25,11 +25,16 @@ __device__ __forceinline__ void clear_both(Choice* choices, int slot) {
     clear_counts(choices[slot + gridDim.y * gridDim.z], blockIdx.x, gridDim.x);
 }
 
-// A slot's queries as floats; all threads of a block wait for them.
-__device__ __forceinline__ void read_queries(const QUERY* q, int slot, float (&queries)[GROUP_SIZE][HEAD_DIM]) {
+// What blocks begin with that read queries: a slot's as floats, and its counts cleared. False: the row is idle.
+__device__ __forceinline__ bool begin(const QUERY* q, const int* context_ids, int slot, Choice* choices,
+                                      float (&queries)[GROUP_SIZE][HEAD_DIM]) {
+    wait_then_let_next_start();
+    if (context_ids[blockIdx.z] < 0) return false;
+    clear_both(choices, slot);
     for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS)
         queries[i / HEAD_DIM][i % HEAD_DIM] = as_float(q[slot * GROUP_SIZE * HEAD_DIM + i]);
     __syncthreads();
+    return true;
 }
 
 // Quest: of each page the largest product that a key of it could have with a query. Lanes share out the channels.
@@ -45,10 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     static_assert(32 % LANES == 0 && THREADS % 32 == 0, "lanes of a page are neighbours in a warp");
     __shared__ float queries[GROUP_SIZE][HEAD_DIM];
     const int head = blockIdx.y, slot = blockIdx.z * NUM_HEADS + head, id = context_ids[blockIdx.z];
-    wait_then_let_next_start();
-    if (id < 0) return;
-    clear_both(choices, slot);
-    read_queries(q, slot, queries);
+    if (!begin(q, context_ids, slot, choices, queries)) return;
     const int lane = threadIdx.x % LANES, num_pages = indexes[id].length;
     float own[GROUP_SIZE][CHANNELS];
     for (int g = 0; g < GROUP_SIZE; ++g)
@@ -103,10 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_components(
     __shared__ float queries[GROUP_SIZE][HEAD_DIM], sizes[HEAD_DIM], covered[GROUP_SIZE], weights[COMPONENTS];
     __shared__ int channels[COMPONENTS];
     const int head = blockIdx.y, slot = blockIdx.z * NUM_HEADS + head, id = context_ids[blockIdx.z];
-    wait_then_let_next_start();
-    if (id < 0) return;
-    clear_both(choices, slot);
-    read_queries(q, slot, queries);
+    if (!begin(q, context_ids, slot, choices, queries)) return;
     for (int d = threadIdx.x; d < HEAD_DIM; d += THREADS) {
         sizes[d] = 0;
         for (int g = 0; g < GROUP_SIZE; ++g) sizes[d] += fabsf(queries[g][d]);
@@ -160,10 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) multiply_centroids(
     static_assert(HEAD_DIM % SUBSPACES == 0, "parts are equally wide");
     __shared__ float queries[GROUP_SIZE][HEAD_DIM];
     const int head = blockIdx.y, slot = blockIdx.z * NUM_HEADS + head, id = context_ids[blockIdx.z];
-    wait_then_let_next_start();
-    if (id < 0) return;
-    clear_both(choices, slot);
-    read_queries(q, slot, queries);
+    if (!begin(q, context_ids, slot, choices, queries)) return;
     const QUERY* centroids = static_cast<const QUERY*>(indexes[id].second) + head * CENTROIDS * HEAD_DIM;
     const int lane = threadIdx.x % 32;
     for (int c = blockIdx.x * WARPS + threadIdx.x / 32; c < SUBSPACES * CENTROIDS; c += gridDim.x * WARPS) {

@@ -19,7 +19,6 @@ from csattn.config import SearchConfig
 from csattn.cuda import CudaKernel, cuda_kernel
 from csattn.search.device import DeviceIndexes, ListsShape
 from csattn.search.device.compiling import QUERY_TYPES, multiprocessors
-from csattn.search.device.compiling import THREADS as LISTS_THREADS
 from csattn.search.device.lists_pass import ListsPass
 from csattn.selectors.key_clusters import kmeans, nearest_centroids
 from csattn.selectors.pqcache import split_parts
@@ -175,29 +174,13 @@ class MethodSearch(ListsPass):
             statistics = self._scores, self.max_keys, self._statistics
             self._launch("sum_tiles", indexes.context_lens, context_ids, self._softmax_scale, *statistics)
 
-    def choose(
-        self,
-        indexes: DeviceIndexes,
-        layer_idx: int,
-        context_ids: Tensor,
-        out: DeviceSelection,
-        top_ks: Tensor | None = None,
-    ) -> None:
-        """See `ListsPass.choose`."""
-        config, scores = indexes.config, (self._group_scores, self.max_keys)
-        of_rows = context_ids, 0 if top_ks is None else top_ks
-        places = indexes.context_lens, indexes.top_ks, *of_rows, config.sink_len, config.window_len
-        self._launch(
-            "combine_lists", *places, self._softmax_scale, self._scores, self._statistics, *scores, self._choices
-        )
-        most = out.kv_indices.shape[2]
-        grid = self._choosing_blocks, self.shape.num_index_heads, self._batch_size
+    def _mark(self, places: tuple[Tensor | int, ...], out: DeviceSelection) -> None:
+        """See `ListsPass._mark`: with passes over bins that are crowded."""
+        scores = self._group_scores, self.max_keys
         for name in ("refine_bins", "count_ties"):
-            self._choice(name).launch(grid, THREADS, *places, *scores, self._choices)
-        found = self._marks, self._choices, out.kv_indices, most
-        self._choice("find_among_fine").launch(grid, THREADS, *places, *scores, *found)
-        written = self._choices, out.kv_indices, out.valid_len, most
-        self._write.launch(grid, LISTS_THREADS, *places, self._marks, self.max_keys, *written)
+            self._choice(name).launch(self._choosing_grid, THREADS, *places, *scores, self._choices)
+        marked = self._marks, self._choices, out.kv_indices, out.kv_indices.shape[2]
+        self._choice("find_among_fine").launch(self._choosing_grid, THREADS, *places, *scores, *marked)
 
     def _choice(self, name: str) -> CudaKernel:
         """A kernel that knows of the choice alone: of scores of so many queries as are put together by it."""

@@ -81,17 +81,25 @@ class ListsPass:
         places = indexes.context_lens, indexes.top_ks, *of_rows, config.sink_len, config.window_len
         read = self._softmax_scale, self._scores, self._statistics
         self._launch("combine_lists", *places, *read, self._group_scores, max_keys, self._choices)
-        grid = self._choosing_blocks, self.shape.num_index_heads, self._batch_size
-        chosen = out.kv_indices, out.kv_indices.shape[2]
-        self._find.launch(grid, THREADS, *places, self._group_scores, max_keys, self._marks, self._choices, *chosen)
+        self._mark(places, out)
         written = self._choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
-        self._write.launch(grid, THREADS, *places, self._marks, max_keys, *written)
+        self._write.launch(self._choosing_grid, THREADS, *places, self._marks, max_keys, *written)
+
+    def _mark(self, places: tuple[Tensor | int, ...], out: DeviceSelection) -> None:
+        """Enqueue the marking of keys that are chosen, but for those that have to be compared one by one."""
+        read = self._group_scores, self.max_keys
+        marked = self._marks, self._choices, out.kv_indices, out.kv_indices.shape[2]
+        self._find.launch(self._choosing_grid, THREADS, *places, *read, *marked)
 
     def _launch(self, name: str, *args: Tensor | int | float) -> None:
         if name not in self._kernels:
             self._kernels[name] = compiled("lists.cu", name, self.shape)
         grid = self._blocks, self.shape.num_index_heads, self._batch_size
         self._kernels[name].launch(grid, THREADS, *args)
+
+    @property
+    def _choosing_grid(self) -> tuple[int, int, int]:
+        return self._choosing_blocks, self.shape.num_index_heads, self._batch_size
 
     @property
     def _match_threads(self) -> int:

@@ -86,8 +86,8 @@ def compare(
 
 
 def keeps_of(contender: LongContender, keeps: Sequence[float]) -> Sequence[float]:
-    """The shares that a contender is measured at; 0 where it reads no row exactly but the last."""
-    if contender.reads_all:
+    """The shares that a contender is measured at; 0 where it chooses no share."""
+    if not contender.has_keep:
         return [0.0]
     return [keep for keep in keeps if keep == ONE_KEEP] if contender.one_keep else keeps
 
@@ -124,8 +124,10 @@ def _bytes(context: RealContext, reading: Reading, codes: Sequence[Codes | None]
     first = codes[0]
     near = (reading.sink_len + reading.window_len) * row / context_len
     if first is None:
+        if not reading.top_k:
+            return {"code_bytes_per_key": 0.0, "device_bytes_per_key": near, "host_bytes_per_key": 0.0}
         return {"code_bytes_per_key": row / 2, "device_bytes_per_key": row / 2 + near, "host_bytes_per_key": float(row)}
-    device = first.bytes_per_key + first.fixed_bytes / (num_heads * context_len) + near
+    device = first.device_bytes_per_key + first.fixed_bytes / (num_heads * context_len) + near
     if reading.rest == "moments":
         device += (2 + 2 * head_dim) * head_dim * 4 / context_len
     host = row if reading.top_k else 0

@@ -11,13 +11,14 @@ from bench.accuracy.attending.attend import Codes, Reading
 from bench.accuracy.attending.context import ContextLayer
 from bench.accuracy.attending.lists import ListCodes
 from bench.accuracy.attending.low_bit import kivi, kvtc, q4_0, turbo_quant
+from bench.accuracy.attending.others import H2oCodes, MagicpigCodes, PqcacheCodes, QuestCodes, SparqCodes
 from bench.accuracy.attending.sketches import SketchCodes, build_sketch
 from bench.accuracy.attending.variants import Variant, VariantCodes
 from bench.timing import gate
 from csattn.config import ListConfig, SearchConfig, SketchConfig
 
 Make = Callable[[ContextLayer], Codes]
-Group = Literal["ours", "sizes", "lists", "tried", "low-bit"]
+Group = Literal["ours", "sizes", "lists", "others", "tried", "low-bit"]
 
 FULL_KV_BYTES = 2 * 2  # of a dimension of a row: key and value, 16 bits each
 LOW_BIT_WINDOW = 128  # rows that low-bit KV keeps as they are, the last ones
@@ -33,12 +34,12 @@ class LongContender:
     rest: Literal["none", "codes", "moments"] = "none"
     ahead: bool = False
     one_keep: bool = False  # measured at one share kept only
-    reads_all: bool = False  # attends to all rows by their codes and chooses none
+    has_keep: bool = True  # False: no share of rows is chosen; all are attended to by their codes, some drawn, or none
     sink_len: int = SearchConfig().sink_len
     window_len: int = SearchConfig().window_len
 
     def reading(self, keep: float, context_len: int) -> Reading:
-        top_k = 0 if self.reads_all else max(1, round(keep * context_len))
+        top_k = max(1, round(keep * context_len)) if self.has_keep else 0
         return Reading(top_k, self.sink_len, min(self.window_len, context_len - self.sink_len), self.rest)
 
 
@@ -58,9 +59,12 @@ def contenders(head_dim: int) -> list[LongContender]:
         LongContender("lists", "lists", lists, one_keep=True),
         LongContender("lists+rest=moments", "lists", lists, "moments", one_keep=True),
         *(
-            LongContender(name, "low-bit", make, "codes", reads_all=True, sink_len=sinks, window_len=LOW_BIT_WINDOW)
+            LongContender(name, "low-bit", make, "codes", has_keep=False, sink_len=sinks, window_len=LOW_BIT_WINDOW)
             for name, make, sinks in LOW_BIT
         ),
+        *(LongContender(name, "others", make) for name, make in CHOOSING),
+        *(LongContender(name, "others", make, has_keep=False) for name, make in DRAWING),
+        LongContender("window", "others", None, has_keep=False),
         LongContender("default, without marks", "tried", _sketch_without_marks, "codes", one_keep=True),
         *(
             LongContender(name, "tried", partial(_variant, variant), "codes", one_keep=True)
@@ -79,6 +83,18 @@ LOW_BIT: tuple[tuple[str, Make, int], ...] = (
     ("KVTC's transform, 2 bits", kvtc(2.0), 4),
     ("KVTC's transform, 4 bits", kvtc(4.0), 4),
     ("q4_0", q4_0, 0),
+)
+
+
+CHOOSING: tuple[tuple[str, Make], ...] = (
+    ("quest", QuestCodes),
+    ("sparq", SparqCodes),
+    ("pqcache", PqcacheCodes),
+    ("h2o", H2oCodes),
+)
+DRAWING: tuple[tuple[str, Make], ...] = (
+    ("magicpig", partial(MagicpigCodes, num_bits=10, num_tables=150)),
+    ("magicpig-300", partial(MagicpigCodes, num_bits=11, num_tables=300)),
 )
 
 

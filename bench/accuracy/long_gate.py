@@ -18,6 +18,8 @@ from index_build.pipeline import build_artifact
 from workers.evaluate import full_attention, measure
 
 _TOLERANCE = 0.02  # of a KL
+OF_THE_SKETCH = "default", "default+ahead", "default+rest=moments", "default+rest=none"
+SELECTORS = "exact", "window", "quest", "sparq", "pqcache", "h2o", "magicpig"  # the product's, by the same names
 
 
 def require_product(
@@ -33,9 +35,9 @@ def require_product(
         report = build_artifact(loaded, context, preset("default"), Path(store))
         with open_artifact(report.path) as artifact:
             baseline = full_attention(loaded, artifact, following)
-            for name in ("default", "default+ahead", "default+rest=moments", "default+rest=none", "exact"):
+            for name in (*OF_THE_SKETCH, *SELECTORS):
                 search = _search(named[name])
-                selector = "exact" if named[name].make is None else "csattn"
+                selector = name if name in SELECTORS else "csattn"
                 product = measure(loaded, artifact, search, selector, following, baseline).kl
                 compared[name] = kl_of(read, named[name], search.keep), product
     for name, (ours, product) in compared.items():
@@ -57,5 +59,5 @@ def kl_of(context: RealContext, contender: LongContender, keep: float) -> float:
 
 
 def _search(contender: LongContender) -> SearchConfig:
-    rest = {"none": "none", "codes": "sketch", "moments": "moments"}[contender.rest]
+    rest = None if contender.group == "others" else {"none": "none", "codes": "sketch", "moments": "moments"}[contender.rest]
     return SearchConfig(lookahead=int(contender.ahead), rest=rest)  # type: ignore[arg-type]  # one of its kinds

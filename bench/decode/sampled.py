@@ -21,7 +21,7 @@ from bench.records import Case
 from bench.timing import gate
 from csattn.config import SearchConfig
 from csattn.selectors.base import ContextView
-from csattn.selectors.magicpig import hash_codes
+from csattn.selectors.magicpig import hash_codes, make_projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,6 @@ class Tables:
 
 TABLES = {"magicpig": Tables(10, 150), "magicpig-300": Tables(11, 300)}
 ALIKE = "kind", "shape", "context_len", "batch_size", "weights"  # of cases of a batch
-SEED = 1234
 KEYS_PER_BLOCK = 2048
 NUM_QUERIES = 4  # recorded steps that are sampled for
 PROBE_BYTES, PROBES = 4 << 30, 5
@@ -57,8 +56,7 @@ def sample(work: Workload, tables: Tables, search: SearchConfig) -> Sampled:
 def _of_layer(work: Workload, layer_idx: int, tables: Tables, search: SearchConfig) -> tuple[float, float]:
     heads, keys, steps = work.heads, work.keys(layer_idx), work.queries(layer_idx)
     middle = ContextView(work.context_len, heads.softmax_scale, search).middle
-    generator = torch.Generator().manual_seed(SEED)
-    projections = torch.randn(heads.head_dim, tables.number * tables.num_bits, generator=generator).to(work.device)
+    projections = make_projections(heads.head_dim, tables.num_bits, tables.number).to(work.device)
     mean = keys.float().mean(1, keepdim=True)
     step_ids = torch.linspace(0, len(steps) - 1, NUM_QUERIES).long()
     queries = steps[step_ids, 0].float().view(NUM_QUERIES, heads.num_kv_heads, heads.group_size, heads.head_dim)

@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def kmeans(points: Tensor, num_clusters: int, num_iterations: int, seed: int) -> Tensor:
-    """Centroids of each set by Lloyd's iterations from k-means++ seeds; the same for the same arguments.
+    """Centroids of each set by Lloyd's iterations from k-means++ seeds; the same for the same arguments and kind of device.
 
     points: [num_sets, num_points, width] float32, at least one point -> [num_sets, num_clusters, width]. A cluster that
     loses its last point stays where it is; where there are fewer distinct points than clusters, centroids repeat.
     """
-    seeds = _spread_seeds(points, num_clusters, torch.Generator().manual_seed(seed))
+    seeds = _spread_seeds(points, num_clusters, torch.Generator(points.device).manual_seed(seed))
     return torch.stack([_lloyd(*of_set, num_iterations) for of_set in zip(points, seeds, strict=True)])
 
 
@@ -25,9 +25,9 @@ def nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
 
 def _spread_seeds(points: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
     """k-means++: each next seed is a point, with a probability by its squared distance from the seeds so far."""
-    sets = torch.arange(len(points))
-    seeds = [points[sets, torch.randint(points.shape[1], (len(points),), generator=generator)]]
-    distance = torch.full(points.shape[:2], torch.inf)
+    sets = torch.arange(len(points), device=points.device)
+    seeds = [points[sets, torch.randint(points.shape[1], (len(points),), generator=generator, device=points.device)]]
+    distance = torch.full(points.shape[:2], torch.inf, device=points.device)
     for _ in range(num_clusters - 1):
         distance = torch.minimum(distance, (points - seeds[-1][:, None]).square().sum(-1))
         is_left = distance.amax(1, keepdim=True) > 0  # where all points are seeds already, any may repeat

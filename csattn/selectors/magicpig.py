@@ -34,8 +34,7 @@ class PreparedMagicpig:
         assert num_tables >= 2, "rows are taken where two tables agree"
         self.num_bits, self.num_tables = num_bits, num_tables
         self.keys = layer.keys
-        generator = torch.Generator().manual_seed(seed)
-        self.projections = torch.randn(layer.keys.shape[2], num_tables * num_bits, generator=generator)
+        self.projections = make_projections(layer.keys.shape[2], num_bits, num_tables, seed)
         self.key_mean = layer.keys.float().mean(1, keepdim=True)
         blocks = torch.split(layer.keys, _KEYS_PER_BLOCK, dim=1)
         codes = torch.cat([self.hash(block.float() - self.key_mean) for block in blocks], dim=1)
@@ -114,6 +113,11 @@ class MagicpigSelector:
         of_context = self._prepared.keys[kv_head, rows[:first_of_tail]]
         of_tail = self._tail_keys.rows[kv_head, rows[first_of_tail:] - context_len]
         return torch.cat([of_context, of_tail]).float() - self._prepared.key_mean[kv_head]
+
+
+def make_projections(head_dim: int, num_bits: int, num_tables: int, seed: int = _SEED) -> Tensor:
+    """Random directions, on the CPU: [head_dim, num_tables * num_bits] float32."""
+    return torch.randn(head_dim, num_tables * num_bits, generator=torch.Generator().manual_seed(seed))
 
 
 def hash_codes(x: Tensor, projections: Tensor, num_tables: int) -> Tensor:

@@ -16,7 +16,12 @@ class Codes:
     """What a method keeps of a layer's context rows. It lies where the model is."""
 
     bytes_per_key: float  # and KV head, packed, with the scales that grow with the context
-    fixed_bytes: int  # of a layer: transforms, whatever their number of rows
+    fixed_bytes: int  # on the device, of a layer: transforms, whatever their number of rows
+
+    @property
+    def device_bytes_per_key(self) -> float:
+        """Of `bytes_per_key` what does not lie on the host."""
+        return self.bytes_per_key
 
     def logits(self, q: Tensor) -> Tensor:
         """About q . k of all rows: q [num_kv_heads, n, head_dim] -> [num_kv_heads, n, context_len].
@@ -45,6 +50,22 @@ class Codes:
         weights: in proportion to e^logit, 0 for rows that are not in the sum.
         """
         raise NotImplementedError
+
+    def sampled(self, q: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows that each query head reads besides what its group chooses; None: a method that draws none.
+
+        q: [num_kv_heads, n, head_dim] -> which, bool, and the logarithm of how likely that was, by which each counts
+        for more: [num_kv_heads, n, context_len].
+        """
+        return None
+
+    def finish(self, out: Tensor, q: Tensor, step: Step, seen: Tensor, is_read: Tensor) -> Tensor:
+        """What becomes of attention to the rows that are read: `out`, like q, unless a method adds something.
+
+        q: [num_kv_heads, group_size, num_tokens, head_dim]; of rows of the context and the step's own, seen
+        [num_tokens, num_rows] and is_read [num_kv_heads, group_size * num_tokens, num_rows].
+        """
+        return out
 
     def log_total(self, q: Tensor) -> Tensor | None:
         """What the log of the sum of all rows' weights is taken for, [num_kv_heads, n]; None: what the logits give."""
@@ -102,7 +123,7 @@ def _attend_tokens(
     exact = scale * torch.cat([_flat(q) @ layer.k.mT, _flat(q) @ step.k.mT], dim=2)
     ahead = step.early is not step.q
     coded = None
-    if codes is not None and reading.own_window is None and (reading.rest == "codes" or not ahead):
+    if codes is not None and reading.rest == "codes":
         coded = scale * codes.logits(_flat(q))
     near, seen = reading.near(context_len, num_own, torch.arange(step.q.shape[2], device=q.device)[tokens])
     is_exact = near.expand(len(q), -1, -1)
@@ -125,11 +146,17 @@ def _attend_tokens(
         is_chosen = torch.zeros_like(is_exact).scatter_(2, best.indices, best.values > -torch.inf)
         is_exact = is_exact | is_chosen
     mask = is_exact.repeat(1, q.shape[1], 1)
+    drawn = codes.sampled(_flat(early)) if codes is not None else None
+    if drawn is not None:
+        is_drawn, log_chance = drawn
+        exact[..., :context_len] -= torch.where(is_drawn & ~mask[..., :context_len], log_chance, 0.0)
+        mask[..., :context_len] |= is_drawn
     logits = exact.masked_fill_(~mask, -torch.inf)
     if reading.rest == "codes":
         assert coded is not None
         logits[..., :context_len] = torch.where(mask[..., :context_len], logits[..., :context_len], coded)
-    return _sum_up(layer, step, tokens, logits, mask, codes, reading, moments)
+    out = _sum_up(layer, step, tokens, logits, mask, codes, reading, moments)
+    return out if codes is None else codes.finish(out, q, step, seen, mask)
 
 
 def _sum_up(

@@ -19,18 +19,18 @@ def spherical_kmeans(
     num_centroids: int,
     num_iterations: int,
     seed: int,
+    on_gpu: bool | None = None,  # not set: where FAISS finds one
 ) -> NDArray[np.float32]:
     """Unit centroids [num_centroids, subspace_dim] of the points' directions; k-means++ seeds.
 
     Points of norm zero have no direction and are left out. With fewer points than centroids the points
-    themselves are the centroids, repeated. Deterministic for a seed, whatever the thread count. Runs on the GPU
-    when FAISS was built for one.
+    themselves are the centroids, repeated. Deterministic for a seed, whatever the thread count.
     """
     norms = np.linalg.norm(points, axis=1)
     directions = points[norms > SMALLEST_NORM] / norms[norms > SMALLEST_NORM, None]
     if len(directions) <= num_centroids:
         return _repeat_to(directions, num_centroids, points.shape[1])
-    has_gpu = _num_gpus() > 0
+    on_gpu = num_gpus() > 0 if on_gpu is None else on_gpu
     kmeans = faiss.Kmeans(
         points.shape[1],
         num_centroids,
@@ -39,9 +39,9 @@ def spherical_kmeans(
         seed=seed,
         init_method=faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS,
         min_points_per_centroid=1,
-        gpu=has_gpu,
+        gpu=on_gpu,
     )
-    with _gpu_turn if has_gpu else nullcontext():
+    with _gpu_turn if on_gpu else nullcontext():
         kmeans.train(np.ascontiguousarray(directions, dtype=np.float32))
     centroids: NDArray[np.float32] = kmeans.centroids.copy()
     lost = ~np.isclose(np.linalg.norm(centroids, axis=1), 1.0, atol=1e-3)  # empty, or a mean of opposite points
@@ -59,11 +59,11 @@ def kmeans_version() -> dict[str, Any]:
     return {
         "faiss": faiss.__version__,
         "faiss_options": faiss.get_compile_options().strip(),
-        "faiss_gpus": str(_num_gpus()),
+        "faiss_gpus": str(num_gpus()),
     }
 
 
-def _num_gpus() -> int:
+def num_gpus() -> int:
     """GPUs that FAISS can use: a build for the CPU says 0, or does not know the question."""
     return int(getattr(faiss, "get_num_gpus", lambda: 0)())
 

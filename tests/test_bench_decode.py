@@ -305,13 +305,15 @@ def whole_step_options(monkeypatch: pytest.MonkeyPatch, codec: str | None) -> Op
 def test_streamed_steps_attend_to_all_rows(kernels, recording, monkeypatch):
     work, options = Workload(recording, FEW_HEADS, 300, 2, DEVICE), whole_step_options(monkeypatch, None)
     prepared = placements.streamed(work, options)
-    rows, q, (k, v) = work.step_rows(0), work.queries(1)[0].contiguous(), work.separate_kv(1)
+    rows, q, kv = work.step_rows(1), work.queries(1)[0].contiguous(), work.separate_kv(1)
+    prepared.attention.tails.zero_()
+    k, v = (torch.cat([of_context, torch.zeros_like(of_context[:, :, :1])], dim=2) for of_context in kv)
     out = torch.zeros_like(q)
     prepared.attention.begin_step(rows)
     for layer_idx in range(2):
         prepared.attention.attend(layer_idx, q, rows, out)
     assert relative_error(out, reference_attention(q[:, :, None], k, v)[:, :, 0]) < 0.02
-    assert prepared.facts(1)["link_bytes"] == 2 * (k.nbytes + v.nbytes)
+    assert prepared.facts(1)["link_bytes"] == 2 * sum(of_context.nbytes for of_context in kv)
     prepared.close()
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.accuracy.attending.attend import Codes, Reading, attend
-from bench.accuracy.attending.context import RealContext, Step, read_context
+from bench.accuracy.attending.context import RealContext, Step, read_context, step_apart
 from bench.accuracy.attending.recording import record
 from bench.accuracy.attending.slot_cache import count_hits
 from bench.accuracy.contenders import shares
@@ -76,7 +76,7 @@ def compare(
     for contender, wanted in missing.items():
         if wanted and contender.make not in makes:
             codes.clear()  # memory for the next ones
-            codes += [None if contender.make is None else contender.make(layer) for layer in context.layers]
+            codes += [contender.codes(layer) for layer in context.layers]
             makes = {contender.make}
         for keep in wanted:
             found = measure(context, contender, keep, codes)
@@ -100,21 +100,25 @@ def measure(
     chosen: list[list[Tensor]] = [[] for _ in context.layers]
 
     def attend_layer(layer_idx: int, step: Step) -> Tensor:
-        layer, of_layer = context.layers[layer_idx], chosen[layer_idx]
-        return attend(layer, step, codes[layer_idx], reading, lambda rows: of_layer.append(rows.int()))
+        layer, of_layer = contender.seen(context.layers[layer_idx]), chosen[layer_idx]
+        own = step_apart(step) if contender.per_query_head else step
+        out = attend(layer, own, codes[layer_idx], reading, lambda rows: of_layer.append(rows.int()))
+        return out.view_as(step.q)
 
     log_probs = context.predict(attend_layer, contender.ahead)
     reference = context.log_probs
     kl = (reference.exp() * (reference - log_probs)).sum(-1)
     same = (reference.argmax(-1) == log_probs.argmax(-1)).float().mean()
     found: dict[str, Any] = {"kl": float(kl.mean()), "kl_p99": float(kl.quantile(0.99)), "top1_agreement": float(same)}
-    found |= {"nll": context.nll(log_probs), **_bytes(context, reading, codes)}
+    found |= {"nll": context.nll(log_probs), **_bytes(context, contender, reading, codes)}
     if reading.top_k and keep == ONE_KEEP and contender.group == "ours":
         found |= count_hits(torch.cat([torch.cat(rows, dim=1) for rows in chosen]), context.context_len)
     return {name: round(value, 7) for name, value in found.items()}
 
 
-def _bytes(context: RealContext, reading: Reading, codes: Sequence[Codes | None]) -> dict[str, float]:
+def _bytes(
+    context: RealContext, contender: LongContender, reading: Reading, codes: Sequence[Codes | None]
+) -> dict[str, float]:
     """Of a key (with its value) and KV head: codes alone, and all that lies on the device between steps.
 
     Without codes, all keys have to lie there to be searched. Rows that are fetched lie on the host, 16 bits a number.
@@ -127,11 +131,12 @@ def _bytes(context: RealContext, reading: Reading, codes: Sequence[Codes | None]
         if not reading.top_k:
             return {"code_bytes_per_key": 0.0, "device_bytes_per_key": near, "host_bytes_per_key": 0.0}
         return {"code_bytes_per_key": row / 2, "device_bytes_per_key": row / 2 + near, "host_bytes_per_key": float(row)}
-    device = first.device_bytes_per_key + first.fixed_bytes / (num_heads * context_len) + near
+    index_heads = context.layers[0].q.shape[1] if contender.per_query_head else 1  # of a KV head
+    device = index_heads * first.device_bytes_per_key + first.fixed_bytes / (num_heads * context_len) + near
     if reading.rest == "moments":
         device += (2 + 2 * head_dim) * head_dim * 4 / context_len
-    host = row if reading.top_k else 0
-    return {"code_bytes_per_key": first.bytes_per_key, "device_bytes_per_key": device, "host_bytes_per_key": host}
+    host, code_bytes = row if reading.top_k else 0, index_heads * first.bytes_per_key
+    return {"code_bytes_per_key": code_bytes, "device_bytes_per_key": device, "host_bytes_per_key": host}
 
 
 def read_text(name: str, tokenizer: Any, context_len: int, eval_len: int) -> tuple[NDArray[np.int32], str]:

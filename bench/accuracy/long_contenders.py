@@ -8,14 +8,14 @@ from typing import Literal
 import numpy as np
 
 from bench.accuracy.attending.attend import Codes, Reading
-from bench.accuracy.attending.context import ContextLayer
+from bench.accuracy.attending.context import ContextLayer, heads_apart
 from bench.accuracy.attending.lists import ListCodes
 from bench.accuracy.attending.low_bit import kivi, kvtc, q4_0, turbo_quant
 from bench.accuracy.attending.others import H2oCodes, MagicpigCodes, PqcacheCodes, QuestCodes, SparqCodes
 from bench.accuracy.attending.sketches import SketchCodes, build_sketch
 from bench.accuracy.attending.variants import Variant, VariantCodes
 from bench.timing import gate
-from csattn.config import ListConfig, SearchConfig, SketchConfig
+from csattn.config import ListConfig, SearchConfig, SketchConfig, preset
 
 Make = Callable[[ContextLayer], Codes]
 Group = Literal["ours", "sizes", "lists", "others", "tried", "low-bit"]
@@ -35,8 +35,15 @@ class LongContender:
     ahead: bool = False
     one_keep: bool = False  # measured at one share kept only
     has_keep: bool = True  # False: no share of rows is chosen; all are attended to by their codes, some drawn, or none
+    per_query_head: bool = False  # chooses for each query head alone
     sink_len: int = SearchConfig().sink_len
     window_len: int = SearchConfig().window_len
+
+    def seen(self, layer: ContextLayer) -> ContextLayer:
+        return heads_apart(layer) if self.per_query_head else layer
+
+    def codes(self, layer: ContextLayer) -> Codes | None:
+        return None if self.make is None else self.make(self.seen(layer))
 
     def reading(self, keep: float, context_len: int) -> Reading:
         top_k = max(1, round(keep * context_len)) if self.has_keep else 0
@@ -46,7 +53,7 @@ class LongContender:
 def contenders(head_dim: int) -> list[LongContender]:
     """All of them; those that share codes stand side by side."""
     default = partial(_sketch, SketchConfig())
-    lists = partial(ListCodes, config=ListConfig(kmeans="torch"))
+    lists, paper = (partial(ListCodes, config=replace(of, kmeans="torch")) for of in (ListConfig(), _paper()))
     return [
         LongContender("exact", "ours", None),
         LongContender("exact+ahead", "ours", None, ahead=True, one_keep=True),
@@ -57,6 +64,7 @@ def contenders(head_dim: int) -> list[LongContender]:
         LongContender("default+rest=none", "ours", default, one_keep=True),
         *_sizes(),
         LongContender("lists", "lists", lists, one_keep=True),
+        LongContender("paper", "lists", paper, one_keep=True, per_query_head=True),
         LongContender("lists+rest=moments", "lists", lists, "moments", one_keep=True),
         *(
             LongContender(name, "low-bit", make, "codes", has_keep=False, sink_len=sinks, window_len=LOW_BIT_WINDOW)
@@ -135,6 +143,12 @@ def find_contenders(names: str, head_dim: int) -> list[LongContender]:
         listed, unknown = [names], []
     gate(not unknown, f"unknown contender {', '.join(unknown)}; choose from {'; '.join(sorted(known))}")
     return [c for c in every if {c.name, c.group, "all"} & set(listed)]
+
+
+def _paper() -> ListConfig:
+    config = preset("paper")
+    assert isinstance(config, ListConfig)
+    return config
 
 
 def _sizes() -> list[LongContender]:

@@ -48,7 +48,7 @@ def require_product(
 
 
 def kl_of(context: RealContext, contender: LongContender, keep: float) -> float:
-    codes: list[Codes | None] = [contender.make(layer) if contender.make else None for layer in context.layers]
+    codes: list[Codes | None] = [contender.codes(layer) for layer in context.layers]
     reading = contender.reading(keep, context.context_len)
     log_probs = context.predict(
         lambda layer_idx, step: attend(context.layers[layer_idx], step, codes[layer_idx], reading), contender.ahead
@@ -59,5 +59,6 @@ def kl_of(context: RealContext, contender: LongContender, keep: float) -> float:
 
 
 def _search(contender: LongContender) -> SearchConfig:
-    rest = None if contender.group == "others" else {"none": "none", "codes": "sketch", "moments": "moments"}[contender.rest]
+    rests = {"none": "none", "codes": "sketch", "moments": "moments"}
+    rest = None if contender.group == "others" else rests[contender.rest]  # theirs is as they were published
     return SearchConfig(lookahead=int(contender.ahead), rest=rest)  # type: ignore[arg-type]  # one of its kinds

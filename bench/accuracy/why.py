@@ -12,7 +12,6 @@ share that is kept, the subspaces' shares, the spectra. What the file holds is n
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.accuracy.attending.attend import Codes, Reading, attend
-from bench.accuracy.attending.context import ContextLayer, RealContext, Step, read_context
+from bench.accuracy.attending.context import ContextLayer, RealContext, Step, heads_apart, read_context, step_apart
 from bench.accuracy.attending.heads import describe_heads
 from bench.accuracy.attending.lists import ListCodes, make_layer_codebooks
 from bench.accuracy.attending.sketches import SketchCodes, build_sketch
@@ -140,21 +139,13 @@ def judge(layer: ContextLayer, step: Step, chosen: Tensor, reading: Reading, top
 def _attend(layer: ContextLayer, step: Step, way: Way, codes: Codes | None, reading: Reading) -> tuple[Tensor, Tensor]:
     """out like step.q, and the rows that were chosen."""
     chosen: list[Tensor] = []
-    own = step
-    if way.per_query_head:
-        q = step.q.flatten(0, 1)[:, None]
-        k, v = (rows.repeat_interleave(step.q.shape[1], 0) for rows in (step.k, step.v))
-        own = Step(q, q, k, v)
+    own = step_apart(step) if way.per_query_head else step
     out = attend(_seen_by(way, layer), own, codes, reading, chosen.append)
     return out.view_as(step.q), torch.cat(chosen, dim=1)
 
 
 def _seen_by(way: Way, layer: ContextLayer) -> ContextLayer:
-    """The layer, or one in which every query head has its KV head for itself."""
-    if not way.per_query_head:
-        return layer
-    k, v = (rows.repeat_interleave(layer.q.shape[1], 0) for rows in (layer.k, layer.v))
-    return replace(layer, q=layer.q.flatten(0, 1)[:, None], k=k, v=v)
+    return heads_apart(layer) if way.per_query_head else layer
 
 
 def _codes(way: Way, layer: ContextLayer, codebooks: Sequence[Tensor]) -> Codes | None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def kmeans(points: Tensor, num_clusters: int, num_iterations: int, seed: int) -> Tensor:
-    """Centroids of each set by Lloyd's iterations from k-means++ seeds; the same for the same arguments and kind of device.
+    """Centroids of each set by Lloyd's iterations from k-means++ seeds; a kind of device always gives the same.
 
     points: [num_sets, num_points, width] float32, at least one point -> [num_sets, num_clusters, width]. A cluster that
     loses its last point stays where it is; where there are fewer distinct points than clusters, centroids repeat.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,19 @@ class Step:
     early: Tensor  # likewise, predicted from the input of the layer before; `q` itself where nothing is predicted
     k: Tensor  # [num_kv_heads, num_tokens, head_dim]
     v: Tensor
+
+
+def heads_apart(layer: ContextLayer) -> ContextLayer:
+    """The layer as if every query head had its KV head for itself, as methods see it that choose for each alone."""
+    k, v = (rows.repeat_interleave(layer.q.shape[1], 0) for rows in (layer.k, layer.v))
+    return replace(layer, q=layer.q.flatten(0, 1)[:, None], k=k, v=v)
+
+
+def step_apart(step: Step) -> Step:
+    """What the tokens bring to it."""
+    k, v = (rows.repeat_interleave(step.q.shape[1], 0) for rows in (step.k, step.v))
+    q, early = (of.flatten(0, 1)[:, None] for of in (step.q, step.early))
+    return Step(q, q if step.early is step.q else early, k, v)
 
 
 Attend = Callable[[int, Step], Tensor]  # of the layer of that number: out like `Step.q`

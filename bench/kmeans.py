@@ -28,7 +28,7 @@ from bench.shapes import shape_named
 from bench.timing import finish, gate, machine
 from csattn.config import ListConfig, preset
 from csattn.cpus import available_cpus
-from index_build.kmeans import kmeans_version, num_gpus, set_kmeans_threads, spherical_kmeans
+from index_build.kmeans import kmeans_version, num_gpus, spherical_kmeans
 from index_build.kmeans_torch import SMALLEST_NORM, sample_points, spherical_kmeans_batch
 
 SHAPE = "llama-3.1-8b"
@@ -47,7 +47,6 @@ def problems(queries: Tensor, config: ListConfig) -> NDArray[np.float32]:
 
 def by_faiss(points: NDArray[np.float32], config: ListConfig, on_gpu: bool) -> Codebooks:
     """Problems side by side, a thread each; a GPU takes one after the other."""
-    set_kmeans_threads(1)
     with ThreadPoolExecutor(available_cpus()) as threads:
         cluster = partial(_cluster, config=config, on_gpu=on_gpu)
         return np.stack(list(threads.map(cluster, points)))

@@ -1,6 +1,7 @@
 """Spherical k-means by FAISS, which is the definition: the only file that knows FAISS."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -24,7 +25,8 @@ def spherical_kmeans(
     """Unit centroids [num_centroids, subspace_dim] of the points' directions; k-means++ seeds.
 
     Points of norm zero have no direction and are left out. With fewer points than centroids the points
-    themselves are the centroids, repeated. Deterministic for a seed, whatever the thread count.
+    themselves are the centroids, repeated. Deterministic for a seed. On the CPU by one thread: callers have problems
+    side by side.
     """
     norms = np.linalg.norm(points, axis=1)
     directions = points[norms > SMALLEST_NORM] / norms[norms > SMALLEST_NORM, None]
@@ -41,7 +43,7 @@ def spherical_kmeans(
         min_points_per_centroid=1,
         gpu=on_gpu,
     )
-    with _gpu_turn if on_gpu else nullcontext():
+    with _gpu_turn if on_gpu else _one_thread():
         kmeans.train(np.ascontiguousarray(directions, dtype=np.float32))
     centroids: NDArray[np.float32] = kmeans.centroids.copy()
     lost = ~np.isclose(np.linalg.norm(centroids, axis=1), 1.0, atol=1e-3)  # empty, or a mean of opposite points
@@ -49,9 +51,15 @@ def spherical_kmeans(
     return centroids
 
 
-def set_kmeans_threads(num_threads: int) -> None:
-    """Let each k-means use that many cores."""
-    faiss.omp_set_num_threads(num_threads)
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """FAISS's OpenMP may be torch's, too: what it is told would hold for all that the calling thread does afterwards."""
+    num_threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(num_threads)
 
 
 def kmeans_version() -> dict[str, Any]:

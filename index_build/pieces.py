@@ -27,7 +27,6 @@ from csattn.errors import ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
 from csattn.models.lending import lent
 from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
-from index_build.kmeans import set_kmeans_threads
 from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
 from index_build.plan import Plan
@@ -103,7 +102,6 @@ def perform(
     assert loaded is not None
     if piece.kind == "prefill":
         return prefill_layers(loaded, plan, store, piece.stop_layer, None, on_progress, times)
-    set_kmeans_threads(1)  # k-means of different subspaces run side by side instead
     with ThreadPoolExecutor(num_threads) as threads:
         return prefill_layers(loaded, plan, store, piece.stop_layer, threads, on_progress, times)
 
@@ -178,7 +176,6 @@ def index_layer(spec: ArtifactSpec, store: Path, layer_idx: int, num_threads: in
     if work.finished_layer(layer_idx) is not None:
         return 0
     captured = load_captured(work, layer_idx)
-    set_kmeans_threads(1)
     with times.timed("index"), ThreadPoolExecutor(num_threads) as threads:
         arrays = index_arrays(captured.q, captured.kv, spec.index_config, threads)
     with times.timed("write"):

@@ -34,6 +34,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
 }
 PAGE_BYTES = 4096
+_PIECE_BYTES = 2**20  # written at a time, or a row
 SMALL_ALIGNMENT = 64  # of arrays below a page, and of the last byte of none
 
 
@@ -149,12 +150,14 @@ def _is_padding(part: TensorSpec) -> bool:
 
 
 def _pieces(spec: TensorSpec, array: NDArray[Any] | torch.Tensor) -> Iterator[memoryview]:
-    """The array's bytes in order, one piece per row of its first axis, so that only a piece is ever copied."""
+    """The array's bytes in order, rows of its first axis, so that only a piece is ever copied."""
     if isinstance(array, torch.Tensor):
         array = array.detach().cpu()
         array = (array.view(torch.uint16) if array.dtype == torch.bfloat16 else array).numpy()
     dtype = NUMPY_DTYPES[spec.dtype]
     assert array.shape == spec.shape, f"{spec.name} has shape {array.shape} instead of {spec.shape}"
     assert array.dtype == dtype, f"{spec.name} has dtype {array.dtype} instead of {dtype}"
-    for row in np.atleast_1d(array):
-        yield np.ascontiguousarray(row).reshape(-1).view(np.uint8).data
+    rows = np.atleast_1d(array)
+    at_once = max(1, _PIECE_BYTES * len(rows) // max(1, array.nbytes))
+    for start in range(0, len(rows), at_once):
+        yield np.ascontiguousarray(rows[start : start + at_once]).reshape(-1).view(np.uint8).data

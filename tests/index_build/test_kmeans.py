@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from index_build.kmeans import set_kmeans_threads, spherical_kmeans
+from index_build.kmeans import spherical_kmeans
 from index_build.kmeans_torch import POINTS_PER_CENTROID, sample_points, spherical_kmeans_batch
 
 Kmeans = Callable[..., NDArray[np.float32]]
@@ -60,7 +60,6 @@ def test_the_same_seed_gives_the_same_bits(kmeans: Kmeans, rng: np.random.Genera
     results = []
     threads_before = torch.get_num_threads()
     for num_threads in (1, 2):
-        set_kmeans_threads(num_threads)
         torch.set_num_threads(num_threads)
         results.append(kmeans(points))
     torch.set_num_threads(threads_before)

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from csattn.artifact import broken_artifacts, list_store, open_artifact, verify_artifact
+from csattn.attention.attend import attend_chunk
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.errors import CaptureError, ContextError, StoreFullError
 from csattn.models.loader import wrap_model
+from index_build import capture
 from index_build.pieces import BuildProgress
 from index_build.pipeline import build_artifact
 from tests.forks import FORKS
@@ -65,6 +67,25 @@ def test_the_same_input_gives_the_same_bytes_on_any_number_of_threads(tmp_path: 
     reports = [build(tmp_path / str(n), num_threads=n, config=CONFIGS[name]) for n in (1, 3)]
     for file in reports[0].path.glob("*.safetensors"):
         assert file.read_bytes() == (reports[1].path / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("name", ["sketch", "lists"])
+def test_prefill_has_all_threads_that_torch_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """FAISS and torch may share OpenMP: what the one is told would hold for the other."""
+    seen = []
+
+    def attend(*args, **options):
+        seen.append(torch.get_num_threads())
+        return attend_chunk(*args, **options)
+
+    monkeypatch.setattr(capture, "attend_chunk", attend)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        build(tmp_path, config=CONFIGS[name])
+        assert set(seen) == {3} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_progress_names_every_layer_and_phase(tmp_path: Path) -> None:

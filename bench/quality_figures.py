@@ -4,7 +4,7 @@ import statistics
 
 from bench.records import RESULTS, Case, measured
 
-QUALITY = "quality.json", "quality-cpu.json"  # the second is of the sketch as it is now, of fewer texts
+QUALITY = "quality.json", "quality-cpu.json", "kl-h100.json"  # the later ones are of the sketch as it is now
 TEXTS = {
     ("novel", 7680): "novel, 8K", ("speech", 6441): "speech, 6K", ("code", 7680): "Python, 8K",
     ("spanish", 7680): "Spanish, 8K", ("dialogue", 7680): "dialogue, 8K", ("decimal", 32768): "Python, 32K",
@@ -61,7 +61,7 @@ def kl_range(contender: str) -> str:
 def on_texts(contender: str, keep: float = 0.02) -> dict[tuple[str, int], Case]:
     """Of each real text, continued by itself, and length: the newest."""
     cases = [c for name in QUALITY for c in measured(name) if c["contender"] == contender and c["keep"] == keep]
-    return {(c["text"], c["context_len"]): c for c in cases if "+" not in c["text"]}
+    return {of: c for c in cases if (of := (c["text"], c["context_len"])) in TEXTS}
 
 
 def quality() -> list[str]:

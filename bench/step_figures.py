@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from bench.quality_figures import on_texts
 from bench.records import Case, measured, only
 
 STEPS = "decode-steps-h200.json"
@@ -13,45 +12,7 @@ SHAPES = {  # of MODELS: a name, and what is searched of it
     "gemma-3-27b": "Gemma 3 27B: 10 of 62 layers, the others see 1024 rows",
     "qwen3.5-27b": "Qwen3.5-27B: 16 of 64 layers, the others are linear",
 }
-PUBLISHED, SCHEDULES = "decode-published-h200.json", "schedules.json"
-LENGTHS, SHARED = "lengths-h100.json", "shared-h100.json"
-EQUAL = "equal-kl.json"
-AS_GOOD = {"quest": 0.55, "sparq": 0.25, "pqcache": 0.25}  # shares of the rows at which KL is `default`'s at 2 %
-# a row's name, its case, and of which contender and share kept its KL is
-WAYS: tuple[tuple[str, dict[str, Any], tuple[str, float] | None], ...] = (
-    ("full attention", {"variant": "full"}, None),
-    ("full attention over KV in q4_0", {"variant": "all", "kv_codec": "q4_0"}, ("q4_0", 0.0)),
-    ("**`default`, `device`**", {"variant": "default", "placement": "device"}, ("default", 0.02)),
-    ("**`default`, `hybrid`**", {"variant": "default", "placement": "hybrid"}, ("default", 0.02)),
-    ("`lists`, `hybrid`", {"variant": "lists"}, ("lists", 0.02)),
-    ("`paper`, `hybrid`", {"variant": "paper"}, ("paper", 0.02)),
-    *(
-        (name, {"variant": variant, "keep": 0.02, "placement": placement}, (variant, 0.02))
-        for name, variant, placement in (
-            ("Quest", "quest", "device"),
-            ("SparQ", "sparq", "device"),
-            ("PQCache", "pqcache", "device"),
-            ("PQCache, `hybrid`", "pqcache", "hybrid"),
-            ("H2O", "h2o", "device"),
-        )
-    ),
-    ("MagicPIG, at least", {"variant": "magicpig"}, ("magicpig", 0.02)),
-    ("sinks and window alone", {"variant": "window"}, ("window", 0.02)),
-    *(
-        (
-            f"{name} of {100 * AS_GOOD[variant]:g} %",
-            {"variant": variant, "keep": AS_GOOD[variant], "placement": placement},
-            (variant, AS_GOOD[variant]),
-        )
-        for name, variant, placement in (
-            ("Quest", "quest", "device"),
-            ("SparQ", "sparq", "device"),
-            ("PQCache", "pqcache", "device"),
-            ("PQCache, `hybrid`,", "pqcache", "hybrid"),
-        )
-    ),
-)
-NUM_LAYERS = 32  # of LENGTHS' shape
+SHARED = "shared-h100.json"
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 
 
@@ -157,92 +118,6 @@ def latents() -> list[str]:
         times = f"{of['fed_p50_us'] / 1e3:.2f}, {of['again_p50_us'] / 1e3:.2f}"
         cells = [times, f"{of['hbm_bytes'] / 1e9:.1f}", *(f"{of['parts_us'].get(part, 0):.0f}" for part in parts)]
         lines.append(f"| {requests}, {what} | {' | '.join(cells)} |")
-    return lines
-
-
-def published() -> list[str]:
-    """The published system's schedules at each length, `default` and full attention beside them."""
-    lengths = sorted({case["context_len"] for case in measured(PUBLISHED)})
-    texts = list(dict.fromkeys(case["text"] for case in measured(SCHEDULES)))
-    head = [f"{context_len // 1024}K" for context_len in lengths]
-    head = ["ms a token, mean", *(f"KL, {text}" for text in texts), *head, f"GB on the device, {head[-1]}"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    full_steps = [
-        ("full attention, all on the device", "full", "device", None, "none"),
-        ("full attention, KV streamed from the host", "streamed", "host", None, "none"),
-    ]
-    ours = [
-        (f"`{variant}`, `{placement}`, {name}", variant, placement, keep, schedule)
-        for variant, placement in (("lists", "host"), ("lists", "hybrid"), ("default", "host"), ("default", "hybrid"))
-        for name, keep, schedule in (
-            ("2 %", 0.02, AHEAD),
-            ("15 % at every 4th token", 0.15, f"{AHEAD}, at every 4th token"),
-            ("20 % at every 8th", 0.2, f"{AHEAD}, at every 8th token"),
-        )
-    ]
-    for name, variant, placement, keep, schedule in full_steps + ours:
-        of = {"variant": variant, "placement": placement, "keep": keep, "schedule": schedule}
-        cases = [only(PUBLISHED, context_len=context_len, **of) for context_len in lengths]
-        kls = [f"{only(SCHEDULES, text=text, preset=variant, keep=keep)['kl']:.4f}" if keep else "" for text in texts]
-        cells = [*kls, *(f"{of['mean_us'] / 1e3:.1f}" for of in cases), f"{cases[-1]['hbm_bytes'] / 1e9:.1f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
-
-
-def lengths() -> list[str]:
-    """Steps of one and of four requests at each length, each way beside its KL."""
-    sizes = sorted({of["context_len"] for of in measured(LENGTHS)})
-    last = f"{sizes[-1] // 1024}K"
-    head = ["KL, novel", *(f"{size // 1024}K" for size in sizes), f"{last}, if it chose as fast", f"GB, {last}"]
-    lines = ["| ms a step: one request; four | " + " | ".join(head) + " |", "|---|" + "---:|" * len(head)]
-    for name, of, quality in WAYS:
-        rows = [of_length(size, **of) for size in sizes]
-        if of["variant"] == "h2o":  # it needs what it keeps, and the benchmark has it load all
-            rows = [[{"p50_us": step["p50_us"]} for step in row if "p50_us" in step] for row in rows]
-        cells = ["; ".join(f"{milliseconds(step):.1f}" if "p50_us" in step else "–" for step in row) for row in rows]
-        memory = "; ".join(f"{step['hbm_bytes'] / 1e9:.0f}" for step in rows[-1] if "hbm_bytes" in step)
-        if any("refused" in step for step in rows[-1]):
-            memory = "; ".join([memory, "–"]) if memory else "–"
-        cells += [as_fast(rows[-1][0]), memory]
-        lines.append(f"| {name} | {kl_on_novel(quality)} | {' | '.join(cells)} |")
-    return lines
-
-
-def as_fast(step: Case) -> str:
-    """A step of another method, with the time that `default` takes to choose once there are scores."""
-    select = step.get("parts_us", {}).get("select")
-    if select is None or step["variant"] in ("default", "lists", "paper"):
-        return ""
-    [of, *_] = of_length(step["context_len"], variant="default", placement="device", batch_size=step["batch_size"])
-    longer_us = NUM_LAYERS * max(0.0, select - of["parts_us"]["select"])
-    return f"{(step['p50_us'] - longer_us) / 1e3:.1f}"
-
-
-def of_length(context_len: int, **wanted: Any) -> list[Case]:
-    """Of one request and of four, as far as these were measured; without a time, where they do not fit."""
-    cases = [of for of in measured(LENGTHS) if of["context_len"] == context_len]
-    cases = [of for of in cases if all(of.get(name) == value for name, value in wanted.items())]
-    return sorted(cases, key=lambda of: int(of["batch_size"]))
-
-
-def kl_on_novel(of: tuple[str, float] | None) -> str:
-    """of: contender and share kept; None: full attention."""
-    if of is None:
-        return "0"
-    contender, keep = of
-    if contender == "q4_0":  # which chooses nothing
-        return f"{on_texts(contender, keep)['novel', 7680]['kl']:.4f}"
-    return f"{only(EQUAL, text='novel', contender=contender, keep=keep)['kl']:.4f}"
-
-
-def equal() -> list[str]:
-    """KL on three texts where other methods read what makes them as good as `default` on one of them."""
-    texts = {"novel": "the novel", "code": "Python", "spanish": "Spanish"}
-    lines = ["| KL, 7680 tokens of | " + " | ".join(texts.values()) + " |", "|---|" + "---:|" * len(texts)]
-    names = {"default": "**`default`**", "quest": "Quest", "sparq": "SparQ", "pqcache": "PQCache"}
-    for contender, keep in {"default": 0.02, **AS_GOOD}.items():
-        cells = [f"{only(EQUAL, text=text, contender=contender, keep=keep)['kl']:.4f}" for text in texts]
-        lines.append(f"| {names[contender]}, {100 * keep:g} % | {' | '.join(cells)} |")
     return lines
 
 

@@ -53,7 +53,7 @@ def spherical_kmeans(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """FAISS's OpenMP may be torch's, too: what it is told would hold for all that the calling thread does afterwards."""
+    """FAISS and torch may share OpenMP: what it is told would hold for what the calling thread does afterwards."""
     num_threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:

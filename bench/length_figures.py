@@ -1,0 +1,223 @@
+"""The tables that decide: whole steps at every length, KL at every length, and what others read to be as good."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bench.records import Case, header_of, measured, only
+from bench.shapes import shape_named
+
+STEPS, KLS, SCHEDULES = "lengths-h200.json", "kl-h100.json", "schedules.json"
+EVERY_STEP, AHEAD = "every step", "one layer ahead"
+PUBLISHED = {  # schedules: share kept -> what cases call it, and what readers do
+    0.02: (AHEAD, "2 %"),
+    0.15: (f"{AHEAD}, at every 4th token", "15 % at every 4th token"),
+    0.2: (f"{AHEAD}, at every 8th token", "20 % at every 8th"),
+}
+OTHERS = {"quest": "Quest", "sparq": "SparQ", "pqcache": "PQCache"}  # that choose a share of the rows
+AS_GOOD = {"quest": 0.55, "sparq": 0.25, "pqcache": 0.25}  # shares at which their steps were timed, too
+SHAPE = "llama-3.1-8b"
+Contender = tuple[str, float]  # a name and a share kept
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A row of the table of times. steps: of a length, with one request and with four, as far as they were measured."""
+
+    name: str
+    steps: Callable[[int], list[Case]]
+    kl: Contender | None  # None: full attention
+
+
+def of_length(context_len: int, **wanted: Any) -> list[Case]:
+    """Of one request and of four; without a time, where they do not fit."""
+    wanted = {"kv_codec": None, **wanted, "context_len": context_len}
+    cases = [of for of in measured(STEPS) if all(of.get(name) == value for name, value in wanted.items())]
+    return sorted(cases, key=lambda of: int(of["batch_size"]))
+
+
+def _ways() -> list[Way]:
+    def way(name: str, kl: Contender | None, **wanted: Any) -> Way:
+        return Way(name, lambda size: of_length(size, **wanted), kl)
+
+    def ours(name: str, variant: str, placement: str, schedule: str = EVERY_STEP) -> Way:
+        of = {"variant": variant, "placement": placement, "schedule": schedule, "keep": 0.02}
+        return way(
+            f"{name}, `{placement}`", (variant, 0.02) if schedule == EVERY_STEP else ("default+ahead", 0.02), **of
+        )
+
+    def other(name: str, variant: str, placement: str, keep: float = 0.02) -> Way:
+        return way(name, (variant, keep), variant=variant, placement=placement, keep=keep)
+
+    return [
+        way("full attention", None, variant="full"),
+        way("full attention, KV streamed from the host", None, variant="streamed"),
+        way("full attention over KV in q4_0", ("q4_0", 0.0), variant="all", kv_codec="q4_0"),
+        Way("full attention over KIVI's 2 bits, at least", lambda size: few_bits(size, 2 + 1), ("KIVI, 2 bits", 0.0)),
+        Way(
+            "full attention over TurboQuant's 3.5 bits, at least",
+            lambda size: few_bits(size, 3.5 + 16 / 128),
+            ("TurboQuant, 3.5 bits", 0.0),
+        ),
+        ours("**`default`**", "default", "device"),
+        ours("**`default`**", "default", "hybrid"),
+        ours("`default`, a layer ahead", "default", "host", AHEAD),
+        ours("`lists`", "lists", "hybrid"),
+        ours("`paper`", "paper", "hybrid"),
+        *(other(name, variant, "device") for variant, name in OTHERS.items()),
+        other("PQCache, `hybrid`", "pqcache", "hybrid"),
+        Way("H2O", kept_alone, ("h2o", 0.02)),
+        way("MagicPIG, 150 tables, at least", ("magicpig", 0.0), variant="magicpig"),
+        way("MagicPIG, 300 tables, at least", ("magicpig-300", 0.0), variant="magicpig-300"),
+        way("sinks and window alone", ("window", 0.0), variant="window"),
+        *(other(f"{name} of {100 * AS_GOOD[of]:g} %", of, "device", AS_GOOD[of]) for of, name in OTHERS.items()),
+        other("PQCache of 25 %, `hybrid`", "pqcache", "hybrid", AS_GOOD["pqcache"]),
+    ]
+
+
+def kept_alone(context_len: int) -> list[Case]:
+    """H2O's steps. What they load counts for nothing: all rows, and the method needs those alone that it keeps."""
+    return [{**of, "hbm_bytes": None} for of in of_length(context_len, variant="h2o")]
+
+
+def few_bits(context_len: int, bits: float) -> list[Case]:
+    """What steps take at least that read all rows in so many bits a number: those of the window, and these bytes."""
+    shape, gbps = shape_named(SHAPE), header_of(STEPS)["ceilings"]["read_gbps"]
+    steps: list[Case] = []
+    for window in of_length(context_len, variant="window"):
+        num_bytes = window["batch_size"] * shape.num_layers * 2 * shape.heads.kv_width * context_len * bits / 8
+        us = window["p50_us"] - shape.num_layers * window["attention_us"] + num_bytes / gbps / 1e3
+        steps.append({"p50_us": us, "hbm_bytes": window["hbm_bytes"] + num_bytes, "variant": "few bits"})
+    return steps
+
+
+def lengths() -> list[str]:
+    """Steps of one and of four requests at each length, each way beside its KL."""
+    sizes = sorted({of["context_len"] for of in measured(STEPS)})
+    last = f"{sizes[-1] // 1024}K"
+    head = ["KL, novel", *(f"{size // 1024}K" for size in sizes), f"{last}, if it chose as fast", f"GB, {last}"]
+    lines = ["| ms a step: one request; four | " + " | ".join(head) + " |", "|---|" + "---:|" * len(head)]
+    for way in _ways():
+        rows = [way.steps(size) for size in sizes]
+        cells = [*(each(of, "p50_us", 1e3, 1) for of in rows), as_fast(rows[-1]), each(rows[-1], "hbm_bytes", 1e9, 0)]
+        lines.append(f"| {way.name} | {kl_cell(way.kl)} | {' | '.join(cells)} |")
+    return lines
+
+
+def each(steps: list[Case], field: str, unit: float, digits: int) -> str:
+    """Of one request; of four."""
+    known = [f"{of[field] / unit:.{digits}f}" if of.get(field) else "–" for of in steps]
+    return "; ".join(known) if known != ["–"] * len(known) else "–" * ("refused" in str(steps))
+
+
+def as_fast(steps: list[Case]) -> str:
+    """One request's step by another method, if it chose among its scores in the time that `default` takes."""
+    of = steps[0] if steps else {}
+    select = of.get("parts_us", {}).get("select")
+    if select is None or of["variant"] in ("default", "lists", "paper"):
+        return ""
+    [ours, *_] = of_length(of["context_len"], variant="default", placement="device", schedule=EVERY_STEP)
+    longer_us = shape_named(SHAPE).num_layers * max(0.0, select - ours["parts_us"]["select"])
+    return f"{(of['p50_us'] - longer_us) / 1e3:.1f}"
+
+
+def kl_cell(of: Contender | None, text: str = "novel", context_len: int = 7680) -> str:
+    if of is None:
+        return "0"
+    contender, keep = of
+    return f"{only(KLS, text=text, context_len=context_len, contender=contender, keep=keep)['kl']:.4f}"
+
+
+def settings() -> list[tuple[str, int]]:
+    """Texts and lengths, the shortest first within a text."""
+    order = {"novel": 0, "speech": 1, "code": 2, "spanish": 3, "dialogue": 4, "decimal": 5, "manual": 6}
+    found = {(case["text"], case["context_len"]) for case in measured(KLS)}
+    return sorted(found, key=lambda of: (order[of[0]], of[1]))
+
+
+def kl_lengths() -> list[str]:
+    """KL of each method at the lengths of the longest texts."""
+    shown = [of for of in settings() if of[0] in ("manual", "decimal")]
+    lines = ["| KL | " + " | ".join(_called(of) for of in shown) + " |", "|---|" + "---:|" * len(shown)]
+    named: list[tuple[str, Contender]] = [
+        ("exact Top-K, the others dropped", ("exact", 0.02)),
+        ("full attention over KIVI's 4 bits", ("KIVI, 4 bits", 0.0)),
+        ("full attention over TurboQuant's 4 bits", ("TurboQuant, 4 bits", 0.0)),
+        *((way.name.removesuffix(", at least"), way.kl) for way in _ways() if way.kl is not None),
+    ]
+    seen: set[Contender] = set()
+    for name, of in named:
+        if of in seen or of[1] in AS_GOOD.values():
+            continue
+        seen.add(of)
+        plain = name.removesuffix(", `device`").removesuffix(", `hybrid`").removesuffix(", `host`")
+        lines.append(f"| {plain} | " + " | ".join(kl_cell(of, *setting) for setting in shown) + " |")
+    return lines
+
+
+def shares() -> list[str]:
+    """The least share that was tried at which a method is as good as `default` at 2 %, on each text and length."""
+    lines = [
+        "| rows read to be as good as `default` at 2 % | " + " | ".join(OTHERS.values()) + " |",
+        "|---|---:|---:|---:|",
+    ]
+    for setting in settings():
+        cells = [share_needed(contender, *setting) for contender in OTHERS]
+        lines.append(f"| {_called(setting)} | {' | '.join(cells)} |")
+    return lines
+
+
+def share_range(contender: str) -> str:
+    """Of what it needs, over all texts and lengths."""
+    needed = [share_needed(contender, *setting) for setting in settings()]
+    least, most = (choose(needed, key=lambda share: float(share.split()[-2])) for choose in (min, max))
+    beyond = [share for share in needed if share.startswith("more")]
+    return f"{least.removesuffix(' %')} to {most}" if not beyond else f"{least} to {beyond[0]}"
+
+
+def share_needed(contender: str, text: str, context_len: int) -> str:
+    of_text = [of for of in measured(KLS) if (of["text"], of["context_len"]) == (text, context_len)]
+    [wanted] = [of["kl"] for of in of_text if (of["contender"], of["keep"]) == ("default", 0.02)]
+    tried = sorted((of["keep"], of["kl"]) for of in of_text if of["contender"] == contender)
+    enough = [keep for keep, kl in tried if kl <= wanted]
+    return f"{100 * enough[0]:g} %" if enough else f"more than {100 * tried[-1][0]:g} %"
+
+
+def _called(setting: tuple[str, int]) -> str:
+    text, context_len = setting
+    names = {"code": "Python", "decimal": "Python, decimal", "spanish": "Spanish"}
+    return f"{names.get(text, text)}, {round(context_len / 1024)}K"
+
+
+def published() -> list[str]:
+    """The published system's schedules at each length, `default` and full attention beside them."""
+    sizes = sorted({case["context_len"] for case in measured(STEPS)})
+    texts = list(dict.fromkeys(case["text"] for case in measured(SCHEDULES)))
+    head = [f"{size // 1024}K" for size in sizes]
+    head = ["ms a token, mean", *(f"KL, {text}" for text in texts), *head, f"GB on the device, {head[-1]}"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    full_steps: list[tuple[str, str, str, float | None, str]] = [
+        ("full attention, all on the device", "full", "device", None, "none"),
+        ("full attention, KV streamed from the host", "streamed", "host", None, "none"),
+    ]
+    ours = [
+        (f"`{variant}`, `{placement}`, {name}", variant, placement, keep, schedule)
+        for variant, placement in (("lists", "host"), ("lists", "hybrid"), ("default", "host"), ("default", "hybrid"))
+        for keep, (schedule, name) in PUBLISHED.items()
+    ]
+    rows = []
+    for name, variant, placement, keep, schedule in full_steps + ours:
+        of = {"variant": variant, "placement": placement, "keep": keep, "schedule": schedule}
+        rows.append((name, variant, placement, keep, [of_length(size, **of)[0] for size in sizes]))
+    for name, variant, placement, keep, cases in rows:
+        kls = [f"{only(SCHEDULES, text=text, preset=variant, keep=keep)['kl']:.4f}" if keep else "" for text in texts]
+        beside = [of for _, *like, of in rows if like[:2] == [variant, placement]]
+        times = [
+            f"**{case['mean_us'] / 1e3:.1f}**"
+            if len(beside) > 1 and case["mean_us"] == min(of[i]["mean_us"] for of in beside)
+            else f"{case['mean_us'] / 1e3:.1f}"
+            for i, case in enumerate(cases)
+        ]
+        cells = [*kls, *times, f"{cases[-1]['hbm_bytes'] / 1e9:.1f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines

@@ -95,11 +95,13 @@ def lengths() -> list[str]:
     """Steps of one and of four requests at each length, each way beside its KL."""
     sizes = sorted({of["context_len"] for of in measured(STEPS)})
     last = f"{sizes[-1] // 1024}K"
-    head = ["KL, novel", *(f"{size // 1024}K" for size in sizes), f"{last}, if it chose as fast", f"GB, {last}"]
+    head = ["KL, novel", *(f"{size // 1024}K" for size in sizes), f"{last}, if it chose as fast"]
+    head += [f"GB on the device, {last}", f"MB over the link, {last}"]
     lines = ["| ms a step: one request; four | " + " | ".join(head) + " |", "|---|" + "---:|" * len(head)]
     for way in _ways():
         rows = [way.steps(size) for size in sizes]
-        cells = [*(each(of, "p50_us", 1e3, 1) for of in rows), as_fast(rows[-1]), each(rows[-1], "hbm_bytes", 1e9, 0)]
+        cells = [*(each(of, "p50_us", 1e3, 1) for of in rows), as_fast(rows[-1])]
+        cells += [each(rows[-1], "hbm_bytes", 1e9, 0), each(rows[-1], "link_bytes", 1e6, 0)]
         lines.append(f"| {way.name} | {kl_cell(way.kl)} | {' | '.join(cells)} |")
     return lines
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from bench.records import Case, header_of, measured, only
 from bench.shapes import shape_named
+from bench.step_figures import AHEAD, EVERY_STEP
 
 STEPS, KLS, SCHEDULES = "lengths-h200.json", "kl-h100.json", "schedules.json"
-EVERY_STEP, AHEAD = "every step", "one layer ahead"
 PUBLISHED = {  # schedules: share kept -> what cases call it, and what readers do
     0.02: (AHEAD, "2 %"),
     0.15: (f"{AHEAD}, at every 4th token", "15 % at every 4th token"),
@@ -108,8 +108,9 @@ def lengths() -> list[str]:
 
 def each(steps: list[Case], field: str, unit: float, digits: int) -> str:
     """Of one request; of four."""
-    known = [f"{of[field] / unit:.{digits}f}" if of.get(field) else "–" for of in steps]
-    return "; ".join(known) if known != ["–"] * len(known) else "–" * ("refused" in str(steps))
+    if any("refused" in of for of in steps) or any(of.get(field) is not None for of in steps):
+        return "; ".join("–" if of.get(field) is None else f"{of[field] / unit:.{digits}f}" for of in steps)
+    return ""
 
 
 def as_fast(steps: list[Case]) -> str:
@@ -149,7 +150,7 @@ def kl_lengths() -> list[str]:
     ]
     seen: set[Contender] = set()
     for name, of in named:
-        if of in seen or of[1] in AS_GOOD.values():
+        if of in seen or of[1] not in (0.0, 0.02):
             continue
         seen.add(of)
         plain = name.removesuffix(", `device`").removesuffix(", `hybrid`").removesuffix(", `host`")

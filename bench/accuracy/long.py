@@ -135,7 +135,10 @@ def _bytes(
     device = index_heads * first.device_bytes_per_key + first.fixed_bytes / (num_heads * context_len) + near
     if reading.rest == "moments":
         device += (2 + 2 * head_dim) * head_dim * 4 / context_len
-    host, code_bytes = row if reading.top_k else 0, index_heads * first.bytes_per_key
+    of_host = index_heads * (first.bytes_per_key - first.device_bytes_per_key)
+    host, code_bytes = row + of_host if reading.top_k or of_host else 0, index_heads * first.bytes_per_key
+    if first.evicts:
+        host, device = 0, device + reading.top_k * row / context_len
     return {"code_bytes_per_key": code_bytes, "device_bytes_per_key": device, "host_bytes_per_key": host}
 
 

@@ -14,6 +14,7 @@ from bench.accuracy.attending.low_bit import kivi, kvtc, q4_0, turbo_quant
 from bench.accuracy.attending.others import H2oCodes, MagicpigCodes, PqcacheCodes, QuestCodes, SparqCodes
 from bench.accuracy.attending.sketches import SketchCodes, build_sketch
 from bench.accuracy.attending.variants import Variant, VariantCodes
+from bench.decode.sampled import TABLES
 from bench.timing import gate
 from csattn.config import ListConfig, SearchConfig, SketchConfig, preset
 
@@ -100,9 +101,9 @@ CHOOSING: tuple[tuple[str, Make], ...] = (
     ("pqcache", PqcacheCodes),
     ("h2o", H2oCodes),
 )
-DRAWING: tuple[tuple[str, Make], ...] = (
-    ("magicpig", partial(MagicpigCodes, num_bits=10, num_tables=150)),
-    ("magicpig-300", partial(MagicpigCodes, num_bits=11, num_tables=300)),
+DRAWING: tuple[tuple[str, Make], ...] = tuple(
+    (name, partial(MagicpigCodes, num_bits=tables.num_bits, num_tables=tables.number))
+    for name, tables in TABLES.items()
 )
 
 

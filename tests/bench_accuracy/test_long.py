@@ -216,7 +216,7 @@ def lru_hits(chosen, capacity, seed):
 def test_the_figures_are_the_products():
     ids = tokenize(find_text("novel"), byte_tokenizer())
     compared = require_product(loaded(), ids[:500], ids[500:520])
-    assert {"default", "default+ahead", "exact"} <= set(compared)
+    assert {"default", "default+ahead", "exact", "quest", "sparq", "pqcache", "h2o", "magicpig"} <= set(compared)
     assert all(ours > 0 for ours, _ in compared.values())
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -58,11 +59,14 @@ def test_well_separated_directions_are_found(kmeans: Kmeans, rng: np.random.Gene
 def test_the_same_seed_gives_the_same_bits(kmeans: Kmeans, rng: np.random.Generator) -> None:
     points = rng.standard_normal((5000, 4))
     results = []
-    threads_before = torch.get_num_threads()
+    before = torch.get_num_threads(), faiss.omp_get_max_threads()
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
+        faiss.omp_set_num_threads(num_threads)
         results.append(kmeans(points))
-    torch.set_num_threads(threads_before)
+        assert faiss.omp_get_max_threads() == num_threads, "what it was told is told again"
+    torch.set_num_threads(before[0])
+    faiss.omp_set_num_threads(before[1])
     np.testing.assert_array_equal(*results)
     assert not np.array_equal(results[0], kmeans(points, seed=2))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig, SketchConfig
 from csattn.cpu.team import Team
-from csattn.cpus import available_cpus, stand_behind
+from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.families import describe
@@ -108,7 +108,7 @@ class CpuEngine:
         self._plans = RowPlans(self._model, self._scale)
         self._plan: RowPlan | None = None  # of the last step
         self._making = Lock()  # one preparation at a time
-        self._beside = ThreadPoolExecutor(1, "own-segments", stand_behind)  # steps come first
+        self._beside = ThreadPoolExecutor(1, "own-segments")
         self._search_s = self._attend_s = 0.0
 
     def __repr__(self) -> str:

@@ -2,81 +2,45 @@
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from workers.serving.request import Request
 
 # While others decode, questions make a step at most so many times as long as it is without them, however long they are.
 STRETCH = 1.75
-_REMEMBERED, _REMEMBERED_OF_QUESTIONS = 256, 32  # steps, at least
-_TRIES = (
-    2  # that took too long, before as many rows are not tried again: what took the time may have been something else
-)
+_REMEMBERED = 256  # steps, at least
 
 
 class StepTimes:
-    """What rows cost: the least that steps of so many took of late, as the machine may have had other work, too.
-
-    Rows of a question cost what its context and its place make them cost: what others' took tells of its first step.
-    """
+    """What rows cost: the least that steps of so many took of late, as the machine may have had other work, too."""
 
     def __init__(self) -> None:
-        self._decoding, self._asking = _Times(_REMEMBERED), _Times(_REMEMBERED)
-        self._of: dict[frozenset[int], _Times] = {}  # the questions of the last step that had any, by identity
-
-    def add(self, num_rows: int, seconds: float, questions: frozenset[int] = frozenset()) -> None:
-        """questions: of which the step had tokens."""
-        if not questions:
-            self._decoding.add(num_rows, seconds)
-            return
-        if questions not in self._of:
-            self._of = {questions: _Times(_REMEMBERED_OF_QUESTIONS)}
-        for times in (self._asking, self._of[questions]):
-            times.add(num_rows, seconds)
-
-    def knows(self, num_rows: int) -> bool:
-        """Whether as many rows have decoded alone."""
-        return num_rows in self._decoding.sizes()
-
-    def rows_within(self, num_rows: int, stretch: float, questions: frozenset[int] = frozenset()) -> int:
-        """Rows of a step with these questions that takes at most `stretch` times as long as num_rows that decode.
-
-        As many are known. Rows that were not tried cost no more than in proportion; more are too many when they were
-        each time.
-        """
-        tried, tries = self._of.get(questions, self._asking), _TRIES if questions in self._of else 1
-        limit = stretch * self._decoding.least_s(num_rows)
-        times = {n: tried.least_s(n) for n in tried.sizes() if n > num_rows}
-        slow = [n for n, seconds in times.items() if seconds > limit and tried.count(n) >= tries]
-        quick = {num_rows: limit / stretch} | {n: seconds for n, seconds in times.items() if seconds <= limit}
-        enough = max(n * limit / seconds if seconds else math.inf for n, seconds in quick.items())
-        return int(min(enough, min(slow, default=math.inf) - 1, sys.maxsize))
-
-
-class _Times:
-    """Least times and how often they were taken, by rows, of up to so many steps and as many before them."""
-
-    def __init__(self, remembered: int) -> None:
-        self._remembered = remembered
-        self._now: dict[int, tuple[float, int]] = {}
-        self._before: dict[int, tuple[float, int]] = {}
+        self._least_s: dict[int, float] = {}  # by rows: of up to _REMEMBERED steps
+        self._before: dict[int, float] = {}  # of as many before them
         self._num_steps = 0
 
     def add(self, num_rows: int, seconds: float) -> None:
-        if self._num_steps % self._remembered == 0:
-            self._now, self._before = {}, self._now
+        if self._num_steps % _REMEMBERED == 0:
+            self._least_s, self._before = {}, self._least_s
         self._num_steps += 1
-        least_s, count = self._now.get(num_rows, (seconds, 0))
-        self._now[num_rows] = min(seconds, least_s), count + 1
+        self._least_s[num_rows] = min(seconds, self._least_s.get(num_rows, seconds))
 
-    def sizes(self) -> set[int]:
-        return self._now.keys() | self._before.keys()
+    def knows(self, num_rows: int) -> bool:
+        return num_rows in self._least_s or num_rows in self._before
 
-    def least_s(self, num_rows: int) -> float:
-        return min(of[num_rows][0] for of in (self._now, self._before) if num_rows in of)
+    def rows_within(self, num_rows: int, stretch: float) -> int:
+        """Rows of a step that takes at most `stretch` times as long as one of num_rows, of which it knows.
 
-    def count(self, num_rows: int) -> int:
-        return sum(of[num_rows][1] for of in (self._now, self._before) if num_rows in of)
+        Rows that were not tried cost no more than in proportion.
+        """
+        least_s = {n: min(of.get(n, math.inf) for of in (self._least_s, self._before)) for n in self._known()}
+        limit = stretch * least_s[num_rows]
+        too_many = min((n for n, seconds in least_s.items() if n > num_rows and seconds > limit), default=math.inf)
+        enough = max(n * limit / seconds if seconds else math.inf for n, seconds in least_s.items() if seconds <= limit)
+        return int(min(enough, too_many - 1, sys.maxsize))
+
+    def _known(self) -> set[int]:
+        return self._least_s.keys() | self._before.keys()
 
 
 def plan_step(requests: Sequence[Request], max_rows: int, times: StepTimes) -> list[tuple[Request, int]]:
@@ -92,15 +56,9 @@ def plan_step(requests: Sequence[Request], max_rows: int, times: StepTimes) -> l
     if decoding and asking:
         if not times.knows(len(decoding)):
             return [(request, 1) for request in decoding]
-        most = times.rows_within(len(decoding), STRETCH, identities(asking))
-        room = min(room, max(len(asking), most - len(decoding)))
+        room = min(room, max(len(asking), times.rows_within(len(decoding), STRETCH) - len(decoding)))
     shares = share_out(room, [request.question_left for request in asking])
     return [(request, 1) for request in decoding] + [pair for pair in zip(asking, shares, strict=True) if pair[1]]
-
-
-def identities(questions: Iterable[Request]) -> frozenset[int]:
-    """By what `StepTimes` tells them apart, as long as they run."""
-    return frozenset(map(id, questions))
 
 
 def share_out(room: int, wants: Sequence[int]) -> list[int]:

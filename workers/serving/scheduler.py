@@ -13,7 +13,7 @@ from workers.serving.inbox import Call, Inbox
 from workers.serving.messages import BadRequestError, Done, Finish, Piece, ServingError, TimedOutError, WorkerLostError
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
-from workers.serving.plan import StepTimes, identities, plan_step
+from workers.serving.plan import StepTimes, plan_step
 from workers.serving.request import Request
 from workers.serving.soundness import Soundness
 from workers.serving.step_engine import StepEngine, StepResult, StepRow
@@ -194,7 +194,6 @@ class Scheduler:
             rows += [StepRow(request.slot, token_id) for token_id in request.next_inputs(num_rows)]
             last_rows.append(len(rows) - 1)
         gives_token = [request.question_left <= num_rows for request, num_rows in plan]
-        questions = identities(request for request, _ in plan if request.question_left)
         want_logits = False
         for (request, _), gives in zip(plan, gives_token, strict=True):
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives)
@@ -210,7 +209,7 @@ class Scheduler:
             return
         ended = self.clock()
         self._num_steps += 1
-        self._times.add(len(rows), ended - started, questions)
+        self._times.add(len(rows), ended - started)
         self.metrics.step_s.observe(ended - started)
         self.metrics.batch_rows.observe(len(rows))
         if watched is not None and result.fidelity is not None:

@@ -17,6 +17,7 @@ class Codes:
 
     bytes_per_key: float  # and KV head, packed, with the scales that grow with the context
     fixed_bytes: int  # on the device, of a layer: transforms, whatever their number of rows
+    evicts = False  # rows that are not chosen are gone, and the others stay on the device
 
     @property
     def device_bytes_per_key(self) -> float:

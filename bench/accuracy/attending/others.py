@@ -91,7 +91,7 @@ class SparqCodes(Codes):
 class H2oCodes(Codes):
     """What each key has received of the context's own attention."""
 
-    bytes_per_key, fixed_bytes = 4.0, 0
+    bytes_per_key, fixed_bytes, evicts = 4.0, 0, True
 
     def __init__(self, layer: ContextLayer):
         self._received = torch.zeros(layer.k.shape[:2], device=layer.k.device)

@@ -81,7 +81,7 @@ def kept_alone(context_len: int) -> list[Case]:
 
 
 def few_bits(context_len: int, bits: float) -> list[Case]:
-    """What steps take at least that read all rows in so many bits a number: one without its attention, and the bytes."""
+    """What steps take at least that read all rows in so many bits a number: the rest of a step, and these bytes."""
     shape, gbps = shape_named(SHAPE), header_of(STEPS)["ceilings"]["read_gbps"]
     steps: list[Case] = []
     for window in of_length(context_len, variant="window"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from csattn.artifact import list_store, verify_artifact
 from csattn.errors import ConfigError
@@ -80,6 +81,15 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
         yield cluster, node
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the tasks have: sums of floats depend on how threads share them out."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:

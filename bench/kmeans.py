@@ -12,14 +12,14 @@ Gate: no program fits 2 % worse than that. FAISS's on a GPU is left out where it
 import argparse
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.decode.recording import default_path, load_recording
@@ -28,78 +28,48 @@ from bench.shapes import shape_named
 from bench.timing import finish, gate, machine
 from csattn.config import ListConfig, preset
 from csattn.cpus import available_cpus
-from index_build.kmeans import kmeans_version, num_gpus, spherical_kmeans
-from index_build.kmeans_torch import SMALLEST_NORM, sample_points, spherical_kmeans_batch
+from index_build.codebooks import make_codebooks
+from index_build.kmeans import kmeans_version, num_gpus
+from index_build.kmeans_torch import SMALLEST_NORM
 
 SHAPE = "llama-3.1-8b"
 REPEATS, MOST_WORSE = 3, 0.02
-Codebooks = NDArray[np.float32]  # [num_problems, num_centroids, subspace_dim]
 
 
-def problems(queries: Tensor, config: ListConfig) -> NDArray[np.float32]:
-    """What is clustered, [num_kv_heads * num_subspaces, num_points, subspace_dim].
+def fit(queries: Tensor, codebooks: Tensor) -> float:
+    """The mean over all problems of 1 - cosine from a point to the nearest centroid.
 
-    queries: [num_kv_heads, num_points, head_dim].
+    queries: [num_kv_heads, num_points, head_dim]; codebooks: [num_kv_heads, num_subspaces, num_centroids, width].
     """
-    parts = queries.float().unflatten(2, (config.num_subspaces, -1)).transpose(1, 2).flatten(0, 1)
-    return np.ascontiguousarray(parts.cpu().numpy())
-
-
-def by_faiss(points: NDArray[np.float32], config: ListConfig, on_gpu: bool) -> Codebooks:
-    """Problems side by side, a thread each; a GPU takes one after the other."""
-    with ThreadPoolExecutor(available_cpus()) as threads:
-        cluster = partial(_cluster, config=config, on_gpu=on_gpu)
-        return np.stack(list(threads.map(cluster, points)))
-
-
-def _cluster(points: NDArray[np.float32], config: ListConfig, on_gpu: bool) -> NDArray[np.float32]:
-    return spherical_kmeans(points, config.num_centroids, config.num_iterations, config.seed, on_gpu)
-
-
-def by_torch(points: NDArray[np.float32], config: ListConfig, device: torch.device) -> Codebooks:
-    """With the points' way there and the centroids' way back, as FAISS's has them."""
-    sample = sample_points(points.shape[1], config.num_centroids, config.seed)
-    sampled = torch.from_numpy(points)[:, sample].to(device)
-    return spherical_kmeans_batch(sampled, config.num_centroids, config.num_iterations, config.seed).cpu().numpy()
-
-
-def fit(points: NDArray[np.float32], centroids: Codebooks, device: torch.device) -> float:
-    """The mean over all problems of 1 - cosine to the nearest centroid."""
     losses = []
-    for of_problem, codebook in zip(points, centroids, strict=True):
-        rows = torch.from_numpy(of_problem).to(device)
-        norms = rows.norm(dim=1)
-        cosines = (rows @ torch.from_numpy(codebook).to(device).T).amax(1) / norms
-        losses.append(float(1 - cosines[norms > SMALLEST_NORM].double().mean()))
+    for of_head, of_subspaces in zip(queries, codebooks, strict=True):
+        for points, centroids in zip(of_head.split(codebooks.shape[3], dim=1), of_subspaces, strict=True):
+            norms = points.norm(dim=1)
+            cosines = (points @ centroids.T).amax(1) / norms
+            losses.append(float(1 - cosines[norms > SMALLEST_NORM].double().mean()))
     return float(np.mean(losses))
 
 
-def measure(points: NDArray[np.float32], config: ListConfig, device: torch.device) -> list[dict[str, Any]]:
-    """Each program's time for a layer and its fit."""
-    programs: dict[str, Callable[[], Codebooks]] = {
-        f"FAISS, {available_cpus()} CPUs": partial(by_faiss, points, config, False)
-    }
+def measure(queries: Tensor, config: ListConfig, threads: Executor) -> list[dict[str, Any]]:
+    """Each program's time for a layer and its fit. queries lie where prefill has them, as in a build."""
+    faiss = partial(make_codebooks, queries, replace(config, kmeans="faiss"), threads)
+    programs: dict[str, Callable[[], Tensor]] = {f"FAISS, {available_cpus()} CPUs": partial(faiss, on_gpu=False)}
     if num_gpus():
-        programs["FAISS, a GPU"] = partial(by_faiss, points, config, True)
-    programs[f"torch, {device.type}"] = partial(by_torch, points, config, device)
+        programs["FAISS, a GPU"] = partial(faiss, on_gpu=True)
+    programs[f"torch, {queries.device.type}"] = partial(
+        make_codebooks, queries, replace(config, kmeans="torch"), threads
+    )
     cases: list[dict[str, Any]] = []
     for name, run in programs.items():
-        centroids, seconds = run(), []
+        lost, seconds = fit(queries, run()), []
         for _ in range(REPEATS):
             started = time.perf_counter()
-            centroids = run()
+            run().cpu()
             seconds.append(time.perf_counter() - started)
-        lost = fit(points, centroids, device)
         beside = lost / cases[0]["fit"] if cases else 1.0
         gate(beside < 1 + MOST_WORSE, f"centroids of {name} fit {beside - 1:.1%} worse than FAISS's on CPUs")
-        cases.append(
-            {
-                "program": name,
-                "layer_s": round(float(np.median(seconds)), 4),
-                "fit": lost,
-                "times_faiss": round(beside, 4),
-            }
-        )
+        layer_s = round(float(np.median(seconds)), 4)
+        cases.append({"program": name, "layer_s": layer_s, "fit": lost, "times_faiss": round(beside, 4)})
     return cases
 
 
@@ -107,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     parsed = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parsed.add_argument("--recording", type=Path, default=default_path())
     parsed.add_argument("--layers", type=int, default=2, help="recorded ones, from the first")
+    parsed.add_argument("--points", type=int, default=131072, help="of each problem")
     parsed.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the batched program"
     )
@@ -120,13 +91,15 @@ def main() -> None:
     assert isinstance(config, ListConfig)
     recording, heads = load_recording(arguments.recording), Heads.of(shape_named(SHAPE))
     cases: list[dict[str, Any]] = []
-    for layer_idx in range(arguments.layers):
-        queries = wide_context_queries(recording, layer_idx, heads).unflatten(0, (heads.num_kv_heads, -1)).flatten(1, 2)
-        points = problems(tile_rows(queries[:, :, None], arguments.points, torch.float32, layer_idx)[:, :, 0], config)
-        for case in measure(points, config, device):
-            case |= {"layer": layer_idx, "problems": len(points), "points": points.shape[1], "width": points.shape[2]}
-            print(case, flush=True)
-            cases.append(case)
+    with ThreadPoolExecutor(available_cpus()) as threads:
+        for layer_idx in range(arguments.layers):
+            recorded = wide_context_queries(recording, layer_idx, heads).unflatten(0, (heads.num_kv_heads, -1))
+            tiled = tile_rows(recorded.flatten(1, 2)[:, :, None], arguments.points, torch.float32, layer_idx)
+            for case in measure(tiled[:, :, 0].contiguous().to(device), config, threads):
+                case |= {"layer": layer_idx, "problems": heads.num_kv_heads * config.num_subspaces}
+                case |= {"points": arguments.points, "width": heads.head_dim // config.num_subspaces}
+                print(case, flush=True)
+                cases.append(case)
     header = {"bench": "kmeans", "shape": SHAPE, "machine": machine(), **kmeans_version()}
     if device.type == "cuda":
         header["gpu"] = torch.cuda.get_device_name(device)

@@ -15,6 +15,7 @@ def make_codebooks(
     queries: Tensor,  # [num_index_heads, num_queries, head_dim]
     config: ListConfig,
     threads: Executor,  # runs FAISS on the subspaces side by side
+    on_gpu: bool | None = None,  # FAISS; not set: where it finds a GPU
 ) -> Tensor:
     """Unit centroids [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32 of the queries' parts."""
     num_heads, num_queries, head_dim = queries.shape
@@ -30,6 +31,6 @@ def make_codebooks(
     for head in range(num_heads):
         parts += np.split(queries[head].float().cpu().numpy(), config.num_subspaces, axis=1)
     clusters = threads.map(
-        lambda part: spherical_kmeans(part, config.num_centroids, config.num_iterations, config.seed), parts
+        lambda part: spherical_kmeans(part, config.num_centroids, config.num_iterations, config.seed, on_gpu), parts
     )
     return torch.from_numpy(np.stack(list(clusters))).view(shape).to(queries.device)

@@ -62,10 +62,8 @@ def first_screen() -> list[str]:
         "",
         f"KL to full attention, in nats of the next token: {kl_range('default')} on [eight real "
         f"texts](docs/quality.md), where exact Top-K with the others dropped has {kl_range('exact')}.",
-        "To be as good, Quest has to read "
-        + " of the rows, SparQ ".join(share_range(name) for name in ("quest", "sparq"))
-        + f", PQCache {share_range('pqcache')}, by text and length: "
-        "[beside others](docs/compare.md#in-time-at-every-length).",
+        f"To be as good, Quest has to read {share_range('quest')} of the rows, SparQ {share_range('sparq')}, PQCache "
+        f"{share_range('pqcache')}, by text and length: [beside others](docs/compare.md#in-time-at-every-length).",
         f"A context of a million tokens, 137 GB of KV, decodes at {1e3 / milliseconds(million):.0f} tokens a second.",
     ]
     return lines

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bench.quality_figures import TEXTS
 from bench.records import Case, header_of, measured, only
 from bench.shapes import shape_named
 from bench.step_figures import AHEAD, EVERY_STEP
@@ -42,9 +43,8 @@ def _ways() -> list[Way]:
 
     def ours(name: str, variant: str, placement: str, schedule: str = EVERY_STEP) -> Way:
         of = {"variant": variant, "placement": placement, "schedule": schedule, "keep": 0.02}
-        return way(
-            f"{name}, `{placement}`", (variant, 0.02) if schedule == EVERY_STEP else ("default+ahead", 0.02), **of
-        )
+        contender = variant if schedule == EVERY_STEP else f"{variant}+ahead"
+        return way(f"{name}, `{placement}`", (contender, 0.02), **of)
 
     def other(name: str, variant: str, placement: str, keep: float = 0.02) -> Way:
         return way(name, (variant, keep), variant=variant, placement=placement, keep=keep)
@@ -133,9 +133,9 @@ def kl_cell(of: Contender | None, text: str = "novel", context_len: int = 7680) 
 
 def settings() -> list[tuple[str, int]]:
     """Texts and lengths, the shortest first within a text."""
-    order = {"novel": 0, "speech": 1, "code": 2, "spanish": 3, "dialogue": 4, "decimal": 5, "manual": 6}
+    order = [text for text, _ in TEXTS]
     found = {(case["text"], case["context_len"]) for case in measured(KLS)}
-    return sorted(found, key=lambda of: (order[of[0]], of[1]))
+    return sorted(found, key=lambda of: (order.index(of[0]), of[1]))
 
 
 def kl_lengths() -> list[str]:
@@ -165,7 +165,7 @@ def shares() -> list[str]:
         "|---|---:|---:|---:|",
     ]
     for setting in settings():
-        cells = [share_needed(contender, *setting) for contender in OTHERS]
+        cells = [share_text(share_needed(contender, *setting), contender) for contender in OTHERS]
         lines.append(f"| {_called(setting)} | {' | '.join(cells)} |")
     return lines
 
@@ -173,17 +173,24 @@ def shares() -> list[str]:
 def share_range(contender: str) -> str:
     """Of what it needs, over all texts and lengths."""
     needed = [share_needed(contender, *setting) for setting in settings()]
-    least, most = (choose(needed, key=lambda share: float(share.split()[-2])) for choose in (min, max))
-    beyond = [share for share in needed if share.startswith("more")]
-    return f"{least.removesuffix(' %')} to {most}" if not beyond else f"{least} to {beyond[0]}"
+    enough = [share for share in needed if share is not None]
+    if len(enough) < len(needed):
+        return f"{share_text(min(enough), contender)} to {share_text(None, contender)}"
+    return f"{100 * min(enough):g} to {share_text(max(enough), contender)}"
 
 
-def share_needed(contender: str, text: str, context_len: int) -> str:
+def share_needed(contender: str, text: str, context_len: int) -> float | None:
+    """The least share that was tried and is enough; None: none is."""
     of_text = [of for of in measured(KLS) if (of["text"], of["context_len"]) == (text, context_len)]
     [wanted] = [of["kl"] for of in of_text if (of["contender"], of["keep"]) == ("default", 0.02)]
-    tried = sorted((of["keep"], of["kl"]) for of in of_text if of["contender"] == contender)
-    enough = [keep for keep, kl in tried if kl <= wanted]
-    return f"{100 * enough[0]:g} %" if enough else f"more than {100 * tried[-1][0]:g} %"
+    return min((of["keep"] for of in of_text if of["contender"] == contender and of["kl"] <= wanted), default=None)
+
+
+def share_text(share: float | None, contender: str) -> str:
+    if share is None:
+        most = max(of["keep"] for of in measured(KLS) if of["contender"] == contender)
+        return f"more than {100 * most:g} %"
+    return f"{100 * share:g} %"
 
 
 def _called(setting: tuple[str, int]) -> str:
@@ -199,28 +206,26 @@ def published() -> list[str]:
     head = [f"{size // 1024}K" for size in sizes]
     head = ["ms a token, mean", *(f"KL, {text}" for text in texts), *head, f"GB on the device, {head[-1]}"]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    full_steps: list[tuple[str, str, str, float | None, str]] = [
-        ("full attention, all on the device", "full", "device", None, "none"),
-        ("full attention, KV streamed from the host", "streamed", "host", None, "none"),
-    ]
-    ours = [
-        (f"`{variant}`, `{placement}`, {name}", variant, placement, keep, schedule)
-        for variant, placement in (("lists", "host"), ("lists", "hybrid"), ("default", "host"), ("default", "hybrid"))
-        for keep, (schedule, name) in PUBLISHED.items()
-    ]
-    rows = []
-    for name, variant, placement, keep, schedule in full_steps + ours:
-        of = {"variant": variant, "placement": placement, "keep": keep, "schedule": schedule}
-        rows.append((name, variant, placement, keep, [of_length(size, **of)[0] for size in sizes]))
-    for name, variant, placement, keep, cases in rows:
-        kls = [f"{only(SCHEDULES, text=text, preset=variant, keep=keep)['kl']:.4f}" if keep else "" for text in texts]
-        beside = [of for _, *like, of in rows if like[:2] == [variant, placement]]
-        times = [
-            f"**{case['mean_us'] / 1e3:.1f}**"
-            if len(beside) > 1 and case["mean_us"] == min(of[i]["mean_us"] for of in beside)
-            else f"{case['mean_us'] / 1e3:.1f}"
-            for i, case in enumerate(cases)
+
+    def line(name: str, cases: list[Case], kls: list[str], best_us: list[float]) -> str:
+        times = [f"{of['mean_us'] / 1e3:.1f}" for of in cases]
+        shown = [
+            f"**{time}**" if of["mean_us"] == best else time
+            for time, of, best in zip(times, cases, best_us, strict=True)
         ]
-        cells = [*kls, *times, f"{cases[-1]['hbm_bytes'] / 1e9:.1f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        return "| " + " | ".join([name, *kls, *shown, f"{cases[-1]['hbm_bytes'] / 1e9:.1f}"]) + " |"
+
+    for name, variant in (("all on the device", "full"), ("KV streamed from the host", "streamed")):
+        cases = [of_length(size, variant=variant)[0] for size in sizes]
+        lines.append(line(f"full attention, {name}", cases, [""] * len(texts), [0.0] * len(sizes)))
+    for variant, placement in (("lists", "host"), ("lists", "hybrid"), ("default", "host"), ("default", "hybrid")):
+        of = {"variant": variant, "placement": placement}
+        by_keep = {
+            keep: [of_length(size, **of, keep=keep, schedule=schedule)[0] for size in sizes]
+            for keep, (schedule, _) in PUBLISHED.items()
+        }
+        best_us = [min(case["mean_us"] for case in of_size) for of_size in zip(*by_keep.values(), strict=True)]
+        for keep, cases in by_keep.items():
+            kls = [f"{only(SCHEDULES, text=text, preset=variant, keep=keep)['kl']:.4f}" for text in texts]
+            lines.append(line(f"`{variant}`, `{placement}`, {PUBLISHED[keep][1]}", cases, kls, best_us))
     return lines

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.accuracy.attending.attend import Codes, Reading, attend
-from bench.accuracy.attending.context import RealContext, Step, read_context, step_apart
+from bench.accuracy.attending.context import RealContext, Step, read_context
 from bench.accuracy.attending.recording import record
 from bench.accuracy.attending.slot_cache import count_hits
 from bench.accuracy.contenders import shares
@@ -100,15 +100,12 @@ def measure(
     chosen: list[list[Tensor]] = [[] for _ in context.layers]
 
     def attend_layer(layer_idx: int, step: Step) -> Tensor:
-        layer, of_layer = contender.seen(context.layers[layer_idx]), chosen[layer_idx]
-        own = step_apart(step) if contender.per_query_head else step
-        out = attend(layer, own, codes[layer_idx], reading, lambda rows: of_layer.append(rows.int()))
-        return out.view_as(step.q)
+        layer, of_layer = context.layers[layer_idx], chosen[layer_idx]
+        return attend(layer, step, codes[layer_idx], reading, lambda rows: of_layer.append(rows.int()))
 
     log_probs = context.predict(attend_layer, contender.ahead)
-    reference = context.log_probs
-    kl = (reference.exp() * (reference - log_probs)).sum(-1)
-    same = (reference.argmax(-1) == log_probs.argmax(-1)).float().mean()
+    kl = context.kl(log_probs)
+    same = (context.log_probs.argmax(-1) == log_probs.argmax(-1)).float().mean()
     found: dict[str, Any] = {"kl": float(kl.mean()), "kl_p99": float(kl.quantile(0.99)), "top1_agreement": float(same)}
     found |= {"nll": context.nll(log_probs), **_bytes(context, contender, reading, codes)}
     if reading.top_k and keep == ONE_KEEP and contender.group == "ours":
@@ -183,7 +180,7 @@ def _compare_with_product(loaded: LoadedModel, name: str) -> dict[str, Any]:
 def _require_full(context: RealContext) -> None:
     everything = Reading(context.context_len, 4, 16, "none")
     log_probs = context.predict(lambda layer_idx, step: attend(context.layers[layer_idx], step, None, everything))
-    kl = float((context.log_probs.exp() * (context.log_probs - log_probs)).sum(-1).mean())
+    kl = float(context.kl(log_probs).mean())
     gate(abs(kl) < 1e-5, f"reading everything should be full attention, KL is {kl}")
 
 

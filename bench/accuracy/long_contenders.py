@@ -15,8 +15,9 @@ from bench.accuracy.attending.others import H2oCodes, MagicpigCodes, PqcacheCode
 from bench.accuracy.attending.sketches import SketchCodes, build_sketch
 from bench.accuracy.attending.variants import Variant, VariantCodes
 from bench.decode.sampled import TABLES
+from bench.decode.variants import lists_by_torch
 from bench.timing import gate
-from csattn.config import ListConfig, SearchConfig, SketchConfig, preset
+from csattn.config import SearchConfig, SketchConfig
 
 Make = Callable[[ContextLayer], Codes]
 Group = Literal["ours", "sizes", "lists", "others", "tried", "low-bit"]
@@ -40,21 +41,19 @@ class LongContender:
     sink_len: int = SearchConfig().sink_len
     window_len: int = SearchConfig().window_len
 
-    def seen(self, layer: ContextLayer) -> ContextLayer:
-        return heads_apart(layer) if self.per_query_head else layer
-
     def codes(self, layer: ContextLayer) -> Codes | None:
-        return None if self.make is None else self.make(self.seen(layer))
+        return None if self.make is None else self.make(heads_apart(layer) if self.per_query_head else layer)
 
     def reading(self, keep: float, context_len: int) -> Reading:
         top_k = max(1, round(keep * context_len)) if self.has_keep else 0
-        return Reading(top_k, self.sink_len, min(self.window_len, context_len - self.sink_len), self.rest)
+        window_len = min(self.window_len, context_len - self.sink_len)
+        return Reading(top_k, self.sink_len, window_len, self.rest, per_query_head=self.per_query_head)
 
 
 def contenders(head_dim: int) -> list[LongContender]:
     """All of them; those that share codes stand side by side."""
     default = partial(_sketch, SketchConfig())
-    lists, paper = (partial(ListCodes, config=replace(of, kmeans="torch")) for of in (ListConfig(), _paper()))
+    lists, paper = (partial(ListCodes, config=lists_by_torch(name)) for name in ("lists", "paper"))
     return [
         LongContender("exact", "ours", None),
         LongContender("exact+ahead", "ours", None, ahead=True, one_keep=True),
@@ -144,12 +143,6 @@ def find_contenders(names: str, head_dim: int) -> list[LongContender]:
         listed, unknown = [names], []
     gate(not unknown, f"unknown contender {', '.join(unknown)}; choose from {'; '.join(sorted(known))}")
     return [c for c in every if {c.name, c.group, "all"} & set(listed)]
-
-
-def _paper() -> ListConfig:
-    config = preset("paper")
-    assert isinstance(config, ListConfig)
-    return config
 
 
 def _sizes() -> list[LongContender]:

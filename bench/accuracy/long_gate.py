@@ -53,9 +53,8 @@ def kl_of(context: RealContext, contender: LongContender, keep: float) -> float:
     log_probs = context.predict(
         lambda layer_idx, step: attend(context.layers[layer_idx], step, codes[layer_idx], reading), contender.ahead
     )
-    reference = context.log_probs
     with torch.inference_mode():
-        return float((reference.exp() * (reference - log_probs)).sum(-1).mean())
+        return float(context.kl(log_probs).mean())
 
 
 def _search(contender: LongContender) -> SearchConfig:

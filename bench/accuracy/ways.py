@@ -30,7 +30,8 @@ class Way:
         return self.index.num_subspaces, self.index.num_centroids, self.index.share_group
 
     def reading(self, top_k: int) -> Reading:
-        return Reading(top_k, SearchConfig().sink_len, self.window_len, self.rest, self.own_window)
+        sink_len = SearchConfig().sink_len
+        return Reading(top_k, sink_len, self.window_len, self.rest, self.own_window, self.per_query_head)
 
 
 def ways() -> list[Way]:

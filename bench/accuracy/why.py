@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.accuracy.attending.attend import Codes, Reading, attend
-from bench.accuracy.attending.context import ContextLayer, RealContext, Step, heads_apart, read_context, step_apart
+from bench.accuracy.attending.context import ContextLayer, RealContext, Step, heads_apart, read_context
 from bench.accuracy.attending.heads import describe_heads
 from bench.accuracy.attending.lists import ListCodes, make_layer_codebooks
 from bench.accuracy.attending.sketches import SketchCodes, build_sketch
@@ -84,12 +84,12 @@ def measure(context: RealContext, way: Way, keep: float, codes: Sequence[Codes |
     choices: list[Tensor] = []
 
     def attend_layer(layer_idx: int, step: Step) -> Tensor:
-        out, chosen = _attend(context.layers[layer_idx], step, way, codes[layer_idx], reading)
+        out, chosen = _attend(context.layers[layer_idx], step, codes[layer_idx], reading)
         choices.append(judge(context.layers[layer_idx], step, chosen, reading, [reading.top_k])[0])
         return out
 
     log_probs, reference = context.predict(attend_layer), context.log_probs
-    kl = (reference.exp() * (reference - log_probs)).sum(-1)
+    kl = context.kl(log_probs)
     recall, mass, rows = torch.stack(choices).mean(0).tolist()
     same = (reference.argmax(-1) == log_probs.argmax(-1)).float().mean()
     found = {"kl": float(kl.mean()), "recall": recall, "mass": mass, "top1_agreement": float(same)}
@@ -104,7 +104,7 @@ def _curve(context: RealContext, way: Way, codes: Sequence[Codes | None]) -> dic
 
     def attend_layer(layer_idx: int, step: Step) -> Tensor:
         layer = context.layers[layer_idx]
-        _, chosen = _attend(layer, step, way, codes[layer_idx], reading)
+        _, chosen = _attend(layer, step, codes[layer_idx], reading)
         choices.append(judge(layer, step, chosen, reading, top_ks))
         return attend(layer, step, None, _everything(context))
 
@@ -136,12 +136,11 @@ def judge(layer: ContextLayer, step: Step, chosen: Tensor, reading: Reading, top
     return torch.stack(found)
 
 
-def _attend(layer: ContextLayer, step: Step, way: Way, codes: Codes | None, reading: Reading) -> tuple[Tensor, Tensor]:
+def _attend(layer: ContextLayer, step: Step, codes: Codes | None, reading: Reading) -> tuple[Tensor, Tensor]:
     """out like step.q, and the rows that were chosen."""
     chosen: list[Tensor] = []
-    own = step_apart(step) if way.per_query_head else step
-    out = attend(_seen_by(way, layer), own, codes, reading, chosen.append)
-    return out.view_as(step.q), torch.cat(chosen, dim=1)
+    out = attend(layer, step, codes, reading, chosen.append)
+    return out, torch.cat(chosen, dim=1)
 
 
 def _seen_by(way: Way, layer: ContextLayer) -> ContextLayer:
@@ -174,7 +173,7 @@ def _everything(context: RealContext) -> Reading:
 
 def _require_full(context: RealContext) -> None:
     log_probs = context.predict(lambda idx, step: attend(context.layers[idx], step, None, _everything(context)))
-    kl = float((context.log_probs.exp() * (context.log_probs - log_probs)).sum(-1).mean())
+    kl = float(context.kl(log_probs).mean())
     gate(abs(kl) < 1e-5, f"reading everything should be full attention, KL is {kl}")
 
 

@@ -6,8 +6,8 @@ from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig, p
 from csattn.selectors import resolve_rest
 
 
-def _lists(name: str) -> ListConfig:
-    """By torch's k-means, which runs where the benchmark does."""
+def lists_by_torch(name: str) -> ListConfig:
+    """That preset, of lists, by torch's k-means, which runs where the benchmark does."""
     config = preset(name)
     assert isinstance(config, ListConfig)
     return replace(config, kmeans="torch")
@@ -15,8 +15,8 @@ def _lists(name: str) -> ListConfig:
 
 INDEXES: dict[str, IndexConfig] = {
     "default": preset("default"),
-    "lists": _lists("lists"),
-    "paper": _lists("paper"),
+    "lists": lists_by_torch("lists"),
+    "paper": lists_by_torch("paper"),
 }
 
 

@@ -150,7 +150,7 @@ def _is_padding(part: TensorSpec) -> bool:
 
 
 def _pieces(spec: TensorSpec, array: NDArray[Any] | torch.Tensor) -> Iterator[memoryview]:
-    """The array's bytes in order, rows of its first axis, so that only a piece is ever copied."""
+    """The array's bytes in order, some rows of its first axis at a time, so that only a piece is ever copied."""
     if isinstance(array, torch.Tensor):
         array = array.detach().cpu()
         array = (array.view(torch.uint16) if array.dtype == torch.bfloat16 else array).numpy()

@@ -13,7 +13,7 @@ import torch
 from bench.accuracy import long
 from bench.accuracy.attending import low_bit
 from bench.accuracy.attending.attend import Reading, attend
-from bench.accuracy.attending.context import ContextLayer, Step, read_context, step_apart
+from bench.accuracy.attending.context import ContextLayer, Step, read_context
 from bench.accuracy.attending.recording import record
 from bench.accuracy.attending.sketches import SketchCodes, integer_queries, normaliser
 from bench.accuracy.attending.slot_cache import SIZES, count_hits
@@ -177,8 +177,7 @@ def test_every_contender_attends_and_codes_help(name, rng):
     layer = make_layer(rng, num_rows=1100)
     step, contender = make_step(rng, layer), BY_NAME[name]
     codes = contender.codes(layer)
-    own = step_apart(step) if contender.per_query_head else step
-    out = attend(contender.seen(layer), own, codes, contender.reading(0.05, 1100)).view_as(step.q)
+    out = attend(layer, step, codes, contender.reading(0.05, 1100))
     expected = full_attention(layer, step)
     assert out.isfinite().all()
     if contender.rest == "codes" and name != "KIVI, 2 bits":  # whose steps are too coarse for these keys

@@ -85,6 +85,10 @@ class RealContext:
         with attention_implementation(loaded.model), _looking_ahead(self, rows if ahead else []):
             return loaded.model(ids, past_key_values=AttendingCache(rows)).logits[0].float().log_softmax(-1)
 
+    def kl(self, log_probs: Tensor) -> Tensor:
+        """From full attention's predictions, nats of each token [num_tokens]."""
+        return (self.log_probs.exp() * (self.log_probs - log_probs)).sum(-1)
+
     def nll(self, log_probs: Tensor) -> float:
         """Nats per token."""
         targets = torch.from_numpy(self.following[1:]).long().to(log_probs.device)

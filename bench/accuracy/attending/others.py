@@ -12,6 +12,7 @@ from csattn.selectors.base import ContextLayer as SelectorLayer
 from csattn.selectors.magicpig import hash_codes, make_projections, sampling_probability
 from csattn.selectors.pqcache import PreparedPqcache
 from csattn.selectors.quest import PreparedQuest
+from csattn.selectors.sparq import PreparedSparq
 
 _ITEM_BYTES = 2  # of the KV that methods are counted beside
 _QUERIES_AT_ONCE, _KEYS_AT_ONCE = 256, 4096
@@ -59,8 +60,7 @@ class SparqCodes(Codes):
     fixed_bytes = 0
 
     def __init__(self, layer: ContextLayer):
-        self._layer = layer
-        self._num_components = max(1, layer.k.shape[2] // 4)
+        self._layer, self._prepared = layer, PreparedSparq(_rows(layer))
         self.bytes_per_key = float(layer.k.shape[2] * _ITEM_BYTES)  # the keys' second copy
 
     def group_scores(self, q: Tensor, top_k: int) -> Tensor:
@@ -74,7 +74,7 @@ class SparqCodes(Codes):
         shares = logits.masked_fill_(~seen, -torch.inf).softmax(-1)[..., :context_len]
         left_out = shares.masked_fill_(is_read[..., :context_len], 0.0).sum(-1, keepdim=True)
         own = seen[:, context_len:].to(out.dtype)
-        values = self._layer.v.sum(1, keepdim=True) + own @ step.v
+        values = self._prepared.value_sum[:, None] + own @ step.v
         mean = values / (context_len + own.sum(-1, keepdim=True))
         left_out, mean = left_out.unflatten(1, q.shape[1:3]), mean.unflatten(1, q.shape[1:3])
         return (1 - left_out) * out + left_out * mean
@@ -82,7 +82,7 @@ class SparqCodes(Codes):
     def _part_of(self, q: Tensor) -> Tensor:
         """Queries without their small components, so that a product with a key is about its scaled logit."""
         size = q.abs()
-        best = size.sum(1, keepdim=True).topk(self._num_components, dim=-1).indices
+        best = size.sum(1, keepdim=True).topk(self._prepared.num_components, dim=-1).indices
         covered = torch.zeros_like(q).scatter_(3, best.expand(-1, q.shape[1], -1, -1), 1.0)
         share = (size * covered).sum(-1, keepdim=True) / size.sum(-1, keepdim=True).clamp_min(1e-30)
         return q * covered * self._layer.softmax_scale / share.clamp_min(1e-12).sqrt()

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from csattn.sketch.build import solve_definite
+
 # Rows of the context that the regression sees, for each dimension of a head; more take 2 % off its error at most.
 _SAMPLES_PER_DIM = 16
 _RIDGE = 1e-2
@@ -25,11 +27,11 @@ def fit_predictor(
     own: Tensor,  # the layer's own queries before RoPE, same rows
 ) -> NDArray[np.float32]:
     """Matrix and offset per head [num_q_heads, head_dim + 1, head_dim]: own ~ early @ M[:-1] + M[-1]."""
-    early_mean, own_mean = (rows.mean(1, keepdim=True, dtype=torch.float64) for rows in (early, own))
-    x, y = (early - early_mean).float(), (own - own_mean).float()
+    early_mean, own_mean = early.float().mean(1, keepdim=True), own.float().mean(1, keepdim=True)
+    x, y = early - early_mean, own - own_mean
     gram = (x.mT @ x).double()
     ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-6)
     gram += ridge[:, None, None] * torch.eye(x.shape[2], dtype=torch.float64, device=x.device)
-    matrix = torch.linalg.solve(gram, (x.mT @ y).double())
+    matrix = solve_definite(gram, (x.mT @ y).double()).float()
     offset = own_mean - early_mean @ matrix
-    return torch.cat([matrix, offset], dim=1).float().cpu().numpy()
+    return torch.cat([matrix, offset], dim=1).cpu().numpy()

@@ -32,7 +32,7 @@ from csattn.sketch.reference import (
 )
 
 # of a head, held in floating point at a time: on a CPU what a cache has; sums of codes' products have to fit a float32
-_BLOCK_ROWS, _BLOCK_ROWS_ON_GPU = 2**10, 2**15
+_BLOCK_ROWS, _BLOCK_ROWS_ON_GPU = 2**12, 2**15
 _QUERIES_PER_DIM = 64  # of a KV head's queries so many for each dimension, evenly spaced; more change nothing
 _WORD_KEYS = 32  # whose marks are in a word
 
@@ -185,7 +185,7 @@ def fit_values(codes: Tensor, v: Tensor, segment_starts: Sequence[int], bits: Te
     gram, cross = gram - u_mean.mT @ u_mean, cross - u_mean.mT @ v_mean
     variance = gram.diagonal(dim1=2, dim2=3)[..., None]
     ridge = RIDGE * (variance.mean(2, keepdim=True) + 1.0)
-    matrix = _solve(gram + ridge * torch.eye(len(bits), dtype=gram.dtype, device=v.device), cross)
+    matrix = solve_definite(gram + ridge * torch.eye(len(bits), dtype=gram.dtype, device=v.device), cross)
     fine = (bits == FINE_BITS).double()
     scaled = matrix * torch.where(fine[:, None] > 0, 1.0, variance)
     return (v_mean - fine * u_mean @ matrix)[:, :, 0].float(), _half(scaled)
@@ -306,7 +306,7 @@ def _moments(k: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     least, most = mean + torch.inf, mean - torch.inf
     for part in _parts(k, starts):
         rows, segments = _rows(k, part), part[0]
-        mean[:, segments] += rows.sum(2, dtype=torch.float64)
+        mean[:, segments] += rows.sum(2, dtype=torch.float32)
         least[:, segments] = least[:, segments].minimum(rows.amin(2))
         most[:, segments] = most[:, segments].maximum(rows.amax(2))
     mean /= num_rows
@@ -353,11 +353,16 @@ def _value_moments(codes: Tensor, v: Tensor, starts: Sequence[int]) -> tuple[Ten
     return u_mean, v_mean, gram, cross
 
 
-def _solve(gram: Tensor, right: Tensor) -> Tensor:
-    """x with gram @ x = right, for positive definite matrices [..., n, n]."""
-    lower: Tensor = torch.linalg.cholesky_ex(gram).L
-    half_way = torch.linalg.solve_triangular(lower, right, upper=False)
-    solved: Tensor = torch.linalg.solve_triangular(lower.mT, half_way, upper=True)
+def solve_definite(gram: Tensor, right: Tensor) -> Tensor:
+    """x with gram @ x = right, for positive definite matrices [..., n, n].
+
+    `torch.linalg.solve` hangs or crashes for several matrices of more than 150 rows and several threads
+    (https://github.com/pytorch/pytorch/issues/141358).
+    """
+    with _one_thread():  # a matrix at a time: more threads are slower
+        lower: Tensor = torch.linalg.cholesky_ex(gram).L
+        half_way = torch.linalg.solve_triangular(lower, right, upper=False)
+        solved: Tensor = torch.linalg.solve_triangular(lower.mT, half_way, upper=True)
     return solved
 
 

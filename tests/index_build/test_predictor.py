@@ -1,5 +1,6 @@
 """Looking ahead: the fitted map recovers a linear relation and never does worse than leaving the query alone."""
 
+import numpy as np
 import torch
 
 from index_build.predictor import fit_predictor, sample_rows
@@ -30,3 +31,21 @@ def test_samples_are_spread_over_the_context_and_bounded() -> None:
         rows = range(context_len)[sample_rows(context_len, head_dim=8)]
         assert 0 < len(rows) <= most
         assert rows[-1] >= context_len - 12
+
+
+def test_wide_heads_are_fitted_by_several_threads() -> None:
+    """As ridge regression says: what torch solves with would crash or hang."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        early, own = torch.randn(4, 600, 256), torch.randn(4, 600, 256) + 5
+        fitted = fit_predictor(early, own).astype(np.float64)
+    finally:
+        torch.set_num_threads(num_threads)
+    for head in range(4):
+        x, y = (rows[head].double().numpy() for rows in (early, own))
+        centred = x - x.mean(0)
+        gram = centred.T @ centred
+        wanted = np.linalg.solve(gram + 1e-2 * gram.trace() / 256 * np.eye(256), centred.T @ (y - y.mean(0)))
+        np.testing.assert_allclose(fitted[head, :-1], wanted, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(fitted[head, -1], y.mean(0) - x.mean(0) @ wanted, rtol=0, atol=1e-4)

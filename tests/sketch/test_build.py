@@ -154,7 +154,7 @@ def test_fewer_rows_than_dimensions(num_rows, rng) -> None:
 def test_systems_of_equations_are_solved(rng) -> None:
     a, x = rng.standard_normal((2, 5, 5)), rng.standard_normal((2, 5, 3))
     gram = a @ a.swapaxes(1, 2) + np.eye(5)
-    solved = sketch._solve(torch.from_numpy(gram), torch.from_numpy(gram @ x))
+    solved = sketch.solve_definite(torch.from_numpy(gram), torch.from_numpy(gram @ x))
     np.testing.assert_allclose(solved.numpy(), x, rtol=1e-9, atol=1e-9)
 
 

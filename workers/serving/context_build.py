@@ -194,15 +194,17 @@ def _set_nice(process: Process, nice: int) -> bool:
 
 
 async def _end(process: Process) -> None:
-    """No process is left behind."""
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        async with asyncio.timeout(_GRACE_S):
-            await process.wait()
-    except TimeoutError:
+    """No process is left behind, and no pipe to one."""
+    if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+            process.terminate()
+        try:
+            async with asyncio.timeout(_GRACE_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    # asyncio closes pipes when it sees their ends, for which `wait` does not wait from Python 3.13 on
+    process._transport.close()  # type: ignore[attr-defined]
+    await asyncio.sleep(0)  # it is done in the loop's next turn

@@ -1,14 +1,16 @@
 """What a step of the CPU engine costs, by the number of rows and of contexts.
 
-    python -m bench.serve_step [--rows 1,2,4,8,16] [--threads N] [--contexts 3] [--rounds N] [--store DIR] [--json FILE]
+    python -m bench.serve_step [--rows 1,2,4,8,16] [--question 16,64] [--threads N] [--contexts 3] [--rounds N]
+                               [--store DIR] [--json FILE]
 
-Gate: each request's tokens and logits are the same bits among 16 rows as alone. All settings take turns, so that what
-else the machine does falls on all. With one thread, the calling thread's CPU time is all there is: it is told beside
-the time that went by.
+Rows are of as many requests, each of which decodes, or all of one request's question. Gate: each request's tokens and
+logits are the same bits among 16 rows as alone. All settings take turns, so that what else the machine does falls on
+all. With one thread, the calling thread's CPU time is all there is: it is told beside the time that went by.
 """
 
 import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,13 @@ CONTEXT_LEN = 4096
 STARTS = (0, 2700, 5400)  # of the contexts in the text
 CONFIG = SearchConfig(keep=0.05, lookahead=1)
 WARM_UP = 3
-TAIL_CAPACITY = 64
+TAIL_CAPACITY = 256
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,2,4,8,16")
+    parser.add_argument("--question", default="16,64", help="rows of one request in a step")
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--contexts", type=int, default=len(STARTS))
     parser.add_argument("--rounds", type=int, default=24)
@@ -46,10 +49,12 @@ def main() -> None:
     loaded = load_model()
     artifacts = _artifacts(loaded, args.store, args.contexts)
     counts = [int(count) for count in args.rows.split(",")]
-    settings = [(num_contexts, num_rows) for num_contexts in (1, len(artifacts)) for num_rows in counts]
-    slots = sum(num_rows for _, num_rows in settings)
+    of_questions = [int(count) for count in args.question.split(",")]
+    settings = [_Setting(num_contexts, num_rows) for num_contexts in (1, len(artifacts)) for num_rows in counts]
+    settings += [_Setting(1, num_rows, is_question=True) for num_rows in of_questions]
+    slots, most = sum(setting.num_slots for setting in settings), max(*counts, *of_questions)
     with CpuEngine(
-        loaded, max_rows=max(counts), num_slots=slots, tail_capacity=TAIL_CAPACITY, num_threads=args.threads
+        loaded, max_rows=most, num_slots=slots, tail_capacity=TAIL_CAPACITY, num_threads=args.threads
     ) as engine:
         for context_id, artifact in enumerate(artifacts):
             engine.add_context(context_id, artifact)
@@ -57,7 +62,8 @@ def main() -> None:
         steps = _measure(engine, settings, args.rounds)
     for step in steps:
         print(
-            f"{step['contexts']} contexts, {step['rows']:2} rows: {step['p50_ms']:6.1f} ms a step (CPU "
+            f"{step['contexts']} contexts, {step['rows']:2} rows of {step['requests']:2} requests: "
+            f"{step['p50_ms']:6.1f} ms a step (CPU "
             f"{step['cpu_p50_ms']:.1f}, search "
             f"{step['search_ms']:.1f}, attention {step['attend_ms']:.1f}), {step['tokens_per_s']:6.1f} tokens/s, "
             f"{step.get('times_one_row')} x one row (by CPU time {step.get('times_one_row_by_cpu')})"
@@ -97,19 +103,30 @@ def _run(engine: CpuEngine, requests: list[int], num_contexts: int, num_steps: i
     return {request: (token_ids[request], logits[request]) for request in requests}
 
 
-def _measure(engine: CpuEngine, settings: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
-    """All settings (contexts, rows) in turns."""
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    num_contexts: int
+    num_rows: int
+    is_question: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        return 1 if self.is_question else self.num_rows
+
+
+def _measure(engine: CpuEngine, settings: list[_Setting], rounds: int) -> list[dict[str, Any]]:
+    """All settings in turns."""
     steppers, first_slot = [], 0
-    for num_contexts, num_rows in settings:
-        steppers.append(_Stepper(engine, first_slot, num_rows, num_contexts))
-        first_slot += num_rows
+    for setting in settings:
+        steppers.append(_Stepper(engine, first_slot, setting))
+        first_slot += setting.num_slots
     for number in range(WARM_UP + rounds):
         for stepper in steppers:
             stepper.step(counts=number >= WARM_UP)
     steps = [stepper.to_json() for stepper in steppers]
     for step in steps:
         for one in steps:
-            if one["contexts"] == step["contexts"] and one["rows"] == 1:
+            if one["contexts"] == step["contexts"] and one["rows"] == one["requests"] == 1:
                 step["times_one_row"] = round(step["rows"] * one["p50_ms"] / step["p50_ms"], 2)
                 step["times_one_row_by_cpu"] = round(step["rows"] * one["cpu_p50_ms"] / step["cpu_p50_ms"], 2)
     return steps
@@ -118,22 +135,35 @@ def _measure(engine: CpuEngine, settings: list[tuple[int, int]], rounds: int) ->
 class _Stepper:
     """Requests over some contexts, and what their steps have cost."""
 
-    def __init__(self, engine: CpuEngine, first_slot: int, num_rows: int, num_contexts: int) -> None:
-        self._engine, self._num_contexts = engine, num_contexts
-        self._rows = [StepRow(first_slot + row, 1000 + row) for row in range(num_rows)]
+    def __init__(self, engine: CpuEngine, first_slot: int, setting: _Setting) -> None:
+        self._engine, self._setting = engine, setting
+        self._slots = range(first_slot, first_slot + setting.num_slots)
+        self._rows = [StepRow(self._slots[row % len(self._slots)], 1000 + row) for row in range(setting.num_rows)]
+        self._num_fed = 0  # of each request
         self._times_ms: list[float] = []
         self._cpu_ms: list[float] = []
         self._search_s = self._attend_s = 0.0
-        for row, step_row in enumerate(self._rows):
-            engine.open(step_row.slot, row % num_contexts, CONFIG, "csattn")
+        self._open()
+
+    def _open(self) -> None:
+        for number, slot in enumerate(self._slots):
+            self._engine.open(slot, number % self._setting.num_contexts, CONFIG, "csattn")
 
     def step(self, counts: bool) -> None:
+        more = len(self._rows) // len(self._slots)
+        if self._num_fed + more > TAIL_CAPACITY:
+            for slot in self._slots:
+                self._engine.close_slot(slot)
+            self._num_fed = 0
+            self._open()
+        self._num_fed += more
         before, started, cpu_started = self._engine.counts(), time.perf_counter(), time.thread_time()
         result = self._engine.step(self._rows)
         ended, cpu_ended, after = time.perf_counter(), time.thread_time(), self._engine.counts()
-        self._rows = [
-            StepRow(row.slot, int(token_id)) for row, token_id in zip(self._rows, result.next_ids, strict=True)
-        ]
+        if not self._setting.is_question:
+            self._rows = [
+                StepRow(row.slot, int(token_id)) for row, token_id in zip(self._rows, result.next_ids, strict=True)
+            ]
         if counts:
             self._times_ms.append((ended - started) * 1e3)
             self._cpu_ms.append((cpu_ended - cpu_started) * 1e3)
@@ -143,8 +173,9 @@ class _Stepper:
     def to_json(self) -> dict[str, Any]:
         p50_ms, num_steps = float(np.median(self._times_ms)), len(self._times_ms)
         return {
-            "contexts": self._num_contexts,
+            "contexts": self._setting.num_contexts,
             "rows": len(self._rows),
+            "requests": len(self._slots),
             **_summary(self._times_ms, self._cpu_ms),
             "tokens_per_s": round(len(self._rows) / p50_ms * 1e3, 1),
             "search_ms": round(self._search_s / num_steps * 1e3, 3),

@@ -50,7 +50,7 @@ from workers.engine.slots import (
 )
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.rows import require_tokens
-from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
+from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Reading, StepResult, StepRow
 
 # Near rows are read from memory, as weights are, so few of them stay: segments are shorter than on a GPU, whose memory
 # their transforms would take.
@@ -213,8 +213,11 @@ class CpuEngine:
         self._attention.set_lens(plan, tail_lens)
         plain = PlainRows(model, plan, tail_lens, self._scale)
         looks = Looks(model, plan, plain, tail_lens, watch)
+        last_rows = list({slot: row for row, slot in enumerate(slots)}.values())
+        told = np.arange(len(rows)) if want_logits else np.array(last_rows)
         try:
             self._run(plan, plain, looks)
+            self._team.run(model.head(np.argsort(order)[told].tolist()))
         except BaseException:
             plain.abandon()
             raise
@@ -227,7 +230,9 @@ class CpuEngine:
         for request in map(self._requests.__getitem__, set(slots)):
             if request.own is not None:
                 request.own.grow(request.tail_len)
-        return self._result(plan, want_logits, looks.fidelity)
+        logits, next_ids = model.logits[: len(told)], np.full(len(rows), -1)
+        next_ids[told] = [best if np.isfinite(row[best := row.argmax()]) else -1 for row in logits]
+        return StepResult(next_ids, logits if want_logits else None, looks.fidelity)
 
     def context(self, context_id: int) -> CpuContext:
         """The context that is loaded under that number."""
@@ -347,16 +352,6 @@ class CpuEngine:
         if not wanted.is_made:
             with self._making:
                 wanted.make(self.loaded)
-
-    def _result(self, plan: RowPlan, want_logits: bool, seen: Fidelity | None) -> StepResult:
-        num_rows = len(plan.requests)
-        logits = self._model.logits[:num_rows]
-        next_ids = np.empty(num_rows, np.int64)
-        next_ids[plan.order] = [best if np.isfinite(row[best := row.argmax()]) else -1 for row in logits]
-        if not want_logits:
-            return StepResult(next_ids, None, seen)
-        in_order = bool((plan.order == np.arange(num_rows)).all())
-        return StepResult(next_ids, logits if in_order else logits[np.argsort(plan.order)], seen)
 
     def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
         """Raise before anything changes."""

@@ -104,6 +104,7 @@ class StepLayers:
             assert devices is not None, "somebody has the others"
             self._logits_part = devices.room(batch_size, len(weights.head.weight))
         self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the likeliest token, or -1
+        self.last_hidden = self._stream.scaled  # [batch_size, hidden_size]: behind the last layer, what logits are of
 
     def with_rows(self, rows: StepRows) -> "StepLayers":
         """On the same tensors. rows: likewise."""

@@ -35,7 +35,9 @@ class Fidelity:
 class StepResult:
     """Results of a step, row by row."""
 
-    next_ids: NDArray[np.int64]  # [num_rows]: the likeliest token; -1 where NaN or infinity is the greatest logit
+    # [num_rows]: the likeliest token; -1 where NaN or infinity is the greatest logit, and, if no logits are asked for,
+    # maybe of a row that another one of its request follows
+    next_ids: NDArray[np.int64]
     logits: NDArray[np.float32] | None  # [num_rows, vocab_size], where asked for; valid until the next step
     fidelity: Fidelity | None = None  # of the row that was watched
 

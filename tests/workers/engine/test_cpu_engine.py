@@ -29,7 +29,7 @@ from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.searcher import RowSearch
-from workers.serving.step_engine import StepRow
+from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 CONTEXT_LENS = (700, 391)
 CONFIG = SearchConfig(keep=0.05, window_len=64)
@@ -262,6 +262,24 @@ def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, 
             drive(engine, talk)
             engine.close_slot(0)
     assert_same(got, want)
+
+
+def test_a_step_tells_what_follows_each_requests_last_row(store) -> None:
+    """Of rows before it only where logits are asked for. Questions of two requests, one without a context, mixed."""
+    rows = [StepRow(slot, token) for slot, token in ((1, 4), (0, 5), (1, 6), (0, 7), (0, 8))]
+    results = []
+    with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
+        for want_logits in (True, False):
+            engine.open(0, 0, CONFIG, "csattn")
+            engine.open(1, NO_CONTEXT, CONFIG, "csattn")
+            result = engine.step(rows, want_logits)
+            results.append((result.next_ids, None if result.logits is None else result.logits.copy()))
+            engine.close_slot(0)
+            engine.close_slot(1)
+    (with_logits, logits), (without, nothing) = results
+    assert logits is not None and nothing is None
+    np.testing.assert_array_equal(with_logits, logits.argmax(axis=1))
+    assert without.tolist() == [-1, -1, with_logits[2], -1, with_logits[4]]
 
 
 @pytest.mark.parametrize("selector", SELECTOR_NAMES)

@@ -99,6 +99,7 @@ def run_tapes(
                 predicted.append(model.q_ahead[number % 2][:num_rows].copy())
             model.outputs[layer_idx][:num_rows] = attended(torch.from_numpy(q[-1])).reshape(num_rows, -1)
             team.run(after)
+        team.run(model.head(range(num_rows)))
     return q, predicted, model.logits[:num_rows].copy()
 
 
@@ -157,6 +158,18 @@ def test_a_row_has_the_bits_it_has_alone(family: str) -> None:
             for layer_idx, early in enumerate(predicted):
                 np.testing.assert_array_equal(early[at], alone[row][1][layer_idx][0])
             np.testing.assert_array_equal(logits[at], alone[row][2][0])
+
+
+def test_logits_are_of_the_rows_that_are_asked_for() -> None:
+    """The next step has as many rows as it has, whatever was asked of this one."""
+    model = CpuModel(loaded("qwen3").model, 7, 5, 9)
+    logits = run_tapes(model, list(range(5)), False)[2]
+    model.logits[:] = np.nan
+    with Team(2) as team:
+        team.run(model.head([3, 0]))
+    np.testing.assert_array_equal(model.logits[:2], logits[[3, 0]])
+    assert np.isnan(model.logits[2:]).all()
+    np.testing.assert_array_equal(run_tapes(model, [2, 4], False)[2], logits[[2, 4]])
 
 
 def test_stages_wait_for_those_they_must_not_overtake_and_no_others() -> None:

@@ -28,9 +28,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 class CpuModel:
     """Owns the rows of a step, its tensors and the requests' own KV. The model stays as it is, and must live.
 
-    A step is `begin`, then per layer attention from `q` to `attended` (the caller's) and `after[layer_idx]`. The last
-    of those leaves the logits. With `ahead`, `q_ahead[number % 2]` holds the predicted queries of the layer of that
-    number among those that have an index, once the layer two before it is done.
+    A step is `begin`, then per layer attention from `q` to `attended` (the caller's) and `after[layer_idx]`, then
+    `head` for the rows whose logits are asked for. With `ahead`, `q_ahead[number % 2]` holds the predicted queries of
+    the layer of that number among those that have an index, once the layer two before it is done.
     """
 
     def __init__(self, model: Any, max_rows: int, num_tails: int, tail_capacity: int) -> None:
@@ -80,15 +80,21 @@ class CpuModel:
         first = indexed[0] if indexed else 0
         self.q, self.attended = self.queries[first], self.outputs[first]
         self.q_ahead, self.logits = tuple(q.numpy() for q in layers.q_ahead), layers.logits.numpy()
+        self._last_hidden = layers.last_hidden.numpy()
         self.begin: dict[bool, Tape] = {}
         self.after: dict[bool, list[Tape]] = {}
         self._tapes: list[RowTape] = []
         for ahead in (False, True):
             between.tapes.clear()
-            for call in layers.calls(ahead):
+            *to_last_layer, head, end = layers.calls(ahead)
+            for call in to_last_layer:
                 call.run()
-            self._tapes += between.tapes
-            self.begin[ahead], *self.after[ahead] = (tape.tape for tape in between.tapes)
+            self._tapes += [*between.tapes, self._ops.cut()]
+            self.begin[ahead], *self.after[ahead] = (tape.tape for tape in self._tapes[-1 - shape.num_layers :])
+            head.run()
+            end.run()
+            self._head = between.tapes[-1]  # both times the same
+        self._num_taped = 0  # rows that tapes are set for
 
     def begin_request(self, slot: int, states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
         """states: of its context, for each layer that keeps one."""
@@ -104,15 +110,22 @@ class CpuModel:
 
     def set_rows(self, token_ids: list[int], positions: list[int], tail_ids: list[int], tail_lens: list[int]) -> None:
         """The rows of the next step; tail_lens with the rows' own tokens."""
-        num_rows = len(token_ids)
+        self.num_rows[0] = num_rows = len(token_ids)
         for place, values in ((self.token_ids, token_ids), (self.tail_ids, tail_ids), (self.tail_lens, tail_lens)):
             place[:num_rows] = values
         for rope, frequencies, rotation in zip(self.shape.ropes, self._weights.ropes, self._rotations, strict=True):
             _turn(positions, frequencies, rope.temper, rotation)
-        if num_rows != self.num_rows[0]:
-            self.num_rows[0] = num_rows
+        if num_rows != self._num_taped:
+            self._num_taped = num_rows
             for tape in self._tapes:
                 tape.set_rows(num_rows)
+
+    def head(self, rows: Sequence[int]) -> Tape:
+        """Leaves the logits of these rows, in this order, as the first of `logits`. The end of a step."""
+        self.num_rows[0] = num_rows = len(rows)
+        self._last_hidden[:num_rows] = self._last_hidden[rows]
+        self._head.set_rows(num_rows)
+        return self._head.tape
 
 
 def _turn(positions: list[int], frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:

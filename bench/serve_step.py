@@ -38,7 +38,9 @@ TAIL_CAPACITY = 256
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,2,4,8,16")
-    parser.add_argument("--question", default="16,64", help="rows of one request in a step")
+    parser.add_argument(
+        "--question", default="16,64", help="rows of one request in a step, with logits of the last and of all"
+    )
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--contexts", type=int, default=len(STARTS))
     parser.add_argument("--rounds", type=int, default=24)
@@ -49,9 +51,13 @@ def main() -> None:
     loaded = load_model()
     artifacts = _artifacts(loaded, args.store, args.contexts)
     counts = [int(count) for count in args.rows.split(",")]
-    of_questions = [int(count) for count in args.question.split(",")]
+    of_questions = [int(count) for count in args.question.split(",") if count]
     settings = [_Setting(num_contexts, num_rows) for num_contexts in (1, len(artifacts)) for num_rows in counts]
-    settings += [_Setting(1, num_rows, is_question=True) for num_rows in of_questions]
+    settings += [
+        _Setting(1, num_rows, is_question=True, want_logits=want_logits)
+        for num_rows in of_questions
+        for want_logits in (False, True)
+    ]
     slots, most = sum(setting.num_slots for setting in settings), max(*counts, *of_questions)
     with CpuEngine(
         loaded, max_rows=most, num_slots=slots, tail_capacity=TAIL_CAPACITY, num_threads=args.threads
@@ -62,7 +68,8 @@ def main() -> None:
         steps = _measure(engine, settings, args.rounds)
     for step in steps:
         print(
-            f"{step['contexts']} contexts, {step['rows']:2} rows of {step['requests']:2} requests: "
+            f"{step['contexts']} contexts, {step['rows']:2} rows of {step['requests']:2} requests"
+            f"{', logits of all' if step['logits'] else ''}: "
             f"{step['p50_ms']:6.1f} ms a step (CPU "
             f"{step['cpu_p50_ms']:.1f}, search "
             f"{step['search_ms']:.1f}, attention {step['attend_ms']:.1f}), {step['tokens_per_s']:6.1f} tokens/s, "
@@ -108,6 +115,7 @@ class _Setting:
     num_contexts: int
     num_rows: int
     is_question: bool = False
+    want_logits: bool = False  # of all rows
 
     @property
     def num_slots(self) -> int:
@@ -158,7 +166,7 @@ class _Stepper:
             self._open()
         self._num_fed += more
         before, started, cpu_started = self._engine.counts(), time.perf_counter(), time.thread_time()
-        result = self._engine.step(self._rows)
+        result = self._engine.step(self._rows, self._setting.want_logits)
         ended, cpu_ended, after = time.perf_counter(), time.thread_time(), self._engine.counts()
         if not self._setting.is_question:
             self._rows = [
@@ -176,6 +184,7 @@ class _Stepper:
             "contexts": self._setting.num_contexts,
             "rows": len(self._rows),
             "requests": len(self._slots),
+            "logits": self._setting.want_logits,
             **_summary(self._times_ms, self._cpu_ms),
             "tokens_per_s": round(len(self._rows) / p50_ms * 1e3, 1),
             "search_ms": round(self._search_s / num_steps * 1e3, 3),

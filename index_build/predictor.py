@@ -27,7 +27,7 @@ def fit_predictor(
     own: Tensor,  # the layer's own queries before RoPE, same rows
 ) -> NDArray[np.float32]:
     """Matrix and offset per head [num_q_heads, head_dim + 1, head_dim]: own ~ early @ M[:-1] + M[-1]."""
-    early_mean, own_mean = early.float().mean(1, keepdim=True), own.float().mean(1, keepdim=True)
+    early_mean, own_mean = (rows.mean(1, keepdim=True, dtype=torch.float32) for rows in (early, own))
     x, y = early - early_mean, own - own_mean
     gram = (x.mT @ x).double()
     ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-6)

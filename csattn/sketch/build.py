@@ -31,7 +31,8 @@ from csattn.sketch.reference import (
     TRANSFORM_BITS,
 )
 
-# of a head, held in floating point at a time: on a CPU what a cache has; sums of codes' products have to fit a float32
+# of a head, held in floating point at a time: on a CPU so many that threads seldom wait for the interpreter's lock;
+# sums of codes' products have to fit a float32
 _BLOCK_ROWS, _BLOCK_ROWS_ON_GPU = 2**12, 2**15
 _QUERIES_PER_DIM = 64  # of a KV head's queries so many for each dimension, evenly spaced; more change nothing
 _WORD_KEYS = 32  # whose marks are in a word

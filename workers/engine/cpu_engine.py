@@ -217,7 +217,7 @@ class CpuEngine:
         told = np.arange(len(rows)) if want_logits else np.array(last_rows)
         try:
             self._run(plan, plain, looks)
-            self._team.run(model.head(np.argsort(order)[told].tolist()))
+            self._team.run(model.logits_tape(np.argsort(order)[told].tolist()))
         except BaseException:
             plain.abandon()
             raise

@@ -195,16 +195,21 @@ def _set_nice(process: Process, nice: int) -> bool:
 
 async def _end(process: Process) -> None:
     """No process is left behind, and no pipe to one."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(_GRACE_S):
-                await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+    try:
+        if process.returncode is None:
+            await _wait_for_end(process)
+    finally:  # newer releases of Python do not wait in `wait` until pipes have been seen to end
+        process._transport.close()  # type: ignore[attr-defined]
+        await asyncio.sleep(0)  # it is done in the loop's next turn
+
+
+async def _wait_for_end(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(_GRACE_S):
             await process.wait()
-    # asyncio closes pipes when it sees their ends, for which `wait` does not wait from Python 3.13 on
-    process._transport.close()  # type: ignore[attr-defined]
-    await asyncio.sleep(0)  # it is done in the loop's next turn
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

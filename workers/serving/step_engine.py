@@ -35,8 +35,8 @@ class Fidelity:
 class StepResult:
     """Results of a step, row by row."""
 
-    # [num_rows]: the likeliest token; -1 where NaN or infinity is the greatest logit, and, if no logits are asked for,
-    # maybe of a row that another one of its request follows
+    # [num_rows]: the likeliest token; -1 where NaN or infinity is the greatest logit. Where no logits were asked for,
+    # only the last row of each request need have one; others may have -1
     next_ids: NDArray[np.int64]
     logits: NDArray[np.float32] | None  # [num_rows, vocab_size], where asked for; valid until the next step
     fidelity: Fidelity | None = None  # of the row that was watched

@@ -106,7 +106,7 @@ class _Segment:
         centred = (self._y[..., :num_coords] - y_mean).double()
         gram = centred.mT @ centred
         ridge = RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1) if num_coords else torch.zeros(len(v), device=v.device)
-        gram += ridge[:, None, None] * torch.eye(num_coords, device=v.device, dtype=gram.dtype)
+        gram += ridge.clamp_min(1e-6)[:, None, None] * torch.eye(num_coords, device=v.device, dtype=gram.dtype)
         self._value_matrix = solve_definite(gram, centred.mT @ (v - mean).double()).float()
         self._value_mean = mean - y_mean @ self._value_matrix
         self._values_y = self._y[..., : self._measured]

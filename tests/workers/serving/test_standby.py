@@ -65,6 +65,7 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
             await build(empty)
         assert builder._used is None and first.returncode == 1, "one that has failed is not asked again"
 
+        await builder.close()  # with the one that was to come later
         builder.start(settle_s=0.0)
         killed = await waiting(builder)
         killed.kill()
@@ -91,6 +92,7 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
         async with asyncio.timeout(WAIT_S):
             assert await third.wait() == 0, "it is let go, and ends when nothing more can come, as of a killed service"
         assert builder._used is None
+        await builder.close()
         builder.start(settle_s=0.0)
         last = await waiting(builder)
         await builder.close()

@@ -28,9 +28,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 class CpuModel:
     """Owns the rows of a step, its tensors and the requests' own KV. The model stays as it is, and must live.
 
-    A step is `begin`, then per layer attention from `q` to `attended` (the caller's) and `after[layer_idx]`, then
-    `head` for the rows whose logits are asked for. With `ahead`, `q_ahead[number % 2]` holds the predicted queries of
-    the layer of that number among those that have an index, once the layer two before it is done.
+    A step is `begin`, then per layer attention from `q` to `attended` (the caller's) and `after[layer_idx]`, then the
+    `logits_tape` of the rows that are asked. With `ahead`, `q_ahead[number % 2]` holds the predicted queries of the
+    layer of that number among those that have an index, once the layer two before it is done.
     """
 
     def __init__(self, model: Any, max_rows: int, num_tails: int, tail_capacity: int) -> None:
@@ -120,8 +120,9 @@ class CpuModel:
             for tape in self._tapes:
                 tape.set_rows(num_rows)
 
-    def head(self, rows: Sequence[int]) -> Tape:
-        """Leaves the logits of these rows, in this order, as the first of `logits`. The end of a step."""
+    def logits_tape(self, rows: Sequence[int]) -> Tape:
+        """Leaves the logits of these rows, in this order, as the first of `logits`. Asked for once a step, at its end:
+        their hidden states take the first rows' places."""
         self.num_rows[0] = num_rows = len(rows)
         self._last_hidden[:num_rows] = self._last_hidden[rows]
         self._head.set_rows(num_rows)

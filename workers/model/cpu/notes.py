@@ -23,7 +23,7 @@ class Notes:
     """
 
     def __init__(self, kind: str, num_rows: NDArray[np.int64]) -> None:
-        """kind: dtype of the model's weights. num_rows: [1], of the next step."""
+        """kind: dtype of the model's weights. num_rows: [1], of the next tape."""
         self._kind, self._num_rows = kind, num_rows
         self._noted: list[_Stage] = []
         self._numbers: dict[float, NDArray[np.float64]] = {}

@@ -11,6 +11,7 @@ all. With one thread, the calling thread's CPU time is all there is: it is told 
 import argparse
 import time
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,2,4,8,16")
     parser.add_argument(
-        "--question", default="16,64", help="rows of one request in a step, with logits of the last and of all"
+        "--question", default="16,64", help="rows of one request in a step, of which the last asks what follows, or all"
     )
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--contexts", type=int, default=len(STARTS))
@@ -54,9 +55,9 @@ def main() -> None:
     of_questions = [int(count) for count in args.question.split(",") if count]
     settings = [_Setting(num_contexts, num_rows) for num_contexts in (1, len(artifacts)) for num_rows in counts]
     settings += [
-        _Setting(1, num_rows, is_question=True, want_logits=want_logits)
+        _Setting(1, num_rows, is_question=True, all_ask=all_ask)
         for num_rows in of_questions
-        for want_logits in (False, True)
+        for all_ask in (False, True)
     ]
     slots, most = sum(setting.num_slots for setting in settings), max(*counts, *of_questions)
     with CpuEngine(
@@ -69,7 +70,7 @@ def main() -> None:
     for step in steps:
         print(
             f"{step['contexts']} contexts, {step['rows']:2} rows of {step['requests']:2} requests"
-            f"{', logits of all' if step['logits'] else ''}: "
+            f"{'' if step['all_ask'] else ', the last asks'}: "
             f"{step['p50_ms']:6.1f} ms a step (CPU "
             f"{step['cpu_p50_ms']:.1f}, search "
             f"{step['search_ms']:.1f}, attention {step['attend_ms']:.1f}), {step['tokens_per_s']:6.1f} tokens/s, "
@@ -115,7 +116,7 @@ class _Setting:
     num_contexts: int
     num_rows: int
     is_question: bool = False
-    want_logits: bool = False  # of all rows
+    all_ask: bool = True  # what follows them, and not the last one alone
 
     @property
     def num_slots(self) -> int:
@@ -146,7 +147,10 @@ class _Stepper:
     def __init__(self, engine: CpuEngine, first_slot: int, setting: _Setting) -> None:
         self._engine, self._setting = engine, setting
         self._slots = range(first_slot, first_slot + setting.num_slots)
-        self._rows = [StepRow(self._slots[row % len(self._slots)], 1000 + row) for row in range(setting.num_rows)]
+        self._rows = [
+            StepRow(slot, 1000 + row, asks=setting.all_ask or row + 1 == setting.num_rows)
+            for row, slot in enumerate(islice(cycle(self._slots), setting.num_rows))
+        ]
         self._num_fed = 0  # of each request
         self._times_ms: list[float] = []
         self._cpu_ms: list[float] = []
@@ -166,7 +170,7 @@ class _Stepper:
             self._open()
         self._num_fed += more
         before, started, cpu_started = self._engine.counts(), time.perf_counter(), time.thread_time()
-        result = self._engine.step(self._rows, self._setting.want_logits)
+        result = self._engine.step(self._rows)
         ended, cpu_ended, after = time.perf_counter(), time.thread_time(), self._engine.counts()
         if not self._setting.is_question:
             self._rows = [
@@ -184,7 +188,7 @@ class _Stepper:
             "contexts": self._setting.num_contexts,
             "rows": len(self._rows),
             "requests": len(self._slots),
-            "logits": self._setting.want_logits,
+            "all_ask": self._setting.all_ask,
             **_summary(self._times_ms, self._cpu_ms),
             "tokens_per_s": round(len(self._rows) / p50_ms * 1e3, 1),
             "search_ms": round(self._search_s / num_steps * 1e3, 3),

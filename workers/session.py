@@ -138,7 +138,10 @@ class Session:
             require_room(request.slot, fed.num_tokens + len(token_ids), self.engine.tail_capacity)
             fed.has_failed = True  # unless all goes well
             for start in range(0, len(token_ids), size):
-                rows = [StepRow(request.slot, token_id) for token_id in token_ids[start : start + size]]
+                rows = [
+                    StepRow(request.slot, token_id, asks=number >= first_wanted)
+                    for number, token_id in enumerate(token_ids[start : start + size], start)
+                ]
                 wanted = start + len(rows) > first_wanted
                 result = self.engine.step(rows, wanted)
                 fed.num_tokens += len(rows)

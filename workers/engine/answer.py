@@ -121,6 +121,8 @@ def _answer(
 
 def _feed(engine: StepEngine, token_ids: list[int]) -> int:
     """What follows the last of these tokens."""
-    for start in range(0, len(token_ids), engine.max_rows):
-        result = engine.step([StepRow(0, token_id) for token_id in token_ids[start : start + engine.max_rows]])
+    *others, last = token_ids
+    rows = [*(StepRow(0, token_id, asks=False) for token_id in others), StepRow(0, last)]
+    for start in range(0, len(rows), engine.max_rows):
+        result = engine.step(rows[start : start + engine.max_rows])
     return require_token(int(result.next_ids[-1]))

@@ -213,11 +213,11 @@ class CpuEngine:
         self._attention.set_lens(plan, tail_lens)
         plain = PlainRows(model, plan, tail_lens, self._scale)
         looks = Looks(model, plan, plain, tail_lens, watch)
-        last_rows = list({slot: row for row, slot in enumerate(slots)}.values())
-        told = np.arange(len(rows)) if want_logits else np.array(last_rows)
+        asking = [row for row, of_row in enumerate(rows) if of_row.asks]
         try:
             self._run(plan, plain, looks)
-            self._team.run(model.logits_tape(np.argsort(order)[told].tolist()))
+            if asking:
+                self._team.run(model.logits_tape(np.argsort(order)[asking].tolist()))
         except BaseException:
             plain.abandon()
             raise
@@ -230,9 +230,13 @@ class CpuEngine:
         for request in map(self._requests.__getitem__, set(slots)):
             if request.own is not None:
                 request.own.grow(request.tail_len)
-        logits, next_ids = model.logits[: len(told)], np.full(len(rows), -1)
-        next_ids[told] = [best if np.isfinite(row[best := row.argmax()]) else -1 for row in logits]
-        return StepResult(next_ids, logits if want_logits else None, looks.fidelity)
+        logits, next_ids = model.logits, np.full(len(rows), -1)
+        for place, row in reversed([*enumerate(asking)]):  # from the last on, as each lies in its place or before it
+            likeliest = logits[place].argmax()
+            next_ids[row] = likeliest if np.isfinite(logits[place, likeliest]) else -1
+            if want_logits and place != row:
+                logits[row] = logits[place]
+        return StepResult(next_ids, logits[: len(rows)] if want_logits else None, looks.fidelity)
 
     def context(self, context_id: int) -> CpuContext:
         """The context that is loaded under that number."""

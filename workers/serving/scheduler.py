@@ -189,11 +189,13 @@ class Scheduler:
 
     def _step(self, plan: list[tuple[Request, int]]) -> None:
         rows, last_rows = [], []
-        for request, num_rows in plan:
-            assert request.slot is not None, "a request without a slot was planned"
-            rows += [StepRow(request.slot, token_id) for token_id in request.next_inputs(num_rows)]
-            last_rows.append(len(rows) - 1)
         gives_token = [request.question_left <= num_rows for request, num_rows in plan]
+        for (request, num_rows), gives in zip(plan, gives_token, strict=True):
+            assert request.slot is not None, "a request without a slot was planned"
+            *others, last = request.next_inputs(num_rows)
+            rows += [StepRow(request.slot, token_id, asks=request.scores_prompt) for token_id in others]
+            rows.append(StepRow(request.slot, last, asks=request.scores_prompt or gives))
+            last_rows.append(len(rows) - 1)
         want_logits = False
         for (request, _), gives in zip(plan, gives_token, strict=True):
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives)

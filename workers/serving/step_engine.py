@@ -21,6 +21,7 @@ class StepRow:
 
     slot: int
     token_id: int
+    asks: bool = True  # what follows; of a row that does not, nothing that a step tells of it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,7 @@ class Fidelity:
 class StepResult:
     """Results of a step, row by row."""
 
-    # [num_rows]: the likeliest token; -1 where NaN or infinity is the greatest logit. Where no logits were asked for,
-    # only the last row of each request need have one; others may have -1
-    next_ids: NDArray[np.int64]
+    next_ids: NDArray[np.int64]  # [num_rows]: the likeliest token; -1 where NaN or infinity is the greatest logit
     logits: NDArray[np.float32] | None  # [num_rows, vocab_size], where asked for; valid until the next step
     fidelity: Fidelity | None = None  # of the row that was watched
 

@@ -1,6 +1,6 @@
 """The CPU engine: says what is defined over an artifact, and the same bits alone and among others."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -264,22 +264,29 @@ def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, 
     assert_same(got, want)
 
 
-def test_a_step_tells_what_follows_each_requests_last_row(store) -> None:
-    """Of rows before it only where logits are asked for. Questions of two requests, one without a context, mixed."""
-    rows = [StepRow(slot, token) for slot, token in ((1, 4), (0, 5), (1, 6), (0, 7), (0, 8))]
+def test_a_step_tells_what_follows_rows_that_ask(store) -> None:
+    """Questions of two requests, one without a context, mixed."""
+    tokens = [(1, 4), (0, 5), (1, 6), (0, 7), (0, 8)]
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
-        for want_logits, steps in ((False, [[row] for row in rows]), (True, [rows]), (False, [rows])):
+
+        def told(asking: Sequence[int], rows_a_step: int) -> list[tuple[int, int]]:
+            """Of each row the next token, and the likeliest by its logits."""
             engine.open(0, 0, CONFIG, "csattn")
             engine.open(1, NO_CONTEXT, CONFIG, "csattn")
-            results = [engine.step(step, want_logits) for step in steps]
-            next_ids = [int(next_id) for result in results for next_id in result.next_ids]
-            if len(steps) > 1:
-                alone = next_ids
-            else:
-                assert next_ids == (alone if want_logits else [-1, -1, alone[2], -1, alone[4]])
+            rows, found = [StepRow(*token, asks=row in asking) for row, token in enumerate(tokens)], []
+            for start in range(0, len(rows), rows_a_step):
+                result = engine.step(rows[start : start + rows_a_step], want_logits=True)
+                assert result.logits is not None
+                found += zip(result.next_ids.tolist(), result.logits.argmax(axis=1).tolist(), strict=True)
             engine.close_slot(0)
             engine.close_slot(1)
-    assert len(set(alone)) > 2, "rows can be told apart"
+            return found
+
+        alone = told(range(5), 1)
+        assert len(set(alone)) > 2, "rows can be told apart"
+        for asking in ([0, 1, 2, 3, 4], [2, 4], [3], []):
+            for row, (next_id, likeliest) in enumerate(told(asking, 5)):
+                assert (next_id, likeliest) == alone[row] if row in asking else next_id == -1
 
 
 @pytest.mark.parametrize("selector", SELECTOR_NAMES)

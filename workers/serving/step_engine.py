@@ -21,7 +21,7 @@ class StepRow:
 
     slot: int
     token_id: int
-    asks: bool = True  # what follows; of a row that does not, nothing that a step tells of it holds
+    asks: bool = True  # what follows it; of others a step's next_ids and logits mean nothing
 
 
 @dataclass(frozen=True, slots=True)

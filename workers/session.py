@@ -142,11 +142,9 @@ class Session:
                     StepRow(request.slot, token_id, asks=number >= first_wanted)
                     for number, token_id in enumerate(token_ids[start : start + size], start)
                 ]
-                wanted = start + len(rows) > first_wanted
-                result = self.engine.step(rows, wanted)
+                result = self.engine.step(rows, want_logits=rows[-1].asks)
                 fed.num_tokens += len(rows)
-                if wanted:
-                    assert result.logits is not None
+                if result.logits is not None:
                     logits.append(torch.from_numpy(result.logits[max(0, first_wanted - start) :].copy()))
             fed.has_failed = False
         return torch.cat(logits)

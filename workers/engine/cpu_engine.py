@@ -50,7 +50,7 @@ from workers.engine.slots import (
 )
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.rows import require_tokens
-from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Reading, StepResult, StepRow
+from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 # Near rows are read from memory, as weights are, so few of them stay: segments are shorter than on a GPU, whose memory
 # their transforms would take.
@@ -230,13 +230,7 @@ class CpuEngine:
         for request in map(self._requests.__getitem__, set(slots)):
             if request.own is not None:
                 request.own.grow(request.tail_len)
-        logits, next_ids = model.logits, np.full(len(rows), -1)
-        for place, row in reversed([*enumerate(asking)]):  # from the last on, as each lies in its place or before it
-            likeliest = logits[place].argmax()
-            next_ids[row] = likeliest if np.isfinite(logits[place, likeliest]) else -1
-            if want_logits and place != row:
-                logits[row] = logits[place]
-        return StepResult(next_ids, logits[: len(rows)] if want_logits else None, looks.fidelity)
+        return self._result(asking, len(rows), want_logits, looks.fidelity)
 
     def context(self, context_id: int) -> CpuContext:
         """The context that is loaded under that number."""
@@ -356,6 +350,16 @@ class CpuEngine:
         if not wanted.is_made:
             with self._making:
                 wanted.make(self.loaded)
+
+    def _result(self, asking: list[int], num_rows: int, want_logits: bool, seen: Fidelity | None) -> StepResult:
+        """asking: the rows whose logits the model has, one behind the other."""
+        logits, next_ids = self._model.logits[:num_rows], np.full(num_rows, -1)
+        for place, row in reversed([*enumerate(asking)]):  # from the last on, as each lies in its place or before it
+            likeliest = logits[place].argmax()
+            next_ids[row] = likeliest if np.isfinite(logits[place, likeliest]) else -1
+            if want_logits and place != row:
+                logits[row] = logits[place]
+        return StepResult(next_ids, logits if want_logits else None, seen)
 
     def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
         """Raise before anything changes."""

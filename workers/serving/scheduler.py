@@ -188,7 +188,7 @@ class Scheduler:
                 room -= 1
 
     def _step(self, plan: list[tuple[Request, int]]) -> None:
-        rows, last_rows = [], []
+        rows, last_rows, want_logits = [], [], False
         gives_token = [request.question_left <= num_rows for request, num_rows in plan]
         for (request, num_rows), gives in zip(plan, gives_token, strict=True):
             assert request.slot is not None, "a request without a slot was planned"
@@ -196,8 +196,6 @@ class Scheduler:
             rows += [StepRow(request.slot, token_id, asks=request.scores_prompt) for token_id in others]
             rows.append(StepRow(request.slot, last, asks=request.scores_prompt or gives))
             last_rows.append(len(rows) - 1)
-        want_logits = False
-        for (request, _), gives in zip(plan, gives_token, strict=True):
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives)
             if gives and request.grammar is not None:
                 request.grammar.begin()

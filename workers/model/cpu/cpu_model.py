@@ -89,8 +89,9 @@ class CpuModel:
             *to_last_layer, head, end = layers.calls(ahead)
             for call in to_last_layer:
                 call.run()
-            self._tapes += [*between.tapes, self._ops.cut()]
-            self.begin[ahead], *self.after[ahead] = (tape.tape for tape in self._tapes[-1 - shape.num_layers :])
+            tapes = [*between.tapes, self._ops.cut()]
+            self._tapes += tapes
+            self.begin[ahead], *self.after[ahead] = (tape.tape for tape in tapes)
             head.run()
             end.run()
             self._head = between.tapes[-1]  # both times the same

@@ -36,9 +36,8 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.loader import wrap_model
 from index_build.capture import prefill
 from index_build.inputs import make_config
-from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
-from index_build.pieces import fit_next_query
+from index_build.pieces import fit_now_or_beside, index_beside
 from index_build.pipeline import build_artifact
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
@@ -73,10 +72,8 @@ def prefill_seconds(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexCo
     with ThreadPoolExecutor(available_cpus()) as threads, make_outbox(loaded.device) as outbox:
         for capture, leaving in prefill(loaded.model, torch.from_numpy(ids).long()):
             if config is not None:
-                if loaded.geometry.is_predicted(capture.layer_idx + 1):
-                    fit_next_query(loaded.model, capture, leaving)
-                make = partial(index_arrays, capture.q, capture.kv, config, threads)
-                outbox.send(capture.kv, make, lambda arrays: None)
+                fit = fit_now_or_beside(loaded, capture, leaving)
+                outbox.send(capture.kv, partial(index_beside, fit, capture, config, threads), lambda arrays: None)
                 if capture.is_reused_at_once:
                     outbox.settle()
     return time.perf_counter() - started

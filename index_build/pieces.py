@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -23,10 +23,12 @@ from csattn.artifact import ArtifactSpec, RemoteStore, WorkDir
 from csattn.artifact.durable import FileRecord
 from csattn.artifact.handover import drop_handover, is_captured, load_captured, save_captured
 from csattn.artifact.layout import index_from_arrays, kv_file, state_file
+from csattn.config import IndexConfig
 from csattn.errors import ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
 from csattn.models.lending import lent
 from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
+from csattn.torch_threads import alone
 from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
 from index_build.plan import Plan
@@ -37,6 +39,9 @@ if TYPE_CHECKING:  # transformers comes with it, which takes seconds: an index i
 
 # On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
 _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
+_PRODUCTS_BESIDE = 2**31  # of a fit by one thread: some 30 ms
+
+Fit = Callable[[], dict[str, Tensor]]  # arrays that are made beside the index, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +158,11 @@ def prefill_layers(
             if not is_ready(work, layer_idx):
                 num_new += 1
                 report(layer_idx, "index")
-                next_query = None
-                if spec.model.is_predicted(layer_idx + 1):
-                    with times.timed("index"):
-                        next_query = fit_next_query(loaded.model, capture, leaving)
+                with times.timed("index"):
+                    fit = fit_now_or_beside(loaded, capture, leaving)
                 kv = capture.kv[:, spec.context_len - spec.model.num_stored(layer_idx, spec.context_len) :]
-                make = partial(_make, capture, spec, index_threads, times)
-                outbox.send(kv, make, partial(_write, work, layer_idx, next_query, times), keep)
+                make = partial(_make, capture, spec, fit, index_threads, times)
+                outbox.send(kv, make, partial(_write, work, layer_idx, times), keep)
                 report(layer_idx, "write")
             else:
                 outbox.settle(keep)
@@ -208,46 +211,67 @@ class _CheckpointClock:
         return due
 
 
-def fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> NDArray[np.float32]:
-    """How the next layer's query is predicted from this layer's input."""
+def fit_next_query(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> dict[str, Tensor]:
+    """`next_query`: how the next layer's query is predicted from this layer's input."""
     rows = sample_rows(len(leaving), capture.q.shape[2])
-    with torch.inference_mode(), lent(model, capture.layer_idx + 1, PROJECTS_QUERIES) as following:
-        return fit_predictor(
-            queries_before_rope(following, capture.hidden_in[rows]), queries_before_rope(following, leaving[rows])
-        )
+    with torch.inference_mode(), lent(loaded.model, capture.layer_idx + 1, PROJECTS_QUERIES) as following:
+        early, own = (queries_before_rope(following, hidden[rows]) for hidden in (capture.hidden_in, leaving))
+        return {"next_query": fit_predictor(early, own)}
+
+
+def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> Fit:
+    """`fit_next_query`, where the next layer's query is predicted: done already, or left to one of the index's threads.
+
+    It is left to them if it takes one of them about as long as the index. On a GPU it is done in the order of prefill.
+    """
+    if not loaded.geometry.is_predicted(capture.layer_idx + 1):
+        return dict
+    fit = partial(fit_next_query, loaded, capture, leaving)
+    num_samples = len(capture.hidden_in[sample_rows(len(leaving), capture.q.shape[2])])
+    num_products = 2 * num_samples * capture.hidden_in.shape[1] * capture.q[:, 0].numel()
+    if capture.q.is_cuda or num_products > _PRODUCTS_BESIDE:
+        fitted = fit()
+        return lambda: fitted
+    return alone(fit)
+
+
+def index_beside(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
+    """The arrays of a layer's index, and what is fitted beside it."""
+    fitted = threads.submit(fit)
+    return index_arrays(capture.q, capture.kv, config, threads) | fitted.result()
 
 
 def _make(
-    capture: "LayerCapture", spec: ArtifactSpec, index_threads: Executor | None, times: PhaseTimes
+    capture: "LayerCapture", spec: ArtifactSpec, fit: Fit, index_threads: Executor | None, times: PhaseTimes
 ) -> Mapping[str, Tensor]:
-    """The queries to hand over, the arrays of the index, or the state of a layer that has no rows."""
-    if capture.layer_idx not in spec.model.indexed_layers:
-        return capture.state or {}
-    if index_threads is None:
-        return {"q": capture.q}
+    """The queries to hand over, the arrays of the index, or the state of a layer without rows; and what is fitted."""
     with times.timed("index"):
-        arrays = index_arrays(capture.q, capture.kv, spec.index_config, index_threads)
+        if capture.layer_idx not in spec.model.indexed_layers:
+            return (capture.state or {}) | fit()
+        if index_threads is None:
+            return {"q": capture.q} | fit()
+        arrays = index_beside(fit, capture, spec.index_config, index_threads)
         if capture.q.is_cuda:
             torch.cuda.current_stream().synchronize()  # for the clock's sake
-    return arrays
+        return arrays
 
 
 def _write(
     work: WorkDir,
     layer_idx: int,
-    next_query: NDArray[np.float32] | None,
     times: PhaseTimes,
     arrays: Mapping[str, Tensor],  # KV, and what `_make` made
 ) -> None:
     with times.timed("write"):
+        others = {name: array for name, array in arrays.items() if name not in ("kv", "next_query")}
+        next_query = arrays["next_query"].numpy() if "next_query" in arrays else None
         if "q" in arrays:
             save_captured(work, layer_idx, arrays["q"], arrays["kv"], next_query)
         elif "memory" in arrays:
-            state = {name: arrays[name] for name in ("conv", "memory")}
-            _finish(work, layer_idx, work.write_part(state_file(layer_idx), state), {}, next_query)
+            _finish(work, layer_idx, work.write_part(state_file(layer_idx), others), {}, next_query)
         else:
             kv_record = work.write_part(kv_file(layer_idx), {"kv": arrays["kv"]})
-            _finish(work, layer_idx, kv_record, {name: arrays[name] for name in arrays if name != "kv"}, next_query)
+            _finish(work, layer_idx, kv_record, others, next_query)
 
 
 def _finish(

@@ -5,9 +5,7 @@ query it leads to: a ridge regression per head takes the error of looking ahead 
 few percent (bench/log.md).
 """
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.sketch.build import solve_definite
@@ -25,8 +23,8 @@ def sample_rows(context_len: int, head_dim: int) -> slice:
 def fit_predictor(
     early: Tensor,  # [num_q_heads, num_samples, head_dim], before RoPE, from the previous layer's input
     own: Tensor,  # the layer's own queries before RoPE, same rows
-) -> NDArray[np.float32]:
-    """Matrix and offset per head [num_q_heads, head_dim + 1, head_dim]: own ~ early @ M[:-1] + M[-1]."""
+) -> Tensor:
+    """Matrix and offset per head [num_q_heads, head_dim + 1, head_dim] float32: own ~ early @ M[:-1] + M[-1]."""
     early_mean, own_mean = (rows.mean(1, keepdim=True, dtype=torch.float32) for rows in (early, own))
     x, y = early - early_mean, own - own_mean
     gram = (x.mT @ x).double()
@@ -34,4 +32,4 @@ def fit_predictor(
     gram += ridge[:, None, None] * torch.eye(x.shape[2], dtype=torch.float64, device=x.device)
     matrix = solve_definite(gram, (x.mT @ y).double()).float()
     offset = own_mean - early_mean @ matrix
-    return torch.cat([matrix, offset], dim=1).cpu().numpy()
+    return torch.cat([matrix, offset], dim=1)

@@ -8,11 +8,10 @@ once.
 From the same transform every device makes the same codes; transforms agree up to rounding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +29,14 @@ from csattn.sketch.reference import (
     STEP_SAMPLES,
     TRANSFORM_BITS,
 )
+from csattn.torch_threads import Map, alone, one_thread
 
 # of a head, held in floating point at a time: on a CPU so many that threads seldom wait for the interpreter's lock;
 # sums of codes' products have to fit a float32
-_BLOCK_ROWS, _BLOCK_ROWS_ON_GPU = 2**12, 2**15
+_BLOCK_ROWS, _BLOCK_ROWS_ON_GPU = 2**13, 2**15
 _QUERIES_PER_DIM = 64  # of a KV head's queries so many for each dimension, evenly spaced; more change nothing
 _WORD_KEYS = 32  # whose marks are in a word
 
-Map = Callable[..., Any]  # the builtin, or a pool's
 Part = tuple[slice, slice]  # of the segments and of the rows: as many rows of each of these segments
 
 
@@ -64,12 +63,13 @@ def sketch_arrays(
     starts = config.segment_starts(context_len) if segment_starts is None else segment_starts
     words = config.words(head_dim)
     arrays = {"segment_starts": torch.tensor(starts, dtype=torch.int32, device=kv.device)}
-    with _one_thread():
+    with one_thread():
         if kv.is_cuda:
             return arrays | _sketch_heads(queries, kv, words, starts, side_by_side)
         heads = torch.split(queries, 1), torch.split(kv, 1)
-        made = list(side_by_side(lambda q, kv: _sketch_heads(q, kv, words, starts, map), *heads))
-    return arrays | {name: torch.cat([of_head[name] for of_head in made]) for name in made[0]}
+        of_head = alone(partial(_sketch_heads, words=words, segment_starts=starts, side_by_side=map))
+        made = list(side_by_side(of_head, *heads))
+    return arrays | {name: torch.cat([of_one[name] for of_one in made]) for name in made[0]}
 
 
 @torch.inference_mode()
@@ -80,7 +80,6 @@ def _sketch_heads(
     segment_starts: Sequence[int],
     side_by_side: Map,
 ) -> dict[str, Tensor]:
-    torch.set_num_threads(1)
     bits = torch.from_numpy(coord_bits(*words)).to(kv.device)
     k, v = kv[:, :, 0], kv[:, :, 1]
     made = fit_keys(k, segment_starts, fit_queries(queries, side_by_side), bits, side_by_side)
@@ -103,8 +102,8 @@ def fit_queries(queries: Tensor, side_by_side: Map = map) -> tuple[Tensor, Tenso
     total = _zeros(queries, queries.shape[2], queries.shape[2])
     for _, rows in _parts(queries, (0,)):
         of_rows = queries[:, rows].float()
-        norm = torch.linalg.vector_norm(of_rows, dim=2, keepdim=True)
-        unit = of_rows * torch.where(norm > 0, 1.0 / norm, 0.0)
+        energy = of_rows.square().sum(2, keepdim=True)
+        unit = of_rows * torch.where(energy > 0, energy.rsqrt(), 0.0)
         total += unit.mT @ unit
     energy, directions = _eigh(total / queries.shape[1], side_by_side)
     greatest = energy[:, -1:]
@@ -153,7 +152,7 @@ def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: 
         steps = whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS) @ transform[:, of]
         u = steps.floor_().float().clamp_(-half, half - 1).add_(half)
         _rows(codes, part)[:] = u
-        missed = (_rows(k, part) - told_by_zeros[:, of]).sub_(u @ back[:, of])
+        missed = (u @ back[:, of]).add_(told_by_zeros[:, of]).sub_(_rows(k, part))
         _rows(errors, part)[:] = missed.square_().sum(3)
     return codes, errors
 
@@ -203,16 +202,6 @@ def pack(codes: Tensor, num_fine: int, num_coarse: int) -> Tensor:
     words = torch.cat([_shifted_together(fine, FINE_BITS), _shifted_together(coarse, COARSE_BITS)], dim=2)
     by_block = words.view(num_heads, -1, BLOCK_KEYS, num_fine + num_coarse).mT
     return by_block.contiguous().view(torch.uint32)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _runs(starts: Sequence[int], num_rows: int) -> Iterator[Part]:
@@ -268,13 +257,12 @@ def _eigh(matrices: Tensor, side_by_side: Map) -> tuple[Tensor, Tensor]:
     if on_gpu:
         torch.cuda.current_stream(matrices.device).synchronize()
 
-    @torch.inference_mode()
-    def alone(number: int) -> None:
-        torch.set_num_threads(1)
+    @alone
+    def decompose(number: int) -> None:
         values[number], columns = torch.linalg.eigh(here[number])
         vectors[number] = columns.mT
 
-    for _ in side_by_side(alone, range(len(here))):
+    for _ in side_by_side(decompose, range(len(here))):
         pass
     values, vectors = (found.to(matrices.device, non_blocking=True) for found in (values, vectors))
     return values.view(matrices.shape[:-1]), vectors.view(matrices.shape).mT
@@ -325,7 +313,8 @@ def _best_steps(samples: Tensor, deviation: Tensor, bits: Tensor) -> Tensor:
     """
     normal = torch.where(bits == FINE_BITS, NORMAL_STEP[FINE_BITS], NORMAL_STEP[COARSE_BITS])
     last = (1 << bits - 1)[:, None].float() - 1
-    sizes = samples.mT.abs() / torch.where(deviation > 0, deviation * normal, torch.inf)[..., None].float()
+    steps = torch.where(deviation > 0, deviation * normal, torch.inf)[..., None].float()
+    sizes = samples.mT.contiguous().abs_().div_(steps)
     errors = []
     for multiple in STEP_MULTIPLES:
         distance = sizes * (1 / multiple)  # in steps, to the start of the level, then to its middle
@@ -360,7 +349,7 @@ def solve_definite(gram: Tensor, right: Tensor) -> Tensor:
     `torch.linalg.solve` hangs or crashes for several matrices of more than 150 rows and several threads
     (https://github.com/pytorch/pytorch/issues/141358).
     """
-    with _one_thread():  # a matrix at a time: more threads are slower
+    with one_thread():  # a matrix at a time: more threads are slower
         lower: Tensor = torch.linalg.cholesky_ex(gram).L
         half_way = torch.linalg.solve_triangular(lower, right, upper=False)
         solved: Tensor = torch.linalg.solve_triangular(lower.mT, half_way, upper=True)

@@ -14,7 +14,7 @@ def test_a_linear_relation_is_recovered() -> None:
     early = torch.randn(3, 2000, 8)
     matrix, offset = torch.randn(3, 8, 8), torch.randn(3, 1, 8)
     own = early @ matrix + offset
-    fitted = torch.from_numpy(fit_predictor(early, own))
+    fitted = fit_predictor(early, own)
     assert fitted.shape == (3, 9, 8)
     error = (apply(fitted, early) - own).norm() / own.norm()
     assert error < 0.02
@@ -22,7 +22,7 @@ def test_a_linear_relation_is_recovered() -> None:
 
 def test_constant_queries_give_a_constant_prediction() -> None:
     early, own = torch.ones(2, 50, 8), torch.full((2, 50, 8), 3.0)
-    torch.testing.assert_close(apply(torch.from_numpy(fit_predictor(early, own)), early), own)
+    torch.testing.assert_close(apply(fit_predictor(early, own), early), own)
 
 
 def test_samples_are_spread_over_the_context_and_bounded() -> None:
@@ -39,7 +39,7 @@ def test_wide_heads_are_fitted_by_several_threads() -> None:
     torch.set_num_threads(2)
     try:
         early, own = torch.randn(4, 600, 256), torch.randn(4, 600, 256) + 5
-        fitted = fit_predictor(early, own).astype(np.float64)
+        fitted = fit_predictor(early, own).double().numpy()
     finally:
         torch.set_num_threads(num_threads)
     for head in range(4):

@@ -116,7 +116,7 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
             following_layer = body.layers[capture.layer_idx + 1]
             sampled = sample_rows(rows, geometry.head_dim)
             early, own = (queries_before_rope(following_layer, h[:rows][sampled]) for h in (capture.hidden_in, leaving))
-            stored = take_next_query(next_query_arrays(fit_predictor(early, own)))
+            stored = take_next_query(next_query_arrays(fit_predictor(early, own).cpu().numpy()))
             assert stored is not None
             predictor = torch.from_numpy(stored).to(loaded.device)
     log_probs = model.lm_head(body.norm(leaving[-num_tokens:])).float().log_softmax(-1)

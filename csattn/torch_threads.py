@@ -1,0 +1,34 @@
+"""torch by one of many threads: its sums, and those of the libraries below it, depend on how many there are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Map = Callable[..., Any]  # the builtin, or a pool's
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """What the calling thread asks of torch, it computes by itself."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def alone(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """`work` for the threads of a pool: each computes by itself what it is given, without gradients."""
+
+    @wraps(work)
+    def by_itself(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        with one_thread(), torch.inference_mode():
+            return work(*arguments, **named)
+
+    return by_itself

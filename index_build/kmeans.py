@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -11,8 +12,7 @@ from numpy.typing import NDArray
 
 from index_build.kmeans_torch import SMALLEST_NORM
 
-# faiss-gpu reserves device memory for each k-means: there is room for one at a time
-_gpu_turn = Lock()
+_gpu_turn = Lock()  # of the threads, for the one GPU memory
 
 
 def spherical_kmeans(
@@ -41,14 +41,21 @@ def spherical_kmeans(
         seed=seed,
         init_method=faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS,
         min_points_per_centroid=1,
-        gpu=on_gpu,
     )
     with _gpu_turn if on_gpu else _one_thread():
+        if on_gpu:
+            kmeans.index = faiss.GpuIndexFlatIP(_gpu_memory(), points.shape[1])
         kmeans.train(np.ascontiguousarray(directions, dtype=np.float32))
     centroids: NDArray[np.float32] = kmeans.centroids.copy()
     lost = ~np.isclose(np.linalg.norm(centroids, axis=1), 1.0, atol=1e-3)  # empty, or a mean of opposite points
     centroids[lost] = directions[:: max(1, len(directions) // num_centroids)][: lost.sum()]
     return centroids
+
+
+@cache
+def _gpu_memory() -> Any:
+    """Device memory that FAISS keeps: to reserve it takes longer than a k-means does."""
+    return faiss.StandardGpuResources()
 
 
 @contextmanager

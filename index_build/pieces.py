@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -211,32 +211,41 @@ class _CheckpointClock:
         return due
 
 
-def fit_next_query(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> dict[str, Tensor]:
-    """`next_query`: how the next layer's query is predicted from this layer's input."""
-    rows = sample_rows(len(leaving), capture.q.shape[2])
-    with torch.inference_mode(), lent(loaded.model, capture.layer_idx + 1, PROJECTS_QUERIES) as following:
-        early, own = (queries_before_rope(following, hidden[rows]) for hidden in (capture.hidden_in, leaving))
-        return {"next_query": fit_predictor(early, own)}
-
-
 def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> Fit:
-    """`fit_next_query`, where the next layer's query is predicted: done already, or left to one of the index's threads.
+    """`next_query`: how the next layer's query is predicted from this layer's input, where it is.
 
-    It is left to them if it takes one of them about as long as the index. On a GPU it is done in the order of prefill.
+    What needs the next layer's weights is done now, because they may be lent to the calling thread only: on a GPU, or
+    where it would take a thread longer than an index takes. The rest is left to whoever makes the index.
     """
     if not loaded.geometry.is_predicted(capture.layer_idx + 1):
         return dict
-    fit = partial(fit_next_query, loaded, capture, leaving)
-    num_samples = len(capture.hidden_in[sample_rows(len(leaving), capture.q.shape[2])])
-    num_products = 2 * num_samples * capture.hidden_in.shape[1] * capture.q[:, 0].numel()
+    rows = sample_rows(len(leaving), capture.q.shape[2])
+    samples = capture.hidden_in[rows], leaving[rows]
+    project = partial(_queries_of_next, loaded.model, capture.layer_idx + 1, *samples)
+    num_products = 2 * samples[0].numel() * capture.q[:, 0].numel()
     if capture.q.is_cuda or num_products > _PRODUCTS_BESIDE:
-        fitted = fit()
-        return lambda: fitted
-    return alone(fit)
+        queries = project()
+        return lambda: _fit(*queries)
+    return alone(lambda: _fit(*project()))
+
+
+def _queries_of_next(model: Any, layer_idx: int, *hidden: Tensor) -> list[Tensor]:
+    with torch.inference_mode(), lent(model, layer_idx, PROJECTS_QUERIES) as layer:
+        return [queries_before_rope(layer, of_samples) for of_samples in hidden]
+
+
+@torch.inference_mode()
+def _fit(early: Tensor, own: Tensor) -> dict[str, Tensor]:
+    if early.is_cuda:
+        for queries in (early, own):  # they may be dropped before the index's stream has come here
+            queries.record_stream(torch.cuda.current_stream())
+    return {"next_query": fit_predictor(early, own)}
 
 
 def index_beside(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
-    """The arrays of a layer's index, and what is fitted beside it."""
+    """The arrays of a layer's index, and what is fitted beside it: on a CPU by one of the threads."""
+    if capture.q.is_cuda:
+        return fit() | index_arrays(capture.q, capture.kv, config, threads)
     fitted = threads.submit(fit)
     return index_arrays(capture.q, capture.kv, config, threads) | fitted.result()
 

@@ -141,18 +141,19 @@ def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: 
     And how far each key is from what its codes say, squared: [num_heads, context_len] float32.
     """
     per_unit = _power_of_two(KEY_BITS - made.key_exponent)[:, :, None, None]
-    mean, transform = made.key_mean.double()[:, :, None], made.key_transform / per_unit
-    half, back = (1 << bits - 1).float(), made.query_transform.float().mT
-    told_by_zeros = (made.key_mean - (half - 0.5) @ back)[:, :, None]
+    shift, transform = -made.key_mean.double()[:, :, None] * per_unit, made.key_transform / per_unit
+    half, back = (1 << bits - 1).double(), made.query_transform.float().mT
+    least, last = torch.zeros_like(half), 2 * half - 1
+    told_by_zeros = (made.key_mean - (half - 0.5).float() @ back)[:, :, None]
     codes = torch.empty(*k.shape[:2], len(bits), dtype=torch.uint8, device=k.device)
     errors = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device)
     for part in _parts(k, segment_starts):
         of = part[0]
-        whole = _rows(k, part).double().sub_(mean[:, of]).mul_(per_unit[:, of]).round_()
-        steps = whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS) @ transform[:, of]
-        u = steps.floor_().float().clamp_(-half, half - 1).add_(half)
-        _rows(codes, part)[:] = u
-        missed = (u @ back[:, of]).add_(told_by_zeros[:, of]).sub_(_rows(k, part))
+        whole = torch.addcmul(shift[:, of], _rows(k, part), per_unit[:, of]).round_()
+        steps = _add_product(half, whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS), transform[:, of])
+        u = _rows(codes, part)
+        u[:] = steps.clamp_(least, last)  # cut off: down to whole numbers, as none is below 0
+        missed = _add_product(told_by_zeros[:, of], u.float(), back[:, of]).sub_(_rows(k, part))
         _rows(errors, part)[:] = missed.square_().sum(3)
     return codes, errors
 
@@ -230,6 +231,12 @@ def _rows(rows: Tensor, part: Part) -> Tensor:
     """That part of rows [num_heads, num_rows, ...], segment by segment: [num_heads, num_segments, num_rows, ...]."""
     segments, of_part = part
     return torch.unflatten(rows[:, of_part], 1, (segments.stop - segments.start, -1))
+
+
+def _add_product(start: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """start + left @ right for each head and segment."""
+    start = start if start.ndim == 1 else start.flatten(0, 1)
+    return torch.baddbmm(start, left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
 def _lengths(starts: Sequence[int], rows: Tensor) -> Tensor:
@@ -331,16 +338,15 @@ def _value_moments(codes: Tensor, v: Tensor, starts: Sequence[int]) -> tuple[Ten
     u, width]. Within a block sums are float32's: those of codes' products are whole numbers that it holds.
     """
     num_coords, head_dim, num_rows = codes.shape[2], v.shape[2], _lengths(starts, v)[..., None]
-    sums = _zeros(v, len(starts), 1, num_coords + head_dim)
-    products = _zeros(v, len(starts), num_coords, num_coords + head_dim)
+    shapes = (1, num_coords), (1, head_dim), (num_coords, num_coords), (num_coords, head_dim)
+    u_sum, v_sum, gram, cross = (_zeros(v, len(starts), *shape) for shape in shapes)
     for part in _parts(v, starts):
-        rows = torch.cat([_rows(codes, part).float(), _rows(v, part).float()], dim=3)
-        sums[:, part[0]] += rows.sum(2, keepdim=True)
-        products[:, part[0]] += rows[..., :num_coords].mT @ rows
-    (u_mean, v_mean), (gram, cross) = (
-        (totals / num_rows).tensor_split([num_coords], dim=3) for totals in (sums, products)
-    )
-    return u_mean, v_mean, gram, cross
+        of, u, of_values = part[0], _rows(codes, part).float(), _rows(v, part).float()
+        u_sum[:, of] += u.sum(2, keepdim=True)
+        v_sum[:, of] += of_values.sum(2, keepdim=True)
+        gram[:, of] += u.mT @ u
+        cross[:, of] += u.mT @ of_values
+    return u_sum / num_rows, v_sum / num_rows, gram / num_rows, cross / num_rows
 
 
 def solve_definite(gram: Tensor, right: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ def make_codebooks(
     queries: Tensor,  # [num_index_heads, num_queries, head_dim]
     config: ListConfig,
     threads: Executor,  # runs FAISS on the subspaces side by side
-    on_gpu: bool | None = None,  # FAISS; not set: where it finds a GPU
+    on_gpu: bool | None = None,  # FAISS; see `spherical_kmeans`
 ) -> Tensor:
     """Unit centroids [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32 of the queries' parts."""
     num_heads, num_queries, head_dim = queries.shape

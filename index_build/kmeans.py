@@ -10,9 +10,11 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpus import available_cpus
 from index_build.kmeans_torch import SMALLEST_NORM
 
 _gpu_turn = Lock()  # of the threads, for the one GPU memory
+_CPUS_OF_A_GPU = 7  # which cluster as fast as an H100 does by FAISS, one problem after the other
 
 
 def spherical_kmeans(
@@ -20,7 +22,7 @@ def spherical_kmeans(
     num_centroids: int,
     num_iterations: int,
     seed: int,
-    on_gpu: bool | None = None,  # not set: where FAISS finds one
+    on_gpu: bool | None = None,  # not set: where FAISS finds one, and few CPUs
 ) -> NDArray[np.float32]:
     """Unit centroids [num_centroids, subspace_dim] of the points' directions; k-means++ seeds.
 
@@ -32,7 +34,8 @@ def spherical_kmeans(
     directions = points[norms > SMALLEST_NORM] / norms[norms > SMALLEST_NORM, None]
     if len(directions) <= num_centroids:
         return _repeat_to(directions, num_centroids, points.shape[1])
-    on_gpu = num_gpus() > 0 if on_gpu is None else on_gpu
+    if on_gpu is None:
+        on_gpu = num_gpus() > 0 and available_cpus() < _CPUS_OF_A_GPU
     kmeans = faiss.Kmeans(
         points.shape[1],
         num_centroids,

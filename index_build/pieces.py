@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # transformers comes with it, which takes seconds: an index i
 
 # On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
 _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
-_PRODUCTS_BESIDE = 2**31  # of a fit by one thread: some 30 ms
+_PRODUCTS_BESIDE = 2**31  # for one thread: some 30 ms
 
 Fit = Callable[[], dict[str, Tensor]]  # arrays that are made beside the index, by name
 
@@ -212,40 +212,32 @@ class _CheckpointClock:
 
 
 def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> Fit:
-    """`next_query`: how the next layer's query is predicted from this layer's input, where it is.
+    """`fit_next_query`, where the next layer's query is predicted: done already, or left to a thread of the index.
 
-    What needs the next layer's weights is done now, because they may be lent to the calling thread only: on a GPU, or
-    where it would take a thread longer than an index takes. The rest is left to whoever makes the index.
+    It is left to one that takes no longer for it than for an index. A GPU does it in its turn, and has lent the next
+    layer's weights to the calling thread only.
     """
     if not loaded.geometry.is_predicted(capture.layer_idx + 1):
         return dict
-    rows = sample_rows(len(leaving), capture.q.shape[2])
-    samples = capture.hidden_in[rows], leaving[rows]
-    project = partial(_queries_of_next, loaded.model, capture.layer_idx + 1, *samples)
-    num_products = 2 * samples[0].numel() * capture.q[:, 0].numel()
+    fit = partial(_fit_next_query, loaded.model, capture, leaving)
+    num_samples = len(leaving[sample_rows(len(leaving), capture.q.shape[2])])
+    num_products = 2 * num_samples * leaving.shape[1] * capture.q[:, 0].numel()
     if capture.q.is_cuda or num_products > _PRODUCTS_BESIDE:
-        queries = project()
-        return lambda: _fit(*queries)
-    return alone(lambda: _fit(*project()))
+        fitted = fit()
+        return lambda: fitted
+    return alone(fit)
 
 
-def _queries_of_next(model: Any, layer_idx: int, *hidden: Tensor) -> list[Tensor]:
-    with torch.inference_mode(), lent(model, layer_idx, PROJECTS_QUERIES) as layer:
-        return [queries_before_rope(layer, of_samples) for of_samples in hidden]
-
-
-@torch.inference_mode()
-def _fit(early: Tensor, own: Tensor) -> dict[str, Tensor]:
-    if early.is_cuda:
-        for queries in (early, own):  # they may be dropped before the index's stream has come here
-            queries.record_stream(torch.cuda.current_stream())
-    return {"next_query": fit_predictor(early, own)}
+def _fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> dict[str, Tensor]:
+    """`next_query`: how the next layer's query is predicted from this layer's input."""
+    rows = sample_rows(len(leaving), capture.q.shape[2])
+    with torch.inference_mode(), lent(model, capture.layer_idx + 1, PROJECTS_QUERIES) as following:
+        early, own = (queries_before_rope(following, hidden[rows]) for hidden in (capture.hidden_in, leaving))
+        return {"next_query": fit_predictor(early, own)}
 
 
 def index_beside(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
-    """The arrays of a layer's index, and what is fitted beside it: on a CPU by one of the threads."""
-    if capture.q.is_cuda:
-        return fit() | index_arrays(capture.q, capture.kv, config, threads)
+    """The arrays of a layer's index, and what is fitted beside it."""
     fitted = threads.submit(fit)
     return index_arrays(capture.q, capture.kv, config, threads) | fitted.result()
 

@@ -236,7 +236,16 @@ def _rows(rows: Tensor, part: Part) -> Tensor:
 def _add_product(start: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """start + left @ right for each head and segment."""
     start = start if start.ndim == 1 else start.flatten(0, 1)
-    return torch.baddbmm(start, left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+    product = torch.baddbmm(start, left.flatten(0, 1), right.flatten(0, 1))
+    return product.view(*left.shape[:3], -1)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right for each head and segment, added up in float32: numbers of 16 bits by a GPU's tensor cores."""
+    if not left.is_cuda or left.dtype.itemsize > 2:
+        return left.float() @ right.float()
+    product = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32)
+    return product.view(*left.shape[:3], -1)
 
 
 def _lengths(starts: Sequence[int], rows: Tensor) -> Tensor:
@@ -341,11 +350,11 @@ def _value_moments(codes: Tensor, v: Tensor, starts: Sequence[int]) -> tuple[Ten
     shapes = (1, num_coords), (1, head_dim), (num_coords, num_coords), (num_coords, head_dim)
     u_sum, v_sum, gram, cross = (_zeros(v, len(starts), *shape) for shape in shapes)
     for part in _parts(v, starts):
-        of, u, of_values = part[0], _rows(codes, part).float(), _rows(v, part).float()
-        u_sum[:, of] += u.sum(2, keepdim=True)
-        v_sum[:, of] += of_values.sum(2, keepdim=True)
-        gram[:, of] += u.mT @ u
-        cross[:, of] += u.mT @ of_values
+        of, u, of_values = part[0], _rows(codes, part).to(v.dtype), _rows(v, part)
+        u_sum[:, of] += u.sum(2, keepdim=True, dtype=torch.float32)
+        v_sum[:, of] += of_values.sum(2, keepdim=True, dtype=torch.float32)
+        gram[:, of] += _product(u.mT, u)
+        cross[:, of] += _product(u.mT, of_values)
     return u_sum / num_rows, v_sum / num_rows, gram / num_rows, cross / num_rows
 
 

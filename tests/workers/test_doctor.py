@@ -73,7 +73,7 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
     ("sick", "check", "status", "words", "remedy"),
     [
         (machine(probed={"torch": MISSING}), "torch", "problem", "cannot be loaded: ModuleNotFound", "pip install"),
-        (machine(probed={"torch": {**CPU, "version": "2.5.1"}}), "torch", "problem", "2.6 or later", "--upgrade torch"),
+        (machine(probed={"torch": {**CPU, "version": "2.7.1"}}), "torch", "problem", "2.8 or later", "--upgrade torch"),
         (machine(gpus=(H200,)), "torch", "warning", "has a GPU that it cannot use", "pytorch.org"),
         (machine(gpus=(H200,), probed={"torch": BLIND}), "device", "problem", "570.1 shows NVIDIA H200", "driver"),
         (
@@ -188,7 +188,11 @@ def test_a_second_device_is_told_of_too() -> None:
 
 def test_a_library_without_a_package_is_judged_by_what_it_says() -> None:
     assert "CuPy 14.2." in check_cupy(gpu_machine({}))[0].text
-    assert "from no package" in check_faiss(machine({"ray": "2.60.0"}))[0].text
+    assert check_faiss(machine({"ray": "2.60.0"}))[0].text.endswith("from no package.")
+
+
+def test_where_there_is_a_gpu_it_says_that_faiss_needs_none() -> None:
+    assert check_faiss(gpu_machine({}))[0].text.endswith("torch is faster on a GPU, and faiss-gpu not needed.")
 
 
 def test_nvidia_smi_is_read_line_by_line() -> None:

@@ -38,8 +38,8 @@ def check_torch(facts: Facts) -> Sequence[Finding]:
     torch = facts.probes["torch"]
     if "error" in torch:
         return [_not_loaded("torch", torch, "pip install --force-reinstall torch")]
-    if release(torch["version"]) < (2, 6):
-        text = f"torch is {torch['version']}; 2.6 or later is needed."
+    if release(torch["version"]) < (2, 8):
+        text = f"torch is {torch['version']}; 2.8 or later is needed."
         return [Finding("torch", "problem", text, "pip install --upgrade torch")]
     built_for = f"for CUDA {torch['cuda']}" if torch["cuda"] else "without CUDA"
     text = f"torch {torch['version']}, built {built_for}."
@@ -129,7 +129,10 @@ def check_faiss(facts: Facts) -> Sequence[Finding]:
         return [_overlap("faiss", packages, "faiss-cpu")]
     if "error" in faiss:
         return [_not_loaded("faiss", faiss, "pip install --force-reinstall faiss-cpu")]
-    return [Finding("faiss", "ok", f"FAISS {faiss['version']} from {packages[0] if packages else 'no package'}.")]
+    text = f"FAISS {faiss['version']} from {packages[0] if packages else 'no package'}."
+    if facts.gpus:
+        text += " Builds of lists ask it with --kmeans faiss; torch is faster on a GPU, and faiss-gpu not needed."
+    return [Finding("faiss", "ok", text)]
 
 
 def check_numba(facts: Facts) -> Sequence[Finding]:

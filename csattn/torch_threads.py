@@ -13,18 +13,26 @@ Map = Callable[..., Any]  # the builtin, or a pool's
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """What the calling thread asks of torch, it computes by itself."""
+def threads_kept() -> Iterator[None]:
+    """Afterwards the calling thread has as many threads as before, and so have those that begin later: they are told
+    what any thread said last."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(num_threads)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """What the calling thread asks of torch, it computes by itself."""
+    with threads_kept():
+        torch.set_num_threads(1)
+        yield
+
+
 def alone(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`work` for the threads of a pool: each computes by itself what it is given, without gradients."""
+    """`work` by one thread, without gradients. Whoever has the threads of a pool do it waits in `threads_kept`."""
 
     @wraps(work)
     def by_itself(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:

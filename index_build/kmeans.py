@@ -14,7 +14,8 @@ from csattn.cpus import available_cpus
 from index_build.kmeans_torch import SMALLEST_NORM
 
 _gpu_turn = Lock()  # of the threads, for the one GPU memory
-_CPUS_OF_A_GPU = 7  # which cluster as fast as an H100 does by FAISS, one problem after the other
+_CPUS_AS_FAST = 7  # side by side, as FAISS is on an H100, one problem after the other
+_GPU_BYTES = 2**28  # of a problem's distances
 
 
 def spherical_kmeans(
@@ -22,7 +23,7 @@ def spherical_kmeans(
     num_centroids: int,
     num_iterations: int,
     seed: int,
-    on_gpu: bool | None = None,  # not set: where FAISS finds one, and few CPUs
+    on_gpu: bool | None = None,  # not set: `uses_gpu`
 ) -> NDArray[np.float32]:
     """Unit centroids [num_centroids, subspace_dim] of the points' directions; k-means++ seeds.
 
@@ -34,8 +35,7 @@ def spherical_kmeans(
     directions = points[norms > SMALLEST_NORM] / norms[norms > SMALLEST_NORM, None]
     if len(directions) <= num_centroids:
         return _repeat_to(directions, num_centroids, points.shape[1])
-    if on_gpu is None:
-        on_gpu = num_gpus() > 0 and available_cpus() < _CPUS_OF_A_GPU
+    on_gpu = uses_gpu() if on_gpu is None else on_gpu
     kmeans = faiss.Kmeans(
         points.shape[1],
         num_centroids,
@@ -48,7 +48,10 @@ def spherical_kmeans(
     with _gpu_turn if on_gpu else _one_thread():
         if on_gpu:
             kmeans.index = faiss.GpuIndexFlatIP(_gpu_memory(), points.shape[1])
-        kmeans.train(np.ascontiguousarray(directions, dtype=np.float32))
+        try:
+            kmeans.train(np.ascontiguousarray(directions, dtype=np.float32))
+        finally:
+            kmeans.index = None  # it gives its memory back in this thread's turn
     centroids: NDArray[np.float32] = kmeans.centroids.copy()
     lost = ~np.isclose(np.linalg.norm(centroids, axis=1), 1.0, atol=1e-3)  # empty, or a mean of opposite points
     centroids[lost] = directions[:: max(1, len(directions) // num_centroids)][: lost.sum()]
@@ -57,8 +60,10 @@ def spherical_kmeans(
 
 @cache
 def _gpu_memory() -> Any:
-    """Device memory that FAISS keeps: to reserve it takes longer than a k-means does."""
-    return faiss.StandardGpuResources()
+    """Device memory that FAISS keeps for the life of the process: to reserve it takes longer than a k-means does."""
+    resources = faiss.StandardGpuResources()
+    resources.setTempMemory(_GPU_BYTES)
+    return resources
 
 
 @contextmanager
@@ -77,8 +82,13 @@ def kmeans_version() -> dict[str, Any]:
     return {
         "faiss": faiss.__version__,
         "faiss_options": faiss.get_compile_options().strip(),
-        "faiss_gpus": str(num_gpus()),
+        "faiss_gpus": str(int(uses_gpu())),
     }
+
+
+def uses_gpu() -> bool:
+    """Whether centroids are placed on a GPU unless told otherwise: where FAISS finds one, and few CPUs are at hand."""
+    return num_gpus() > 0 and available_cpus() < _CPUS_AS_FAST
 
 
 def num_gpus() -> int:

@@ -28,7 +28,7 @@ from csattn.errors import ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
 from csattn.models.lending import lent
 from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
-from csattn.torch_threads import alone
+from csattn.torch_threads import alone, threads_kept
 from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
 from index_build.plan import Plan
@@ -39,9 +39,9 @@ if TYPE_CHECKING:  # transformers comes with it, which takes seconds: an index i
 
 # On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
 _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
-_PRODUCTS_BESIDE = 2**31  # for one thread: some 30 ms
+_PRODUCTS_BESIDE = 1000  # that a thread makes while another makes the index of a number of the keys
 
-Fit = Callable[[], dict[str, Tensor]]  # arrays that are made beside the index, by name
+Fit = Callable[[], dict[str, Tensor]]  # what `_fit_next_query` gives, or nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,17 +212,18 @@ class _CheckpointClock:
 
 
 def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> Fit:
-    """`fit_next_query`, where the next layer's query is predicted: done already, or left to a thread of the index.
+    """How the next layer's query is predicted, where it is: fitted already, or to be fitted beside the index.
 
-    It is left to one that takes no longer for it than for an index. A GPU does it in its turn, and has lent the next
-    layer's weights to the calling thread only.
+    A thread of a CPU fits beside the index if the others take as long for that: of small models, or long contexts. On a
+    GPU prefill lends the model the next layer's weights, which two threads must not do at once.
     """
     if not loaded.geometry.is_predicted(capture.layer_idx + 1):
         return dict
     fit = partial(_fit_next_query, loaded.model, capture, leaving)
     num_samples = len(leaving[sample_rows(len(leaving), capture.q.shape[2])])
     num_products = 2 * num_samples * leaving.shape[1] * capture.q[:, 0].numel()
-    if capture.q.is_cuda or num_products > _PRODUCTS_BESIDE:
+    others_make = _PRODUCTS_BESIDE * capture.kv[:, :, 0].numel()
+    if capture.q.is_cuda or num_products * (torch.get_num_threads() - 1) > others_make:
         fitted = fit()
         return lambda: fitted
     return alone(fit)
@@ -238,8 +239,9 @@ def _fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> dic
 
 def index_beside(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
     """The arrays of a layer's index, and what is fitted beside it."""
-    fitted = threads.submit(fit)
-    return index_arrays(capture.q, capture.kv, config, threads) | fitted.result()
+    with threads_kept():
+        fitted = threads.submit(fit)
+        return index_arrays(capture.q, capture.kv, config, threads) | fitted.result()
 
 
 def _make(
@@ -264,15 +266,16 @@ def _write(
     arrays: Mapping[str, Tensor],  # KV, and what `_make` made
 ) -> None:
     with times.timed("write"):
-        others = {name: array for name, array in arrays.items() if name not in ("kv", "next_query")}
         next_query = arrays["next_query"].numpy() if "next_query" in arrays else None
         if "q" in arrays:
             save_captured(work, layer_idx, arrays["q"], arrays["kv"], next_query)
         elif "memory" in arrays:
-            _finish(work, layer_idx, work.write_part(state_file(layer_idx), others), {}, next_query)
+            state = {name: arrays[name] for name in ("conv", "memory")}
+            _finish(work, layer_idx, work.write_part(state_file(layer_idx), state), {}, next_query)
         else:
             kv_record = work.write_part(kv_file(layer_idx), {"kv": arrays["kv"]})
-            _finish(work, layer_idx, kv_record, others, next_query)
+            index = {name: array for name, array in arrays.items() if name not in ("kv", "next_query")}
+            _finish(work, layer_idx, kv_record, index, next_query)
 
 
 def _finish(

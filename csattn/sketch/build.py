@@ -142,18 +142,17 @@ def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: 
     """
     per_unit = _power_of_two(KEY_BITS - made.key_exponent)[:, :, None, None]
     shift, transform = -made.key_mean.double()[:, :, None] * per_unit, made.key_transform / per_unit
-    half, back = (1 << bits - 1).double(), made.query_transform.float().mT
-    least, last = torch.zeros_like(half), 2 * half - 1
-    told_by_zeros = (made.key_mean - (half - 0.5).float() @ back)[:, :, None]
+    half, back = (1 << bits - 1).float(), made.query_transform.float().mT
+    told_by_zeros = (made.key_mean - (half - 0.5) @ back)[:, :, None]
     codes = torch.empty(*k.shape[:2], len(bits), dtype=torch.uint8, device=k.device)
     errors = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device)
     for part in _parts(k, segment_starts):
         of = part[0]
         whole = torch.addcmul(shift[:, of], _rows(k, part), per_unit[:, of]).round_()
-        steps = _add_product(half, whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS), transform[:, of])
-        u = _rows(codes, part)
-        u[:] = steps.clamp_(least, last)  # cut off: down to whole numbers, as none is below 0
-        missed = _add_product(told_by_zeros[:, of], u.float(), back[:, of]).sub_(_rows(k, part))
+        steps = whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS) @ transform[:, of]
+        u = steps.floor_().float().clamp_(-half, half - 1).add_(half)  # a sum is not exact before it is a whole number
+        _rows(codes, part)[:] = u
+        missed = (u @ back[:, of]).add_(told_by_zeros[:, of]).sub_(_rows(k, part))
         _rows(errors, part)[:] = missed.square_().sum(3)
     return codes, errors
 
@@ -233,17 +232,10 @@ def _rows(rows: Tensor, part: Part) -> Tensor:
     return torch.unflatten(rows[:, of_part], 1, (segments.stop - segments.start, -1))
 
 
-def _add_product(start: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """start + left @ right for each head and segment."""
-    start = start if start.ndim == 1 else start.flatten(0, 1)
-    product = torch.baddbmm(start, left.flatten(0, 1), right.flatten(0, 1))
-    return product.view(*left.shape[:3], -1)
-
-
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right for each head and segment, added up in float32: numbers of 16 bits by a GPU's tensor cores."""
-    if not left.is_cuda or left.dtype.itemsize > 2:
-        return left.float() @ right.float()
+    if left.dtype == torch.float32:
+        return left @ right
     product = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32)
     return product.view(*left.shape[:3], -1)
 
@@ -348,9 +340,10 @@ def _value_moments(codes: Tensor, v: Tensor, starts: Sequence[int]) -> tuple[Ten
     """
     num_coords, head_dim, num_rows = codes.shape[2], v.shape[2], _lengths(starts, v)[..., None]
     shapes = (1, num_coords), (1, head_dim), (num_coords, num_coords), (num_coords, head_dim)
+    dtype = v.dtype if v.is_cuda and v.dtype.itemsize == 2 else torch.float32
     u_sum, v_sum, gram, cross = (_zeros(v, len(starts), *shape) for shape in shapes)
     for part in _parts(v, starts):
-        of, u, of_values = part[0], _rows(codes, part).to(v.dtype), _rows(v, part)
+        of, u, of_values = part[0], _rows(codes, part).to(dtype), _rows(v, part).to(dtype)
         u_sum[:, of] += u.sum(2, keepdim=True, dtype=torch.float32)
         v_sum[:, of] += of_values.sum(2, keepdim=True, dtype=torch.float32)
         gram[:, of] += _product(u.mT, u)

@@ -1,6 +1,7 @@
 """Spherical k-means, by FAISS and by the batched program: unit centroids whatever the points, and as good a fit."""
 
 from collections.abc import Callable
+from typing import Any
 
 import faiss
 import numpy as np
@@ -8,10 +9,32 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from index_build import kmeans
 from index_build.kmeans import spherical_kmeans
 from index_build.kmeans_torch import POINTS_PER_CENTROID, sample_points, spherical_kmeans_batch
 
 Kmeans = Callable[..., NDArray[np.float32]]
+
+
+@pytest.mark.parametrize(("num_gpus", "num_cpus", "expected"), [(0, 2, False), (1, 2, True), (1, 16, False)])
+def test_faiss_uses_a_gpu_beside_few_cpus(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, num_gpus: int, num_cpus: int, expected: bool
+) -> None:
+    made = []
+
+    def on_gpu(memory: Any, width: int) -> Any:
+        made.append(memory)
+        return faiss.IndexFlatIP(width)
+
+    monkeypatch.setattr(kmeans, "num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(kmeans, "available_cpus", lambda: num_cpus)
+    monkeypatch.setattr(kmeans, "_gpu_memory", lambda: "kept")
+    monkeypatch.setattr(faiss, "GpuIndexFlatIP", on_gpu, raising=False)
+    points = rng.standard_normal((500, 4)).astype(np.float32)
+    centroids = spherical_kmeans(points, 8, 10, 1)
+    assert made == ["kept"] * expected
+    assert kmeans.kmeans_version()["faiss_gpus"] == str(int(expected))
+    np.testing.assert_allclose(centroids, spherical_kmeans(points, 8, 10, 1, on_gpu=False), atol=1e-6)
 
 
 def by_faiss(points, num_centroids=8, seed=1):

@@ -1,9 +1,19 @@
 """Looking ahead: the fitted map recovers a linear relation and never does worse than leaving the query alone."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+
 import numpy as np
+import pytest
 import torch
 
+from csattn.config import SketchConfig
+from csattn.models.query import queries_before_rope
+from csattn.torch_threads import alone, threads_kept
+from index_build import pieces
+from index_build.capture import prefill
 from index_build.predictor import fit_predictor, sample_rows
+from tests.tiny import loaded, token_ids
 
 
 def apply(fitted: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
@@ -49,3 +59,39 @@ def test_wide_heads_are_fitted_by_several_threads() -> None:
         wanted = np.linalg.solve(gram + 1e-2 * gram.trace() / 256 * np.eye(256), centred.T @ (y - y.mean(0)))
         np.testing.assert_allclose(fitted[head, :-1], wanted, rtol=0, atol=1e-4)
         np.testing.assert_allclose(fitted[head, -1], y.mean(0) - x.mean(0) @ wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_beside: bool) -> None:
+    """What is fitted beside it, by one thread, is what the layer's queries say; who comes later has all threads."""
+    monkeypatch.setattr(pieces, "_PRODUCTS_BESIDE", 10**9 if is_beside else 0)
+    model = loaded()
+    num_fitted, seen = 0, []
+    with threads_kept(), ThreadPoolExecutor(2) as threads:
+        torch.set_num_threads(2)
+        for capture, leaving in prefill(model.model, torch.from_numpy(token_ids(300)).long()):
+            fit = pieces.fit_now_or_beside(model, capture, leaving)
+            arrays = pieces.index_beside(fit, capture, SketchConfig(), threads)
+            (thread := Thread(target=lambda: seen.append(torch.get_num_threads()))).start()
+            thread.join()
+            if not model.geometry.is_predicted(capture.layer_idx + 1):
+                assert "next_query" not in arrays
+                continue
+            num_fitted += 1
+            layer, rows = model.model.model.layers[capture.layer_idx + 1], sample_rows(300, 16)
+            with torch.inference_mode():
+                early, own = (queries_before_rope(layer, hidden[rows]) for hidden in (capture.hidden_in, leaving))
+                torch.testing.assert_close(arrays["next_query"], fit_predictor(early, own), rtol=1e-3, atol=1e-4)
+    assert num_fitted == model.geometry.num_layers - 1
+    assert set(seen) == {2}
+
+
+def test_what_a_predictor_fails_with_is_raised() -> None:
+    def fail() -> dict[str, torch.Tensor]:
+        raise RuntimeError("no predictor")
+
+    model, num_threads = loaded(), torch.get_num_threads()
+    capture, _ = next(iter(prefill(model.model, torch.from_numpy(token_ids(100)).long())))
+    with ThreadPoolExecutor(2) as threads, pytest.raises(RuntimeError, match="no predictor"):
+        pieces.index_beside(alone(fail), capture, SketchConfig(), threads)
+    assert torch.get_num_threads() == num_threads

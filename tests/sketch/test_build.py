@@ -22,11 +22,19 @@ SCALE = 0.1
 ARRAYS = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
 
 
-def build(q: Floats, k: Floats, v: Floats, config: SketchConfig, num_threads: int = 2, device: str = "cpu"):
+def build(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    config: SketchConfig,
+    num_threads: int = 2,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> SketchIndex:
     """The index of these heads, on that device; arrays as of `make_heads`."""
-    kv = torch.from_numpy(np.stack([k, v], axis=2)).to(device)
+    kv = torch.from_numpy(np.stack([k, v], axis=2)).to(device, dtype)
     with ThreadPoolExecutor(num_threads) as threads:
-        arrays = index_arrays(torch.from_numpy(q).to(device), kv, config, threads)
+        arrays = index_arrays(torch.from_numpy(q).to(device, dtype), kv, config, threads)
     host = {name: array.cpu().numpy() for name, array in arrays.items()}
     index = index_from_arrays(config, k.shape[1], host)
     assert isinstance(index, SketchIndex)
@@ -95,6 +103,24 @@ def test_codes_of_a_transform_are_those_of_the_definition_to_the_bit(head_dim, n
             transform = mean[head, 0].numpy(), int(exponent[head, 0]), columns[head, 0].numpy()
             want = reference.encode(keys[head].float().numpy(), *transform, bits)
             np.testing.assert_array_equal(codes[head].cpu(), want)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_coordinate_just_below_a_whole_number_stays_below_it(device: str) -> None:
+    """Its product is exact, and has bits that a code's half would push out of a float64."""
+    bits = torch.from_numpy(coord_bits(*SketchConfig().words(128)))
+    columns = torch.zeros(1, 1, 128, len(bits))
+    columns[:, :, :64], columns[:, :, 64] = 2.0**-6, 2.0**-30
+    keys = torch.zeros(1, 1, 128)
+    keys[..., :64], keys[..., 64] = 1.0, -(2.0**-20)
+    made = sketch.KeyTransforms(
+        torch.zeros(1, 1, 128), torch.zeros(1, 1, dtype=torch.int64), columns, torch.zeros_like(columns).half()
+    )
+    here = sketch.KeyTransforms(**{field.name: getattr(made, field.name).to(device) for field in fields(made)})
+    codes, _ = sketch.encode(keys.to(device), (0,), here, bits.to(device))
+    np.testing.assert_array_equal(codes[0, 0].cpu(), 1 << bits - 1)
+    want = reference.encode(keys[0].numpy(), made.key_mean[0, 0].numpy(), 0, columns[0, 0].numpy(), bits.numpy())
+    np.testing.assert_array_equal(codes[0].cpu(), want)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +222,14 @@ def test_a_sample_of_the_queries_is_enough(rng, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("head_dim", "num_rows"), [(64, 3000), (128, 20_000)])
-def test_a_gpu_gives_what_the_cpu_gives(head_dim, num_rows, rng) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("head_dim", "num_rows", "segment_len"), [(64, 3000, 1024), (128, 20_000, 8192)])
+def test_a_gpu_gives_what_the_cpu_gives(head_dim, num_rows, segment_len, dtype, rng) -> None:
     q, k, v = make_heads(rng, 3, 2, num_rows, head_dim)
-    got = build(q, k, v, SketchConfig(), device="cuda")
-    assert_gives_the_same(got, build(q, k, v, SketchConfig()), q[:, -1])
-    again = build(q, k, v, SketchConfig(), device="cuda")
+    config = SketchConfig(segment_len=segment_len)
+    got = build(q, k, v, config, device="cuda", dtype=dtype)
+    assert_gives_the_same(got, build(q, k, v, config, dtype=dtype), q[:, -1])
+    again = build(q, k, v, config, device="cuda", dtype=dtype)
     np.testing.assert_array_equal(got.codes, again.codes)
     np.testing.assert_array_equal(got.marks, again.marks)
     assert unpack_codes(got.codes, num_rows, got.num_fine).any()

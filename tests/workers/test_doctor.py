@@ -193,6 +193,7 @@ def test_a_library_without_a_package_is_judged_by_what_it_says() -> None:
 
 def test_where_there_is_a_gpu_it_says_that_faiss_needs_none() -> None:
     assert check_faiss(gpu_machine({}))[0].text.endswith("torch is faster on a GPU, and faiss-gpu not needed.")
+    assert "faster" not in check_faiss(machine(gpus=(H200,)))[0].text, "torch cannot use it"
 
 
 def test_nvidia_smi_is_read_line_by_line() -> None:

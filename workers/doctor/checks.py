@@ -130,7 +130,7 @@ def check_faiss(facts: Facts) -> Sequence[Finding]:
     if "error" in faiss:
         return [_not_loaded("faiss", faiss, "pip install --force-reinstall faiss-cpu")]
     text = f"FAISS {faiss['version']} from {packages[0] if packages else 'no package'}."
-    if facts.gpus:
+    if facts.probes["torch"].get("devices"):
         text += " Builds of lists ask it with --kmeans faiss; torch is faster on a GPU, and faiss-gpu not needed."
     return [Finding("faiss", "ok", text)]
 

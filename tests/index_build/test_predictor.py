@@ -1,7 +1,8 @@
 """Looking ahead: the fitted map recovers a linear relation and never does worse than leaving the query alone."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from csattn.config import SketchConfig
 from csattn.models.query import queries_before_rope
-from csattn.torch_threads import alone, threads_kept
+from csattn.torch_threads import alone, one_thread, threads_kept
 from index_build import pieces
 from index_build.capture import prefill
 from index_build.predictor import fit_predictor, sample_rows
@@ -63,17 +64,15 @@ def test_wide_heads_are_fitted_by_several_threads() -> None:
 
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_beside: bool) -> None:
-    """What is fitted beside it, by one thread, is what the layer's queries say; who comes later has all threads."""
+    """What is fitted beside it, by one thread, is what the layer's queries say."""
     monkeypatch.setattr(pieces, "_PRODUCTS_BESIDE", 10**9 if is_beside else 0)
     model = loaded()
-    num_fitted, seen = 0, []
-    with threads_kept(), ThreadPoolExecutor(2) as threads:
+    num_fitted = 0
+    with ThreadPoolExecutor(2) as threads, threads_kept():
         torch.set_num_threads(2)
         for capture, leaving in prefill(model.model, torch.from_numpy(token_ids(300)).long()):
             fit = pieces.fit_now_or_beside(model, capture, leaving)
             arrays = pieces.index_beside(fit, capture, SketchConfig(), threads)
-            (thread := Thread(target=lambda: seen.append(torch.get_num_threads()))).start()
-            thread.join()
             if not model.geometry.is_predicted(capture.layer_idx + 1):
                 assert "next_query" not in arrays
                 continue
@@ -83,7 +82,36 @@ def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_be
                 early, own = (queries_before_rope(layer, hidden[rows]) for hidden in (capture.hidden_in, leaving))
                 torch.testing.assert_close(arrays["next_query"], fit_predictor(early, own), rtol=1e-3, atol=1e-4)
     assert num_fitted == model.geometry.num_layers - 1
-    assert set(seen) == {2}
+
+
+def test_who_comes_later_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a fit that began while one thread was enough for the index, and ended after it."""
+    in_index, in_fit, seen = Event(), Event(), []
+
+    def make_index(*_: object) -> dict[str, torch.Tensor]:
+        with one_thread():
+            in_index.set()
+            assert in_fit.wait(10)
+        return {}
+
+    def fit() -> dict[str, torch.Tensor]:
+        in_fit.set()
+        time.sleep(0.2)
+        return {}
+
+    def fit_later() -> dict[str, torch.Tensor]:
+        assert in_index.wait(10)
+        return alone(fit)()
+
+    monkeypatch.setattr(pieces, "index_arrays", make_index)
+    model = loaded()
+    capture, _ = next(iter(prefill(model.model, torch.from_numpy(token_ids(100)).long())))
+    with ThreadPoolExecutor(2) as threads, threads_kept():
+        torch.set_num_threads(2)
+        pieces.index_beside(fit_later, capture, SketchConfig(), threads)
+        (thread := Thread(target=lambda: seen.append(torch.get_num_threads()))).start()
+        thread.join()
+    assert seen == [2]
 
 
 def test_what_a_predictor_fails_with_is_raised() -> None:

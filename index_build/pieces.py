@@ -39,7 +39,8 @@ if TYPE_CHECKING:  # transformers comes with it, which takes seconds: an index i
 
 # On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
 _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
-_PRODUCTS_BESIDE = 1000  # that a thread makes while another makes the index of a number of the keys
+# of a fit, in the time that an index takes for each number of its keys, each by one thread
+_PRODUCTS_BESIDE = 1000
 
 Fit = Callable[[], dict[str, Tensor]]  # what `_fit_next_query` gives, or nothing
 
@@ -214,16 +215,16 @@ class _CheckpointClock:
 def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> Fit:
     """How the next layer's query is predicted, where it is: fitted already, or to be fitted beside the index.
 
-    A thread of a CPU fits beside the index if the others take as long for that: of small models, or long contexts. On a
-    GPU prefill lends the model the next layer's weights, which two threads must not do at once.
+    A CPU leaves it to one thread where the others take as long for the index: of small models, or of long contexts. A
+    GPU does not: prefill lends the model the same weights, which two threads must not do at once.
     """
     if not loaded.geometry.is_predicted(capture.layer_idx + 1):
         return dict
     fit = partial(_fit_next_query, loaded.model, capture, leaving)
     num_samples = len(leaving[sample_rows(len(leaving), capture.q.shape[2])])
     num_products = 2 * num_samples * leaving.shape[1] * capture.q[:, 0].numel()
-    others_make = _PRODUCTS_BESIDE * capture.kv[:, :, 0].numel()
-    if capture.q.is_cuda or num_products * (torch.get_num_threads() - 1) > others_make:
+    num_others = torch.get_num_threads() - 1
+    if capture.q.is_cuda or num_products * num_others > _PRODUCTS_BESIDE * capture.kv[:, :, 0].numel():
         fitted = fit()
         return lambda: fitted
     return alone(fit)

@@ -116,8 +116,10 @@ def time_parts(
     with timed_parts(q.device, seconds):
         arrays = index_arrays(q, kv, config, threads)
     fit_predictor(*samples)
+    wait(q.device)
     started = time.perf_counter()
     fit_predictor(*samples)
+    wait(q.device)
     seconds["predictor"] = time.perf_counter() - started
     with make_outbox(q.device) as outbox:
         for _ in range(3):  # the first two lock host memory

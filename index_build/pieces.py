@@ -42,7 +42,7 @@ _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
 # of a fit, in the time that an index takes for each number of its keys, each by one thread
 _PRODUCTS_BESIDE = 1000
 
-Fit = Callable[[], dict[str, Tensor]]  # what `_fit_next_query` gives, or nothing
+Fit = Callable[[], dict[str, Tensor]]  # what `_fit_query` gives, or nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +220,10 @@ def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Ten
     """
     if not loaded.geometry.is_predicted(capture.layer_idx + 1):
         return dict
-    fit = partial(_fit_next_query, loaded.model, capture, leaving)
-    num_samples = len(leaving[sample_rows(len(leaving), capture.q.shape[2])])
-    num_products = 2 * num_samples * leaving.shape[1] * capture.q[:, 0].numel()
+    rows = sample_rows(len(leaving), capture.q.shape[2])
+    samples = capture.hidden_in[rows], leaving[rows]
+    fit = partial(_fit_query, loaded.model, capture.layer_idx + 1, *samples)
+    num_products = len(samples) * samples[0].numel() * capture.q[:, 0].numel()
     num_others = torch.get_num_threads() - 1
     if capture.q.is_cuda or num_products * num_others > _PRODUCTS_BESIDE * capture.kv[:, :, 0].numel():
         fitted = fit()
@@ -230,11 +231,10 @@ def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Ten
     return alone(fit)
 
 
-def _fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> dict[str, Tensor]:
-    """`next_query`: how the next layer's query is predicted from this layer's input."""
-    rows = sample_rows(len(leaving), capture.q.shape[2])
-    with torch.inference_mode(), lent(model, capture.layer_idx + 1, PROJECTS_QUERIES) as following:
-        early, own = (queries_before_rope(following, hidden[rows]) for hidden in (capture.hidden_in, leaving))
+def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor]:
+    """`next_query`: how that layer's query is predicted, from samples of what enters the layer before and leaves it."""
+    with torch.inference_mode(), lent(model, layer_idx, PROJECTS_QUERIES) as layer:
+        early, own = (queries_before_rope(layer, hidden) for hidden in samples)
         return {"next_query": fit_predictor(early, own)}
 
 

@@ -8,7 +8,7 @@ few percent (bench/log.md).
 import torch
 from torch import Tensor
 
-from csattn.sketch.build import solve_definite
+from csattn.sketch.build import solve_ridge
 
 # Rows of the context that the regression sees, for each dimension of a head; more take 2 % off its error at most.
 _SAMPLES_PER_DIM = 16
@@ -29,7 +29,6 @@ def fit_predictor(
     x, y = early - early_mean, own - own_mean
     gram = (x.mT @ x).double()
     ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-6)
-    gram += ridge[:, None, None] * torch.eye(x.shape[2], dtype=torch.float64, device=x.device)
-    matrix = solve_definite(gram, (x.mT @ y).double()).float()
+    matrix = solve_ridge(gram, (x.mT @ y).double(), ridge[:, None, None]).float()
     offset = own_mean - early_mean @ matrix
     return torch.cat([matrix, offset], dim=1)

@@ -185,7 +185,7 @@ def fit_values(codes: Tensor, v: Tensor, segment_starts: Sequence[int], bits: Te
     gram, cross = gram - u_mean.mT @ u_mean, cross - u_mean.mT @ v_mean
     variance = gram.diagonal(dim1=2, dim2=3)[..., None]
     ridge = RIDGE * (variance.mean(2, keepdim=True) + 1.0)
-    matrix = solve_definite(gram + ridge * torch.eye(len(bits), dtype=gram.dtype, device=v.device), cross)
+    matrix = solve_ridge(gram, cross, ridge)
     fine = (bits == FINE_BITS).double()
     scaled = matrix * torch.where(fine[:, None] > 0, 1.0, variance)
     return (v_mean - fine * u_mean @ matrix)[:, :, 0].float(), _half(scaled)
@@ -349,6 +349,11 @@ def _value_moments(codes: Tensor, v: Tensor, starts: Sequence[int]) -> tuple[Ten
         gram[:, of] += _product(u.mT, u)
         cross[:, of] += _product(u.mT, of_values)
     return u_sum / num_rows, v_sum / num_rows, gram / num_rows, cross / num_rows
+
+
+def solve_ridge(gram: Tensor, right: Tensor, ridge: Tensor) -> Tensor:
+    """`solve_definite` with a ridge [..., 1, 1] added to the diagonals of gram [..., n, n]."""
+    return solve_definite(gram + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), right)
 
 
 def solve_definite(gram: Tensor, right: Tensor) -> Tensor:

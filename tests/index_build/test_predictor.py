@@ -46,13 +46,10 @@ def test_samples_are_spread_over_the_context_and_bounded() -> None:
 
 def test_wide_heads_are_fitted_by_several_threads() -> None:
     """As ridge regression says: what torch solves with would crash or hang."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads_kept():
+        torch.set_num_threads(2)
         early, own = torch.randn(4, 600, 256), torch.randn(4, 600, 256) + 5
         fitted = fit_predictor(early, own).double().numpy()
-    finally:
-        torch.set_num_threads(num_threads)
     for head in range(4):
         x, y = (rows[head].double().numpy() for rows in (early, own))
         centred = x - x.mean(0)

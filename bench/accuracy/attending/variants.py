@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.accuracy.attending.attend import Codes
 from bench.accuracy.attending.context import ContextLayer
 from csattn.config import SketchConfig
-from csattn.sketch.build import solve_definite
+from csattn.sketch.build import solve_ridge
 from csattn.sketch.reference import LEAST_QUERY_ENERGY, RIDGE, STEP_MULTIPLES
 
 # steps that are best for a normal distribution, in deviations, by the bits
@@ -106,8 +106,8 @@ class _Segment:
         centred = (self._y[..., :num_coords] - y_mean).double()
         gram = centred.mT @ centred
         ridge = RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1) if num_coords else torch.zeros(len(v), device=v.device)
-        gram += ridge.clamp_min(1e-6)[:, None, None] * torch.eye(num_coords, device=v.device, dtype=gram.dtype)
-        self._value_matrix = solve_definite(gram, centred.mT @ (v - mean).double()).float()
+        ridge = ridge.clamp_min(1e-6)[:, None, None]
+        self._value_matrix = solve_ridge(gram, centred.mT @ (v - mean).double(), ridge).float()
         self._value_mean = mean - y_mean @ self._value_matrix
         self._values_y = self._y[..., : self._measured]
         self._predicted = num_coords - self._measured

@@ -289,7 +289,7 @@ def _attend_by_cudnn(
 def _require_finite(capture: LayerCapture) -> None:
     made = {"queries": capture.q, "keys and values": capture.kv} if capture.state is None else capture.state
     for name, array in made.items():
-        if not torch.isfinite(array).all():
+        if array.numel() and not torch.isfinite(torch.stack(torch.aminmax(array))).all():  # NaN is both
             raise CaptureError(
                 f"layer {capture.layer_idx} produced NaN or infinity in its {name}; the model may be damaged or "
                 "overflow in its dtype: check its weights, or build with --dtype float32"

@@ -62,13 +62,13 @@ def attend_chunk(
 ) -> Tensor:
     """Causal attention of a chunk of queries over all rows up to each of them: [num_q_heads, chunk_len, head_dim].
 
-    The rows before the chunk need no mask where all are seen; only the square on the diagonal does.
+    The rows before the chunk need no mask where all are seen; only the square on the diagonal does, and not even that on
+    a CPU, whose kernel leaves out what lies above it.
     """
     num_q_heads, chunk_len, head_dim = q.shape
     num_kv_heads, kv_len = k.shape[:2]
     past = kv_len - chunk_len
     packed = q.reshape(1, num_kv_heads, -1, head_dim)  # the group's heads share their KV head's rows
-    causal = torch.ones(chunk_len, chunk_len, dtype=torch.bool, device=q.device).tril()
     unseen = 0 if first_seen is None else min(int(first_seen.min()), past)
 
     def attend_to(rows: slice, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,16 @@ def attend_chunk(
         mask = None if mask is None else mask.repeat(num_q_heads // num_kv_heads, 1)
         return attend(packed, k[None, :, rows], v[None, :, rows], softmax_scale, mask, logit_cap=logit_cap)
 
-    out, lse = attend_to(slice(past, kv_len), causal)
+    if q.device.type == "cpu" and first_seen is None and logit_cap is None:
+        square = k[:, past:], v[:, past:]
+        by_head = (rows.repeat_interleave(num_q_heads // num_kv_heads, dim=0)[None] for rows in square)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], *by_head, 0.0, True, scale=softmax_scale
+        )
+        out, lse = out.reshape(packed.shape), lse.reshape(packed.shape[:-1])
+    else:
+        causal = torch.ones(chunk_len, chunk_len, dtype=torch.bool, device=q.device).tril()
+        out, lse = attend_to(slice(past, kv_len), causal)
     if past > unseen:
         out, lse = merge_state(out, lse, *attend_to(slice(unseen, past), None))
     if sinks is not None:

@@ -157,7 +157,7 @@ class CpuEngine:
             def rows(start: int, stop: int) -> Iterator[Tensor]:
                 return (tail[:, start:stop] for tail in tails)
 
-            return OwnSegments(rows, config, of_own, self._growth, self._beside)
+            return OwnSegments(slot, len(tails), rows, config, of_own, self._growth, self._beside)
 
         num_q_heads = self.loaded.geometry.num_q_heads
         self._requests[slot] = wanted.begin(slot, num_q_heads, lambda: self._pool, own_segments)

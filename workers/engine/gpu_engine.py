@@ -363,7 +363,8 @@ class GpuEngine:
             return None
         assert isinstance(placed.index_config, SketchConfig)
         rows, place = partial(placed.rows.segment, slot), partial(place_segment, device=placed.device)
-        return OwnSegments(rows, config, placed.index_config, self._growth, self._beside, place, join_on_device)
+        num_layers, index_config, growth = placed.shape.num_layers, placed.index_config, self._growth
+        return OwnSegments(slot, num_layers, rows, config, index_config, growth, self._beside, place, join_on_device)
 
     def _segments(self, slot: int, tail_len: int) -> int:
         own = self._requests[slot].own

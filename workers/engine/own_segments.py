@@ -1,9 +1,10 @@
-"""Segments of a request's own rows on the CPU, made beside the steps."""
+"""Segments of a request's own rows, made beside the steps."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,28 @@ def join_sketches(before: Sketches, segment: Sketches) -> Sketches:
     return [join_segments(parts) for parts in zip(before, segment, strict=True)]
 
 
+@dataclass(slots=True, eq=False)
+class _Making:
+    """A segment that is made, some layers at a time."""
+
+    rows: Iterator[Tensor]  # of the layers that are not made yet
+    made: Sketches = field(default_factory=list)
+    placed: Placed = field(default_factory=list)  # when all are made
+    num_asked: int = 0  # layers
+    tasks: list[Future[None]] = field(default_factory=list)
+
+
 class OwnSegments:
-    """Of one request. A segment is begun once its rows are there, and waited for only by a row that is to read it."""
+    """Of one request. A segment is begun once its rows are there, and waited for only by a row that is to read it.
+
+    Making one takes a core for as long as a dozen steps take or more. So its layers are spread over the first half of
+    the rows that come before it is read; requests whose rows come at the same time take turns.
+    """
 
     def __init__(
         self,
+        slot: int,
+        num_layers: int,
         # from a first of the request's own rows to behind a last: each layer's, [num_kv_heads, number, 2, head_dim]
         rows: Callable[[int, int], Iterable[Tensor]],
         config: SearchConfig,
@@ -49,8 +67,9 @@ class OwnSegments:
         self.config = config
         self._rows, self._sketch, self._growth, self._beside = rows, sketch, growth, beside
         self._place, self._join = place, join
+        self._slot, self._num_layers = slot, num_layers
         self._num_begun = 0
-        self._made: deque[Future[Placed]] = deque()  # segments that are not joined to those before them
+        self._making: deque[_Making] = deque()  # segments that are not joined to those before them
         self._joined: dict[int, Placed] = {}  # the first so many segments; what no row reads any more is gone
         self._is_closed = False
 
@@ -62,10 +81,13 @@ class OwnSegments:
         return num_segments * self._growth.segment_len
 
     def grow(self, tail_len: int) -> None:
-        """Begin what can be made of so many rows, and let go of what is read no more."""
-        for number in range(self._num_begun, tail_len // self._growth.segment_len):
-            self._made.append(self._beside.submit(self._make, number))
+        """Begin what is due when so many rows are there, and let go of what is read no more."""
+        segment_len = self._growth.segment_len
+        while (end := (self._num_begun + 1) * segment_len) <= tail_len:
+            self._making.append(_Making(iter(self._rows(end - segment_len, end))))
             self._num_begun += 1
+        for number, segment in enumerate(self._making, self._num_begun - len(self._making)):
+            self._ask(segment, self._num_due(tail_len - (number + 1) * segment_len))
         in_use = self.num_segments(tail_len + 1)
         if in_use in self._joined:
             self._joined = {number: placed for number, placed in self._joined.items() if number >= in_use}
@@ -73,27 +95,47 @@ class OwnSegments:
     def sketches(self, num_segments: int) -> Placed:
         """Of so many segments, per layer; made, or waited for."""
         for number in range(max(self._joined, default=0) + 1, num_segments + 1):
-            segment, before = self._made[0].result(), self._joined.get(number - 1)
+            segment, before = self._finished(self._making[0]), self._joined.get(number - 1)
             self._joined[number] = segment if before is None else self._join(before, segment)
-            self._made.popleft()
+            self._making.popleft()
         return self._joined[num_segments]
 
     def finish(self) -> None:
         """Until nothing is under way: rows may move."""
-        wait(self._made)
+        for segment in self._making:
+            self._ask(segment, self._num_layers)
+            wait(segment.tasks)
 
     def close(self) -> None:
         """What is under way is given up; then its rows may be overwritten."""
         self._is_closed = True
-        wait([segment for segment in self._made if not segment.cancel()])
+        wait([task for segment in self._making for task in segment.tasks if not task.cancel()])
 
-    def _make(self, number: int) -> Placed:
-        made, segment_len = [], self._growth.segment_len
-        for rows in self._rows(number * segment_len, (number + 1) * segment_len):
+    def _num_due(self, num_rows: int) -> int:
+        """Layers that are to be made of a segment behind which so many rows have come."""
+        rows_before_read = max(self.config.window_len, self._growth.least_near)
+        by_row = self._num_layers / (rows_before_read / 2)
+        return min(self._num_layers, int((num_rows + 1) * by_row + self._slot * by_row % 1))
+
+    def _ask(self, segment: _Making, num_layers: int) -> None:
+        if num_layers > segment.num_asked:
+            segment.num_asked = num_layers
+            segment.tasks.append(self._beside.submit(self._make, segment, num_layers))
+
+    def _finished(self, segment: _Making) -> Placed:
+        self._ask(segment, self._num_layers)
+        for task in segment.tasks:
+            task.result()
+        return segment.placed
+
+    def _make(self, segment: _Making, num_layers: int) -> None:
+        """Up to so many layers."""
+        for rows in islice(segment.rows, num_layers - len(segment.made)):
             if self._is_closed:
-                return []
-            made.append(make_segment(rows, self._sketch))
-        return self._place(made)
+                return
+            segment.made.append(make_segment(rows, self._sketch))
+        if len(segment.made) == self._num_layers:
+            segment.placed = self._place(segment.made)
 
 
 @dataclass(frozen=True, slots=True)

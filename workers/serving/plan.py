@@ -1,7 +1,5 @@
 """Whose tokens the next step takes."""
 
-import math
-import sys
 from collections.abc import Sequence
 
 from workers.serving.request import Request
@@ -9,41 +7,42 @@ from workers.serving.request import Request
 # While others decode, questions make a step at most so many times as long as it is without them, however long they are.
 STRETCH = 1.75
 _REMEMBERED = 256  # steps, at least
+_FIRST_TRIED = 8  # rows
 
 
-class StepTimes:
-    """What rows cost: the least that steps of so many took of late, as the machine may have had other work, too."""
+class QuestionRows:
+    """How many rows of questions go beside those that decode.
+
+    A quarter more after a step that was short enough, a quarter less after one that was not: so what else the machine
+    did is soon forgotten. What is short enough, the least tells that steps without questions took of late.
+    """
 
     def __init__(self) -> None:
-        self._least_s: dict[int, float] = {}  # by rows: of up to _REMEMBERED steps
+        self._alone_s: dict[int, float] = {}  # by rows that decode: of up to _REMEMBERED steps
         self._before: dict[int, float] = {}  # of as many before them
         self._num_steps = 0
+        self.room = _FIRST_TRIED
 
-    def add(self, num_rows: int, seconds: float) -> None:
+    def add(self, num_decoding: int, num_asking: int, seconds: float) -> None:
+        """What a step took."""
         if self._num_steps % _REMEMBERED == 0:
-            self._least_s, self._before = {}, self._least_s
+            self._alone_s, self._before = {}, self._alone_s
         self._num_steps += 1
-        self._least_s[num_rows] = min(seconds, self._least_s.get(num_rows, seconds))
+        if not num_asking:
+            self._alone_s[num_decoding] = min(seconds, self._alone_s.get(num_decoding, seconds))
+        elif self.knows(num_decoding):
+            alone_s = min(of[num_decoding] for of in (self._alone_s, self._before) if num_decoding in of)
+            if seconds > STRETCH * alone_s:
+                self.room = max(1, num_asking * 3 // 4)
+            elif num_asking >= self.room:
+                self.room += max(1, self.room // 4)
 
-    def knows(self, num_rows: int) -> bool:
-        return num_rows in self._least_s or num_rows in self._before
-
-    def rows_within(self, num_rows: int, stretch: float) -> int:
-        """Rows of a step that takes at most `stretch` times as long as one of num_rows, of which it knows.
-
-        Rows that were not tried cost no more than in proportion.
-        """
-        least_s = {n: min(of.get(n, math.inf) for of in (self._least_s, self._before)) for n in self._known()}
-        limit = stretch * least_s[num_rows]
-        too_many = min((n for n, seconds in least_s.items() if n > num_rows and seconds > limit), default=math.inf)
-        enough = max(n * limit / seconds if seconds else math.inf for n, seconds in least_s.items() if seconds <= limit)
-        return int(min(enough, too_many - 1, sys.maxsize))
-
-    def _known(self) -> set[int]:
-        return self._least_s.keys() | self._before.keys()
+    def knows(self, num_decoding: int) -> bool:
+        """What these take alone."""
+        return num_decoding in self._alone_s or num_decoding in self._before
 
 
-def plan_step(requests: Sequence[Request], max_rows: int, times: StepTimes) -> list[tuple[Request, int]]:
+def plan_step(requests: Sequence[Request], max_rows: int, beside: QuestionRows) -> list[tuple[Request, int]]:
     """Requests and how many tokens of each: one of every request that decodes, the rest of questions.
 
     requests: in the order of their admission, at most max_rows. Questions share alike; what one does not need goes to
@@ -54,9 +53,9 @@ def plan_step(requests: Sequence[Request], max_rows: int, times: StepTimes) -> l
     asking = [request for request in requests if request.question_left]
     room = max_rows - len(decoding)
     if decoding and asking:
-        if not times.knows(len(decoding)):
+        if not beside.knows(len(decoding)):
             return [(request, 1) for request in decoding]
-        room = min(room, max(len(asking), times.rows_within(len(decoding), STRETCH) - len(decoding)))
+        room = min(room, max(len(asking), beside.room))
     shares = share_out(room, [request.question_left for request in asking])
     return [(request, 1) for request in decoding] + [pair for pair in zip(asking, shares, strict=True) if pair[1]]
 

@@ -13,7 +13,7 @@ from workers.serving.inbox import Call, Inbox
 from workers.serving.messages import BadRequestError, Done, Finish, Piece, ServingError, TimedOutError, WorkerLostError
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
-from workers.serving.plan import StepTimes, plan_step
+from workers.serving.plan import QuestionRows, plan_step
 from workers.serving.request import Request
 from workers.serving.soundness import Soundness
 from workers.serving.step_engine import StepEngine, StepResult, StepRow
@@ -51,7 +51,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}  # by slot, in the order of admission
         self._free_slots = list(range(engine.num_slots))
         self._num_steps = self._num_watched = 0
-        self._times = StepTimes()
+        self._question_rows = QuestionRows()
         self._touched: dict[Outlet, None] = {}
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class Scheduler:
             self._admit(now)
             self._restore()
             ready = [request for request in self._running.values() if request.can_step]
-            plan = plan_step(ready, self._engine.max_rows, self._times)
+            plan = plan_step(ready, self._engine.max_rows, self._question_rows)
             if plan:
                 self._step(plan)
         self._tell()
@@ -209,7 +209,8 @@ class Scheduler:
             return
         ended = self.clock()
         self._num_steps += 1
-        self._times.add(len(rows), ended - started)
+        num_asking = sum(num_rows for request, num_rows in plan if request.question_left)
+        self._question_rows.add(len(rows) - num_asking, num_asking, ended - started)
         self.metrics.step_s.observe(ended - started)
         self.metrics.batch_rows.observe(len(rows))
         if watched is not None and result.fidelity is not None:

@@ -1,12 +1,15 @@
 """Requests that grow: their own rows become segments, in every placement to what is defined, alone and together."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from csattn.artifact import Artifact, open_artifact
-from csattn.config import SearchConfig, preset
+from csattn.config import SearchConfig, SketchConfig, preset
 from csattn.errors import ConfigError
 from csattn.sketch.own import Growth
 from index_build.pipeline import build_artifact
@@ -15,6 +18,7 @@ from tests.workers.engine.definition import defined_logits
 from tests.workers.engine.talks import Talk, alone, assert_same, run_together
 from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
+from workers.engine.own_segments import OwnSegments
 from workers.serving.step_engine import StepRow
 
 GROWTH = Growth(segment_len=64, least_near=16)
@@ -123,6 +127,41 @@ def test_a_closed_slot_begins_anew(artifacts: list[Artifact]) -> None:
         want = alone(engine, talk)
         alone(engine, Talk(0, CONFIG, "csattn", token_ids(80, seed=4).tolist(), 1))  # a segment is under way
         assert_same(alone(engine, talk), want)
+
+
+def test_making_a_segment_is_spread_over_the_rows_that_come_before_it_is_read() -> None:
+    """So that no step waits for all of it; and requests whose rows come at the same time take turns."""
+    num_layers, made = 6, list[tuple[int, int]]()
+    tails = torch.randn(num_layers, 2, 300, 2, 16, generator=torch.Generator().manual_seed(0))
+    with ThreadPoolExecutor(1) as beside:
+
+        def own_segments(slot: int) -> OwnSegments:
+            def rows(start: int, stop: int) -> Iterator[Tensor]:
+                for layer in tails:
+                    made.append((slot, tail_len))
+                    yield layer[:, start:stop]
+
+            growth = Growth(segment_len=64, least_near=48)
+            return OwnSegments(slot, num_layers, rows, CONFIG, SketchConfig(), growth, beside)
+
+        requests = [own_segments(slot) for slot in range(2)]
+        for tail_len in range(1, 64 + 48 + 1):
+            for request in requests:
+                request.grow(tail_len)
+            beside.submit(int).result()
+        before_read = list(made)
+        together = requests[0].sketches(1), requests[1].sketches(1)
+        at_once = own_segments(2)
+        at_once.grow(tail_len := 200)
+        at_once.finish()
+        assert len(made) - len(before_read) == 3 * num_layers
+        wanted = at_once.sketches(3)
+    assert [at for slot, at in before_read if slot == 0] == [67, 71, 75, 79, 83, 87]
+    assert len(set(before_read)) == 2 * num_layers and before_read[-1][1] <= 64 + 24
+    assert not {at for slot, at in before_read if slot == 0} & {at for slot, at in before_read if slot == 1}
+    for sketches in together:
+        for sketch, whole in zip(sketches, wanted, strict=True):
+            np.testing.assert_array_equal(sketch.codes, whole.codes[:, :1])
 
 
 def test_other_growth_and_larger_steps_are_refused() -> None:

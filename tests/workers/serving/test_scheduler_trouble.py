@@ -19,7 +19,7 @@ from workers.serving.messages import (
     WorkerLostError,
 )
 from workers.serving.outlet import MAX_UNREAD
-from workers.serving.plan import StepTimes, plan_step
+from workers.serving.plan import QuestionRows, plan_step
 from workers.serving.request import Request
 from workers.serving.scheduler import STALL_S
 
@@ -239,12 +239,12 @@ def test_a_step_in_a_hundred_is_watched_round_robin(built: Path) -> None:
 def test_a_step_takes_a_row_of_every_request_that_decodes(built: Path) -> None:
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=4, num_slots=16))
     requests = [make_request(scheduler, max_new_tokens=30) for _ in range(4)]
-    times = StepTimes()
-    assert [num_rows for _, num_rows in plan_step(requests, 4, times)] == [1, 1, 1, 1]
+    rows = QuestionRows()
+    assert [num_rows for _, num_rows in plan_step(requests, 4, rows)] == [1, 1, 1, 1]
     for request in requests[:3]:
         request.num_fed = len(request.question_ids)
-    assert plan_step(requests, 16, times) == [(request, 1) for request in requests[:3]], "what they take alone is asked"
-    times.add(3, 0.0)
-    assert sorted(num_rows for _, num_rows in plan_step(requests, 16, times)) == [1, 1, 1, 4]
-    assert np.sum([num_rows for _, num_rows in plan_step(requests, 4, times)]) == 4
+    assert plan_step(requests, 16, rows) == [(request, 1) for request in requests[:3]], "what they take alone is asked"
+    rows.add(3, 0, 0.0)
+    assert sorted(num_rows for _, num_rows in plan_step(requests, 16, rows)) == [1, 1, 1, 4]
+    assert np.sum([num_rows for _, num_rows in plan_step(requests, 4, rows)]) == 4
     assert SearchConfig().keep == requests[0].config.keep

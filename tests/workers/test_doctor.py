@@ -186,6 +186,21 @@ def test_a_second_device_is_told_of_too() -> None:
     assert "driver 570.1" in found[0].text
 
 
+@pytest.mark.parametrize(
+    ("rate", "told"), [(1990.0, "6 times as fast"), (660.0, "2 times"), (650.0, None), (0.1, None)]
+)
+def test_a_cpu_with_instructions_for_16_bits_is_told_of_them(rate: float, told: str | None) -> None:
+    found = {"version": "2.13.0+cpu", "cuda": None, "devices": [], "products": {"float32": 330.0, "bfloat16": rate}}
+    (finding,) = check_device(machine(probed={"torch": found}))
+    assert finding.status == "ok" and "run on the CPU." in finding.text
+    assert (told in finding.text and "--dtype bfloat16" in finding.text) if told else "bfloat16" not in finding.text
+
+
+def test_how_fast_a_cpu_multiplies_is_measured() -> None:
+    rates = probes.probe_torch().get("products")
+    assert rates is None or all(0 < rate < 1e6 for rate in rates.values())
+
+
 def test_a_library_without_a_package_is_judged_by_what_it_says() -> None:
     assert "CuPy 14.2." in check_cupy(gpu_machine({}))[0].text
     assert check_faiss(machine({"ray": "2.60.0"}))[0].text.endswith("from no package.")

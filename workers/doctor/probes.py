@@ -6,10 +6,12 @@ prints one JSON object as its last line. An exception here is a finding of the c
 """
 
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -36,11 +38,12 @@ def probe_numba() -> dict[str, Any]:
 
 
 def probe_torch() -> dict[str, Any]:
-    """torch, what it sees of a GPU, and whether a little host memory can be pinned for it."""
+    """torch, what it sees of a GPU, and whether a little host memory can be pinned for it; else what the CPU can do."""
     import torch
 
     found: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": [], "pinning": None}
     if not torch.cuda.is_available():
+        found["products"] = _product_rates()
         return found
     for idx in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(idx)
@@ -89,6 +92,22 @@ def probe_store(path: str) -> dict[str, Any]:
     found["size_bytes"] = sum(summary.size_bytes for summary in summaries)
     found["broken"] = {path.name: str(error) for path, error in broken.items()}
     return found
+
+
+def _product_rates() -> dict[str, float]:
+    """GFLOP/s of this CPU, the best of a few products of a prefill's kind."""
+    import torch
+
+    rates = {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        rows, weights = torch.ones(512, 512, dtype=dtype), torch.ones(1024, 512, dtype=dtype)
+        least_s = math.inf
+        for _ in range(5):
+            started = time.perf_counter()
+            rows @ weights.T
+            least_s = min(least_s, time.perf_counter() - started)
+        rates[name] = 2 * 512 * 512 * 1024 / least_s / 1e9
+    return rates
 
 
 def _pin() -> dict[str, Any]:

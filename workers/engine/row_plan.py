@@ -17,7 +17,7 @@ from workers.engine.searcher import RowSearch
 from workers.model.cpu.cpu_model import CpuModel
 
 KEPT = -1
-MAX_PLANS = 16  # of steps whose requests search at different ones
+MAX_PLANS = 32  # of steps with other numbers of a question's rows, or whose requests search at different ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +136,23 @@ class RowPlan:
 
 
 class RowPlans:
-    """Plans of steps of the same slots, which come again; those of other slots are forgotten."""
+    """Plans of steps, which come again as long as the same requests are open."""
 
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:
         self._model, self._scale = model, softmax_scale
-        self._slots: tuple[int, ...] = ()
-        self._plans: dict[tuple[RowKind, ...], RowPlan] = {}
+        self._plans: dict[tuple[tuple[int, RowKind], ...], RowPlan] = {}  # by slot and kind of their rows
 
     def plan(self, requests: Sequence[CpuRequest], lens: NDArray[np.int64]) -> RowPlan:
         """requests: of the step's rows; lens: rows of its tail that each row sees, its own included."""
-        slots = tuple(request.slot for request in requests)
-        rows = tuple(RowKind.of(request, n) for request, n in zip(requests, lens.tolist(), strict=True))
-        if slots != self._slots or len(self._plans) >= MAX_PLANS:
-            self.forget()
-        if rows not in self._plans:
-            self._slots, self._plans[rows] = slots, plan_rows(self._model, requests, rows, self._scale)
-        return self._plans[rows]
+        rows = [RowKind.of(request, n) for request, n in zip(requests, lens.tolist(), strict=True)]
+        key = tuple((request.slot, row) for request, row in zip(requests, rows, strict=True))
+        if (plan := self._plans.get(key)) is None:
+            if len(self._plans) >= MAX_PLANS:
+                self.forget()
+            plan = self._plans[key] = plan_rows(self._model, requests, rows, self._scale)
+        return plan
 
     def forget(self) -> None:
-        self._slots = ()
         self._plans.clear()
 
 

@@ -8,19 +8,21 @@ from workers.serving.request import Request
 STRETCH = 1.75
 _REMEMBERED = 256  # steps, at least
 _FIRST_TRIED = 8  # rows
+_PATIENCE = 16  # steps
 
 
 class QuestionRows:
     """How many rows of questions go beside those that decode.
 
-    A quarter more after a step that was short enough, a quarter less after one that was not: so what else the machine
-    did is soon forgotten. What is short enough, the least tells that steps without questions took of late.
+    A quarter more after a step that was short enough, a quarter less, for a while, after one that was not: so what else
+    the machine did is soon forgotten. What is short enough, the least tells that steps without questions took of late.
     """
 
     def __init__(self) -> None:
         self._alone_s: dict[int, float] = {}  # by rows that decode: of up to _REMEMBERED steps
         self._before: dict[int, float] = {}  # of as many before them
         self._num_steps = 0
+        self._num_patient = 0  # steps in which no more rows are tried
         self.room = _FIRST_TRIED
 
     def add(self, num_decoding: int, num_asking: int, seconds: float) -> None:
@@ -33,7 +35,10 @@ class QuestionRows:
         elif self.knows(num_decoding):
             alone_s = min(of[num_decoding] for of in (self._alone_s, self._before) if num_decoding in of)
             if seconds > STRETCH * alone_s:
-                self.room = max(1, num_asking * 3 // 4)
+                self.room = max(1, num_asking - max(1, num_asking // 4))
+                self._num_patient = _PATIENCE
+            elif self._num_patient:
+                self._num_patient -= 1
             elif num_asking >= self.room:
                 self.room += max(1, self.room // 4)
 

@@ -25,6 +25,7 @@ from tests.workers.engine.talks import (
     random_talks,
     run_together,
 )
+from workers.engine import row_plan
 from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.pool_searcher import PoolSearcher
@@ -345,16 +346,26 @@ def test_an_engine_of_nothing_is_refused() -> None:
         CpuEngine(loaded(), max_rows=0)
 
 
-def test_searches_are_kept_as_long_as_the_same_slots_step(store) -> None:
+def test_searches_are_kept_as_long_as_the_same_requests_are_open(store, monkeypatch) -> None:
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
         for slot in range(6):
             engine.open(slot, 0, SearchConfig(keep=0.05, window_len=64, lookahead=slot % 2), "csattn")
-        kept = engine._searcher._kept
-        for slots in ([0], [0, 1], [0, 1, 2, 3, 4, 5], [5, 1], [2]):
-            seen = []
-            for _ in range(2):
-                engine.step([StepRow(slot, 1) for slot in slots])
-                seen.append({id(search) for of_layers in kept.values() for search in of_layers.values()})
-            assert seen[0] == seen[1], "the same slots have the same searches"
-            groups = len({slot % 2 for slot in slots})
-            assert len(seen[1]) == 3 * groups, "and those of other slots are gone"
+        kept, num_made = engine._searcher._kept, 0
+
+        def step(slots: list[int]) -> set[int]:
+            engine.step([StepRow(slot, 1) for slot in slots])
+            return {id(search) for of_layers in kept.values() for search in of_layers.values()}
+
+        steps = [[0], [0, 1], [0, 1, 2, 3, 4, 5], [5, 1], [2], [0, 0, 2]]
+        for slots in steps:
+            made = step(slots)
+            num_made += 3 * len({slot % 2 for slot in slots})
+            assert len(made) == num_made
+        for slots in steps:
+            assert step(slots) == made, "steps of the same slots have the same searches"
+        engine.close_slot(5)
+        assert not kept
+        monkeypatch.setattr(row_plan, "MAX_PLANS", 3)
+        for num_rows in (1, 2, 3, 4):
+            step([0] * num_rows)
+        assert len(step([0])) == 2 * 3, "plans do not pile up"

@@ -62,8 +62,8 @@ def attend_chunk(
 ) -> Tensor:
     """Causal attention of a chunk of queries over all rows up to each of them: [num_q_heads, chunk_len, head_dim].
 
-    The rows before the chunk need no mask where all are seen; only the square on the diagonal does, and not even that on
-    a CPU, whose kernel leaves out what lies above it.
+    The rows before the chunk need no mask where all are seen; only the square on the diagonal does, but for a CPU, whose
+    kernel leaves out what lies above it.
     """
     num_q_heads, chunk_len, head_dim = q.shape
     num_kv_heads, kv_len = k.shape[:2]
@@ -80,6 +80,8 @@ def attend_chunk(
 
     if q.device.type == "cpu" and first_seen is None and logit_cap is None:
         square = k[:, past:], v[:, past:]
+        out: Tensor
+        lse: Tensor
         by_head = (rows.repeat_interleave(num_q_heads // num_kv_heads, dim=0)[None] for rows in square)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[None], *by_head, 0.0, True, scale=softmax_scale

@@ -51,7 +51,7 @@ class KeyTransforms:
 
 
 def sketch_arrays(
-    q: Tensor,  # [num_q_heads, context_len, head_dim], after RoPE
+    q: Tensor | None,  # [num_q_heads, context_len, head_dim], after RoPE; None: every direction is asked for alike
     kv: Tensor,  # [num_kv_heads, context_len, 2, head_dim]
     config: SketchConfig,
     side_by_side: Map,  # of threads, for what runs on the CPU
@@ -59,14 +59,14 @@ def sketch_arrays(
 ) -> dict[str, Tensor]:
     """The arrays of `SketchIndex` by name, on the device of q and kv."""
     num_heads, context_len, _, head_dim = kv.shape
-    queries = q.reshape(num_heads, -1, head_dim)
+    queries = None if q is None else q.reshape(num_heads, -1, head_dim)
     starts = config.segment_starts(context_len) if segment_starts is None else segment_starts
     words = config.words(head_dim)
     arrays = {"segment_starts": torch.tensor(starts, dtype=torch.int32, device=kv.device)}
     with one_thread():
         if kv.is_cuda:
             return arrays | _sketch_heads(queries, kv, words, starts, side_by_side)
-        heads = torch.split(queries, 1), torch.split(kv, 1)
+        heads = [None] * num_heads if queries is None else torch.split(queries, 1), torch.split(kv, 1)
         of_head = alone(partial(_sketch_heads, words=words, segment_starts=starts, side_by_side=map))
         made = list(side_by_side(of_head, *heads))
     return arrays | {name: torch.cat([of_one[name] for of_one in made]) for name in made[0]}
@@ -74,7 +74,7 @@ def sketch_arrays(
 
 @torch.inference_mode()
 def _sketch_heads(
-    queries: Tensor,  # [num_heads, num_queries, head_dim]
+    queries: Tensor | None,  # [num_heads, num_queries, head_dim]
     kv: Tensor,
     words: tuple[int, int],
     segment_starts: Sequence[int],
@@ -82,7 +82,8 @@ def _sketch_heads(
 ) -> dict[str, Tensor]:
     bits = torch.from_numpy(coord_bits(*words)).to(kv.device)
     k, v = kv[:, :, 0], kv[:, :, 1]
-    made = fit_keys(k, segment_starts, fit_queries(queries, side_by_side), bits, side_by_side)
+    metric = even_metric(k) if queries is None else fit_queries(queries, side_by_side)
+    made = fit_keys(k, segment_starts, metric, bits, side_by_side)
     codes, errors = encode(k, segment_starts, made, bits)
     value_mean, value_transform = fit_values(codes, v, segment_starts, bits)
     arrays = {
@@ -109,6 +110,13 @@ def fit_queries(queries: Tensor, side_by_side: Map = map) -> tuple[Tensor, Tenso
     greatest = energy[:, -1:]
     root = torch.where(greatest > 0, energy.maximum(LEAST_QUERY_ENERGY * greatest), 1.0).sqrt()[:, None]
     return directions * root @ directions.mT, directions / root @ directions.mT
+
+
+def even_metric(k: Tensor) -> tuple[Tensor, Tensor]:
+    """What `fit_queries` gives of queries that have all directions alike. k: [num_heads, num_keys, head_dim]."""
+    unit = torch.eye(k.shape[2], dtype=torch.float64, device=k.device).expand(len(k), -1, -1)
+    root = torch.tensor(1 / k.shape[2], dtype=torch.float64).sqrt().item()
+    return unit * root, unit / root
 
 
 def fit_keys(

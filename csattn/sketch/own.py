@@ -28,6 +28,7 @@ from csattn.errors import ConfigError
 from csattn.sketch.build import sketch_arrays
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.index import BY_HEAD, SketchIndex
+from csattn.torch_threads import Map
 
 # Rows that came late weigh more than a context's; see bench/log.md.
 OWN_SHARE = 4
@@ -64,18 +65,27 @@ def own_top_k(config: SearchConfig, num_rows: int) -> int:
 
 
 @torch.inference_mode()
-def make_segment(
-    rows: Tensor,  # [num_kv_heads, segment_len, 2, head_dim]
+def make_segments(
+    rows: Tensor,  # [num_layers, num_kv_heads, segment_len, 2, head_dim]
     config: SketchConfig,  # of the context
-) -> SketchIndex:
-    """The sketch of a segment. Where rows are not finite, neither is what is told of them."""
-    num_heads, num_rows, _, head_dim = rows.shape
-    every_direction = torch.eye(head_dim, device=rows.device).expand(num_heads, -1, -1)
-    arrays = sketch_arrays(every_direction, rows.nan_to_num(0.0, 0.0, 0.0), config, map, [0])
-    finite = rows.isfinite().flatten(1).all(1)
+    side_by_side: Map = map,  # of threads, for what runs on the CPU
+) -> list[SketchIndex]:
+    """The sketch of a segment in each of these layers. Where rows are not finite, neither is what is told of them.
+
+    On a GPU several layers take little more time than one; their last bits may depend on how many are made at once.
+    """
+    num_layers, num_heads, num_rows, _, head_dim = rows.shape
+    heads = rows.flatten(0, 1)
+    arrays = sketch_arrays(None, heads.nan_to_num(0.0, 0.0, 0.0), config, side_by_side, [0])
+    finite = heads.isfinite().flatten(1).all(1)
     arrays["value_mean"][~finite] = torch.nan
     host = {name: array.cpu().numpy() for name, array in arrays.items()}
-    return SketchIndex(**host, num_fine=config.words(head_dim)[0], context_len=num_rows)
+    of_layers = (
+        {name: host[name][first : first + num_heads] for name in BY_HEAD} | {"segment_starts": host["segment_starts"]}
+        for first in range(0, num_layers * num_heads, num_heads)
+    )
+    num_fine = config.words(head_dim)[0]
+    return [SketchIndex(**of_layer, num_fine=num_fine, context_len=num_rows) for of_layer in of_layers]
 
 
 def join_segments(parts: Sequence[SketchIndex]) -> SketchIndex:

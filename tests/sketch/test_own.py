@@ -1,5 +1,6 @@
 """Segments of own rows: when they are in use, and that rows alone say what is in them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 
 from csattn.config import SearchConfig, SketchConfig
 from csattn.sketch import SketchIndex, reference
-from csattn.sketch.own import Growth, join_segments, make_segment, own_top_k
+from csattn.sketch.build import even_metric, fit_queries
+from csattn.sketch.own import Growth, join_segments, make_segments, own_top_k
 
 
 @pytest.mark.parametrize(("window_len", "near"), [(1, 256), (256, 256), (300, 300)])
@@ -35,9 +37,9 @@ def make_rows(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
 def test_rows_that_are_put_back_have_the_same_segments(dtype: torch.dtype) -> None:
     """Whatever lies beside them, and however they came."""
     rows = make_rows(192, dtype)
-    one, two = (make_segment(rows[:, part], SketchConfig()) for part in (slice(64), slice(64, 192)))
+    one, two = (make_segments(rows[None, :, part], SketchConfig())[0] for part in (slice(64), slice(64, 192)))
     joined = join_segments([one, two])
-    again = join_segments([join_segments([one]), make_segment(rows.clone()[:, 64:].contiguous(), SketchConfig())])
+    again = join_segments([join_segments([one]), *make_segments(rows.clone()[None, :, 64:], SketchConfig())])
     for field in fields(SketchIndex):
         np.testing.assert_array_equal(getattr(joined, field.name), getattr(again, field.name))
     assert joined.segment_starts.tolist() == [0, 64] and joined.context_len == 192
@@ -55,11 +57,30 @@ def logits(q: np.ndarray, index: SketchIndex, head: int) -> np.ndarray:
     return bases[0] + 2.0**exponent * scores[0]
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+def test_queries_that_have_all_directions_alike_need_not_be_made(head_dim: int) -> None:
+    keys = torch.randn(3, 40, head_dim)
+    wanted = fit_queries(torch.eye(head_dim).expand(3, -1, -1))
+    for got, want in zip(even_metric(keys), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-7, atol=0)
+
+
+def test_layers_together_have_the_sketches_that_each_has() -> None:
+    layers = torch.stack([make_rows(64), make_rows(64)])
+    layers[1, 0, 5, 0, 7] = torch.nan
+    with ThreadPoolExecutor(3) as threads:
+        together = make_segments(layers, SketchConfig(), threads.map)
+    for got, rows in zip(together, layers, strict=True):
+        (want,) = make_segments(rows[None], SketchConfig())
+        for field in fields(SketchIndex):
+            np.testing.assert_array_equal(getattr(got, field.name), getattr(want, field.name))
+
+
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_not_told_as_if_it_were(fault: float) -> None:
     rows = make_rows(64)
     rows[1, 5, 0, 7] = fault
-    made = make_segment(rows, SketchConfig())
+    (made,) = make_segments(rows[None], SketchConfig())
     assert np.isfinite(made.value_mean[0]).all() and np.isnan(made.value_mean[1]).all()
-    sound = make_segment(rows[:1], SketchConfig())
+    (sound,) = make_segments(rows[None, :1], SketchConfig())
     np.testing.assert_array_equal(made.codes[:1], sound.codes)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -64,6 +65,8 @@ from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Read
 
 BATCH_SIZES = (1, 8)  # of one request: its steps, and its question eight tokens at a time
 MAX_ROWS = 64  # of a step
+_LAYERS_AT_ONCE = 8  # of a segment of own rows: so few kernels take no time that a step would miss
+_MOST_THREADS = 8  # that find eigenvectors for it
 GPU_SELECTORS: tuple[Selector, ...] = ("csattn", "full", "exact")
 SLOT_SHARE = 0.15  # of a context's rows, kept on the device where its KV is on the host
 
@@ -152,6 +155,7 @@ class GpuEngine:
         self.tail_capacity, self.own_on_host = min(sizing.tail_capacity, self.max_positions), sizing.own_on_host
         sizing = replace(sizing, tail_capacity=self.tail_capacity)
         self._beside = thread_beside(device, "own-segments")
+        self._side_by_side = ThreadPoolExecutor(min(_MOST_THREADS, available_cpus()), "own-segments-on-cpu")
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
@@ -326,6 +330,7 @@ class GpuEngine:
             if request.own is not None:
                 request.own.close()
         self._beside.shutdown(cancel_futures=True)
+        self._side_by_side.shutdown()
         try:
             self._placing.close()
         finally:
@@ -362,9 +367,19 @@ class GpuEngine:
         if placed.own is None or (context_id == NO_CONTEXT and not grows_alone(config)):
             return None
         assert isinstance(placed.index_config, SketchConfig)
-        rows, place = partial(placed.rows.segment, slot), partial(place_segment, device=placed.device)
-        num_layers, index_config, growth = placed.shape.num_layers, placed.index_config, self._growth
-        return OwnSegments(slot, num_layers, rows, config, index_config, growth, self._beside, place, join_on_device)
+        return OwnSegments(
+            slot,
+            placed.shape.num_layers,
+            partial(placed.rows.segment, slot),
+            config,
+            placed.index_config,
+            self._growth,
+            self._beside,
+            partial(place_segment, device=placed.device),
+            join_on_device,
+            layers_at_once=_LAYERS_AT_ONCE,
+            side_by_side=self._side_by_side.map,
+        )
 
     def _segments(self, slot: int, tail_len: int) -> int:
         own = self._requests[slot].own

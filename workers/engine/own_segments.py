@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,7 +17,8 @@ from csattn.search import LayerSearch
 from csattn.search.workspace import TokenSelections
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
-from csattn.sketch.own import Growth, join_segments, make_segment
+from csattn.sketch.own import Growth, join_segments, make_segments
+from csattn.torch_threads import Map
 
 OF_OWN = SketchConfig()  # how rows of requests without a context are coded
 
@@ -63,11 +65,14 @@ class OwnSegments:
         beside: Executor,  # one thread: what is handed over first is done first
         place: Callable[[Sketches], Placed] = list,  # a segment, in that thread
         join: Callable[[Placed, Placed], Placed] = join_sketches,  # a segment to those before it
+        layers_at_once: int = 1,
+        side_by_side: Map = map,  # of threads, for what runs on the CPU
     ) -> None:
         self.config = config
         self._rows, self._sketch, self._growth, self._beside = rows, sketch, growth, beside
         self._place, self._join = place, join
-        self._slot, self._num_layers = slot, num_layers
+        self._slot, self._num_layers, self._layers_at_once = slot, num_layers, layers_at_once
+        self._side_by_side = side_by_side
         self._num_begun = 0
         self._making: deque[_Making] = deque()  # segments that are not joined to those before them
         self._joined: dict[int, Placed] = {}  # the first so many segments; what no row reads any more is gone
@@ -114,8 +119,10 @@ class OwnSegments:
     def _num_due(self, num_rows: int) -> int:
         """Layers that are to be made of a segment behind which so many rows have come."""
         rows_before_read = max(self.config.window_len, self._growth.least_near)
-        by_row = self._num_layers / (rows_before_read / 2)
-        return min(self._num_layers, int((num_rows + 1) * by_row + self._slot * by_row % 1))
+        num_turns = -(-self._num_layers // self._layers_at_once)
+        by_row = num_turns / (rows_before_read / 2)
+        due = int((num_rows + 1) * by_row + self._slot * by_row % 1)
+        return min(self._num_layers, due * self._layers_at_once)
 
     def _ask(self, segment: _Making, num_layers: int) -> None:
         if num_layers > segment.num_asked:
@@ -130,10 +137,9 @@ class OwnSegments:
 
     def _make(self, segment: _Making, num_layers: int) -> None:
         """Up to so many layers."""
-        for rows in islice(segment.rows, num_layers - len(segment.made)):
-            if self._is_closed:
-                return
-            segment.made.append(make_segment(rows, self._sketch))
+        while (num_left := num_layers - len(segment.made)) and not self._is_closed:
+            rows = torch.stack(list(islice(segment.rows, min(num_left, self._layers_at_once))))
+            segment.made += make_segments(rows, self._sketch, self._side_by_side)
         if len(segment.made) == self._num_layers:
             segment.placed = self._place(segment.made)
 

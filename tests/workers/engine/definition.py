@@ -19,7 +19,7 @@ from csattn.search.reference import search
 from csattn.selection import Selection, join_choices
 from csattn.selectors import ContextLayer, ContextView, prepare, resolve_rest, selector_for
 from csattn.sketch import SketchIndex
-from csattn.sketch.own import Growth, join_segments, make_segment
+from csattn.sketch.own import Growth, join_segments, make_segments
 from csattn.sketch.reference import attend_rest
 from csattn.table.tail import ListTail
 from workers.context_layers import context_layers
@@ -126,7 +126,7 @@ class DefinedLayer:
             return None
         while len(self.segments) < num_segments:
             rows = self.tail[:, len(self.segments) * segment_len :][:, :segment_len]
-            self.segments.append(make_segment(rows, self.sketch_config))
+            self.segments += make_segments(rows[None], self.sketch_config)
         return join_segments(self.segments[:num_segments])
 
     def choose_own(self, q: np.ndarray) -> Selection:

@@ -287,6 +287,8 @@ def _attend_by_cudnn(
 
 
 def _require_finite(capture: LayerCapture) -> None:
+    if capture.kv.is_cuda:  # to wait for a number would keep the thread that makes indexes from the driver
+        torch.cuda.current_stream(capture.kv.device).synchronize()
     made = {"queries": capture.q, "keys and values": capture.kv} if capture.state is None else capture.state
     for name, array in made.items():
         if array.numel() and not torch.isfinite(torch.stack(torch.aminmax(array))).all():  # NaN is both

@@ -26,7 +26,7 @@ from csattn.selection import join_choices
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
-from workers.engine.beside import thread_beside
+from workers.engine.beside import finish_beside, thread_beside
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.latent_memory import CachedLatents
@@ -268,6 +268,7 @@ class GpuEngine:
         else:
             self._watch().look_at(*watch)
             output = runner.step_by_calls(batch_size)
+        finish_beside(output.next_ids.device)  # a copy that waits by itself lets no other thread call the driver
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = output.logits[: len(rows)].float().cpu().numpy() if want_logits else None
         for request, length, own_len in zip(requests, lens, own_lens, strict=True):

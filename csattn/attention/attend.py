@@ -62,8 +62,8 @@ def attend_chunk(
 ) -> Tensor:
     """Causal attention of a chunk of queries over all rows up to each of them: [num_q_heads, chunk_len, head_dim].
 
-    The rows before the chunk need no mask where all are seen; only the square on the diagonal does, but for a CPU:
-    its kernel leaves out what lies above it.
+    The rows before the chunk need no mask where all are seen; only the square on the diagonal does. A kernel for CPUs
+    leaves out what lies above that by itself.
     """
     num_q_heads, chunk_len, head_dim = q.shape
     num_kv_heads, kv_len = k.shape[:2]

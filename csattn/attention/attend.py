@@ -67,6 +67,8 @@ def attend_chunk(
     """
     num_q_heads, chunk_len, head_dim = q.shape
     num_kv_heads, kv_len = k.shape[:2]
+    if chunk_len == 0:  # torch's kernel divides by the number of rows
+        return torch.zeros_like(q)
     past = kv_len - chunk_len
     packed = q.reshape(1, num_kv_heads, -1, head_dim)  # the group's heads share their KV head's rows
     unseen = 0 if first_seen is None else min(int(first_seen.min()), past)

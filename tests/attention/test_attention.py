@@ -82,6 +82,12 @@ def test_a_chunk_attends_to_all_rows_up_to_each_of_its_own(past: int, chunk_len:
     torch.testing.assert_close(out, want[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kv_len", [0, 9])
+def test_a_chunk_of_no_tokens_gives_nothing(kv_len: int) -> None:
+    rows = torch.randn(2, kv_len, 16)
+    assert attend_chunk(torch.randn(4, 0, 16), rows, rows, SCALE).shape == (4, 0, 16)
+
+
 @given(sizes=st.lists(st.integers(0, 20), min_size=2, max_size=5).filter(any), seed=st.integers(0, 1000))
 def test_merging_parts_in_any_order_gives_attention_over_all_rows(sizes: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

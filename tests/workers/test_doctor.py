@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import MambaConfig
 
 from csattn.artifact.manifest import FORMAT_VERSION
@@ -198,7 +199,10 @@ def test_a_cpu_with_instructions_for_16_bits_is_told_of_them(rate: float, told: 
 
 def test_how_fast_a_cpu_multiplies_is_measured() -> None:
     rates = probes.probe_torch().get("products")
-    assert rates is None or all(0 < rate < 1e6 for rate in rates.values())
+    if torch.cuda.is_available():
+        assert rates is None
+    else:
+        assert set(rates) == {"float32", "bfloat16"} and all(0 < rate < 1e6 for rate in rates.values())
 
 
 def test_a_library_without_a_package_is_judged_by_what_it_says() -> None:

@@ -147,6 +147,7 @@ class RowPlans:
         rows = [RowKind.of(request, n) for request, n in zip(requests, lens.tolist(), strict=True)]
         key = tuple((request.slot, row) for request, row in zip(requests, rows, strict=True))
         if (plan := self._plans.get(key)) is None:
+            self._forget_shorter(key)
             if len(self._plans) >= MAX_PLANS:
                 self.forget()
             plan = self._plans[key] = plan_rows(self._model, requests, rows, self._scale)
@@ -154,6 +155,17 @@ class RowPlans:
 
     def forget(self) -> None:
         self._plans.clear()
+
+    def _forget_shorter(self, key: tuple[tuple[int, RowKind], ...]) -> None:
+        """Plans of fewer own segments do not come again, and hold on to their sketches."""
+        fewest: dict[int, int] = {}
+        for slot, row in key:
+            fewest[slot] = min(row.own_segments, fewest.get(slot, row.own_segments))
+        self._plans = {
+            rows: plan
+            for rows, plan in self._plans.items()
+            if all(row.own_segments >= fewest.get(slot, 0) for slot, row in rows)
+        }
 
 
 def plan_rows(

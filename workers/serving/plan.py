@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from workers.serving.request import Request
 
-# While others decode, questions make a step at most so many times as long as it is without them, however long they are.
+# While others decode, questions make a step about so many times as long as it is without them, however long they are.
 STRETCH = 1.75
 _REMEMBERED = 256  # steps, at least
 _FIRST_TRIED, _FEWEST = 8, 4  # rows: a CPU's products take four in little more time than one
@@ -35,7 +35,7 @@ class QuestionRows:
         elif self.knows(num_decoding):
             alone_s = min(of[num_decoding] for of in (self._alone_s, self._before) if num_decoding in of)
             if seconds > STRETCH * alone_s:
-                self.room = max(_FEWEST, num_asking - max(1, num_asking // 4))
+                self.room = max(_FEWEST, self.room - max(1, self.room // 4))
                 self._num_patient = _PATIENCE
             elif self._num_patient:
                 self._num_patient -= 1

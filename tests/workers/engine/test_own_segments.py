@@ -121,6 +121,15 @@ def test_rows_that_are_not_finite_leave_no_next_token(artifacts: list[Artifact])
         assert broken == -1 and sound >= 0
 
 
+def test_plans_do_not_hold_on_to_sketches_of_fewer_segments(artifacts: list[Artifact]) -> None:
+    with make_engine(artifacts[:1]) as engine:
+        engine.open(0, 0, CONFIG, "csattn")
+        for _ in range(64 * 4 + 30):
+            engine.step([StepRow(0, 1)])
+        (plan,) = engine._plans._plans.values()
+        assert plan.owns[0].num_rows == 64 * 4
+
+
 def test_a_closed_slot_begins_anew(artifacts: list[Artifact]) -> None:
     talk = Talk(0, CONFIG, "csattn", token_ids(90, seed=3).tolist(), 3)
     with make_engine(artifacts[:1]) as engine:

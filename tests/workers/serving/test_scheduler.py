@@ -104,7 +104,9 @@ def test_sharing_out_uses_the_room_and_nobody_gets_more_than_wanted(room, wants)
         ([(4, 0, 40), (4, 8, 71), *[(4, 6, 60)] * 16], 6),  # for a while
         ([(4, 0, 40), (4, 8, 71), *[(4, 6, 60)] * 17], 7),
         ([(4, 0, 40), *[(4, 64, 60)] * 6], 27),
-        ([(4, 0, 40), *[(4, 8, 90)] * 9], 6),
+        ([(4, 0, 40), *[(4, 8, 90)] * 9], 4),
+        ([(4, 0, 40), *[(4, 64, 60)] * 6, (4, 1, 90)], 21),  # whatever else took so long
+        ([(4, 0, 40), *[(4, 16, 90)] * 9], 4),  # of as many questions
         ([(4, 0, 40), (4, 8, 90), (4, 6, 90), (4, 5, 90), (4, 4, 90), (4, 1, 90)], 4),  # no fewer
         ([(3, 0, 40), (4, 8, 90)], 8),  # what four take alone is not known
         ([(4, 0, 40), *[(4, 0, 90)] * 9, (4, 8, 80)], 6),  # something else took the machine's time

@@ -44,7 +44,7 @@ def main() -> None:
         loaded = load_model(arguments.model, device="cuda" if on_gpu else "cpu")
         ids = np.array(loaded.tokenizer(TEXT.read_text()).input_ids[: arguments.context_len], np.int32)
     growth = Growth() if on_gpu else GROWTH
-    near = max(config.window_len, growth.least_near)
+    near = growth.num_near(config.window_len)
     gate(len(ids) == arguments.context_len >= growth.segment_len, "the context has too few tokens")
     options = {"batch_sizes": (1, arguments.requests)} if on_gpu else {"max_rows": arguments.requests}
     times_ms = []

@@ -81,14 +81,12 @@ def attend_chunk(
         return attend(packed, k[None, :, rows], v[None, :, rows], softmax_scale, mask, logit_cap=logit_cap)
 
     if q.device.type == "cpu" and first_seen is None and logit_cap is None:
-        square = k[:, past:], v[:, past:]
-        out: Tensor
-        lse: Tensor
-        by_head = (rows.repeat_interleave(num_q_heads // num_kv_heads, dim=0)[None] for rows in square)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[None], *by_head, 0.0, True, scale=softmax_scale
+        own_k, own_v = (x[:, past:].repeat_interleave(num_q_heads // num_kv_heads, dim=0)[None] for x in (k, v))
+        by_head = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], own_k, own_v, 0.0, True, scale=softmax_scale
         )
-        out, lse = out.reshape(packed.shape), lse.reshape(packed.shape[:-1])
+        out: Tensor = by_head[0].reshape(packed.shape)
+        lse: Tensor = by_head[1].reshape(packed.shape[:-1])
     else:
         causal = torch.ones(chunk_len, chunk_len, dtype=torch.bool, device=q.device).tril()
         out, lse = attend_to(slice(past, kv_len), causal)

@@ -49,9 +49,13 @@ class Growth:
         if self.least_near < 1:
             raise ConfigError(f"at least one row stays near, got {self.least_near}")
 
+    def num_near(self, window_len: int) -> int:
+        """Rows of the tail that come behind a segment before it is in use."""
+        return max(window_len, self.least_near)
+
     def num_segments(self, tail_len: int, window_len: int) -> int:
         """Segments in use for a token that sees so many rows of the tail."""
-        return max(0, tail_len - max(window_len, self.least_near)) // self.segment_len
+        return max(0, tail_len - self.num_near(window_len)) // self.segment_len
 
 
 def own_keep(config: SearchConfig) -> float:

@@ -119,9 +119,8 @@ class OwnSegments:
 
     def _num_due(self, num_rows: int) -> int:
         """Layers that are to be made of a segment behind which so many rows have come."""
-        rows_before_read = max(self.config.window_len, self._growth.least_near)
         num_turns = -(-self._num_layers // self._layers_at_once)
-        by_row = num_turns / (rows_before_read / 2)
+        by_row = num_turns / (self._growth.num_near(self.config.window_len) / 2)
         due = 1 + math.floor(num_rows * by_row - self._slot * by_row % 1)
         return min(self._num_layers, due * self._layers_at_once)
 

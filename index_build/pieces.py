@@ -22,7 +22,7 @@ from torch import Tensor
 from csattn.artifact import ArtifactSpec, RemoteStore, WorkDir
 from csattn.artifact.durable import FileRecord
 from csattn.artifact.handover import drop_handover, is_captured, load_captured, save_captured
-from csattn.artifact.layout import index_from_arrays, kv_file, state_file
+from csattn.artifact.layout import artifact_bytes, index_from_arrays, kv_file, state_file
 from csattn.config import IndexConfig
 from csattn.errors import ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
@@ -147,7 +147,7 @@ def prefill_layers(
         on_chunk=lambda layer_idx, num_rows: report(layer_idx, "prefill", num_rows),
     )
     checkpoints = _CheckpointClock(on_gpu)
-    with make_outbox(loaded.device) as outbox:
+    with make_outbox(loaded.device, artifact_bytes(spec) // spec.model.num_layers) as outbox:
         while True:
             with times.timed("prefill"):
                 capture, leaving = next(layers)
@@ -165,9 +165,9 @@ def prefill_layers(
                 make = partial(_make, capture, spec, fit, index_threads, times)
                 outbox.send(kv, make, partial(_write, work, layer_idx, times), keep)
                 report(layer_idx, "write")
+                outbox.settle(capture.num_arrays - 1)
             else:
-                outbox.settle(keep)
-            if capture.is_reused_at_once:
+                outbox.pass_on(keep)
                 outbox.settle()
             done = 0
             if is_last:

@@ -1,4 +1,7 @@
-"""Files that are either there and whole, or not there: written aside, flushed to the disk, then renamed."""
+"""Files that are either there and whole, or not there: written aside, flushed to the disk, then renamed.
+
+`unsynced` leaves the flushing out: a loss of power may then leave files that are there and not whole.
+"""
 
 import errno
 import hashlib
@@ -14,6 +17,7 @@ from csattn.errors import ArtifactError, StoreFullError
 
 MAX_WRITE_BYTES = 16 * 2**20  # per system call, so that an interrupt is not held up
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_is_synced = True  # of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,18 @@ class FileRecord:
 
     def to_json(self) -> dict[str, Any]:
         return {"size_bytes": self.size_bytes, "sha256": self.sha256}
+
+
+@contextmanager
+def unsynced() -> Iterator[None]:
+    """Meanwhile this process waits for no disk: for files of which every byte is looked at before they are used, or
+    which can be made again."""
+    global _is_synced
+    _is_synced = False
+    try:
+        yield
+    finally:
+        _is_synced = True
 
 
 class NewFile:
@@ -61,7 +77,7 @@ def new_file(path: Path, planned_bytes: int) -> Iterator[NewFile]:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
                 yield NewFile(descriptor)
-                os.fsync(descriptor)
+                _sync(descriptor)
             finally:
                 os.close(descriptor)
             os.replace(partial, path)
@@ -83,9 +99,14 @@ def fsync_dir(path: Path) -> None:
     """Make the names in a directory survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        _sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    if _is_synced:
+        os.fsync(descriptor)
 
 
 def require_space(store: Path, needed_bytes: int) -> None:

@@ -19,6 +19,7 @@ from csattn.artifact import (
     require_space,
     verify_artifact,
 )
+from csattn.artifact.durable import unsynced
 from csattn.artifact.lock import BuildLock
 from csattn.errors import ArtifactError, StoreFullError
 from tests.artifact.builds import SPEC, assert_completes, assert_store_is_sound
@@ -119,6 +120,17 @@ def test_files_and_names_are_flushed_before_anything_builds_on_them(tmp_path: Pa
         assert made[i + 1 : i + 3] == ["open", "fsync"]  # its directory
     publication = made.index("rename")
     assert made[publication + 1 : publication + 3] == ["open", "fsync"]  # the store
+
+
+def test_what_can_be_made_again_waits_for_no_disk(tmp_path: Path) -> None:
+    with unsynced(), before_call(("fsync", "rename"), -1, kill_self) as made:
+        build(tmp_path / "a", SPEC)
+    assert made == ["rename"]
+    with pytest.raises(ValueError, match="over"), unsynced():
+        raise ValueError("over")
+    with before_call(("fsync",), -1, kill_self) as made:
+        build(tmp_path / "b", SPEC)
+    assert made
 
 
 def test_a_file_size_limit_of_the_system(tmp_path: Path) -> None:

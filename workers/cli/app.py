@@ -82,6 +82,7 @@ def build(
     chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = _BUILD.chat,
     threads: Threads = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    sync: Annotated[bool, typer.Option(help="Wait for the disk: what is built survives a loss of power.")] = True,
     progress: Annotated[str, typer.Option(help="json: with --context, one JSON object a line on stderr.")] = "auto",
     json: Json = False,
 ) -> None:
@@ -97,7 +98,9 @@ def build(
         report = batching.build_jobs(jobs, options, store, ray, threads, device)
         terminal.end(report, json)
         sys.exit(1 if report["failed"] else 0)
-    result = building.build(context, tokens, options, store, device=device, threads=threads, progress=progress)
+    result = building.build(
+        context, tokens, options, store, device=device, threads=threads, progress=progress, sync=sync
+    )
     terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
     terminal.end(result, json)
 

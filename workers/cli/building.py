@@ -1,10 +1,12 @@
 """`csattn build`: read the context, load the model, run the job, show how far it is."""
 
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from csattn.artifact import read_manifest
+from csattn.artifact.durable import unsynced
 from csattn.build_options import BuildOptions
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
@@ -25,8 +27,9 @@ def build(
     device: str,
     threads: int | None,
     progress: str,
+    sync: bool,
 ) -> dict[str, Any]:
-    """Build and return the verb's JSON object."""
+    """Build and return the verb's JSON object. sync: what is made survives a loss of power."""
     use_threads(threads)
     device = choose_device(device)
     make_config(options.preset, options.index_changes, device)  # what cannot be fails before a model is loaded
@@ -37,7 +40,8 @@ def build(
         plan = plan_tokens(ids, options, loaded, device)
     else:
         plan = plan_text(text, "stdin" if context == "-" else Path(str(context)).name, options, loaded, device)
-    report = run_build(loaded, plan, store, JsonProgress() if progress == "json" else None)
+    with nullcontext() if sync else unsynced():
+        report = run_build(loaded, plan, store, JsonProgress() if progress == "json" else None)
     manifest = read_manifest(report.place)
     return {
         "artifact": report.artifact_id,

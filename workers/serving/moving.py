@@ -3,12 +3,16 @@
 Nothing here fails: who reads them in earnest meets the error again, and tells of it.
 """
 
+import ctypes
+import mmap
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-_PIECE_BYTES = 4 << 20
+import numpy as np
+
+_PIECE_BYTES = 4 << 20  # of whole pages
 
 
 def read_index(artifact: Path) -> None:
@@ -37,6 +41,23 @@ def drop_pages(artifact: Path) -> None:
 
 
 def _read(path: Path, is_over: Callable[[], bool]) -> None:
+    """What of it is not in memory."""
     with path.open("rb", buffering=0) as file:
-        while not is_over() and os.read(file.fileno(), _PIECE_BYTES):
-            pass
+        for start in _missing(path, os.fstat(file.fileno()).st_size):
+            if is_over():
+                return
+            os.pread(file.fileno(), _PIECE_BYTES, start)
+
+
+def _missing(path: Path, num_bytes: int) -> list[int]:
+    """Where pieces begin of which some pages are not in memory; all pieces, where that is not told."""
+    starts = range(0, num_bytes, _PIECE_BYTES)
+    if not num_bytes or not os.access(path, os.W_OK):  # of files that are another's, Linux says that all are there
+        return list(starts)
+    is_there = np.zeros(-(-num_bytes // mmap.PAGESIZE), np.uint8)
+    mapped = np.memmap(path, np.uint8, "r", shape=num_bytes)
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    if mincore(*map(ctypes.c_void_p, (mapped.ctypes.data, num_bytes, is_there.ctypes.data))):
+        return list(starts)
+    in_piece = _PIECE_BYTES // mmap.PAGESIZE
+    return [start for number, start in enumerate(starts) if not (is_there[number * in_piece :][:in_piece] & 1).all()]

@@ -170,7 +170,7 @@ class OwnContexts:
             with store_errors(f"make {directory}", self._settings.store.path):
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
-            source = ["--tokens", str(ids_path)]
+            source = ["--no-sync", "--tokens", str(ids_path)]  # who finds it later looks at every byte
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
             refusal = _refusal(self.setbacks.add(key, len(ids), str(error)))

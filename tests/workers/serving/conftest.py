@@ -33,6 +33,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     async def build(self: Builder, source: list[str], store: Path, tell: Any, nice: int) -> dict[str, Any]:
         ids = np.array(json.loads(Path(source[-1]).read_text()), np.int32)
+        assert "--no-sync" in source, "no prompt waits for a disk"
         made.append(store)
         report = await asyncio.to_thread(build_artifact, loaded(), ids, preset("default"), store)
         return {"artifact": report.artifact_id, "context_len": len(ids)}

@@ -107,14 +107,15 @@ def test_no_build_begins_in_a_service_that_closes(tmp_path, builds, monkeypatch)
     asyncio.run(main())
 
 
-def test_a_damaged_context_is_made_again(tmp_path, builds) -> None:
+@pytest.mark.parametrize("name", ["layer-001.kv.safetensors", "tokens.safetensors"])
+def test_a_damaged_context_is_made_again(tmp_path, builds, name) -> None:
     asked = ask(DOCUMENT + "Which are red?")
     [(want, _)] = answers(tmp_path, asked)
-    [kv] = builds[0].glob("*/layer-001.kv.safetensors")
-    data = bytearray(kv.read_bytes())
+    [file] = builds[0].glob(f"*/{name}")
+    data = bytearray(file.read_bytes())
     data[-100] ^= 1
-    kv.chmod(0o644)
-    kv.write_bytes(bytes(data))
+    file.chmod(0o644)
+    file.write_bytes(bytes(data))
     [(said, again)] = answers(tmp_path, asked)
     assert said == want and len(builds) == 2
     assert again.cached_tokens < again.context_tokens

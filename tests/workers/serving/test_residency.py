@@ -243,15 +243,8 @@ def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypa
     """What is gone meanwhile is met by others."""
     for name in ("layer-000.kv.safetensors", "layer-000.index.safetensors", "tokens.safetensors"):
         (tmp_path / name).write_bytes(bytes(1000))
-    read: Counter[str] = Counter()
-    real = os.read
-
-    def count(file: int, num_bytes: int) -> bytes:
-        data = real(file, num_bytes)
-        read[Path(os.readlink(f"/proc/self/fd/{file}")).name] += len(data)
-        return data
-
-    monkeypatch.setattr(moving.os, "read", count)
+    monkeypatch.setattr(moving.os, "access", lambda path, mode: False)  # of others' files Linux does not tell
+    read = count_reads(monkeypatch)
     moving.read_index(tmp_path)
     assert read == {"layer-000.index.safetensors": 1000, "tokens.safetensors": 1000}
     moving.read_rows(tmp_path, lambda: True)
@@ -263,6 +256,39 @@ def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypa
     for work in (lambda: moving.read_rows(tmp_path / "none", never), lambda: moving.read_index(tmp_path / "none")):
         work()
     moving.drop_pages(tmp_path / "none")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing drops pages here")
+def test_what_is_in_memory_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = moving._PIECE_BYTES
+    path, never = tmp_path / "layer-000.kv.safetensors", lambda: False
+    path.write_bytes(bytes(2 * piece + 100))
+    (tmp_path / "layer-001.kv.safetensors").touch()
+    read = count_reads(monkeypatch)
+    moving.read_rows(tmp_path, never)
+    assert not read
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())  # pages that are not on the disk stay
+        os.posix_fadvise(file.fileno(), piece, piece, os.POSIX_FADV_DONTNEED)
+    if moving._missing(path, 2 * piece + 100) != [piece]:
+        pytest.skip("this file system does not drop pages")
+    moving.read_rows(tmp_path, never)
+    assert read == {path.name: piece}
+    moving.read_rows(tmp_path, never)
+    assert read == {path.name: piece}, "now it is"
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes that are read from now on, by file."""
+    read, real = Counter[str](), os.pread
+
+    def count(file: int, num_bytes: int, start: int) -> bytes:
+        data = real(file, num_bytes, start)
+        read[Path(os.readlink(f"/proc/self/fd/{file}")).name] += len(data)
+        return data
+
+    monkeypatch.setattr(moving.os, "pread", count)
+    return read
 
 
 def test_room_is_what_the_placement_needs(built: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from csattn.config import SearchConfig, SketchConfig
 from csattn.sketch import SketchIndex, reference
 from csattn.sketch.build import even_metric, fit_queries
-from csattn.sketch.own import Growth, join_segments, make_segments, own_top_k
+from csattn.sketch.own import Growth, join_segments, make_segments, making_bytes, own_top_k
 
 
 @pytest.mark.parametrize(("window_len", "near"), [(1, 256), (256, 256), (300, 300)])
@@ -84,3 +84,18 @@ def test_what_is_not_finite_is_not_told_as_if_it_were(fault: float) -> None:
     assert np.isfinite(made.value_mean[0]).all() and np.isnan(made.value_mean[1]).all()
     (sound,) = make_segments(rows[None, :1], SketchConfig())
     np.testing.assert_array_equal(made.codes[:1], sound.codes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes", [(1, 8, 2048, 2, 128), (4, 8, 2048, 2, 128), (4, 4, 2048, 2, 256), (4, 8, 512, 2, 64)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_making_them_takes_no_more_memory_than_is_planned(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows = torch.randn(sizes, device="cuda").to(dtype)
+    make_segments(rows, SketchConfig())  # what libraries keep
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    make_segments(rows.clone(), SketchConfig())
+    planned = making_bytes(sizes, dtype.itemsize)
+    assert planned / 3 < torch.cuda.max_memory_allocated() - before <= planned

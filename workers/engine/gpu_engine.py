@@ -39,7 +39,7 @@ from workers.engine.own_choice import (
     require_plain_rows,
     rows_read,
 )
-from workers.engine.own_on_device import join_on_device, place_segment
+from workers.engine.own_on_device import LAYERS_AT_ONCE, join_on_device, place_segment
 from workers.engine.own_segments import OwnSegments, grows_alone
 from workers.engine.placed_model import Progress
 from workers.engine.placing import Placing
@@ -65,8 +65,7 @@ from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Read
 
 BATCH_SIZES = (1, 8)  # of one request: its steps, and its question eight tokens at a time
 MAX_ROWS = 64  # of a step
-_LAYERS_AT_ONCE = 8  # of a segment of own rows: so few kernels take no time that a step would miss
-_MOST_THREADS = 8  # that find eigenvectors for it
+_MOST_THREADS = 8  # that find eigenvectors for a segment of own rows
 GPU_SELECTORS: tuple[Selector, ...] = ("csattn", "full", "exact")
 SLOT_SHARE = 0.15  # of a context's rows, kept on the device where its KV is on the host
 
@@ -378,7 +377,7 @@ class GpuEngine:
             self._beside,
             partial(place_segment, device=placed.device),
             join_on_device,
-            layers_at_once=_LAYERS_AT_ONCE,
+            layers_at_once=LAYERS_AT_ONCE,
             side_by_side=self._side_by_side.map,
         )
 

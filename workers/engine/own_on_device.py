@@ -13,11 +13,13 @@ from csattn.search.device import DeviceLayerIndex, DeviceSketch, SketchShape, to
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.index import BY_HEAD
-from csattn.sketch.own import own_keep, own_top_k
+from csattn.sketch.own import making_bytes, own_keep, own_top_k
 from workers.engine.beside import finish_beside
 from workers.engine.far_rows import CachedRows, RowsInPlace, cache_bytes
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
+
+LAYERS_AT_ONCE = 4  # of a segment: so few kernels take no time that a step would miss, and no more memory than that
 
 
 class OwnOnDevice:
@@ -144,7 +146,10 @@ def own_cache_bytes(shape: EngineShape) -> int:
 
 
 def own_bytes(shape: EngineShape, num_words: int, num_coords: int) -> int:
-    """Device memory of all requests' sketches, and of one more while it takes an older one's place."""
+    """Device memory of all requests' sketches, of one more while it takes an older one's place, and of making one."""
     of_rows = shape.max_own_len * (4 * num_words + 8 / BLOCK_KEYS)
     of_segments = shape.max_own_segments * (2 * 4 * shape.head_dim + 2 * 2 * shape.head_dim * num_coords)
-    return int((shape.num_tails + 1) * shape.num_layers * shape.num_kv_heads * (of_rows + of_segments))
+    kept = int((shape.num_tails + 1) * shape.num_layers * shape.num_kv_heads * (of_rows + of_segments))
+    assert shape.growth is not None, "without growth there are no segments"
+    made = min(LAYERS_AT_ONCE, shape.num_layers), shape.num_kv_heads, shape.growth.segment_len, 2, shape.head_dim
+    return kept + making_bytes(made, shape.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Prefill layer by layer: every layer's post-RoPE queries, keys and values, one layer in memory, on a GPU some.
+"""Prefill layer by layer: every layer's post-RoPE queries, keys and values, one layer in memory, on a GPU two.
 
 The hidden states of the whole context pass through layer 0, then through layer 1, and so on, in chunks of rows.
 So memory holds as much of q, k and v whatever the depth, and a build can resume at any layer from the hidden
@@ -32,8 +32,6 @@ from index_build.latent_capture import LatentLayer
 CHUNK_LEN = 1024
 CHUNK_LEN_ON_GPU = 8192
 _WIDEST_FUSED = 256  # dimensions of a head
-# layers' arrays on a GPU, where it has room for them: of contexts whose index takes longer than a layer's prefill, more
-_MOST_ARRAYS, _MOST_ARRAYS_OF_SHORT, _SHORT = 2, 3, 32768
 
 
 @dataclass(slots=True)
@@ -44,7 +42,7 @@ class LayerCapture:
     q: Tensor  # [num_q_heads, context_len, head_dim]; of latents no rows
     kv: Tensor  # [num_kv_heads, context_len, 2, head_dim]: K and V of one key side by side
     hidden_in: Tensor  # [context_len, hidden_size], what entered the layer
-    num_arrays: int  # that take turns: these are used again by the layer so many behind this one
+    is_reused_at_once: bool  # the arrays, by the next layer; else by the next but one, where a GPU has room for it
     # of a layer that keeps neither: what became of the context, conv and memory; then q and kv are those of another
     state: dict[str, Tensor] | None = None
 
@@ -158,7 +156,7 @@ def prefill(
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
             q, kv = arrays.of(layer_idx)
-            capture = LayerCapture(layer_idx, q, kv, hidden, arrays.number)
+            capture = LayerCapture(layer_idx, q, kv, hidden, arrays.are_reused_at_once)
             leaving = torch.empty_like(hidden)
             of_layer, sinks = spec.layers[layer_idx], None
             cache: _StateCache | _CapturingCache = _StateCache()
@@ -199,7 +197,7 @@ def prefill(
 
 
 class _Arrays:
-    """Layers' queries and rows: in memory that is used again, but for rows to which later layers attend, which stay."""
+    """Layers' queries and rows: in the same memory, but for rows to which later layers attend, which stay."""
 
     def __init__(self, spec: ModelSpec, context_len: int, like: Tensor) -> None:
         self._spec, self._context_len, self._like = spec, context_len, like
@@ -207,15 +205,13 @@ class _Arrays:
         heads = [spec.heads_of(layer_idx) for layer_idx in range(spec.num_layers)]
         widths = self._num_queries * max(of.q_width for of in heads), 2 * context_len * max(of.kv_width for of in heads)
         self._room = [tuple(like.new_empty(width) for width in widths)]
-        most = _MOST_ARRAYS_OF_SHORT if context_len <= _SHORT else _MOST_ARRAYS
-        while len(self._room) < most and _has_room_for_another(self._room[0]):
+        if _has_room_for_another(self._room[0]):
             self._room.append(tuple(like.new_empty(width) for width in widths))
         self._lent: dict[int, Tensor] = {}
 
     @property
-    def number(self) -> int:
-        """Of those that take turns."""
-        return len(self._room)
+    def are_reused_at_once(self) -> bool:
+        return len(self._room) == 1
 
     def of(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """q and kv, as `LayerCapture` has them."""

@@ -1,6 +1,5 @@
 """A layer's way to the disk: at once, or from a GPU in the background, beside the next layers' prefill."""
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
@@ -13,18 +12,16 @@ Make = Callable[[], Arrays]  # the arrays of a layer's index, from what was capt
 Write = Callable[[Arrays], None]  # takes arrays in host memory, which it may not keep
 Then = Callable[[], None]
 
-# Of short contexts an index takes longer than the next layer's prefill: mostly eigenvectors, found on the CPU.
-_NUM_INDEXERS = 2
-# A file is hashed and written by one thread: of short contexts a layer takes as long as six are prefilled.
+# A file is hashed and written by one thread: it takes as long as some layers of a short context are prefilled.
 _FEWEST_WRITERS, _MOST_WRITERS = 3, 6
-_SLOT_BYTES = 1 << 30  # of page-locked memory; more only for as many slots as the fewest writers want
+_LOCKED_BYTES = 1 << 30  # of memory, for layers on their way; more only for as many as the fewest writers want
 
 
 def make_outbox(device: torch.device, layer_bytes: int) -> "Outbox":
-    """For layers that are on that device, whose KV takes so much."""
+    """For layers that are on that device, which take about so much."""
     if device.type != "cuda":
         return Outbox()
-    num_writers = _SLOT_BYTES // max(1, layer_bytes) - 1
+    num_writers = _LOCKED_BYTES // max(1, layer_bytes) - 1
     return DeviceOutbox(device, max(_FEWEST_WRITERS, min(num_writers, _MOST_WRITERS)))
 
 
@@ -43,40 +40,34 @@ class Outbox:
     def send(self, kv: Tensor, make: Make, write: Write, then: Then | None = None) -> None:
         """Have a layer's index made, and it and the layer's KV, under the name `kv`, written.
 
-        kv: [num_kv_heads, num_kept, 2, head_dim]. It, and what `make` reads, stay as they are until a `settle` says
-        otherwise. `then` is called when this layer and all before it are written. Earlier errors may be raised here.
+        kv: [num_kv_heads, num_kept, 2, head_dim]. It, and what `make` reads, stay as they are until the next `send`, or
+        `settle`, has returned. `then` is called when this layer and all before it are written. Earlier errors may be
+        raised here.
         """
         write({"kv": kv, **make()})
-        self.pass_on(then)
+        self.settle(then)
 
-    def pass_on(self, then: Then | None) -> None:
-        """For a layer that need not be sent: `then` as above."""
+    def settle(self, then: Then | None = None) -> None:
+        """Return when what was sent last may change; `then` as above."""
         if then is not None:
             then()
 
-    def settle(self, num_kept: int = 0) -> None:
-        """Return when the arrays of all layers but the last so many that were sent may change."""
-
 
 class DeviceOutbox(Outbox):
-    """Makes indexes by threads on streams of their own, copies to page-locked memory, writes from there by threads."""
+    """Makes indexes by a thread on a stream of its own, copies to page-locked memory, writes from there by threads."""
 
     def __init__(self, device: torch.device, num_writers: int = _FEWEST_WRITERS) -> None:
         # torch loads what it needs for this once, and not when two threads ask for it at the same time
         torch.linalg.inv(torch.eye(1, device=device))
+        self._index_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # layers that may be between the device and the disk; that of the last is the last
+        # of layers that may be between the device and the disk; that of the last is the last
         self._slots = [_Slot(copy_stream) for _ in range(num_writers + 1)]
-        self._of_thread = threading.local()
-
-        def take_stream() -> None:
-            self._of_thread.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-        self._indexers = ThreadPoolExecutor(_NUM_INDEXERS, "csattn-index", initializer=take_stream)
-        self._writers = ThreadPoolExecutor(num_writers, "csattn-write")
+        self._indexer = ThreadPoolExecutor(1, thread_name_prefix="csattn-index")
+        self._writers = ThreadPoolExecutor(num_writers, thread_name_prefix="csattn-write")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._indexers.shutdown(wait=True)
+        self._indexer.shutdown(wait=True)
         self._writers.shutdown(wait=True)
         if error is None:
             for slot in self._slots:
@@ -86,27 +77,27 @@ class DeviceOutbox(Outbox):
         slot = self._slots[0]
         slot.raise_error()
         captured = torch.cuda.current_stream().record_event()
-        slot.made = self._indexers.submit(self._make, slot, captured, kv, make)
+        slot.made = self._indexer.submit(self._make, slot, captured, kv, make)
         slot.written = self._writers.submit(_write, slot.made, slot.arrays, write)
+        self.settle()
         self._slots = [*self._slots[1:], slot]
-        self.pass_on(then)
+        self._call_when_written(then)
 
-    def settle(self, num_kept: int = 0) -> None:
-        for slot in self._slots[: len(self._slots) - num_kept]:
-            if slot.made is not None:
-                for event in slot.made.result():
-                    torch.cuda.current_stream().wait_event(event)
+    def settle(self, then: Then | None = None) -> None:
+        if (last := self._slots[-1].made) is not None:
+            for event in last.result():
+                torch.cuda.current_stream().wait_event(event)
+        self._call_when_written(then)
 
-    def pass_on(self, then: Then | None) -> None:
+    def _call_when_written(self, then: Then | None) -> None:
         if then is not None:
             last, written = self._slots[-1], [slot.written for slot in self._slots]
             last.written = self._writers.submit(_wait_and_call, written, then)
 
     def _make(self, slot: "_Slot", captured: torch.cuda.Event, kv: Tensor, make: Make) -> "list[torch.cuda.Event]":
         """Events after which the layer's own arrays have been read; with the last all that is written is copied."""
-        stream = self._of_thread.stream
-        with torch.cuda.stream(stream):
-            stream.wait_event(captured)
+        with torch.cuda.stream(self._index_stream):
+            self._index_stream.wait_event(captured)
             slot.arrays.clear()
             return [slot.copy({"kv": kv}), slot.copy(make())]
 

@@ -165,9 +165,9 @@ def prefill_layers(
                 make = partial(_make, capture, spec, fit, index_threads, times)
                 outbox.send(kv, make, partial(_write, work, layer_idx, times), keep)
                 report(layer_idx, "write")
-                outbox.settle(capture.num_arrays - 1)
             else:
-                outbox.pass_on(keep)
+                outbox.settle(keep)
+            if capture.is_reused_at_once:
                 outbox.settle()
             done = 0
             if is_last:

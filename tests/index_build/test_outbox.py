@@ -36,7 +36,7 @@ def device_outbox(monkeypatch: pytest.MonkeyPatch) -> DeviceOutbox:
 
 
 class Sender:
-    """Layers whose arrays all hold their number, in memory that so many of them take turns in."""
+    """Layers whose arrays all hold their number, in memory that every second of them is captured in, or every one."""
 
     def __init__(self, outbox, num_memories: int = 2) -> None:
         self._outbox, self._memory, self._layer = outbox, [torch.empty(3) for _ in range(num_memories)], 0
@@ -54,7 +54,8 @@ class Sender:
             return {"codes": captured[:2].clone()}
 
         self._outbox.send(captured, make, write, then)
-        self._outbox.settle(len(self._memory) - 1)
+        if len(self._memory) == 1:
+            self._outbox.settle()
 
     def skip(self) -> None:
         self._capture()
@@ -70,11 +71,11 @@ def test_on_the_cpu_a_layer_is_written_before_send_returns() -> None:
         assert seen[0]["kv"] is kv, "nothing is copied"
         assert seen[0]["codes"] is codes
         assert seen[1] == {}
-        outbox.pass_on(seen.clear)
+        outbox.settle(seen.clear)
         assert seen == []
 
 
-@pytest.mark.parametrize("num_memories", [1, 2, 3])
+@pytest.mark.parametrize("num_memories", [1, 2])
 def test_every_layer_is_written_as_it_was_sent(device_outbox: DeviceOutbox, num_memories: int) -> None:
     """An index that takes long is of a layer that is not overwritten, whether the next is sent or not."""
     seen: set[tuple[float, float]] = set()

@@ -98,4 +98,4 @@ def test_making_them_takes_no_more_memory_than_is_planned(sizes: tuple[int, ...]
     torch.cuda.reset_peak_memory_stats()
     make_segments(rows.clone(), SketchConfig())
     planned = making_bytes(sizes, dtype.itemsize)
-    assert planned / 3 < torch.cuda.max_memory_allocated() - before <= planned
+    assert planned / 4 < torch.cuda.max_memory_allocated() - before <= planned

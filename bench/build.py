@@ -68,8 +68,9 @@ def random_model(
 
 def prefill_seconds(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig | None) -> float:
     """Of a prefill whose layers are dropped, or with a configuration indexed and copied to the host before they are."""
-    started = time.perf_counter()
-    with ThreadPoolExecutor(available_cpus()) as threads, make_outbox(loaded.device) as outbox:
+    started, sizes = time.perf_counter(), loaded.geometry
+    layer_bytes = 2 * sizes.num_kv_heads * len(ids) * sizes.head_dim * loaded.dtype.itemsize
+    with ThreadPoolExecutor(available_cpus()) as threads, make_outbox(loaded.device, layer_bytes) as outbox:
         for capture, leaving in prefill(loaded.model, torch.from_numpy(ids).long()):
             if config is not None:
                 fit = fit_now_or_beside(loaded, capture, leaving)

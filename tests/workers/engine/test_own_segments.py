@@ -1,5 +1,6 @@
 """Requests that grow: their own rows become segments, in every placement to what is defined, alone and together."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -171,6 +172,29 @@ def test_making_a_segment_is_spread_over_the_rows_that_come_before_it_is_read() 
     for sketches in together:
         for sketch, whole in zip(sketches, wanted, strict=True):
             np.testing.assert_array_equal(sketch.codes, whole.codes[:, :1])
+
+
+def test_closing_waits_for_the_layer_under_way_and_makes_no_other() -> None:
+    """Its rows may be overwritten then."""
+    under_way, may_go_on, read = threading.Event(), threading.Event(), list[int]()
+
+    def rows(start: int, stop: int) -> Iterator[Tensor]:
+        for layer_idx in range(4):
+            read.append(layer_idx)
+            under_way.set()
+            assert may_go_on.wait(timeout=30)
+            yield torch.randn(2, stop - start, 2, 16)
+
+    with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(1) as closing:
+        own = OwnSegments(0, 4, rows, CONFIG, SketchConfig(), GROWTH, beside)
+        own.grow(64 + 15)  # all four are due
+        assert under_way.wait(timeout=30)
+        closed = closing.submit(own.close)
+        with pytest.raises(TimeoutError):
+            closed.result(timeout=0.2)
+        may_go_on.set()
+        closed.result(timeout=30)
+        assert read == [0]
 
 
 def test_other_growth_and_larger_steps_are_refused() -> None:

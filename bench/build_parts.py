@@ -121,7 +121,7 @@ def time_parts(
     fit_predictor(*samples)
     wait(q.device)
     seconds["predictor"] = time.perf_counter() - started
-    with make_outbox(q.device) as outbox:
+    with make_outbox(q.device, kv.nbytes) as outbox:
         for _ in range(3):  # the first two lock host memory
             started = time.perf_counter()
             outbox.send(kv, lambda: arrays, lambda arrays: None)
@@ -156,7 +156,7 @@ def run_case(shape_name: str, context_len: int, num_layers: int | None, device: 
         print(f"gate passed: {error:.3f} of the logits' variance is lost", flush=True)
         part_s = time_parts(q, kv, samples, config, threads)
         print(f"seconds per layer: {part_s}", flush=True)
-        with make_outbox(device) as outbox:
+        with make_outbox(device, kv.nbytes) as outbox:
             for layer_idx in range(num_layers or shape.num_layers):
                 q, kv = make_layer(shape, context_len, layer_idx, device)
                 wait(device)

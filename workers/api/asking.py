@@ -18,6 +18,7 @@ TEXT_TOKENS = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 256  # OpenAI has 4 of them
 MAX_SALT_CHARS = 256
 MAX_BIASES, MAX_TOKEN_ID = 1024, 2**31 - 1
+MAX_NUM_TOKENS = 2**31 - 1  # that may be asked for; clients send any large number for "as many as there are"
 # fields that cannot change an answer here
 IGNORED = (
     "metadata",
@@ -162,11 +163,13 @@ def _prompts(fields: Fields, most_chars: int) -> list[str | tuple[int, ...]]:
 
 
 def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits: LimitSettings, lowest: int = 1) -> int:
-    given = {name: fields.whole(name, lowest, limits.max_new_tokens) for name in names}
+    """As many as are asked for, up to what the service gives: an answer ends there as it does where there are no
+    more positions."""
+    given = {name: fields.whole(name, lowest, MAX_NUM_TOKENS) for name in names}
     said = {name: value for name, value in given.items() if value is not None}
     if len(set(said.values())) > 1:
         fields.refuse(names[0], f"and {names[1]} differ; send one of them")
-    return next(iter(said.values()), min(default, limits.max_new_tokens))
+    return min(next(iter(said.values()), default), limits.max_new_tokens)
 
 
 def _stream(fields: Fields) -> tuple[bool, bool]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from workers.api.asking import MAX_TOKEN_ID
 from workers.api.fields import Fields
-from workers.api.names import context_of
+from workers.api.names import context_or_own
 from workers.api.tools import read_tools
 from workers.api.turns import read_turns
 from workers.serving.messages import TokenizeAsk, Tokens
@@ -52,5 +52,5 @@ def tokens_object(tokens: Tokens, wants_texts: bool) -> dict[str, Any]:
 def _check_model(fields: Fields, model: str) -> None:
     """The model itself, or any of its contexts; all have the same tokens."""
     asked = fields.text("model", 256)
-    if asked is not None and asked != model:
-        context_of(asked, model)
+    if asked is not None:
+        context_or_own(asked, model)

@@ -101,7 +101,7 @@ class LimitSettings(_Part):
     """What one request, and all of them together, may ask for."""
 
     max_body_bytes: int = setting(8 << 20, "Of a request; longer ones are refused unread.", lowest=1024)
-    max_new_tokens: int = setting(4096, "Of an answer; asking for more is refused.", lowest=1)
+    max_new_tokens: int = setting(4096, "Of an answer; one for which more were asked ends there.", lowest=1)
     max_concurrent_requests: int = setting(32, "Decoded at the same time.", lowest=1)
     max_queued_requests: int = setting(64, "Waiting for their turn; more are told to come again.", lowest=0)
     request_timeout_s: float = setting(

@@ -66,6 +66,12 @@ def test_every_field_arrives() -> None:
     assert asked.stream and asked.include_usage
 
 
+@pytest.mark.parametrize(("asked", "given"), [(999, 999), (1000, 1000), (1001, 1000), (2**31 - 1, 1000)])
+def test_an_answer_ends_at_the_services_limit_however_many_tokens_are_asked_for(asked: int, given: int) -> None:
+    assert ask_of(chat(max_tokens=asked)).sampling.max_new_tokens == given
+    assert ask_of(completion(max_tokens=asked)).sampling.max_new_tokens == given
+
+
 def test_null_counts_as_absent() -> None:
     nothing = {"temperature": None, "stop": None, "seed": None, "n": None, "stream": None, "keep": None, "xyz": None}
     assert chat(**nothing) == chat()
@@ -162,8 +168,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "x" * 501}]}, "messages[0].content", "501 characters, wanted at most"),
     ({"messages": [{"role": "user", "content": "x" * 300}] * 2}, "messages", "in all, got 600"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "half a surrogate pair"),
-    ({"max_tokens": 0}, "max_tokens", "between 1 and 1000, got 0"),
-    ({"max_tokens": 10**9}, "max_tokens", "between 1 and 1000, got 1000000000"),
+    ({"max_tokens": 0}, "max_tokens", "between 1 and 2147483647, got 0"),
+    ({"max_tokens": 2**31}, "max_tokens", "between 1 and 2147483647, got 2147483648"),
     ({"max_tokens": 1.5}, "max_tokens", "wanted a whole number"),
     ({"max_tokens": True}, "max_tokens", "is true, wanted a whole number"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
@@ -269,7 +275,33 @@ def test_a_completion_that_cannot_be_answered(fields: dict[str, Any], words: str
         completion(**fields)
 
 
-@pytest.mark.parametrize("asked", ["handbook", "gpt-4", f"{MODEL}@", f"{MODEL}@a/b", "other@handbook", f"{MODEL}@a\n"])
+@pytest.mark.parametrize(
+    ("asked", "context"),
+    [
+        ("SmolLM2-135M", ""),
+        ("smollm2-135m-instruct", ""),  # as `csattn ls` has it
+        ("HuggingFaceTB/SmolLM2-135M-Instruct@handbook", "handbook"),
+        ("/models/SmolLM2-135M-Instruct.gguf", ""),
+    ],
+)
+def test_the_model_is_known_by_its_usual_names(asked: str, context: str) -> None:
+    assert (ask_of(chat(model=asked)).context, chat(model=asked).model) == (context, asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "handbook",
+        "gpt-4",
+        f"{MODEL}@",
+        f"{MODEL}@a/b",
+        "other@handbook",
+        f"{MODEL}@a\n",
+        "",
+        "@handbook",
+        f"{MODEL}-base",
+    ],
+)
 def test_models_that_cannot_be(asked: str) -> None:
     with pytest.raises(UnknownContextError) as refused:
         chat(model=asked)
@@ -281,6 +313,7 @@ def test_models_that_cannot_be(asked: str) -> None:
     ("name", "short"),
     [
         (None, "smollm2-135m"),
+        ("smollm2-135m-instruct", "smollm2-135m"),
         ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
         ("/models/My Model (v2).GGUF", "my-model-v2"),
         ("///", "model"),

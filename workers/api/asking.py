@@ -7,6 +7,7 @@ from typing import Any, Literal, cast, get_args
 from csattn.config import RestKind
 from csattn.selector_names import SELECTOR_NAMES
 from workers.api.fields import Fields
+from workers.api.foreign import take_foreign
 from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
 from workers.api.turns import read_turns, require_answerable
@@ -41,7 +42,7 @@ class Asked:
     model: str  # as the client wrote it
     kind: Kind
     stream: bool
-    include_usage: bool = False
+    include_usage: bool = False  # in a stream's last chunk
 
 
 def read_chat(body: object, request_id: str, model: str, limits: LimitSettings) -> Asked:
@@ -61,7 +62,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     asked_model = fields.needed_text("model", 256)
     own = part(fields, limits)
     _refuse_what_is_not_done(fields)
-    stream, include_usage = _stream(fields)
+    stream, include_usage, tells_usage = _stream(fields)
     most = limits.max_concurrent_requests + limits.max_queued_requests
     num_choices = fields.whole("n", 1, most) or 1
     prompts = own.pop("prompts", None)
@@ -71,7 +72,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     ours = read_ours(fields)
     fields.finish()
     context = context_or_own(asked_model, model)
-    ask = Ask(request_id=request_id, context=context, sampling=sampling, **own, **ours)
+    ask = Ask(request_id=request_id, context=context, sampling=sampling, tells_usage=tells_usage, **own, **ours)
     each = [ask] if prompts is None else [replace(ask, prompt=prompt) for prompt in prompts]
     asks = tuple(choice for ask in each for choice in _choices(ask, num_choices))
     named = (replace(ask, request_id=f"{request_id}-{i}" if i else request_id) for i, ask in enumerate(asks))
@@ -92,6 +93,9 @@ def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None)
         logit_bias=_logit_bias(fields),
         seed=_seed(fields),
         stop=_stops(fields),
+        stop_token_ids=_stop_ids(fields),
+        min_tokens=fields.whole("min_tokens", 0, MAX_NUM_TOKENS) or 0,
+        ignore_eos=fields.flag("ignore_eos"),
         top_logprobs=top_logprobs,
     )
 
@@ -172,16 +176,17 @@ def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits:
     return min(next(iter(said.values()), default), limits.max_new_tokens)
 
 
-def _stream(fields: Fields) -> tuple[bool, bool]:
+def _stream(fields: Fields) -> tuple[bool, bool, bool]:
+    """Whether the answer is streamed, with what it took at its end, and with that so far in each chunk."""
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     if options is None:
-        return stream, False
+        return stream, False, False
     if not stream:
         fields.refuse("stream_options", "is set, but stream is not true; set both")
-    include_usage = options.flag("include_usage")
+    include_usage, is_continuous = options.flag("include_usage"), options.flag("continuous_usage_stats")
     options.ignore("include_obfuscation")
     options.finish()
-    return stream, include_usage
+    return stream, include_usage, include_usage and is_continuous
 
 
 def _seed(fields: Fields) -> int | None:
@@ -195,6 +200,13 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     if "" in stops:
         fields.refuse("stop", "holds an empty text, at which every answer would end")
     return stops
+
+
+def _stop_ids(fields: Fields) -> tuple[int, ...]:
+    ids = fields.listed("stop_token_ids", MAX_BIASES)
+    if not all(type(token_id) is int and 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
+        fields.refuse("stop_token_ids", "holds something else than tokens' numbers")
+    return tuple(ids)
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
@@ -215,6 +227,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
 
 def ignore_what_changes_nothing(fields: Fields) -> None:
     fields.ignore(*IGNORED)
+    take_foreign(fields)
 
 
 def _refuse_what_is_not_done(fields: Fields) -> None:

@@ -10,7 +10,7 @@ from workers.api.fields import Fields
 from workers.api.names import context_or_own
 from workers.api.tools import read_call, read_format, read_tools
 from workers.api.turns import ROLES, content_of, require_answerable, require_turns
-from workers.serving.messages import Ask, Done, Piece, Turn
+from workers.serving.messages import Ask, Done, Event, Piece, Turn
 from workers.settings import LimitSettings
 
 LOGPROBS = "message.output_text.logprobs"
@@ -76,7 +76,7 @@ class ResponseForm:
         self.last(0, dones[0])
         return self._response(dones[0])
 
-    def first(self, index: int) -> list[dict[str, Any]]:
+    def first(self, index: int, event: Event) -> list[dict[str, Any]]:
         """What the stream begins with."""
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._response(None)) for kind in kinds]

@@ -234,6 +234,7 @@ class LocalBackend:
         if isinstance(ask.prompt, tuple):
             require_tokens(self.loaded.tokenizer, ask.prompt, "prompt")
         require_tokens(self.loaded.tokenizer, (token_id for token_id, _ in ask.sampling.logit_bias), "logit_bias")
+        require_tokens(self.loaded.tokenizer, ask.sampling.stop_token_ids, "stop_token_ids")
 
     def _require_steps(self) -> None:
         """What a request waited for may have taken longer than the service lives."""
@@ -275,9 +276,16 @@ class LocalBackend:
             arrived_at=arrived_at,
             deadline=arrived_at + self._settings.limits.request_timeout_s,
             outlet=Outlet(asyncio.get_running_loop(), scheduler.inbox.nudge),
-            writer=Writer(self.loaded.tokenizer, sampling.stop, speech_of(ask, self._form), self._form.hidden),
+            writer=Writer(
+                self.loaded.tokenizer,
+                sampling.stop,
+                speech_of(ask, self._form),
+                self._form.hidden,
+                sampling.min_tokens,
+            ),
             grammar=grammar,
             in_prompt=in_prompt,
+            tells_usage=ask.tells_usage,
             echo=self._echo(ask),
         )
 

@@ -31,6 +31,9 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, and what its logit is raised by
     seed: int | None = None
     stop: tuple[str, ...] = ()  # the answer ends before the first of them
+    stop_token_ids: tuple[int, ...] = ()  # likewise
+    min_tokens: int = 0  # that come before any end
+    ignore_eos: bool = False  # the answer goes on past the model's own end
     top_logprobs: int | None = None  # how many beside the drawn token's; None: no logprobs at all
 
 
@@ -80,6 +83,7 @@ class Ask:
     parallel_calls: bool = True  # several in an answer
     schema: dict[str, Any] | bool | None = None  # JSON schema of the answer
     sampling: Sampling
+    tells_usage: bool = False  # each piece says what was used so far
     keep: float | None = None  # None: as the service is set
     lookahead: int | None = None
     rest: RestKind | None = None
@@ -115,6 +119,16 @@ class CallPart:
     name: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens that a request has taken."""
+
+    context_tokens: int
+    question_tokens: int
+    cached_tokens: int  # of both, those that were there already
+    new_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Text that no further token can change; may be empty where only `scores` have come."""
@@ -123,17 +137,14 @@ class Piece:
     scores: tuple[TokenScore, ...] = ()
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
+    usage: Usage | None = None  # so far, where the request wants it told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Done(Usage):
     """The last event of a request."""
 
     reason: Finish
-    context_tokens: int
-    question_tokens: int
-    cached_tokens: int  # of both, those that were there already
-    new_tokens: int
 
 
 Event = Piece | Done

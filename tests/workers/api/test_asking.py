@@ -66,6 +66,20 @@ def test_every_field_arrives() -> None:
     assert asked.stream and asked.include_usage
 
 
+def test_ends_arrive() -> None:
+    given = {"stop_token_ids": [5, 0], "min_tokens": 9, "ignore_eos": True}
+    for asked in (chat(**given), completion(**given)):
+        sampling = ask_of(asked).sampling
+        assert (sampling.stop_token_ids, sampling.min_tokens, sampling.ignore_eos) == ((5, 0), 9, True)
+    for usage, continuous in ((True, True), (True, False), (False, True)):
+        options = {"include_usage": usage, "continuous_usage_stats": continuous}
+        assert ask_of(chat(stream=True, stream_options=options)).tells_usage == (usage and continuous)
+
+
+def test_fields_of_other_servers_that_ask_for_nothing_pass() -> None:
+    assert chat(cache_prompt=True, id_slot=-1, length_penalty=1.0, skip_special_tokens=True, grammar="") == chat()
+
+
 @pytest.mark.parametrize(("asked", "given"), [(999, 999), (1000, 1000), (1001, 1000), (2**31 - 1, 1000)])
 def test_an_answer_ends_at_the_services_limit_however_many_tokens_are_asked_for(asked: int, given: int) -> None:
     assert ask_of(chat(max_tokens=asked)).sampling.max_new_tokens == given
@@ -234,6 +248,16 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"audio": {"voice": "x"}}, "audio", "only text is written"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "decide themselves"),
     ({"max_token": 5}, "max_token", "did you mean max_tokens?"),
+    ({"cache_prompts": 5}, "cache_prompts", "is not a field that this service knows"),
+    ({"guided_json": {}}, "guided_json", "is an object: answers are held to a form by response_format"),
+    ({"n_predict": 5}, "n_predict", "is 5: it is called max_tokens here"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "special tokens have no text"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "is not a list"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "something else than tokens' numbers"),
+    ({"stop_token_ids": [True]}, "stop_token_ids", "something else than tokens' numbers"),
+    ({"min_tokens": -1}, "min_tokens", "must lie between 0"),
+    ({"ignore_eos": 1}, "ignore_eos", "wanted true or false"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "continuous_usage_stats", "true or false"),
     ({"prompt": "x"}, "prompt", "is not a field"),
     ({"x" * 5000: 5}, "x", "is not a field"),
 ]  # fmt: skip
@@ -244,6 +268,7 @@ def test_a_chat_that_cannot_be_answered(fields: dict[str, Any], param: str, word
     with pytest.raises(BadRequestError) as refused:
         chat(**fields)
     assert words in refused.value.message
+    assert "did you mean" in words or "did you mean" not in refused.value.message
     assert refused.value.param is not None and param in refused.value.param
     assert len(json.dumps(error_body(refused.value))) < 4096
 

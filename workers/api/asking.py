@@ -10,7 +10,7 @@ from workers.api.fields import Fields
 from workers.api.foreign import take_foreign
 from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
-from workers.api.turns import read_turns, require_answerable
+from workers.api.turns import read_template, read_turns, require_answerable
 from workers.serving.messages import Ask, Sampling, Selector
 from workers.settings import LimitSettings
 
@@ -128,6 +128,7 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
     require_answerable(turns, fields, "messages")
     return {
         "turns": turns,
+        **read_template(fields),
         **read_tools(fields),
         **read_format(fields, "response_format"),
         "top_logprobs": (top or 0) if wants_logprobs else None,
@@ -138,6 +139,8 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
 def _completion_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
     prompts, echo = _prompts(fields, limits.max_question_chars), fields.flag("echo")
     fields.only("best_of", 1, why="only 1 is done")
+    for name in ("chat_template_kwargs", "reasoning_effort"):
+        fields.only(name, {}, why="a completion's prompt goes through no chat template")
     fields.only("suffix", "", why="text is only added at the end")
     return {
         "prompts": prompts,
@@ -237,7 +240,6 @@ def _refuse_what_is_not_done(fields: Fields) -> None:
     fields.only("audio", why="only text is written")
     fields.only("prediction", why="answers are not predicted")
     fields.only("web_search_options", why="the service does not search the web")
-    fields.only("reasoning_effort", why="models here decide themselves how much they think")
     fields.only("functions", [], why="it was replaced by tools; send those")
     fields.only("function_call", "none", "auto", why="it was replaced by tool_choice; send that")
 

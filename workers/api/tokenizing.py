@@ -6,7 +6,7 @@ from workers.api.asking import MAX_TOKEN_ID
 from workers.api.fields import Fields
 from workers.api.names import context_or_own
 from workers.api.tools import read_tools
-from workers.api.turns import read_turns
+from workers.api.turns import read_template, read_turns
 from workers.serving.messages import TokenizeAsk, Tokens
 from workers.settings import LimitSettings
 
@@ -23,7 +23,7 @@ def read_tokenize(body: object, model: str, limits: LimitSettings) -> tuple[Toke
     else:
         is_answered = fields.any_of("add_generation_prompt") is not False
         turns, tools = read_turns(fields, limits), read_tools(fields)["tools"]
-        ask = TokenizeAsk(turns=turns, tools=tools, add_generation_prompt=is_answered)
+        ask = TokenizeAsk(turns=turns, tools=tools, add_generation_prompt=is_answered, **read_template(fields))
     fields.finish()
     return ask, wants_texts
 

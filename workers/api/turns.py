@@ -2,11 +2,20 @@
 
 from typing import Any, cast
 
+from workers.api.errors import quoted
 from workers.api.fields import Fields
 from workers.api.tools import read_calls, require_answered_calls
 from workers.serving.messages import ToolCall, Turn
 from workers.settings import LimitSettings
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MAX_OPTIONS = 16
+# what a template is given anyway, and what transformers takes beside it
+RESERVED = {
+    "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
+    "eos_token", "max_length", "messages", "pad_token", "padding", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation", "unk_token",
+}  # fmt: skip
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -16,6 +25,22 @@ def read_turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
     turns = tuple(_turn(item, f"messages[{index}].", most_chars) for index, item in enumerate(fields.items("messages")))
     require_turns(turns, fields, "messages", most_chars)
     return turns
+
+
+def read_template(fields: Fields) -> dict[str, Any]:
+    """Of `chat_template_kwargs` and `reasoning_effort`, what an Ask has. Whether the model's template knows them is for
+    the decoding side to say."""
+    options = fields.any_of("chat_template_kwargs")
+    if options is None:
+        options = {}
+    if not isinstance(options, dict) or len(options) > MAX_OPTIONS:
+        fields.refuse("chat_template_kwargs", f"is not an object of at most {MAX_OPTIONS} names and their values")
+    for name in options:
+        if not name.isidentifier() or len(name) > 64:
+            fields.refuse("chat_template_kwargs", f"has {quoted(name)}, which no template can name")
+        if name in RESERVED:
+            fields.refuse("chat_template_kwargs", f"has {name}, which the service itself gives to the template")
+    return {"template_options": options, "reasoning_effort": fields.choice("reasoning_effort", EFFORTS)}
 
 
 def require_turns(turns: tuple[Turn, ...], fields: Fields, name: str, most_chars: int) -> None:

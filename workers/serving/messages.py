@@ -1,7 +1,7 @@
 """What crosses between the HTTP side and the side that decodes: plain data, no arrays."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -78,6 +78,8 @@ class Ask:
     turns: tuple[Turn, ...] = ()
     prompt: str | tuple[int, ...] | None = None
     echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for
+    template_options: dict[str, Any] = field(default_factory=dict)  # what the chat template is given besides
+    reasoning_effort: str | None = None  # as the chat template has a switch for it; None: as it is
     tools: tuple[Tool, ...] = ()
     must_call: tuple[str, ...] = ()  # one of these tools, whatever the model would like
     parallel_calls: bool = True  # several in an answer
@@ -156,6 +158,8 @@ class TokenizeAsk:
 
     text: str | None = None
     turns: tuple[Turn, ...] = ()
+    template_options: dict[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
     tools: tuple[Tool, ...] = ()
     add_special_tokens: bool = True
     add_generation_prompt: bool = True  # the model speaks next

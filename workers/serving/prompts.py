@@ -29,7 +29,8 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
             return question_ids(tokenizer, context, text, "none").tolist()  # type: ignore[no-any-return]
         with _template_errors():
             turns, tools = messages_of(ask.turns), tool_specs(ask.tools)
-            return conversation_ids(tokenizer, context, turns, wrapping, tools).tolist()  # type: ignore[no-any-return]
+            ids = conversation_ids(tokenizer, context, turns, wrapping, tools, ask.template_options)
+            return ids.tolist()  # type: ignore[no-any-return]
     except (ArtifactMismatchError, ModelError) as error:
         raise BadRequestError(str(error), _field_of(ask)) from error
 
@@ -51,6 +52,7 @@ def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: in
     """A text or a conversation by itself, without any context."""
     text, adds_special = ask.text, ask.add_special_tokens
     if text is None:
+        ask = form.switched(ask)
         form.require(ask)
         text = _written(tokenizer, ask, ask.add_generation_prompt)
         adds_special = False  # the template has written them
@@ -68,6 +70,7 @@ def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool) -> str:
             tools=tool_specs(ask.tools),
             tokenize=False,
             add_generation_prompt=speaks_next,
+            **ask.template_options,
         )
     return text
 
@@ -76,6 +79,14 @@ def text_of_ids(tokenizer: Any, ids: tuple[int, ...]) -> str:
     require_tokens(tokenizer, ids, "tokens")
     text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     return text
+
+
+def require_asked_tokens(tokenizer: Any, ask: Ask) -> None:
+    """Of all fields that name tokens."""
+    if isinstance(ask.prompt, tuple):
+        require_tokens(tokenizer, ask.prompt, "prompt")
+    require_tokens(tokenizer, (token_id for token_id, _ in ask.sampling.logit_bias), "logit_bias")
+    require_tokens(tokenizer, ask.sampling.stop_token_ids, "stop_token_ids")
 
 
 def require_tokens(tokenizer: Any, ids: Iterable[int], field: str) -> None:
@@ -125,8 +136,9 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
 
 
 def _only_turn(ask: Ask) -> str:
-    if len(ask.turns) > 1 or ask.tools:
+    if len(ask.turns) > 1 or ask.tools or ask.template_options:
         came = "tools" if ask.tools else f"{len(ask.turns)} messages"
+        came = came if len(ask.turns) > 1 or ask.tools else "options of a template"
         raise BadRequestError(
             f"this context was built without a chat template, so it takes a single user message, got {came}; send one, "
             "or a prompt",

@@ -76,6 +76,12 @@ def test_ends_arrive() -> None:
         assert ask_of(chat(stream=True, stream_options=options)).tells_usage == (usage and continuous)
 
 
+def test_what_the_template_is_given_arrives() -> None:
+    ask = ask_of(chat(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low"))
+    assert (ask.template_options, ask.reasoning_effort) == ({"enable_thinking": False}, "low")
+    assert (ask_of(chat()).template_options, ask_of(chat()).reasoning_effort) == ({}, None)
+
+
 def test_fields_of_other_servers_that_ask_for_nothing_pass() -> None:
     assert chat(cache_prompt=True, id_slot=-1, length_penalty=1.0, skip_special_tokens=True, grammar="") == chat()
 
@@ -246,7 +252,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "missing"),
     ({"modalities": ["audio"]}, "modalities", "only text is written"),
     ({"audio": {"voice": "x"}}, "audio", "only text is written"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "decide themselves"),
+    ({"reasoning_effort": "much"}, "reasoning_effort", 'is "much", wanted one of none, minimal'),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "is not an object of at most 16"),
+    ({"chat_template_kwargs": {f"a{n}": n for n in range(17)}}, "chat_template_kwargs", "is not an object of at most"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "has tools, which the service itself gives"),
+    ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", 'has "a b", which no template can name'),
     ({"max_token": 5}, "max_token", "did you mean max_tokens?"),
     ({"cache_prompts": 5}, "cache_prompts", "is not a field that this service knows"),
     ({"guided_json": {}}, "guided_json", "is an object: answers are held to a form by response_format"),
@@ -293,6 +303,8 @@ def test_a_chat_that_cannot_be_answered(fields: dict[str, Any], param: str, word
         ({"best_of": 2}, "best_of is 2"),
         ({"logprobs": True}, "logprobs is true, wanted a whole number"),
         ({"messages": []}, "messages is not a field"),
+        ({"reasoning_effort": "low"}, "a completion's prompt goes through no chat template"),
+        ({"chat_template_kwargs": {"a": 1}}, "a completion's prompt goes through no chat template"),
     ],
 )
 def test_a_completion_that_cannot_be_answered(fields: dict[str, Any], words: str) -> None:

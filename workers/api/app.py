@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 
 from csattn import __version__
@@ -46,6 +47,14 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
     measures, pace = Measures(), Pace()
     app = FastAPI(title="csattn", version=__version__, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Guard, settings=settings, measures=measures, pace=pace)
+    if settings.server.allowed_origins:  # around the guard: browsers hide refusals that lack these headers
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.server.allowed_origins,
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("retry-after", "x-request-id", "x-should-retry"),
+        )
     app.add_exception_handler(HTTPException, _no_such_route)
     routes = Routes(backend, settings, measures, pace)
     for method, path, handler in (

@@ -97,7 +97,8 @@ def conversation_ids(
     tools: list[dict[str, Any]] | None = None,
     options: dict[str, Any] | None = None,
 ) -> NDArray[np.int32]:
-    """The ids that follow the prefilled ones when a conversation about the context goes on; the model speaks next.
+    """The ids that follow the prefilled ones when a conversation about the context goes on; the model speaks next,
+    unless `continue_final_message` is among the options.
 
     turns: role and content of each, as chat templates take them; the model answers the last one. tools, and options,
     such as `enable_thinking`: likewise. Not for the wrapping `none`. Where the context is in the first user message,
@@ -119,7 +120,7 @@ def conversation_ids(
             "the model's chat template does not put these messages after the context; send one user message, or "
             "user and assistant messages in turn"
             + (", or leave out tools" if tools else "")
-            + (f", or leave out the template's {', '.join(options)}" if options else "")
+            + (", or give the template no options" if options else "")
         )
     return np.asarray(_continue(tokenizer, prefix, text), dtype=np.int32)
 

@@ -10,7 +10,7 @@ from workers.api.fields import Fields
 from workers.api.foreign import take_foreign
 from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
-from workers.api.turns import read_template, read_turns, require_answerable
+from workers.api.turns import read_continues, read_speaks_next, read_template, read_turns, require_answerable
 from workers.serving.messages import Ask, Sampling, Selector
 from workers.settings import LimitSettings
 
@@ -124,10 +124,17 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
     wants_logprobs = fields.flag("logprobs")
     if top is not None and not wants_logprobs:
         fields.refuse("top_logprobs", "is set, but logprobs is not true; set both")
-    turns = read_turns(fields, limits)
-    require_answerable(turns, fields, "messages")
+    turns, speaks_next = read_turns(fields, limits), read_speaks_next(fields)
+    continues = read_continues(fields, turns, speaks_next)
+    if not continues:
+        is_text = turns[-1].role == "assistant" and not turns[-1].calls
+        hint = "; to go on with it, set continue_final_message" if is_text else ""
+        require_answerable(turns, fields, "messages", hint)
+        if speaks_next is False:
+            fields.refuse("add_generation_prompt", "is false, so that nobody would answer; leave it out")
     return {
         "turns": turns,
+        "continues": continues,
         **read_template(fields),
         **read_tools(fields),
         **read_format(fields, "response_format"),

@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from workers.api.errors import quoted
-from workers.api.fields import Fields
+from workers.api.fields import Fields, told
 from workers.api.tools import read_calls, require_answered_calls
 from workers.serving.messages import ToolCall, Turn
 from workers.settings import LimitSettings
@@ -50,9 +50,28 @@ def require_turns(turns: tuple[Turn, ...], fields: Fields, name: str, most_chars
     require_answered_calls(turns, fields, name)
 
 
-def require_answerable(turns: tuple[Turn, ...], fields: Fields, name: str) -> None:
+def require_answerable(turns: tuple[Turn, ...], fields: Fields, name: str, hint: str = "") -> None:
     if turns[-1].role not in ("user", "tool"):
-        fields.refuse(name, f"must end with one of role user or tool, got one of role {turns[-1].role}")
+        fields.refuse(name, f"must end with one of role user or tool, got one of role {turns[-1].role}{hint}")
+
+
+def read_continues(fields: Fields, turns: tuple[Turn, ...], speaks_next: bool | None) -> bool:
+    """Of `continue_final_message`, as vLLM has it. speaks_next: of `add_generation_prompt`."""
+    if not fields.flag("continue_final_message"):
+        return False
+    if turns[-1].role != "assistant" or turns[-1].calls:
+        fields.refuse("continue_final_message", "is true, but the last message is not the text of an assistant")
+    if speaks_next:
+        fields.refuse("add_generation_prompt", "is true, and so is continue_final_message; set one of them")
+    return True
+
+
+def read_speaks_next(fields: Fields) -> bool | None:
+    """Of `add_generation_prompt`."""
+    value = fields.any_of("add_generation_prompt")
+    if value is not None and type(value) is not bool:
+        fields.refuse("add_generation_prompt", f"is {told(value)}, wanted true or false")
+    return value
 
 
 def _turn(value: object, where: str, most_chars: int) -> Turn:

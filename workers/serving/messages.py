@@ -69,13 +69,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request, checked where it comes in: either `turns` (chat), the last of them to be answered, or `prompt` (text
-    or tokens that go on where the context ends)."""
+    """One request, checked where it comes in: either `turns` (chat), the last of them to be answered or gone on with,
+    or `prompt` (text or tokens that go on where the context ends)."""
 
     request_id: str
     context: str  # name, as registered; empty: the longest that the prompt begins with
     cache_salt: str = ""  # only requests with the same find what this one leaves behind
     turns: tuple[Turn, ...] = ()
+    continues: bool = False  # the last turn is the beginning of the answer
     prompt: str | tuple[int, ...] | None = None
     echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for
     template_options: dict[str, Any] = field(default_factory=dict)  # what the chat template is given besides
@@ -163,6 +164,7 @@ class TokenizeAsk:
     tools: tuple[Tool, ...] = ()
     add_special_tokens: bool = True
     add_generation_prompt: bool = True  # the model speaks next
+    continues: bool = False  # or goes on with the last turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
             return question_ids(tokenizer, context, text, "none").tolist()  # type: ignore[no-any-return]
         with _template_errors():
             turns, tools = messages_of(ask.turns), tool_specs(ask.tools)
-            ids = conversation_ids(tokenizer, context, turns, wrapping, tools, ask.template_options)
+            ids = conversation_ids(tokenizer, context, turns, wrapping, tools, _options(ask))
             return ids.tolist()  # type: ignore[no-any-return]
     except (ArtifactMismatchError, ModelError) as error:
         raise BadRequestError(str(error), _field_of(ask)) from error
@@ -42,7 +42,7 @@ def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
     if ask.prompt is not None:
         ids: list[int] = tokenizer(ask.prompt).input_ids
     else:
-        ids = tokenizer(_written(tokenizer, ask, speaks_next=True), add_special_tokens=False).input_ids
+        ids = tokenizer(_written(tokenizer, ask), add_special_tokens=False).input_ids
     if not ids:
         raise BadRequestError("the prompt has no token; send some text", _field_of(ask))
     return ids
@@ -60,19 +60,20 @@ def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: in
     return Tokens(ids=tuple(ids), texts=tuple(tokenizer.convert_ids_to_tokens(ids)), max_positions=max_positions)
 
 
-def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool) -> str:
+def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool = True) -> str:
     """The conversation as the model's own template has it."""
     if not tokenizer.chat_template:
         raise BadRequestError("this service's model has no chat template; send a prompt", "messages")
+    options = {"tools": tool_specs(ask.tools), "add_generation_prompt": speaks_next, **_options(ask)}
     with _template_errors():
-        text: str = tokenizer.apply_chat_template(
-            messages_of(ask.turns),
-            tools=tool_specs(ask.tools),
-            tokenize=False,
-            add_generation_prompt=speaks_next,
-            **ask.template_options,
-        )
+        text: str = tokenizer.apply_chat_template(messages_of(ask.turns), tokenize=False, **options)
     return text
+
+
+def _options(ask: Ask | TokenizeAsk) -> dict[str, Any]:
+    """What the template is given besides messages and tools."""
+    ending = {"add_generation_prompt": False, "continue_final_message": True} if ask.continues else {}
+    return {**ending, **ask.template_options}
 
 
 def text_of_ids(tokenizer: Any, ids: tuple[int, ...]) -> str:
@@ -136,9 +137,9 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
 
 
 def _only_turn(ask: Ask) -> str:
-    if len(ask.turns) > 1 or ask.tools or ask.template_options:
-        came = "tools" if ask.tools else f"{len(ask.turns)} messages"
-        came = came if len(ask.turns) > 1 or ask.tools else "options of a template"
+    came = f"{len(ask.turns)} messages" if len(ask.turns) > 1 else "options of a template"
+    came = "tools" if ask.tools else "an answer to go on with" if ask.continues else came
+    if len(ask.turns) > 1 or ask.tools or ask.continues or ask.template_options:
         raise BadRequestError(
             f"this context was built without a chat template, so it takes a single user message, got {came}; send one, "
             "or a prompt",

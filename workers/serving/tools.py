@@ -63,11 +63,15 @@ class ChatForm:
         return replace(ask, template_options={**known, **ask.template_options}, reasoning_effort=None)
 
     def of(self, ask: Ask) -> "ChatForm":
-        """As the template is with this request's options."""
-        if not (self.thinks and ask.template_options):
+        """As the template is for this request."""
+        if not (self.thinks and (ask.template_options or ask.continues)):
             return self
         form = copy(self)
-        form.is_thinking = _begins_thought(self._tokenizer, ask.template_options)
+        if ask.continues:  # with a thought, or with what follows it
+            said = ask.turns[-1].content
+            form.thinks = form.is_thinking = THINK in said and THOUGHT not in said
+        else:
+            form.is_thinking = _begins_thought(self._tokenizer, ask.template_options)
         return form
 
     def require(self, ask: Ask | TokenizeAsk) -> None:

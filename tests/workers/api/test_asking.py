@@ -82,6 +82,13 @@ def test_what_the_template_is_given_arrives() -> None:
     assert (ask_of(chat()).template_options, ask_of(chat()).reasoning_effort) == ({}, None)
 
 
+def test_an_answer_that_has_begun() -> None:
+    for more in ({}, {"add_generation_prompt": False}):
+        ask = ask_of(chat(messages=BEGUN, continue_final_message=True, **more))
+        assert ask.continues and ask.turns[-1] == Turn("assistant", "Because")
+    assert chat(add_generation_prompt=True, continue_final_message=False) == chat()
+
+
 def test_fields_of_other_servers_that_ask_for_nothing_pass() -> None:
     assert chat(cache_prompt=True, id_slot=-1, length_penalty=1.0, skip_special_tokens=True, grammar="") == chat()
 
@@ -110,6 +117,7 @@ def test_conversations() -> None:
 
 
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "d", "parameters": {"type": "object"}}}
+BEGUN = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
 CALLING = {"role": "assistant", "content": None, "tool_calls": []}
 
 
@@ -184,7 +192,18 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [CALLING | {"tool_calls": [call_with(name="a b")]}]}, "function.name", "other characters"),
     ({"messages": [CALLING | {"tool_calls": [call_with()]}]}, "messages", "messages must end with one of"),
     ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "audio", "messages[0].audio is not a field"),
-    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "messages must end with one of"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "to go on with it, set continue_final_message"),
+    ({"continue_final_message": True}, "continue_final_message", "the last message is not the text of an assistant"),
+    (
+        {"continue_final_message": True, "messages": [CALLING | {"tool_calls": [call_with()]}]},
+        "continue_final_message", "is not the text of an assistant",
+    ),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True, "messages": BEGUN},
+        "add_generation_prompt", "and so is continue_final_message",
+    ),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "nobody would answer"),
+    ({"add_generation_prompt": 1}, "add_generation_prompt", "is 1, wanted true or false"),
     ({"messages": [{"role": "user", "content": "x" * 501}]}, "messages[0].content", "501 characters, wanted at most"),
     ({"messages": [{"role": "user", "content": "x" * 300}] * 2}, "messages", "in all, got 600"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "half a surrogate pair"),

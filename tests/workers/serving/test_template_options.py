@@ -86,7 +86,7 @@ def test_a_schema_holds_behind_the_thought_or_from_the_start(store: Path, option
     ("context", "more", "words"),
     [
         ("switched", {"template_options": {"enable": 1}}, "has no enable; leave it out"),
-        ("switched", {"template_options": {"today": "Monday"}}, "or leave out the template's today"),
+        ("switched", {"template_options": {"today": "Monday"}}, "or give the template no options"),
         ("bare", {"template_options": OFF}, "got options of a template"),
         ("bare", {"reasoning_effort": "none"}, "got options of a template"),
     ],

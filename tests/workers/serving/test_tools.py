@@ -262,9 +262,9 @@ def test_a_grammar_goes_with_its_request(store: Path, monkeypatch: pytest.Monkey
     grammars: list[weakref.ref[Any]] = []
     real: Callable[..., Request] = LocalBackend._request  # type: ignore[assignment]
 
-    def seen(self: LocalBackend, ask: Ask, config: Any, begun: Any, grammar: Any, at: float) -> Request:
+    def seen(self: LocalBackend, ask: Ask, form: Any, config: Any, begun: Any, grammar: Any, at: float) -> Request:
         grammars.append(weakref.ref(grammar))
-        return real(self, ask, config, begun, grammar, at)
+        return real(self, ask, form, config, begun, grammar, at)
 
     monkeypatch.setattr(LocalBackend, "_request", seen)
 

@@ -153,7 +153,7 @@ def odd_unicode(rng: random.Random, target: Target) -> Pieces:
 
 def beyond_all_bounds(rng: random.Random, target: Target) -> Pieces:
     field, value = rng.choice(
-        [("max_tokens", 10**9), ("n", 10**6), ("temperature", 1e9), ("stop", ["a"] * 999), ("logprobs", 10**6),
+        [("max_tokens", 10**10), ("n", 10**6), ("temperature", 1e9), ("stop", ["a"] * 999), ("logprobs", 10**6),
          ("keep", 1e300), ("seed", 10**40), ("top_p", -1), ("prompt", ["x"] * 999), ("prompt", "y" * 2 * MIB)]
     )  # fmt: skip
     return target.sent(_request(target, **{field: value}))

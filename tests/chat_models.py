@@ -28,6 +28,11 @@ HERMES = (
 THINKING = HERMES.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# ends with </think> #}"
 # as Qwen 3's: the model decides
 MAY_THINK = HERMES + "{# <think> </think> #}"
+# as Qwen 3.5's: a switch, and something that stands before all messages
+SWITCHED = "{% if today %}It is {{ today }}.\n{% endif %}" + HERMES.replace(
+    "assistant\n{% endif %}",
+    "assistant\n<think>\n{% if not enable_thinking | default(true) %}\n</think>\n\n{% endif %}{% endif %}",
+)
 # as Mistral's: tools stand before the last message
 MISTRAL = (
     "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
@@ -61,7 +66,7 @@ _TOKENS = {  # of its own, as the models of that family have them, and whether t
 @cache
 def chat_model(kind: str, own_tokens: bool = True) -> LoadedModel:
     """own_tokens: what announces calls and thoughts is a token, as most models have it, and not a text."""
-    tokenizer = byte_tokenizer(TEMPLATES[kind])
+    tokenizer = byte_tokenizer(SWITCHED if kind == "switched" else TEMPLATES[kind])
     tokenizer.add_special_tokens({"eos_token": END})
     tokens = _TOKENS.get(kind, {}) if own_tokens else {}
     tokenizer.add_tokens([AddedToken(text, special=is_special) for text, is_special in tokens.items()])

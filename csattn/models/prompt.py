@@ -95,26 +95,32 @@ def conversation_ids(
     turns: list[dict[str, Any]],
     wrapping: Wrapping,
     tools: list[dict[str, Any]] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> NDArray[np.int32]:
-    """The ids that follow the prefilled ones when a conversation about the context goes on; the model speaks next.
+    """The ids that follow the prefilled ones when a conversation about the context goes on; the model speaks next,
+    unless `continue_final_message` is among the options.
 
-    turns: role and content of each, as chat templates take them; the model answers the last one. tools: likewise. Not
-    for the wrapping `none`. Where the context is in the first user message, system turns before it follow the context
-    there. Where the template has tools before or within the context's own message, the context stays what it is, a
-    system message without tools, and the conversation with its tools is written after it.
+    turns: role and content of each, as chat templates take them; the model answers the last one. tools, and options,
+    such as `enable_thinking`: likewise. Not for the wrapping `none`. Where the context is in the first user message,
+    system turns before it follow the context there. Where the template has tools before or within the context's own
+    message, the context stays what it is, a system message without tools, and the conversation with its tools is
+    written after it.
     Raises ArtifactMismatchError when context and turns together would not tokenise to a continuation.
     """
-    before, between, after = _render_turns(tokenizer, wrapping, turns, tools).partition(_PROBE)
+    options = options or {}
+    before, between, after = _render_turns(tokenizer, wrapping, turns, tools, options).partition(_PROBE)
     separator = _separator(tokenizer, wrapping)
     follows = between and after.startswith(separator) and before == _before(tokenizer, wrapping)
     if not follows and tools and wrapping == "system":
-        text = _apply(tokenizer, turns, tools).removeprefix(tokenizer.bos_token or "")
+        text = _apply(tokenizer, turns, tools, options).removeprefix(tokenizer.bos_token or "")
     elif follows:
         text = after.removeprefix(separator)
     else:
         raise ArtifactMismatchError(
             "the model's chat template does not put these messages after the context; send one user message, or "
-            "user and assistant messages in turn" + (", or leave out tools" if tools else "")
+            "user and assistant messages in turn"
+            + (", or leave out tools" if tools else "")
+            + (", or give the template no options" if options else "")
         )
     return np.asarray(_continue(tokenizer, prefix, text), dtype=np.int32)
 
@@ -154,7 +160,11 @@ def _render(tokenizer: Any, wrapping: str, question: str) -> str:
 
 
 def _render_turns(
-    tokenizer: Any, wrapping: str, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    tokenizer: Any,
+    wrapping: str,
+    turns: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> str:
     """The conversation as the template writes it, with a probe where the context is."""
     if wrapping == "system":
@@ -163,11 +173,13 @@ def _render_turns(
         first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), 0)
         opening = _BETWEEN.join([_PROBE, *(turn["content"] for turn in turns[: first + 1])])
         messages = [{"role": "user", "content": opening}, *turns[first + 1 :]]
-    return _apply(tokenizer, messages, tools)
+    return _apply(tokenizer, messages, tools, options or {})
 
 
-def _apply(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    options = {"tokenize": False, "add_generation_prompt": True}
+def _apply(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+) -> str:
+    options = {"tokenize": False, "add_generation_prompt": True, **options}
     return tokenizer.apply_chat_template(messages, tools=tools, **options)  # type: ignore[no-any-return]
 
 

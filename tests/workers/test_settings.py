@@ -73,6 +73,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         "engine.kv_codec": "k=q8_0,v=fp8",
         "ray.address": "auto", "ray.num_attention_workers": 2, "ray.num_ingress_replicas": 3, "store.path": "elsewhere",
     }  # fmt: skip
+    values["server.allowed_origins"] = ["https://a.example", "http://localhost:3000"]
     key_file = written(tmp_path / "keys", "# ours\n\nthree # the third\n")
     values["server.api_key_file"] = str(key_file)
     assert values.keys() == KEYS.keys()
@@ -92,6 +93,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         assert {leaf.origin.kind for leaf in loaded.leaves.values()} == {kind}
     settings = loads[0].settings
     assert settings.server.api_keys == (Secret("one"), Secret("two"), Secret("three"))
+    assert settings.server.allowed_origins == ("https://a.example", "http://localhost:3000")
     for key, value in values.items():
         section, name = key.split(".")
         if section != "server":
@@ -121,6 +123,10 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[engine]\nslot_share = 0.0", ["engine.slot_share must be greater than 0"]),
         ("[engine]\nkv_codec = 'q9'", ["engine.kv_codec", "'q9' is no format of keys or values; choose from float32"]),
         ("[engine]\nkv_codec = 'v=fp8'", ["engine.kv_codec", "write one for both, as q8_0, or each"]),
+        ("[server]\nallowed_origins = 'https://a'", ["server.allowed_origins", "wanted a list of texts"]),
+        ("[server]\nallowed_origins = [5]", ["server.allowed_origins", "wanted a list of texts"]),
+        ("[server]\nallowed_origins = ['a.org']", ["server.allowed_origins has 'a.org', wanted * or", "line 2"]),
+        ("[server]\nallowed_origins = ['https://a.org/']", ["without a path"]),
         ("[store]\npath = 5", ["store.path", "is 5, wanted a path"]),
         ("[build]\nchat = 'yes'", ["build.chat", "wanted true or false"]),
         ("[model]\nname = '" + "x" * 500 + "'\ndtype = 1", ["no setting model.dtype", "did you mean build.dtype?"]),

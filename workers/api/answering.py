@@ -61,7 +61,7 @@ class Answering:
             async for index, event in events:
                 if index not in begun:
                     begun.add(index)
-                    for chunk in form.first(index):
+                    for chunk in form.first(index, event):
                         yield chunk
                 if isinstance(event, Done):
                     dones[index] = event

@@ -1,11 +1,12 @@
 """Events as OpenAI's objects: whole answers and the chunks of a stream, for chat and for plain text."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from workers.api.asking import Asked
-from workers.serving.messages import CallPart, Done, Piece, TokenScore
+from workers.serving.messages import CallPart, Done, Event, Piece, TokenScore, Usage
 
 LOWEST_LOGPROB = -9999.0  # as OpenAI has it where a token could not come; JSON has no infinity
 
@@ -29,23 +30,26 @@ class Form:
         choices = [self._choice(index, *told) for index, told in enumerate(zip(pieces, dones, strict=True))]
         return {**self._head, "object": name, "choices": choices, "usage": self._usage(dones)}
 
-    def first(self, index: int) -> list[dict[str, Any]]:
-        """What an answer's stream begins with."""
-        return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})] if self._is_chat else []
+    def first(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """What an answer's stream begins with, before what its first event says."""
+        if not self._is_chat:
+            return []
+        used = None if (so_far := _so_far(event)) is None else replace(so_far, new_tokens=0)
+        return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, used=used)]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         if not self._is_chat:
-            return [self._chunk(index, piece.text, list(piece.scores))]
+            return [self._chunk(index, piece.text, list(piece.scores), used=piece.usage)]
         delta: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         if piece.text or not (piece.reasoning or piece.calls):
             delta["content"] = piece.text
         if piece.calls:
             delta["tool_calls"] = [_call_delta(part) for part in piece.calls]
-        return [self._chunk(index, delta, list(piece.scores))]
+        return [self._chunk(index, delta, list(piece.scores), used=piece.usage)]
 
     def last(self, index: int, done: Done) -> list[dict[str, Any]]:
         """Why it ended."""
-        return [self._chunk(index, {} if self._is_chat else "", reason=done.reason)]
+        return [self._chunk(index, {} if self._is_chat else "", reason=done.reason, used=done)]
 
     def end(self, dones: list[Done]) -> list[dict[str, Any]]:
         """What they took, where that was asked for."""
@@ -78,15 +82,22 @@ class Form:
         return {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
 
     def _chunk(
-        self, index: int, said: dict[str, Any] | str, scores: list[TokenScore] | None = None, reason: str | None = None
+        self,
+        index: int,
+        said: dict[str, Any] | str,
+        scores: list[TokenScore] | None = None,
+        reason: str | None = None,
+        used: Usage | None = None,
     ) -> dict[str, Any]:
+        """used: by this answer so far."""
         choice = {
             "index": index,
             "delta" if self._is_chat else "text": said,
             "logprobs": self._logprobs(index, scores) if scores else None,
             "finish_reason": reason,
         }
-        with_usage = {"usage": None} if self._asked.include_usage else {}
+        so_far = usage([used], used.new_tokens) if used and self._asked.asks[0].tells_usage else None
+        with_usage = {"usage": so_far} if self._asked.include_usage else {}
         return {**self._stream_head(), "choices": [choice], **with_usage}
 
     def _logprobs(self, index: int, scores: list[TokenScore]) -> dict[str, Any] | None:
@@ -125,7 +136,11 @@ def gathered(pieces: list[Piece]) -> list[CallPart]:
     return calls
 
 
-def usage(prompts: list[Done], new_tokens: int) -> dict[str, Any]:
+def _so_far(event: Event) -> Usage | None:
+    return event if isinstance(event, Done) else event.usage
+
+
+def usage(prompts: Sequence[Usage], new_tokens: int) -> dict[str, Any]:
     cached = sum(done.cached_tokens for done in prompts)
     prompt_tokens = sum(done.context_tokens + done.question_tokens for done in prompts)
     return {

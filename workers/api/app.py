@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 
 from csattn import __version__
@@ -14,7 +16,7 @@ from csattn.errors import ConfigError
 from workers.api.answering import Answering, EventStream, unless_gone
 from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.body import BodyReader, Pace
-from workers.api.contexts import context_object, find_context, listed, model_object, model_objects
+from workers.api.contexts import ServedModel, context_object, find_context, listed, model_object, model_objects
 from workers.api.errors import HttpError, error_reply
 from workers.api.guard import Guard
 from workers.api.measures import Measures
@@ -23,6 +25,7 @@ from workers.api.responses import read_response
 from workers.api.status import status_object
 from workers.api.tokenizing import read_detokenize, read_tokenize, tokens_object
 from workers.serving.backend import Backend
+from workers.serving.messages import TokenizeAsk
 from workers.settings import Settings
 
 STATIC = Path(__file__).with_name("static")
@@ -44,6 +47,14 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
     measures, pace = Measures(), Pace()
     app = FastAPI(title="csattn", version=__version__, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Guard, settings=settings, measures=measures, pace=pace)
+    if settings.server.allowed_origins:  # around the guard: browsers hide refusals that lack these headers
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.server.allowed_origins,
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("retry-after", "x-request-id", "x-should-retry"),
+        )
     app.add_exception_handler(HTTPException, _no_such_route)
     routes = Routes(backend, settings, measures, pace)
     for method, path, handler in (
@@ -78,6 +89,8 @@ class Routes:
         self._backend, self._limits, self._measures = backend, settings.limits, measures
         self._bodies = BodyReader(settings.limits, pace)
         self._model = short_model_name(settings.model.name)
+        self._since = int(time.time())
+        self._max_positions = 0  # not known yet
 
     async def health(self) -> Response:
         """This process lives."""
@@ -104,10 +117,10 @@ class Routes:
         return _json(status_object(self._model, health, contexts, metrics, workers))
 
     async def models(self) -> Response:
-        return _json(listed(model_objects(await self._backend.contexts(), self._model)))
+        return _json(listed(model_objects(await self._backend.contexts(), await self._served())))
 
     async def model(self, model: str) -> Response:
-        return _json(model_object(await self._backend.contexts(), model, self._model))
+        return _json(model_object(await self._backend.contexts(), model, await self._served()))
 
     async def chat(self, request: Request) -> Response:
         body = await self._bodies.read_json(request)
@@ -153,6 +166,11 @@ class Routes:
         if name not in PAGE_FILES:
             raise HTTPException(404)
         return FileResponse(STATIC / name, headers=PAGE_HEADERS, media_type=PAGE_FILES[name])
+
+    async def _served(self) -> ServedModel:
+        if not self._max_positions:  # the backend says it with any tokens
+            self._max_positions = (await self._backend.tokenize(TokenizeAsk(text=""))).max_positions
+        return ServedModel(self._model, self._since, self._max_positions)
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
         answering = Answering(self._backend, asked, self._measures, request.state.arrived_at, self._limits)

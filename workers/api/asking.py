@@ -7,9 +7,10 @@ from typing import Any, Literal, cast, get_args
 from csattn.config import RestKind
 from csattn.selector_names import SELECTOR_NAMES
 from workers.api.fields import Fields
+from workers.api.foreign import take_foreign
 from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
-from workers.api.turns import read_turns, require_answerable
+from workers.api.turns import read_continues, read_speaks_next, read_template, read_turns, require_answerable
 from workers.serving.messages import Ask, Sampling, Selector
 from workers.settings import LimitSettings
 
@@ -18,6 +19,7 @@ TEXT_TOKENS = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 256  # OpenAI has 4 of them
 MAX_SALT_CHARS = 256
 MAX_BIASES, MAX_TOKEN_ID = 1024, 2**31 - 1
+MAX_NUM_TOKENS = 2**31 - 1  # that may be asked for; clients send any large number for "as many as there are"
 # fields that cannot change an answer here
 IGNORED = (
     "metadata",
@@ -40,7 +42,7 @@ class Asked:
     model: str  # as the client wrote it
     kind: Kind
     stream: bool
-    include_usage: bool = False
+    include_usage: bool = False  # in a stream's last chunk
 
 
 def read_chat(body: object, request_id: str, model: str, limits: LimitSettings) -> Asked:
@@ -60,7 +62,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     asked_model = fields.needed_text("model", 256)
     own = part(fields, limits)
     _refuse_what_is_not_done(fields)
-    stream, include_usage = _stream(fields)
+    stream, include_usage, tells_usage = _stream(fields)
     most = limits.max_concurrent_requests + limits.max_queued_requests
     num_choices = fields.whole("n", 1, most) or 1
     prompts = own.pop("prompts", None)
@@ -70,7 +72,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     ours = read_ours(fields)
     fields.finish()
     context = context_or_own(asked_model, model)
-    ask = Ask(request_id=request_id, context=context, sampling=sampling, **own, **ours)
+    ask = Ask(request_id=request_id, context=context, sampling=sampling, tells_usage=tells_usage, **own, **ours)
     each = [ask] if prompts is None else [replace(ask, prompt=prompt) for prompt in prompts]
     asks = tuple(choice for ask in each for choice in _choices(ask, num_choices))
     named = (replace(ask, request_id=f"{request_id}-{i}" if i else request_id) for i, ask in enumerate(asks))
@@ -91,6 +93,9 @@ def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None)
         logit_bias=_logit_bias(fields),
         seed=_seed(fields),
         stop=_stops(fields),
+        stop_token_ids=_stop_ids(fields),
+        min_tokens=fields.whole("min_tokens", 0, MAX_NUM_TOKENS) or 0,
+        ignore_eos=fields.flag("ignore_eos"),
         top_logprobs=top_logprobs,
     )
 
@@ -119,10 +124,18 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
     wants_logprobs = fields.flag("logprobs")
     if top is not None and not wants_logprobs:
         fields.refuse("top_logprobs", "is set, but logprobs is not true; set both")
-    turns = read_turns(fields, limits)
-    require_answerable(turns, fields, "messages")
+    turns, speaks_next = read_turns(fields, limits), read_speaks_next(fields)
+    continues = read_continues(fields, turns, speaks_next)
+    if not continues:
+        is_text = turns[-1].role == "assistant" and not turns[-1].calls
+        hint = "; to go on with it, set continue_final_message" if is_text else ""
+        require_answerable(turns, fields, "messages", hint)
+        if speaks_next is False:
+            fields.refuse("add_generation_prompt", "is false, so that nobody would answer; leave it out")
     return {
         "turns": turns,
+        "continues": continues,
+        **read_template(fields),
         **read_tools(fields),
         **read_format(fields, "response_format"),
         "top_logprobs": (top or 0) if wants_logprobs else None,
@@ -133,6 +146,8 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
 def _completion_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
     prompts, echo = _prompts(fields, limits.max_question_chars), fields.flag("echo")
     fields.only("best_of", 1, why="only 1 is done")
+    for name in ("chat_template_kwargs", "reasoning_effort"):
+        fields.only(name, {}, why="a completion's prompt goes through no chat template")
     fields.only("suffix", "", why="text is only added at the end")
     return {
         "prompts": prompts,
@@ -162,23 +177,26 @@ def _prompts(fields: Fields, most_chars: int) -> list[str | tuple[int, ...]]:
 
 
 def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits: LimitSettings, lowest: int = 1) -> int:
-    given = {name: fields.whole(name, lowest, limits.max_new_tokens) for name in names}
+    """As many as are asked for, up to what the service gives: an answer ends there as it does where there are no
+    more positions."""
+    given = {name: fields.whole(name, lowest, MAX_NUM_TOKENS) for name in names}
     said = {name: value for name, value in given.items() if value is not None}
     if len(set(said.values())) > 1:
         fields.refuse(names[0], f"and {names[1]} differ; send one of them")
-    return next(iter(said.values()), min(default, limits.max_new_tokens))
+    return min(next(iter(said.values()), default), limits.max_new_tokens)
 
 
-def _stream(fields: Fields) -> tuple[bool, bool]:
+def _stream(fields: Fields) -> tuple[bool, bool, bool]:
+    """Whether the answer is streamed, with what it took at its end, and with that so far in each chunk."""
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     if options is None:
-        return stream, False
+        return stream, False, False
     if not stream:
         fields.refuse("stream_options", "is set, but stream is not true; set both")
-    include_usage = options.flag("include_usage")
+    include_usage, is_continuous = options.flag("include_usage"), options.flag("continuous_usage_stats")
     options.ignore("include_obfuscation")
     options.finish()
-    return stream, include_usage
+    return stream, include_usage, include_usage and is_continuous
 
 
 def _seed(fields: Fields) -> int | None:
@@ -192,6 +210,13 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     if "" in stops:
         fields.refuse("stop", "holds an empty text, at which every answer would end")
     return stops
+
+
+def _stop_ids(fields: Fields) -> tuple[int, ...]:
+    ids = fields.listed("stop_token_ids", MAX_BIASES)
+    if not all(type(token_id) is int and 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
+        fields.refuse("stop_token_ids", "holds something else than tokens' numbers")
+    return tuple(ids)
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
@@ -212,6 +237,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
 
 def ignore_what_changes_nothing(fields: Fields) -> None:
     fields.ignore(*IGNORED)
+    take_foreign(fields)
 
 
 def _refuse_what_is_not_done(fields: Fields) -> None:
@@ -221,7 +247,6 @@ def _refuse_what_is_not_done(fields: Fields) -> None:
     fields.only("audio", why="only text is written")
     fields.only("prediction", why="answers are not predicted")
     fields.only("web_search_options", why="the service does not search the web")
-    fields.only("reasoning_effort", why="models here decide themselves how much they think")
     fields.only("functions", [], why="it was replaced by tools; send those")
     fields.only("function_call", "none", "auto", why="it was replaced by tool_choice; send that")
 

@@ -1,10 +1,11 @@
 """Contexts, and the models that they are to OpenAI's clients, as objects."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from workers.api.errors import clipped, quoted
-from workers.api.names import context_of, model_id
+from workers.api.names import context_or_own, model_id
 from workers.serving.messages import ContextInfo, UnknownContextError
 
 
@@ -22,13 +23,28 @@ def context_object(info: ContextInfo, model: str) -> dict[str, Any]:
     }
 
 
-def model_objects(contexts: Sequence[ContextInfo], model: str) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the service answers with."""
+
+    name: str
+    since: int  # in seconds since the epoch
+    max_positions: int
+
+
+def model_objects(contexts: Sequence[ContextInfo], model: ServedModel) -> list[dict[str, Any]]:
     """The model alone, by which a chat program brings its own document; then one for each context that is ready."""
-    alone = {"id": model, "object": "model", "created": 0, "owned_by": "csattn"}
+    alone = {
+        "id": model.name,
+        "object": "model",
+        "created": model.since,
+        "owned_by": "csattn",
+        "max_model_len": model.max_positions,  # as vLLM calls it
+    }
     return [alone] + [
         {
             **alone,
-            "id": model_id(model, info.name),
+            "id": model_id(model.name, info.name),
             "created": int(info.created_at),
             "context_tokens": info.num_tokens,
         }
@@ -37,12 +53,14 @@ def model_objects(contexts: Sequence[ContextInfo], model: str) -> list[dict[str,
     ]
 
 
-def model_object(contexts: Sequence[ContextInfo], asked: str, model: str) -> dict[str, Any]:
+def model_object(contexts: Sequence[ContextInfo], asked: str, model: ServedModel) -> dict[str, Any]:
     """One of them."""
+    context = context_or_own(asked, model.name)
+    wanted = model_id(model.name, context) if context else model.name
     for found in model_objects(contexts, model):
-        if found["id"] == asked:
+        if found["id"] == wanted:
             return found
-    info = find_context(contexts, context_of(asked, model))
+    info = find_context(contexts, context)
     raise UnknownContextError(f"the context {info.name} is {info.state}; GET /v1/contexts/{info.name} says more")
 
 

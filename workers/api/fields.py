@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from workers.api.errors import quoted
 from workers.serving.messages import BadRequestError
 
+ALIKE = 0.75  # of 1: what is meant by a name that is so much like another; cache_prompt is no cache_salt
 KINDS: dict[type, str] = {
     str: "text",
     bool: "true or false",
@@ -28,6 +29,7 @@ class Fields:
         self._left: dict[str, Any] = {key: item for key, item in value.items() if item is not None}
         self.where = where
         self._known: set[str] = set()
+        self._unwanted: set[str] = set()  # of those: nobody is told to send them
 
     def text(self, name: str, most_chars: int) -> str | None:
         value = self._take(name)
@@ -117,17 +119,19 @@ class Fields:
         """Fields that cannot change an answer."""
         for name in names:
             self._take(name)
+        self._unwanted.update(names)
 
     def only(self, name: str, *neutral: Any, why: str) -> None:
         """A field that may be sent as long as it asks for nothing."""
         value = self._take(name)
+        self._unwanted.add(name)
         if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
             self.refuse(name, f"is {told(value)}: {why}")
 
     def finish(self) -> None:
         """Refuse what nobody has taken."""
         for name in self._left:
-            near = difflib.get_close_matches(name[:64], sorted(self._known), 1)
+            near = difflib.get_close_matches(name[:64], sorted(self._known - self._unwanted), 1, ALIKE)
             meant = f"; did you mean {near[0]}?" if near else ""
             raise BadRequestError(
                 f"{self.where}{quoted(name)[1:-1]} is not a field that this service knows{meant}", quoted(name)[1:-1]

@@ -7,13 +7,14 @@ from workers.api.errors import quoted
 from workers.serving.messages import CONTEXT_NAME, UnknownContextError
 
 DEMO_MODEL = "smollm2-135m"  # the installed model, where the settings name none
+_DEMO_FILE = "smollm2-135m-instruct"  # as its file, and so the command line, has it
 
 
 def short_model_name(name: str | None) -> str:
     """The model's name without directory, owner and suffix, in small letters; nothing in it needs quoting in a URL."""
-    last = PurePath(name or DEMO_MODEL).name
-    plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf")).strip("-.")
-    return plain or "model"
+    last = PurePath(DEMO_MODEL if name is None else name).name
+    plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf")).strip("-.") or "model"
+    return DEMO_MODEL if plain == _DEMO_FILE else plain
 
 
 def model_id(model: str, context: str) -> str:
@@ -23,7 +24,7 @@ def model_id(model: str, context: str) -> str:
 def context_of(asked: str, model: str) -> str:
     """The context that a model id names; whether there is one of that name is not looked up here."""
     name, at, context = asked.partition("@")
-    if not at or name != model or CONTEXT_NAME.fullmatch(context) is None:
+    if not at or not names_model(name, model) or CONTEXT_NAME.fullmatch(context) is None:
         raise UnknownContextError(
             f"there is no model {quoted(asked, 100)}; wanted {model}, or {model}@ and a context's name; GET /v1/models "
             "lists them",
@@ -34,4 +35,9 @@ def context_of(asked: str, model: str) -> str:
 
 def context_or_own(asked: str, model: str) -> str:
     """The same; empty for the model's name alone: then the prompt begins with what was kept."""
-    return "" if asked == model else context_of(asked, model)
+    return "" if "@" not in asked and names_model(asked, model) else context_of(asked, model)
+
+
+def names_model(asked: str, model: str) -> bool:
+    """In any usual spelling: with its owner or directory, in capitals, as the command line has it."""
+    return bool(asked) and short_model_name(asked) == model

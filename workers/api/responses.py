@@ -9,8 +9,8 @@ from workers.api.asking import CHAT_TOKENS, Asked, ignore_what_changes_nothing, 
 from workers.api.fields import Fields
 from workers.api.names import context_or_own
 from workers.api.tools import read_call, read_format, read_tools
-from workers.api.turns import ROLES, content_of, require_answerable, require_turns
-from workers.serving.messages import Ask, Done, Piece, Turn
+from workers.api.turns import EFFORTS, ROLES, content_of, require_answerable, require_turns
+from workers.serving.messages import Ask, Done, Event, Piece, Turn
 from workers.settings import LimitSettings
 
 LOGPROBS = "message.output_text.logprobs"
@@ -44,6 +44,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     top, includes = fields.whole("top_logprobs", 0, 20), fields.texts("include", 16, 64)
     if set(includes) - {LOGPROBS, "reasoning.encrypted_content"}:
         fields.refuse("include", f"names something else than {LOGPROBS}, which is all that can be included")
+    effort = _effort(fields)
     _refuse_what_is_not_done(fields)
     stream = fields.flag("stream")
     fields.ignore("stream_options")
@@ -55,7 +56,16 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     ours = read_ours(fields)
     fields.finish()
     context = context_or_own(asked_model, model)
-    ask = Ask(request_id=request_id, context=context, turns=turns, sampling=sampling, **form, **tools, **ours)
+    ask = Ask(
+        request_id=request_id,
+        context=context,
+        turns=turns,
+        reasoning_effort=effort,
+        sampling=sampling,
+        **form,
+        **tools,
+        **ours,
+    )
     return ResponseAsked((ask,), 1, asked_model, "response", stream, told=told)
 
 
@@ -76,7 +86,7 @@ class ResponseForm:
         self.last(0, dones[0])
         return self._response(dones[0])
 
-    def first(self, index: int) -> list[dict[str, Any]]:
+    def first(self, index: int, event: Event) -> list[dict[str, Any]]:
         """What the stream begins with."""
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._response(None)) for kind in kinds]
@@ -265,9 +275,15 @@ def _refuse_what_is_not_done(fields: Fields) -> None:
     fields.only("truncation", "disabled", why="nothing is cut out of a conversation")
     fields.only("prompt", why="no prompts are kept here; send input")
     fields.only("max_tool_calls", why="the service runs no tools of its own")
+
+
+def _effort(fields: Fields) -> str | None:
+    """Of `reasoning`."""
     reasoning = fields.inner("reasoning")
-    if reasoning is not None:
-        why = "models here decide themselves how much they think, and tell all of it"
-        for name in ("effort", "summary", "generate_summary"):
-            reasoning.only(name, "none", why=why)
-        reasoning.finish()
+    if reasoning is None:
+        return None
+    effort = reasoning.choice("effort", EFFORTS)
+    for name in ("summary", "generate_summary"):
+        reasoning.only(name, "none", why="all of a thought is told")
+    reasoning.finish()
+    return effort

@@ -4,9 +4,9 @@ from typing import Any
 
 from workers.api.asking import MAX_TOKEN_ID
 from workers.api.fields import Fields
-from workers.api.names import context_of
+from workers.api.names import context_or_own
 from workers.api.tools import read_tools
-from workers.api.turns import read_turns
+from workers.api.turns import read_continues, read_speaks_next, read_template, read_turns
 from workers.serving.messages import TokenizeAsk, Tokens
 from workers.settings import LimitSettings
 
@@ -21,9 +21,14 @@ def read_tokenize(body: object, model: str, limits: LimitSettings) -> tuple[Toke
     if text is not None:
         ask = TokenizeAsk(text=text, add_special_tokens=adds_special is not False)
     else:
-        is_answered = fields.any_of("add_generation_prompt") is not False
-        turns, tools = read_turns(fields, limits), read_tools(fields)["tools"]
-        ask = TokenizeAsk(turns=turns, tools=tools, add_generation_prompt=is_answered)
+        speaks_next, turns = read_speaks_next(fields), read_turns(fields, limits)
+        ask = TokenizeAsk(
+            turns=turns,
+            tools=read_tools(fields)["tools"],
+            add_generation_prompt=speaks_next is not False,
+            continues=read_continues(fields, turns, speaks_next),
+            **read_template(fields),
+        )
     fields.finish()
     return ask, wants_texts
 
@@ -52,5 +57,5 @@ def tokens_object(tokens: Tokens, wants_texts: bool) -> dict[str, Any]:
 def _check_model(fields: Fields, model: str) -> None:
     """The model itself, or any of its contexts; all have the same tokens."""
     asked = fields.text("model", 256)
-    if asked is not None and asked != model:
-        context_of(asked, model)
+    if asked is not None:
+        context_or_own(asked, model)

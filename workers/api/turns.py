@@ -2,11 +2,20 @@
 
 from typing import Any, cast
 
-from workers.api.fields import Fields
+from workers.api.errors import quoted
+from workers.api.fields import Fields, told
 from workers.api.tools import read_calls, require_answered_calls
 from workers.serving.messages import ToolCall, Turn
 from workers.settings import LimitSettings
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MAX_OPTIONS = 16
+# what a template is given anyway, and what transformers takes beside it
+RESERVED = {
+    "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
+    "eos_token", "max_length", "messages", "pad_token", "padding", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation", "unk_token",
+}  # fmt: skip
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -18,6 +27,22 @@ def read_turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
     return turns
 
 
+def read_template(fields: Fields) -> dict[str, Any]:
+    """Of `chat_template_kwargs` and `reasoning_effort`, what an Ask has. Whether the model's template knows them is for
+    the decoding side to say."""
+    options = fields.any_of("chat_template_kwargs")
+    if options is None:
+        options = {}
+    if not isinstance(options, dict) or len(options) > MAX_OPTIONS:
+        fields.refuse("chat_template_kwargs", f"is not an object of at most {MAX_OPTIONS} names and their values")
+    for name in options:
+        if not name.isidentifier() or len(name) > 64:
+            fields.refuse("chat_template_kwargs", f"has {quoted(name)}, which no template can name")
+        if name in RESERVED:
+            fields.refuse("chat_template_kwargs", f"has {name}, which the service itself gives to the template")
+    return {"template_options": options, "reasoning_effort": fields.choice("reasoning_effort", EFFORTS)}
+
+
 def require_turns(turns: tuple[Turn, ...], fields: Fields, name: str, most_chars: int) -> None:
     num_chars = sum(len(turn.content) + len(turn.reasoning) + len(str(turn.calls)) - 2 for turn in turns)
     if num_chars > most_chars:
@@ -25,9 +50,28 @@ def require_turns(turns: tuple[Turn, ...], fields: Fields, name: str, most_chars
     require_answered_calls(turns, fields, name)
 
 
-def require_answerable(turns: tuple[Turn, ...], fields: Fields, name: str) -> None:
+def require_answerable(turns: tuple[Turn, ...], fields: Fields, name: str, hint: str = "") -> None:
     if turns[-1].role not in ("user", "tool"):
-        fields.refuse(name, f"must end with one of role user or tool, got one of role {turns[-1].role}")
+        fields.refuse(name, f"must end with one of role user or tool, got one of role {turns[-1].role}{hint}")
+
+
+def read_continues(fields: Fields, turns: tuple[Turn, ...], speaks_next: bool | None) -> bool:
+    """Of `continue_final_message`, as vLLM has it. speaks_next: of `add_generation_prompt`."""
+    if not fields.flag("continue_final_message"):
+        return False
+    if turns[-1].role != "assistant" or turns[-1].calls:
+        fields.refuse("continue_final_message", "is true, but the last message is not the text of an assistant")
+    if speaks_next:
+        fields.refuse("add_generation_prompt", "is true, and so is continue_final_message; set one of them")
+    return True
+
+
+def read_speaks_next(fields: Fields) -> bool | None:
+    """Of `add_generation_prompt`."""
+    value = fields.any_of("add_generation_prompt")
+    if value is not None and type(value) is not bool:
+        fields.refuse("add_generation_prompt", f"is {told(value)}, wanted true or false")
+    return value
 
 
 def _turn(value: object, where: str, most_chars: int) -> Turn:

@@ -40,12 +40,7 @@ from workers.serving.messages import (
 )
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
-from workers.serving.prompts import (
-    require_tokens,
-    room_for,
-    text_of_ids,
-    tokenize,
-)
+from workers.serving.prompts import require_asked_tokens, room_for, text_of_ids, tokenize
 from workers.serving.request import Request, Writer
 from workers.serving.residency import Residency
 from workers.serving.scheduler import Scheduler
@@ -133,9 +128,11 @@ class LocalBackend:
             timeout_s = self._settings.limits.request_timeout_s
             try:
                 async with asyncio.timeout(timeout_s):
-                    self._require_tokens(ask)
+                    require_asked_tokens(self.loaded.tokenizer, ask)
+                    ask = self._form.switched(ask)
                     self._form.require(ask)
-                    grammar = await self._grammars.make(ask, self._form)
+                    form = self._form.of(ask)
+                    grammar = await self._grammars.make(ask, form)
                     config = self._search_config(ask)
                     begun = await self._beginnings.find(ask, config, self._selector(ask))
             except TimeoutError:
@@ -143,7 +140,7 @@ class LocalBackend:
                 raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
             try:
                 self._require_steps()
-                made = self._request(ask, config, begun, grammar, arrived_at)
+                made = self._request(ask, form, config, begun, grammar, arrived_at)
                 scheduler.inbox.submit(made)
                 request = made
                 while True:
@@ -230,11 +227,6 @@ class LocalBackend:
             self._measured.requests.labels("refused").inc()
             raise
 
-    def _require_tokens(self, ask: Ask) -> None:
-        if isinstance(ask.prompt, tuple):
-            require_tokens(self.loaded.tokenizer, ask.prompt, "prompt")
-        require_tokens(self.loaded.tokenizer, (token_id for token_id, _ in ask.sampling.logit_bias), "logit_bias")
-
     def _require_steps(self) -> None:
         """What a request waited for may have taken longer than the service lives."""
         if (closed := self._scheduler.flow.closed) is not None and not (self._steps and self._steps.is_alive):
@@ -245,7 +237,13 @@ class LocalBackend:
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, work, *arguments)
 
     def _request(
-        self, ask: Ask, config: SearchConfig, begun: Beginning, grammar: Grammar | None, arrived_at: float
+        self,
+        ask: Ask,
+        form: ChatForm,
+        config: SearchConfig,
+        begun: Beginning,
+        grammar: Grammar | None,
+        arrived_at: float,
     ) -> Request:
         scheduler, sampling = self._scheduler, ask.sampling
         ids, context_len = begun.token_ids, begun.context_len
@@ -275,9 +273,10 @@ class LocalBackend:
             arrived_at=arrived_at,
             deadline=arrived_at + self._settings.limits.request_timeout_s,
             outlet=Outlet(asyncio.get_running_loop(), scheduler.inbox.nudge),
-            writer=Writer(self.loaded.tokenizer, sampling.stop, speech_of(ask, self._form), self._form.hidden),
+            writer=Writer(self.loaded.tokenizer, sampling.stop, speech_of(ask, form), form.hidden, sampling.min_tokens),
             grammar=grammar,
             in_prompt=in_prompt,
+            tells_usage=ask.tells_usage,
             echo=self._echo(ask),
         )
 

@@ -1,7 +1,7 @@
 """What crosses between the HTTP side and the side that decodes: plain data, no arrays."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -31,6 +31,9 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, and what its logit is raised by
     seed: int | None = None
     stop: tuple[str, ...] = ()  # the answer ends before the first of them
+    stop_token_ids: tuple[int, ...] = ()  # likewise
+    min_tokens: int = 0  # that come before any end
+    ignore_eos: bool = False  # the answer goes on past the model's own end
     top_logprobs: int | None = None  # how many beside the drawn token's; None: no logprobs at all
 
 
@@ -66,20 +69,24 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request, checked where it comes in: either `turns` (chat), the last of them to be answered, or `prompt` (text
-    or tokens that go on where the context ends)."""
+    """One request, checked where it comes in: either `turns` (chat), the last of them to be answered or gone on with,
+    or `prompt` (text or tokens that go on where the context ends)."""
 
     request_id: str
     context: str  # name, as registered; empty: the longest that the prompt begins with
     cache_salt: str = ""  # only requests with the same find what this one leaves behind
     turns: tuple[Turn, ...] = ()
+    continues: bool = False  # the last turn is the beginning of the answer
     prompt: str | tuple[int, ...] | None = None
     echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for
+    template_options: dict[str, Any] = field(default_factory=dict)  # what the chat template is given besides
+    reasoning_effort: str | None = None  # as the chat template has a switch for it; None: as it is
     tools: tuple[Tool, ...] = ()
     must_call: tuple[str, ...] = ()  # one of these tools, whatever the model would like
     parallel_calls: bool = True  # several in an answer
     schema: dict[str, Any] | bool | None = None  # JSON schema of the answer
     sampling: Sampling
+    tells_usage: bool = False  # each piece says what was used so far
     keep: float | None = None  # None: as the service is set
     lookahead: int | None = None
     rest: RestKind | None = None
@@ -115,6 +122,16 @@ class CallPart:
     name: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens that a request has taken."""
+
+    context_tokens: int
+    question_tokens: int
+    cached_tokens: int  # of both, those that were there already
+    new_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Text that no further token can change; may be empty where only `scores` have come."""
@@ -123,17 +140,14 @@ class Piece:
     scores: tuple[TokenScore, ...] = ()
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
+    usage: Usage | None = None  # so far, where the request wants it told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Done(Usage):
     """The last event of a request."""
 
     reason: Finish
-    context_tokens: int
-    question_tokens: int
-    cached_tokens: int  # of both, those that were there already
-    new_tokens: int
 
 
 Event = Piece | Done
@@ -145,9 +159,12 @@ class TokenizeAsk:
 
     text: str | None = None
     turns: tuple[Turn, ...] = ()
+    template_options: dict[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
     tools: tuple[Tool, ...] = ()
     add_special_tokens: bool = True
     add_generation_prompt: bool = True  # the model speaks next
+    continues: bool = False  # or goes on with the last turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

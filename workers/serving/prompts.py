@@ -29,7 +29,8 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
             return question_ids(tokenizer, context, text, "none").tolist()  # type: ignore[no-any-return]
         with _template_errors():
             turns, tools = messages_of(ask.turns), tool_specs(ask.tools)
-            return conversation_ids(tokenizer, context, turns, wrapping, tools).tolist()  # type: ignore[no-any-return]
+            ids = conversation_ids(tokenizer, context, turns, wrapping, tools, _options(ask))
+            return ids.tolist()  # type: ignore[no-any-return]
     except (ArtifactMismatchError, ModelError) as error:
         raise BadRequestError(str(error), _field_of(ask)) from error
 
@@ -41,7 +42,7 @@ def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
     if ask.prompt is not None:
         ids: list[int] = tokenizer(ask.prompt).input_ids
     else:
-        ids = tokenizer(_written(tokenizer, ask, speaks_next=True), add_special_tokens=False).input_ids
+        ids = tokenizer(_written(tokenizer, ask), add_special_tokens=False).input_ids
     if not ids:
         raise BadRequestError("the prompt has no token; send some text", _field_of(ask))
     return ids
@@ -51,6 +52,7 @@ def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: in
     """A text or a conversation by itself, without any context."""
     text, adds_special = ask.text, ask.add_special_tokens
     if text is None:
+        ask = form.switched(ask)
         form.require(ask)
         text = _written(tokenizer, ask, ask.add_generation_prompt)
         adds_special = False  # the template has written them
@@ -58,24 +60,34 @@ def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: in
     return Tokens(ids=tuple(ids), texts=tuple(tokenizer.convert_ids_to_tokens(ids)), max_positions=max_positions)
 
 
-def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool) -> str:
+def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool = True) -> str:
     """The conversation as the model's own template has it."""
     if not tokenizer.chat_template:
         raise BadRequestError("this service's model has no chat template; send a prompt", "messages")
+    options = {"tools": tool_specs(ask.tools), "add_generation_prompt": speaks_next, **_options(ask)}
     with _template_errors():
-        text: str = tokenizer.apply_chat_template(
-            messages_of(ask.turns),
-            tools=tool_specs(ask.tools),
-            tokenize=False,
-            add_generation_prompt=speaks_next,
-        )
+        text: str = tokenizer.apply_chat_template(messages_of(ask.turns), tokenize=False, **options)
     return text
+
+
+def _options(ask: Ask | TokenizeAsk) -> dict[str, Any]:
+    """What the template is given besides messages and tools."""
+    ending = {"add_generation_prompt": False, "continue_final_message": True} if ask.continues else {}
+    return {**ending, **ask.template_options}
 
 
 def text_of_ids(tokenizer: Any, ids: tuple[int, ...]) -> str:
     require_tokens(tokenizer, ids, "tokens")
     text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     return text
+
+
+def require_asked_tokens(tokenizer: Any, ask: Ask) -> None:
+    """Of all fields that name tokens."""
+    if isinstance(ask.prompt, tuple):
+        require_tokens(tokenizer, ask.prompt, "prompt")
+    require_tokens(tokenizer, (token_id for token_id, _ in ask.sampling.logit_bias), "logit_bias")
+    require_tokens(tokenizer, ask.sampling.stop_token_ids, "stop_token_ids")
 
 
 def require_tokens(tokenizer: Any, ids: Iterable[int], field: str) -> None:
@@ -125,8 +137,9 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
 
 
 def _only_turn(ask: Ask) -> str:
-    if len(ask.turns) > 1 or ask.tools:
-        came = "tools" if ask.tools else f"{len(ask.turns)} messages"
+    came = f"{len(ask.turns)} messages" if len(ask.turns) > 1 else "options of a template"
+    came = "tools" if ask.tools else "an answer to go on with" if ask.continues else came
+    if len(ask.turns) > 1 or ask.tools or ask.continues or ask.template_options:
         raise BadRequestError(
             f"this context was built without a chat template, so it takes a single user message, got {came}; send one, "
             "or a prompt",

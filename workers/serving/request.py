@@ -1,7 +1,8 @@
 """One request while it is answered: what was asked, how far it is, and its answer as events."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ from numpy.typing import NDArray
 from csattn.config import SearchConfig
 from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
-from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore
+from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore, Usage
 from workers.serving.outlet import Outlet
-from workers.serving.sampling import adjusted, draw, likeliest, log_probabilities
+from workers.serving.sampling import adjusted, allowed_without, draw, likeliest, log_probabilities
 from workers.serving.speech import Parts, Speech
 from workers.serving.text import StopFinder, TextStream, token_bytes
 
@@ -38,6 +39,7 @@ class Request:
     writer: "Writer"
     grammar: Grammar | None = None
     in_prompt: NDArray[np.bool_] | None = None  # [vocab_size]: context or question has the token
+    tells_usage: bool = False
     echo: str | None = None  # the prompt, where it is told before the answer
     prompt_scores: list[TokenScore] = field(default_factory=list)
     own: OwnRows | None = None  # None: it begins with none of its own, and none are kept
@@ -54,6 +56,7 @@ class Request:
         """To draw a token; else the engine's likeliest one is taken."""
         s = self.sampling
         asks = s.frequency_penalty or s.presence_penalty or s.logit_bias or self.in_prompt is not None
+        asks = asks or len(self.token_ids) < s.min_tokens
         return bool(s.temperature > 0 or s.top_logprobs is not None or self.grammar is not None or asks)
 
     @property
@@ -75,8 +78,13 @@ class Request:
             return self.question_ids[self.num_fed : self.num_fed + num_rows]
         return [self.token_ids[-1]]
 
-    def choose(self, likeliest_id: int, logits: NDArray[np.float32] | None) -> tuple[int, TokenScore | None]:
-        """The next token of the answer, and how likely it was if that was asked for. logits: [vocab_size].
+    def choose(
+        self,
+        likeliest_id: int,
+        logits: NDArray[np.float32] | None,  # [vocab_size]
+        stop_ids: Set[int],  # with which the model ends its turn
+    ) -> tuple[int, TokenScore | None]:
+        """The next token of the answer, and how likely it was if that was asked for.
 
         Raises ValueError where there is none: NaN or infinity is the greatest logit.
         """
@@ -88,6 +96,7 @@ class Request:
         sampling, allowed = self.sampling, None
         if self.grammar is not None:
             allowed = self.grammar.allowed(len(logits))
+        allowed = allowed_without(allowed, self._early_ends(stop_ids), len(logits))
         wanted = adjusted(logits, sampling, self.token_ids, self.in_prompt, allowed)
         token_id = draw(wanted, sampling, self.seed, len(self.token_ids))
         if self.grammar is not None:
@@ -95,6 +104,18 @@ class Request:
         if sampling.top_logprobs is None:
             return token_id, None
         return token_id, self.writer.score(token_id, logits, sampling.top_logprobs)
+
+    def ends_with(self, token_id: int, stop_ids: Set[int]) -> bool:
+        """Whether this token, of which no text is told, is the end. Where there is a grammar, an end that is ignored
+        comes only when nothing else may."""
+        goes_on = self.sampling.ignore_eos and self.grammar is None
+        return token_id in self.sampling.stop_token_ids or (token_id in stop_ids and not goes_on)
+
+    def _early_ends(self, stop_ids: Set[int]) -> Set[int]:
+        """Tokens that may not come now, if any other may."""
+        if len(self.token_ids) < self.sampling.min_tokens:
+            return stop_ids | set(self.sampling.stop_token_ids)
+        return stop_ids if self.sampling.ignore_eos and self.grammar is not None else frozenset()
 
     def hear(self, logits: NDArray[np.float32]) -> None:
         """Score what of the question comes after what is being fed. logits: [num_rows, vocab_size] of what is fed."""
@@ -112,14 +133,20 @@ class Request:
         scores, self.prompt_scores = tuple(self.prompt_scores), []
         return Piece(self.echo, scores)
 
+    def told(self, piece: Piece) -> Piece:
+        """With what was used so far, where that is asked for."""
+        return replace(piece, usage=Usage(**self._usage())) if self.tells_usage else piece
+
     def done(self, reason: Finish) -> Done:
-        return Done(
-            reason=reason,
-            context_tokens=self.context_len,
-            question_tokens=len(self.question_ids),
-            new_tokens=len(self.token_ids),
-            cached_tokens=self.num_cached,
-        )
+        return Done(reason=reason, **self._usage())
+
+    def _usage(self) -> dict[str, int]:
+        return {
+            "context_tokens": self.context_len,
+            "question_tokens": len(self.question_ids),
+            "cached_tokens": self.num_cached,
+            "new_tokens": len(self.token_ids),
+        }
 
 
 class Writer:
@@ -131,7 +158,9 @@ class Writer:
         stops: tuple[str, ...] = (),
         speech: Speech | None = None,  # None: all of the text is said
         shown: dict[int, str] | None = None,  # special tokens that the text has
+        min_tokens: int = 0,  # in whose text no stop string is looked for
     ) -> None:
+        self._num_early, self._is_early = min_tokens, False  # such tokens that are still to come; the last was one
         self._tokenizer, self._speech, self._shown = tokenizer, speech, shown or {}
         self._stream, self._stops = TextStream(tokenizer), StopFinder(stops)
         self._scores: deque[tuple[int, TokenScore]] = deque()  # where in the text its token begins
@@ -149,6 +178,7 @@ class Writer:
     def add(self, token_id: int, score: TokenScore | None) -> Piece | None:
         if score is not None:
             self._scores.append((self._num_decoded, score))
+        self._is_early, self._num_early = self._num_early > 0, self._num_early - 1
         if (marker := self._shown.get(token_id)) is None:
             return self._tell(self._stream.add(token_id))
         text, self._stream = self._stream.finish() + marker, TextStream(self._tokenizer)
@@ -182,7 +212,7 @@ class Writer:
     def _told(self, decoded: str) -> tuple[str, tuple[TokenScore, ...]]:
         """What of the text is certain, and the scores of its tokens."""
         self._num_decoded += len(decoded)
-        text = self._stops.add(decoded)
+        text = decoded if self._is_early else self._stops.add(decoded)
         self._num_told += len(text)
         scores = []
         while self._scores and self._scores[0][0] < self._num_told:

@@ -1,6 +1,6 @@
 """Draw the next token from a step's logits, and say how likely it was."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,20 @@ def adjusted(
         for token_id, bias in sampling.logit_bias:
             out[token_id : token_id + 1] += np.float32(bias)
     return out if allowed is None else np.where(allowed, out, np.float32(-np.inf))
+
+
+def allowed_without(
+    allowed: NDArray[np.bool_] | None,  # [vocab_size]; None: all
+    token_ids: Set[int],
+    vocab_size: int,
+) -> NDArray[np.bool_] | None:
+    """What is allowed but these tokens; as it was where nothing else is."""
+    ids = [token_id for token_id in token_ids if token_id < vocab_size]
+    if not ids:
+        return allowed
+    others = np.ones(vocab_size, np.bool_) if allowed is None else allowed.copy()
+    others[ids] = False
+    return others if others.any() else allowed
 
 
 def draw(

@@ -10,7 +10,16 @@ from csattn.artifact import Artifact
 from csattn.errors import ConfigError, CsattnError
 from workers.serving.flow import Flow
 from workers.serving.inbox import Call, Inbox
-from workers.serving.messages import BadRequestError, Done, Finish, Piece, ServingError, TimedOutError, WorkerLostError
+from workers.serving.messages import (
+    BadRequestError,
+    Done,
+    Event,
+    Finish,
+    Piece,
+    ServingError,
+    TimedOutError,
+    WorkerLostError,
+)
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
 from workers.serving.plan import QuestionRows, plan_step
@@ -256,7 +265,7 @@ class Scheduler:
     def _take_token(self, request: Request, result: StepResult, row: int, now: float) -> None:
         logits = None if result.logits is None else result.logits[row]
         try:
-            token_id, score = request.choose(int(result.next_ids[row]), logits)
+            token_id, score = request.choose(int(result.next_ids[row]), logits, self._stop_ids)
         except Exception as error:  # this request's alone: the others go on
             if not isinstance(error, ValueError):
                 _log.exception("the next token of %s cannot be drawn", request.request_id)
@@ -267,14 +276,15 @@ class Scheduler:
             self.metrics.ttft.observe(now - request.arrived_at)
         request.token_ids.append(token_id)
         self.metrics.new_tokens.inc()
-        has_ended = token_id in self._stop_ids
-        if not has_ended:
+        is_end = request.ends_with(token_id, self._stop_ids)
+        has_ended = is_end
+        if not is_end:
             self._put(request, request.writer.add(token_id, score))
             is_over = request.grammar is not None and request.grammar.is_over
             has_ended = is_over or request.writer.has_stopped
         if has_ended or len(request.token_ids) >= request.max_new_tokens:
             self._put(request, request.writer.finish())
-            if token_id in self._stop_ids and request.scores_prompt and score is not None:
+            if is_end and request.scores_prompt and score is not None:
                 self._put(request, Piece("", (score,)))  # who sums up a text's scores counts on one for every token
             reason: Finish = "stop" if has_ended or request.writer.has_stopped else "length"
             if reason == "stop" and request.writer.has_called:
@@ -291,9 +301,9 @@ class Scheduler:
         for request in requests:
             self._close(request, "failed", told)
 
-    def _put(self, request: Request, event: object) -> None:
+    def _put(self, request: Request, event: Event | ServingError | None) -> None:
         if event is not None:
-            request.outlet.put(event)  # type: ignore[arg-type]
+            request.outlet.put(request.told(event) if isinstance(event, Piece) else event)
             self._touched[request.outlet] = None
 
     def _end(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:

@@ -36,20 +36,24 @@ class Speech:
         thinks: bool,
         is_thinking: bool,
         parallel_calls: bool = True,
+        continues: bool = False,
     ) -> None:
-        """is_thinking: the prompt ends within a thought; thinks: the answer may begin with one."""
+        """is_thinking: the prompt ends within a thought; thinks: the answer may begin with one; continues: the prompt
+        has the answer's beginning."""
         self._parallel_calls = parallel_calls
         self.has_ended = False  # with the only call that there may be
         self._request_id, self._format, self._tools = request_id, format, tools
         self._rest, self._parts = "", Parts()
         self._is_final = False
-        self._drops_space = thinks or format is not None  # at the start of what comes next
+        self._drops_space = (thinks or format is not None) and not continues  # at the start of what comes next
         self._lead = ""  # what announced a call, until it is one
         self._call = _Call()
         self.num_calls = 0
         self._state: Callable[[], bool]
         if is_thinking:
             self._state = self._think
+        elif continues:
+            self._state = self._say
         else:
             self._state = self._begin if thinks else self._open_calls()
 
@@ -227,8 +231,15 @@ def speech_of(ask: Ask, form: ChatForm) -> Speech | None:
     format = form.calls if ask.tools else None
     if not ask.turns or not (form.thinks or format):
         return None
-    options = {"thinks": form.thinks, "is_thinking": form.is_thinking, "parallel_calls": ask.parallel_calls}
-    return Speech(ask.request_id, format, {tool.name for tool in ask.tools}, **options)
+    return Speech(
+        ask.request_id,
+        format,
+        {tool.name for tool in ask.tools},
+        thinks=form.thinks,
+        is_thinking=form.is_thinking,
+        parallel_calls=ask.parallel_calls,
+        continues=ask.continues,
+    )
 
 
 def _name(quoted: str) -> str:

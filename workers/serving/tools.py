@@ -1,12 +1,15 @@
 """How a model's chat template writes reasoning and calls of tools, by what the template contains."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from workers.serving.messages import Ask, BadRequestError, TokenizeAsk, Tool, Turn
 
 THINK, THOUGHT = "<think>", "</think>"
+AnyAsk = TypeVar("AnyAsk", Ask, TokenizeAsk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,10 @@ class ChatForm:
     """What the model's own template can write."""
 
     def __init__(self, tokenizer: Any) -> None:
-        template = _template_of(tokenizer)
+        self._tokenizer, self._template = tokenizer, _template_of(tokenizer)
+        template = self._template
         self.thinks = THOUGHT in template
-        self.is_thinking = self.thinks and _begins_thought(tokenizer)  # the prompt ends within a thought
+        self.is_thinking = self.thinks and _begins_thought(tokenizer, {})  # the prompt ends within a thought
         self.has_tools = "tools" in template
         self.calls = _calls_of(template) if self.has_tools else None
         markers = [THINK, THOUGHT] if self.thinks else []
@@ -43,8 +47,41 @@ class ChatForm:
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.hidden = {id: marker for marker, id in self.marker_ids.items() if id in special}  # from decoded text
 
+    def switched(self, ask: AnyAsk) -> AnyAsk:
+        """The same, with its effort as the option that the template has for it."""
+        effort = ask.reasoning_effort
+        if effort is None:
+            return ask
+        switches = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        known = {name: value for name, value in switches.items() if self._knows(name)}
+        if not known and (effort != "none" or self.thinks):
+            raise BadRequestError(
+                "the chat template of this service's model has no switch for how much it thinks; leave "
+                "reasoning_effort out",
+                "reasoning_effort",
+            )
+        return replace(ask, template_options={**known, **ask.template_options}, reasoning_effort=None)
+
+    def of(self, ask: Ask) -> "ChatForm":
+        """As the template is for this request."""
+        if not (self.thinks and (ask.template_options or ask.continues)):
+            return self
+        form = copy(self)
+        if ask.continues:  # with a thought, or with what follows it
+            said = ask.turns[-1].content
+            form.thinks = form.is_thinking = THINK in said and THOUGHT not in said
+        else:
+            form.is_thinking = _begins_thought(self._tokenizer, ask.template_options)
+        return form
+
     def require(self, ask: Ask | TokenizeAsk) -> None:
         """Refuse what the template cannot write."""
+        for name in ask.template_options:
+            if not self._knows(name):
+                raise BadRequestError(
+                    f"the chat template of this service's model has no {name}; leave it out of chat_template_kwargs",
+                    f"chat_template_kwargs.{name}",
+                )
         if not ask.tools and not any(turn.calls or turn.role == "tool" for turn in ask.turns):
             return
         field = "tools" if ask.tools else "messages"
@@ -56,6 +93,10 @@ class ChatForm:
                 "behind <tool_call> (Hermes, Qwen), [TOOL_CALLS] (Mistral) or <|python_tag|> (Llama)",
                 field,
             )
+
+    def _knows(self, name: str) -> bool:
+        """Whether the template may use an option of that name."""
+        return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", self._template) is not None
 
 
 def tool_specs(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
@@ -97,10 +138,10 @@ def _template_of(tokenizer: Any) -> str:
     return template if isinstance(template, str) else "\n".join(template.values())
 
 
-def _begins_thought(tokenizer: Any) -> bool:
+def _begins_thought(tokenizer: Any, options: dict[str, Any]) -> bool:
     messages = [{"role": "user", "content": ""}]
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     except Exception:  # templates raise errors of their own
         return False
     return text.rstrip().endswith(THINK)

@@ -8,7 +8,7 @@ from workers.settings.parts import Secret
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-SECRETS = tuple[Secret, ...]
+SECRETS, TEXTS = tuple[Secret, ...], tuple[str, ...]
 _UNIONS = (Union, UnionType)  # a Literal or None is the former
 
 
@@ -28,6 +28,10 @@ def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
         if not isinstance(value, list | tuple) or not all(isinstance(item, str | Secret) for item in value):
             raise ValueError
         return tuple(item if isinstance(item, Secret) else Secret(item) for item in value)
+    if hint == TEXTS:
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise ValueError
+        return tuple(value)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ValueError
@@ -52,6 +56,8 @@ def wanted(hint: Any) -> str:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if hint == SECRETS:
         return "a list of keys (in an environment variable: with commas between them)"
+    if hint == TEXTS:
+        return "a list of texts (in an environment variable: with commas between them)"
     return _WORDS[hint]
 
 
@@ -68,6 +74,6 @@ def _from_text(hint: Any, text: str) -> Any:
         return text.lower() in _TRUE
     if hint in (int, float):
         return hint(text)
-    if hint == SECRETS:
+    if hint in (SECRETS, TEXTS):
         return [part.strip() for part in text.split(",") if part.strip()]
     return text

@@ -5,6 +5,7 @@ Every refusal of a part begins with the name of the field at fault: the loader t
 
 import hmac
 import ipaddress
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -16,6 +17,7 @@ from csattn.selector_names import SelectorName
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 _BUILD: Any = BuildOptions()  # the command line's defaults; its strings are literals here
 
 
@@ -82,6 +84,9 @@ class ServerSettings(_Part):
     port: int = setting(8000, "0: one that is free.", lowest=0, highest=65535)
     api_keys: tuple[Secret, ...] = setting((), "Any of them opens everything; without one, nothing is locked.")
     api_key_file: Path | None = setting(None, "File with more API keys, one a line; # begins a comment.")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "Web pages that browsers let use the service, such as https://chat.example.org; * allows all (CORS)."
+    )
 
     def __post_init__(self) -> None:
         _Part.__post_init__(self)
@@ -90,6 +95,11 @@ class ServerSettings(_Part):
                 f"host is {self.host!r}, which other machines can reach, and there is no API key; "
                 "set server.api_keys or server.api_key_file, or listen on 127.0.0.1"
             )
+
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                wanted = "* or an address in small letters and without a path, such as https://chat.example.org"
+                raise ConfigError(f"allowed_origins has {origin[:60]!r}, wanted {wanted}")
 
     def admits(self, key: str | None) -> bool:
         """Whether a request with that key may come in. Every key is compared, so time does not tell which was near."""
@@ -101,7 +111,7 @@ class LimitSettings(_Part):
     """What one request, and all of them together, may ask for."""
 
     max_body_bytes: int = setting(8 << 20, "Of a request; longer ones are refused unread.", lowest=1024)
-    max_new_tokens: int = setting(4096, "Of an answer; asking for more is refused.", lowest=1)
+    max_new_tokens: int = setting(4096, "Of an answer; one for which more were asked ends there.", lowest=1)
     max_concurrent_requests: int = setting(32, "Decoded at the same time.", lowest=1)
     max_queued_requests: int = setting(64, "Waiting for their turn; more are told to come again.", lowest=0)
     request_timeout_s: float = setting(

@@ -26,9 +26,11 @@ from workers.serving.messages import (
     Tokens,
     TokenScore,
     UnknownContextError,
+    Usage,
 )
 
 CONTEXT_TOKENS = 1000
+PROMPT = {"context_tokens": CONTEXT_TOKENS, "question_tokens": 7, "cached_tokens": CONTEXT_TOKENS}
 
 
 @dataclass
@@ -151,18 +153,13 @@ async def _said(ask: Ask, script: Script) -> AsyncGenerator[Event, None]:
     for index, word in enumerate(words):
         if index == script.fail_at and script.error is not None:
             raise script.error
-        yield word if isinstance(word, Piece) else Piece(word, _scores(ask, script, index, word))
+        piece = word if isinstance(word, Piece) else Piece(word, _scores(ask, script, index, word))
+        yield replace(piece, usage=Usage(**PROMPT, new_tokens=index + 1)) if ask.tells_usage else piece
         await asyncio.sleep(script.pause_s)
     if script.ends_without_done:
         return
     reason: Finish = "length" if len(words) < len(script.words) else script.reason
-    yield Done(
-        reason=reason,
-        context_tokens=CONTEXT_TOKENS,
-        question_tokens=7,
-        new_tokens=len(words),
-        cached_tokens=CONTEXT_TOKENS,
-    )
+    yield Done(reason=reason, **PROMPT, new_tokens=len(words))
 
 
 def _scores(ask: Ask, script: Script, index: int, word: str) -> tuple[TokenScore, ...]:

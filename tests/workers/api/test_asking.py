@@ -66,6 +66,39 @@ def test_every_field_arrives() -> None:
     assert asked.stream and asked.include_usage
 
 
+def test_ends_arrive() -> None:
+    given = {"stop_token_ids": [5, 0], "min_tokens": 9, "ignore_eos": True}
+    for asked in (chat(**given), completion(**given)):
+        sampling = ask_of(asked).sampling
+        assert (sampling.stop_token_ids, sampling.min_tokens, sampling.ignore_eos) == ((5, 0), 9, True)
+    for usage, continuous in ((True, True), (True, False), (False, True)):
+        options = {"include_usage": usage, "continuous_usage_stats": continuous}
+        assert ask_of(chat(stream=True, stream_options=options)).tells_usage == (usage and continuous)
+
+
+def test_what_the_template_is_given_arrives() -> None:
+    ask = ask_of(chat(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low"))
+    assert (ask.template_options, ask.reasoning_effort) == ({"enable_thinking": False}, "low")
+    assert (ask_of(chat()).template_options, ask_of(chat()).reasoning_effort) == ({}, None)
+
+
+def test_an_answer_that_has_begun() -> None:
+    for more in ({}, {"add_generation_prompt": False}):
+        ask = ask_of(chat(messages=BEGUN, continue_final_message=True, **more))
+        assert ask.continues and ask.turns[-1] == Turn("assistant", "Because")
+    assert chat(add_generation_prompt=True, continue_final_message=False) == chat()
+
+
+def test_fields_of_other_servers_that_ask_for_nothing_pass() -> None:
+    assert chat(cache_prompt=True, id_slot=-1, length_penalty=1.0, skip_special_tokens=True, grammar="") == chat()
+
+
+@pytest.mark.parametrize(("asked", "given"), [(999, 999), (1000, 1000), (1001, 1000), (2**31 - 1, 1000)])
+def test_an_answer_ends_at_the_services_limit_however_many_tokens_are_asked_for(asked: int, given: int) -> None:
+    assert ask_of(chat(max_tokens=asked)).sampling.max_new_tokens == given
+    assert ask_of(completion(max_tokens=asked)).sampling.max_new_tokens == given
+
+
 def test_null_counts_as_absent() -> None:
     nothing = {"temperature": None, "stop": None, "seed": None, "n": None, "stream": None, "keep": None, "xyz": None}
     assert chat(**nothing) == chat()
@@ -84,6 +117,7 @@ def test_conversations() -> None:
 
 
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "d", "parameters": {"type": "object"}}}
+BEGUN = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
 CALLING = {"role": "assistant", "content": None, "tool_calls": []}
 
 
@@ -158,12 +192,23 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [CALLING | {"tool_calls": [call_with(name="a b")]}]}, "function.name", "other characters"),
     ({"messages": [CALLING | {"tool_calls": [call_with()]}]}, "messages", "messages must end with one of"),
     ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "audio", "messages[0].audio is not a field"),
-    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "messages must end with one of"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "to go on with it, set continue_final_message"),
+    ({"continue_final_message": True}, "continue_final_message", "the last message is not the text of an assistant"),
+    (
+        {"continue_final_message": True, "messages": [CALLING | {"tool_calls": [call_with()]}]},
+        "continue_final_message", "is not the text of an assistant",
+    ),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True, "messages": BEGUN},
+        "add_generation_prompt", "and so is continue_final_message",
+    ),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "nobody would answer"),
+    ({"add_generation_prompt": 1}, "add_generation_prompt", "is 1, wanted true or false"),
     ({"messages": [{"role": "user", "content": "x" * 501}]}, "messages[0].content", "501 characters, wanted at most"),
     ({"messages": [{"role": "user", "content": "x" * 300}] * 2}, "messages", "in all, got 600"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "half a surrogate pair"),
-    ({"max_tokens": 0}, "max_tokens", "between 1 and 1000, got 0"),
-    ({"max_tokens": 10**9}, "max_tokens", "between 1 and 1000, got 1000000000"),
+    ({"max_tokens": 0}, "max_tokens", "between 1 and 2147483647, got 0"),
+    ({"max_tokens": 2**31}, "max_tokens", "between 1 and 2147483647, got 2147483648"),
     ({"max_tokens": 1.5}, "max_tokens", "wanted a whole number"),
     ({"max_tokens": True}, "max_tokens", "is true, wanted a whole number"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
@@ -226,8 +271,22 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "missing"),
     ({"modalities": ["audio"]}, "modalities", "only text is written"),
     ({"audio": {"voice": "x"}}, "audio", "only text is written"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "decide themselves"),
+    ({"reasoning_effort": "much"}, "reasoning_effort", 'is "much", wanted one of none, minimal'),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "is not an object of at most 16"),
+    ({"chat_template_kwargs": {f"a{n}": n for n in range(17)}}, "chat_template_kwargs", "is not an object of at most"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "has tools, which the service itself gives"),
+    ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", 'has "a b", which no template can name'),
     ({"max_token": 5}, "max_token", "did you mean max_tokens?"),
+    ({"cache_prompts": 5}, "cache_prompts", "is not a field that this service knows"),
+    ({"guided_json": {}}, "guided_json", "is an object: answers are held to a form by response_format"),
+    ({"n_predict": 5}, "n_predict", "is 5: it is called max_tokens here"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "special tokens have no text"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "is not a list"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "something else than tokens' numbers"),
+    ({"stop_token_ids": [True]}, "stop_token_ids", "something else than tokens' numbers"),
+    ({"min_tokens": -1}, "min_tokens", "must lie between 0"),
+    ({"ignore_eos": 1}, "ignore_eos", "wanted true or false"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "continuous_usage_stats", "true or false"),
     ({"prompt": "x"}, "prompt", "is not a field"),
     ({"x" * 5000: 5}, "x", "is not a field"),
 ]  # fmt: skip
@@ -238,6 +297,7 @@ def test_a_chat_that_cannot_be_answered(fields: dict[str, Any], param: str, word
     with pytest.raises(BadRequestError) as refused:
         chat(**fields)
     assert words in refused.value.message
+    assert "did you mean" in words or "did you mean" not in refused.value.message
     assert refused.value.param is not None and param in refused.value.param
     assert len(json.dumps(error_body(refused.value))) < 4096
 
@@ -262,6 +322,8 @@ def test_a_chat_that_cannot_be_answered(fields: dict[str, Any], param: str, word
         ({"best_of": 2}, "best_of is 2"),
         ({"logprobs": True}, "logprobs is true, wanted a whole number"),
         ({"messages": []}, "messages is not a field"),
+        ({"reasoning_effort": "low"}, "a completion's prompt goes through no chat template"),
+        ({"chat_template_kwargs": {"a": 1}}, "a completion's prompt goes through no chat template"),
     ],
 )
 def test_a_completion_that_cannot_be_answered(fields: dict[str, Any], words: str) -> None:
@@ -269,7 +331,33 @@ def test_a_completion_that_cannot_be_answered(fields: dict[str, Any], words: str
         completion(**fields)
 
 
-@pytest.mark.parametrize("asked", ["handbook", "gpt-4", f"{MODEL}@", f"{MODEL}@a/b", "other@handbook", f"{MODEL}@a\n"])
+@pytest.mark.parametrize(
+    ("asked", "context"),
+    [
+        ("SmolLM2-135M", ""),
+        ("smollm2-135m-instruct", ""),  # as `csattn ls` has it
+        ("HuggingFaceTB/SmolLM2-135M-Instruct@handbook", "handbook"),
+        ("/models/SmolLM2-135M-Instruct.gguf", ""),
+    ],
+)
+def test_the_model_is_known_by_its_usual_names(asked: str, context: str) -> None:
+    assert (ask_of(chat(model=asked)).context, chat(model=asked).model) == (context, asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "handbook",
+        "gpt-4",
+        f"{MODEL}@",
+        f"{MODEL}@a/b",
+        "other@handbook",
+        f"{MODEL}@a\n",
+        "",
+        "@handbook",
+        f"{MODEL}-base",
+    ],
+)
 def test_models_that_cannot_be(asked: str) -> None:
     with pytest.raises(UnknownContextError) as refused:
         chat(model=asked)
@@ -281,6 +369,7 @@ def test_models_that_cannot_be(asked: str) -> None:
     ("name", "short"),
     [
         (None, "smollm2-135m"),
+        ("smollm2-135m-instruct", "smollm2-135m"),
         ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
         ("/models/My Model (v2).GGUF", "my-model-v2"),
         ("///", "model"),

@@ -54,6 +54,21 @@ def test_several_choices_in_a_stream(client: openai.OpenAI) -> None:
     assert usages[-1] is not None and usages[-1].completion_tokens == 12 and not any(usages[:-1])
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_a_stream_says_what_each_answer_has_taken_so_far(client: openai.OpenAI, kind: str) -> None:
+    options: Any = {"stream": True, "n": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    if kind == "chat":
+        chunks = list(client.chat.completions.create(model=MODEL, messages=ASK, **options))
+    else:
+        chunks = list(client.completions.create(model=MODEL, prompt="a", **options))
+    told: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in chunks[:-1]:
+        assert chunk.usage is not None and chunk.usage.prompt_tokens == CONTEXT_TOKENS + 7
+        told[chunk.choices[0].index].append(chunk.usage.completion_tokens)
+    assert told[0] == told[1] == ([0] if kind == "chat" else []) + [1, 2, 3, 4, 4]
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 8
+
+
 def test_several_prompts_each_with_several_choices(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"a": Script(("A",)), "b": Script(("B",))}
     answer = client.completions.create(model=MODEL, prompt=["a", "b"], n=2)

@@ -1,5 +1,6 @@
 """OpenAI's own client against the service."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,9 +32,16 @@ def test_models_are_the_model_alone_and_the_contexts_that_are_ready(service: Run
     assert [model.id for model in client.models.list()] == ["smollm2-135m", MODEL]
     for name in ("smollm2-135m", MODEL):
         assert client.models.retrieve(name).id == name
+        assert client.models.retrieve(name.upper().replace("HANDBOOK", "handbook")).id == name
     for name in ("smollm2-135m@later", "smollm2-135m@none", "gpt-4", "a/b"):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(name)
+
+
+def test_a_model_says_how_long_it_reads_and_since_when_it_is_there(client: openai.OpenAI) -> None:
+    alone, handbook = client.models.list().data
+    assert 0 <= time.time() - alone.created < 600 and handbook.created == 1.7e9
+    assert [model.to_dict()["max_model_len"] for model in (alone, handbook)] == [2048, 2048]
 
 
 def test_a_chat(service: Running, client: openai.OpenAI) -> None:

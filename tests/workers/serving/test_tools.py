@@ -262,9 +262,9 @@ def test_a_grammar_goes_with_its_request(store: Path, monkeypatch: pytest.Monkey
     grammars: list[weakref.ref[Any]] = []
     real: Callable[..., Request] = LocalBackend._request  # type: ignore[assignment]
 
-    def seen(self: LocalBackend, ask: Ask, config: Any, begun: Any, grammar: Any, at: float) -> Request:
+    def seen(self: LocalBackend, ask: Ask, form: Any, config: Any, begun: Any, grammar: Any, at: float) -> Request:
         grammars.append(weakref.ref(grammar))
-        return real(self, ask, config, begun, grammar, at)
+        return real(self, ask, form, config, begun, grammar, at)
 
     monkeypatch.setattr(LocalBackend, "_request", seen)
 
@@ -289,6 +289,7 @@ def test_refusals_come_before_any_work(store: Path) -> None:
                 (ask("hermes", schema={"uniqueItems": True}), "uniqueItems"),
                 (ask("hermes", prompt=(1, 100_000)), "token 100000"),
                 (ask("hermes", logit_bias=((100_000, 1.0),)), "token 100000"),
+                (ask("hermes", stop_token_ids=(5, 100_000)), "stop_token_ids names the token 100000"),
             ):
                 with pytest.raises(BadRequestError, match=words):
                     await answer(backend, asked)

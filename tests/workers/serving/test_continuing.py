@@ -1,0 +1,83 @@
+"""Answers that the prompt begins: how the template writes them, and how what follows is read."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csattn.artifact import open_artifact
+from tests.chat_models import chat_model
+from tests.workers.serving.artifacts import build, text_of
+from tests.workers.serving.test_local import answer, ask
+from tests.workers.serving.test_tools import ADD, CALL, backend_of, saying, whole
+from workers.serving.contexts import name_artifact
+from workers.serving.messages import BadRequestError, TokenizeAsk, Turn
+from workers.serving.prompts import prompt_ids, tokenize, whole_ids
+from workers.serving.tools import ChatForm
+
+KINDS = ("hermes", "thinking", "may_think", "llama")
+
+
+def begun(text: str) -> tuple[Turn, ...]:
+    return (Turn("user", "Who?"), Turn("assistant", text))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("continuing")
+    for kind in KINDS:
+        name_artifact(store, kind, build(store, text_of("heron"), model=chat_model(kind)), "float32")
+    bare = build(store, text_of("bare"), chat=False, model=chat_model("hermes"))
+    name_artifact(store, "bare", bare, "float32")
+    return store
+
+
+def test_the_prompt_ends_where_the_answer_stopped(store: Path) -> None:
+    model = chat_model("hermes")
+    turns = begun("A he")
+    closed = "ron<|im_end|>\n"  # of the whole answer
+    want = whole(model, [*begun("A heron")])
+    prompt = model.tokenizer.decode(want).removesuffix("<|im_start|>assistant\n").removesuffix(closed)
+    assert prompt.endswith("assistant\nA he")
+    ids = model.tokenizer(prompt, add_special_tokens=False).input_ids
+    asked = ask("hermes", turns=turns, continues=True)
+    assert whole_ids(model.tokenizer, asked) == ids
+    told = tokenize(model.tokenizer, ChatForm(model.tokenizer), TokenizeAsk(turns=turns, continues=True), 9)
+    assert list(told.ids) == ids
+    with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
+        assert prompt_ids(model.tokenizer, artifact, asked) == ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "text", "want"),
+    [
+        ("hermes", "A he", " ron", (" ron", "", 0)),
+        ("hermes", "Well.", f"\n<tool_call>{CALL}</tool_call>", ("\n", "", 1)),
+        ("llama", "{", '"a": 1}', ('"a": 1}', "", 0)),
+        ("llama", "As JSON: ", CALL, (CALL, "", 0)),  # the answer does not begin with it
+        ("may_think", "A he", "<think>ron", ("<think>ron", "", 0)),
+        ("thinking", "A he", "ron", ("ron", "", 0)),
+        ("thinking", "<think>\nA he", " ron</think>\n\nIt is.", ("It is.", " ron", 0)),
+        ("thinking", "<think>Hm.</think>A he", "ron", ("ron", "", 0)),
+    ],
+)
+def test_what_follows_is_told_as_it_is(store: Path, kind: str, said: str, text: str, want: Any) -> None:
+    pieces, _ = saying(store, kind, text, turns=begun(said), continues=True, tools=(ADD,))
+    calls = [part.name for piece in pieces for part in piece.calls if part.name]
+    told = "".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces), len(calls)
+    assert told == want
+
+
+def test_a_schema_holds_for_what_follows(store: Path) -> None:
+    pieces, _ = saying(store, "thinking", "7", turns=begun("It is "), continues=True, schema={"enum": [7, 8]})
+    assert "".join(piece.text for piece in pieces) == "7"
+
+
+def test_a_context_without_a_template_has_no_answers_to_go_on_with(store: Path) -> None:
+    async def main() -> None:
+        async with backend_of(chat_model("hermes"), store) as backend:
+            with pytest.raises(BadRequestError, match="got an answer to go on with"):
+                await answer(backend, ask("bare", turns=begun("A he")[1:], continues=True))
+
+    asyncio.run(main())

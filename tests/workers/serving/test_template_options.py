@@ -1,0 +1,100 @@
+"""Options of chat templates: what the model is asked with them, and how its answer is read then."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csattn.artifact import open_artifact
+from tests.chat_models import chat_model
+from tests.tiny import byte_tokenizer
+from tests.workers.serving.artifacts import build, text_of
+from tests.workers.serving.test_local import answer, ask
+from tests.workers.serving.test_tools import backend_of, saying, whole
+from workers.serving.contexts import name_artifact
+from workers.serving.messages import BadRequestError, TokenizeAsk, Turn
+from workers.serving.prompts import prompt_ids, tokenize, whole_ids
+from workers.serving.tools import ChatForm
+
+OFF = {"enable_thinking": False}
+ASKED = Turn("user", "Add.")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store, model = tmp_path_factory.mktemp("options"), chat_model("switched")
+    name_artifact(store, "switched", build(store, text_of("heron"), model=model), "float32")
+    name_artifact(store, "bare", build(store, text_of("bare"), chat=False, model=model), "float32")
+    return store
+
+
+@pytest.mark.parametrize("options", [{}, OFF, {"enable_thinking": True}])
+def test_the_template_is_given_them_with_a_context_and_without(store: Path, options: dict[str, Any]) -> None:
+    model = chat_model("switched")
+    asked = ask("switched", turns=(ASKED,), template_options=options)
+    with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
+        got = artifact.token_ids.tolist() + prompt_ids(model.tokenizer, artifact, asked)
+    assert got == whole(model, [Turn("system", text_of("heron")), ASKED], **options)
+    assert whole_ids(model.tokenizer, asked) == whole(model, [ASKED], **options)
+    told = tokenize(
+        model.tokenizer, ChatForm(model.tokenizer), TokenizeAsk(turns=(ASKED,), template_options=options), 9
+    )
+    assert list(told.ids) == whole(model, [ASKED], **options)
+
+
+def test_an_effort_is_the_switch_that_the_template_has() -> None:
+    form = ChatForm(chat_model("switched").tokenizer)
+    for effort, on in (("none", False), ("minimal", True), ("high", True)):
+        assert form.switched(ask(reasoning_effort=effort)) == ask(template_options={"enable_thinking": on})
+    with_both = ask(reasoning_effort="high", template_options=OFF)
+    assert form.switched(with_both) == ask(template_options=OFF), "the option itself says more"
+    by_level = ChatForm(byte_tokenizer("{{ messages }} Reasoning: {{ reasoning_effort }}"))
+    assert by_level.switched(ask(reasoning_effort="low")) == ask(template_options={"reasoning_effort": "low"})
+    tokens = tokenize(chat_model("switched").tokenizer, form, TokenizeAsk(turns=(ASKED,), reasoning_effort="none"), 9)
+    assert list(tokens.ids) == whole(chat_model("switched"), [ASKED], **OFF)
+
+
+@pytest.mark.parametrize("kind", ["hermes", "thinking", "may_think"])
+def test_an_effort_without_a_switch_is_refused_unless_it_asks_for_nothing(kind: str) -> None:
+    form = ChatForm(chat_model(kind).tokenizer)
+    for effort in ("none", "high"):
+        if kind == "hermes" and effort == "none":
+            assert form.switched(ask(reasoning_effort=effort)) == ask()
+            continue
+        with pytest.raises(BadRequestError, match="no switch for how much it thinks") as refused:
+            form.switched(ask(reasoning_effort=effort))
+        assert refused.value.param == "reasoning_effort"
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "want"),
+    [({}, "Add.</think>\n\nNo.", ("Add.", "No.")), (OFF, "No.", ("", "No.")), (OFF, "</think>", ("", "</think>"))],
+)
+def test_an_answer_is_read_as_it_was_asked_for(store: Path, options: dict[str, Any], text: str, want: Any) -> None:
+    pieces, _ = saying(store, "switched", text, template_options=options)
+    assert ("".join(piece.reasoning for piece in pieces), "".join(piece.text for piece in pieces)) == want
+
+
+@pytest.mark.parametrize(("options", "text"), [({}, "Hm</think>7"), (OFF, "7")])
+def test_a_schema_holds_behind_the_thought_or_from_the_start(store: Path, options: dict[str, Any], text: str) -> None:
+    pieces, _ = saying(store, "switched", text, template_options=options, schema={"enum": [7, 8]})
+    assert "".join(piece.text for piece in pieces) == "7"
+
+
+@pytest.mark.parametrize(
+    ("context", "more", "words"),
+    [
+        ("switched", {"template_options": {"enable": 1}}, "has no enable; leave it out"),
+        ("switched", {"template_options": {"today": "Monday"}}, "or give the template no options"),
+        ("bare", {"template_options": OFF}, "got options of a template"),
+        ("bare", {"reasoning_effort": "none"}, "got options of a template"),
+    ],
+)
+def test_what_the_template_cannot_do_is_refused(store: Path, context: str, more: dict[str, Any], words: str) -> None:
+    async def main() -> None:
+        async with backend_of(chat_model("switched"), store) as backend:
+            with pytest.raises(BadRequestError, match=words):
+                await answer(backend, ask(context, **more))
+
+    asyncio.run(main())

@@ -1,0 +1,49 @@
+"""Fields that clients of other servers send: those that change nothing here, and those that are not done here."""
+
+from typing import Any
+
+from workers.api.fields import Fields
+
+# llama.cpp's, Ollama's and vLLM's, about the server's own work
+IGNORED = ("cache_prompt", "id_slot", "keep_alive", "n_keep", "priority", "return_tokens", "timings_per_token")
+
+_NO_FORM = "answers are held to a form by response_format; send that"
+_NO_SAMPLER = "tokens are not drawn so here; leave it out"
+# what each may be, asking for nothing, and why it is nothing else
+_NOT_DONE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "bad_words": (([],), "words cannot be forbidden here; forbid tokens by logit_bias"),
+    "chat_template": ((), "conversations are written by the model's own chat template"),
+    "documents": (([],), "documents are sent as text, in messages or as a context"),
+    "format": (("",), _NO_FORM),
+    "grammar": (("",), _NO_FORM),
+    "guided_choice": (([],), _NO_FORM),
+    "guided_grammar": (("",), _NO_FORM),
+    "guided_json": ((), _NO_FORM),
+    "guided_regex": (("",), _NO_FORM),
+    "include_stop_str_in_output": ((False,), "an answer ends before what stops it"),
+    "json_schema": ((), _NO_FORM),
+    "length_penalty": ((1, 1.0), "beams are not searched; leave it out"),
+    "mirostat": ((0,), _NO_SAMPLER),
+    "n_predict": ((-1,), "it is called max_tokens here"),
+    "n_probs": ((0,), "they are called logprobs here"),
+    "num_predict": ((-1,), "it is called max_tokens here"),
+    "options": (({},), "send what it holds as fields of the request itself"),
+    "prompt_logprobs": ((0,), "the prompt's come with echo and logprobs, in a completion"),
+    "repeat_penalty": ((1, 1.0), "it is called repetition_penalty here"),
+    "skip_special_tokens": ((True,), "special tokens have no text here"),
+    "spaces_between_special_tokens": ((True, False), "special tokens have no text here"),
+    "structured_outputs": (({},), _NO_FORM),
+    "tfs_z": ((1, 1.0), _NO_SAMPLER),
+    "think": ((), "send reasoning_effort, or chat_template_kwargs"),
+    "truncate_prompt_tokens": ((-1,), "nothing is cut out of a prompt"),
+    "typical_p": ((1, 1.0), _NO_SAMPLER),
+    "use_beam_search": ((False,), "beams are not searched; leave it out"),
+    "xtc_probability": ((0, 0.0), _NO_SAMPLER),
+}
+
+
+def take_foreign(fields: Fields) -> None:
+    """Ignore or refuse them, each by its own sentence."""
+    fields.ignore(*IGNORED)
+    for name, (neutral, why) in _NOT_DONE.items():
+        fields.only(name, *neutral, why=why)

@@ -253,6 +253,23 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
         assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
 
 
+def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, artifact: Path, tmp_path: Path) -> None:
+    line = {"context": str(place / "text.txt"), "weights": "fp8", "dtype": "bfloat16"}
+    (tmp_path / "jobs").write_text(json.dumps(line))
+    where = "--model", place / "model", "--store", tmp_path / "store", "--json"
+    rounded = "build", "--context", place / "text.txt", "--weights", "int4"
+    built = Path(last_line(in_process(*rounded, *where, capsys=capsys))["path"])
+    last_line(in_process("build", "--jobs", tmp_path / "jobs", *where, capsys=capsys))
+    listed = last_line(shown := in_process("ls", "--store", tmp_path / "store", "--json", capsys=capsys))
+    noted = {(of["weights"], of["kv_dtype"]) for of in listed["artifacts"]}
+    assert noted == {("int4", "float32"), ("fp8", "bfloat16")} and "rounded to int4" in shown.stdout
+    plain = last_line(told := in_process("inspect", artifact, "--json", capsys=capsys))
+    assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none") and "as they are" in told.stdout
+    refused = in_process("generate", built, "--prompt", "x", capsys=capsys)
+    assert refused.returncode == 1 and "weights rounded to int4 (add --weights int4)" in refused.stderr
+    assert last_line(in_process("generate", built, "--prompt", "x", "--weights", "int4", "--json", capsys=capsys))
+
+
 @pytest.mark.parametrize("verb", ["ls", "gc"])
 def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: str) -> None:
     done = in_process(verb, "--store", place / "stroe", capsys=capsys)

@@ -1,7 +1,10 @@
 """`csattn inspect`, `verify`, `ls` and `gc`: what is in a store."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from csattn.artifact import (
     ArtifactSummary,
@@ -16,6 +19,7 @@ from csattn.artifact import (
     unfinished_builds,
     verify_artifact,
 )
+from csattn.artifact.manifest import AS_THEY_ARE
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ArtifactNotFoundError
 from workers.cli.terminal import counted, counting, err, out, size, table
@@ -33,6 +37,7 @@ def inspect(place: Path | str) -> dict[str, Any]:
         "model": spec.model_name,
         "context_len": spec.context_len,
         "kv_dtype": spec.kv_dtype,
+        "weights": manifest.weights,
         "size_bytes": size_bytes,
         "index_bytes": index_bytes,
         "index_bytes_per_key": bytes_per_key,
@@ -43,6 +48,8 @@ def inspect(place: Path | str) -> dict[str, Any]:
     }
     rows = [
         ["model", f"{spec.model_name} ({spec.model.num_layers} layers, {spec.model.num_kv_heads} KV heads)"],
+        ["dtype", spec.kv_dtype],
+        ["weights", _weights(manifest.weights)],
         ["context", f"{spec.context_len} tokens from {manifest.build_notes.get('source', 'unknown')}"],
         ["size", f"{size(size_bytes)}, of which {size(index_bytes)} index"],
         ["index", _described(config) if num_keys else "none: the model chooses its rows itself"],
@@ -51,6 +58,13 @@ def inspect(place: Path | str) -> dict[str, Any]:
     ]
     out.print(table(f"artifact {spec.artifact_id}", ["", ""], rows))
     return result
+
+
+def _weights(weights: str | None) -> str:
+    """As `Manifest.weights` has it."""
+    if weights is None:
+        return "unknown"
+    return "as they are" if weights == AS_THEY_ARE else f"rounded to {weights}"
 
 
 def _described(config: IndexConfig) -> str:
@@ -85,10 +99,7 @@ def listing(store: Path | str) -> dict[str, Any]:
         unfinished = [work for work in unfinished_builds(Path(store)) if work.is_dir()]
         found, broken = scan_store(Path(store))
         faults = {path.name: error for path, error in broken.items()}
-    rows = [[of.artifact_id, of.model_name, str(of.context_len), of.layout, size(of.size_bytes)] for of in found]
-    out.print(
-        table(f"{counted(len(rows), 'artifact')} in {store}", ["artifact", "model", "tokens", "index", "size"], rows)
-    )
+    out.print(_shelf(store, found))
     for name, error in faults.items():
         err.print(f"not usable: {name}: {error}")
     for work in unfinished:
@@ -101,6 +112,8 @@ def listing(store: Path | str) -> dict[str, Any]:
                 "path": str(of.path),
                 "model": of.model_name,
                 "context_len": of.context_len,
+                "kv_dtype": of.kv_dtype,
+                "weights": of.weights,
                 "size_bytes": of.size_bytes,
             }
             for of in found
@@ -108,6 +121,16 @@ def listing(store: Path | str) -> dict[str, Any]:
         "broken": {name: str(error) for name, error in faults.items()},
         "unfinished": [str(work) for work in unfinished],
     }
+
+
+def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
+    rows = [
+        [of.artifact_id, of.model_name, of.kv_dtype, _weights(of.weights), str(of.context_len), of.layout]
+        + [size(of.size_bytes)]
+        for of in found
+    ]
+    columns = ["artifact", "model", "dtype", "weights", "tokens", "index", "size"]
+    return table(f"{counted(len(rows), 'artifact')} in {store}", columns, rows)
 
 
 def require_store(place: Path) -> None:

@@ -95,6 +95,14 @@ def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
     assert "keep 100 %, rest none" in done.stdout
 
 
+def test_a_question_comes_from_standard_input(capsys, artifact: Path) -> None:
+    def asked(prompt: str, stdin: bytes = b"") -> dict:
+        arguments = "generate", artifact, "--max-new-tokens", 3, "--json", "--prompt", prompt
+        return last_line(in_process(*arguments, capsys=capsys, stdin=stdin))
+
+    assert asked("-", "Who was it, é?".encode())["token_ids"] == asked("Who was it, é?")["token_ids"]
+
+
 def test_generate_reads_less_than_full_attention(capsys, artifact: Path) -> None:
     result = last_line(
         in_process(
@@ -135,6 +143,13 @@ ASKED = "generate", "{artifact}", "--prompt", "x"
         (("build", "--context", "{place}/text.txt", "--dtype", "int3"), "dtype must be one of float32"),
         (("eval", "--text", "{place}/text.txt", "--dtype", "int3"), "dtype must be one of float32"),
         (("stream", "--prompt", "x", "--dtype", "int3"), "dtype must be one of float32"),
+        ((*ASKED[:-1], ""), "--prompt holds no text; give one that is not empty"),
+        ((*ASKED[:-1], " \n"), "--prompt holds no text"),
+        ((*ASKED[:-1], "-"), "standard input holds no text"),
+        (("stream", "--prompt", ""), "--prompt holds no text"),
+        (("stream", "--prompt", "-"), "standard input holds no text"),
+        (("eval", "--text", "-"), "standard input holds no text"),
+        (("build", "--context", "-"), "standard input holds no text"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(
@@ -142,7 +157,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(building, "_load_model", lambda *_, **__: pytest.fail("a model is loaded"))
     done = in_process(*(part.format(place=place, artifact=artifact) for part in arguments), capsys=capsys)
-    assert done.returncode == 1 and words in done.stderr and "loading" not in done.stderr
+    assert done.returncode == 1 and words in done.stderr and "loading" not in done.stderr and not done.stdout
 
 
 @pytest.mark.gpu

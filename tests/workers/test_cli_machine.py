@@ -1,6 +1,7 @@
 """`csattn config` and `csattn doctor` as a user meets them."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from csattn import __version__
 from tests.workers.test_cli import csattn, in_process, last_line
@@ -107,6 +109,20 @@ def test_what_is_shown_is_what_is_said(capsys) -> None:
         capsys.readouterr()
         show(said)
         assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_how_much_of_a_question_is_read_shows_on_a_terminal_alone(monkeypatch, is_terminal: bool) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=is_terminal, width=80, _environ={"TERM": "xterm"})
+    monkeypatch.setattr(terminal, "err", console)
+    with terminal.reading("reading") as show:
+        for done in (0, 16, 20):
+            show(done, 20)
+        after = shown.getvalue()
+    assert ("reading" in after and "20 of 20 tokens" in after) == is_terminal
+    assert shown.getvalue() == after, "it was gone before what follows"
+    assert is_terminal or not after
 
 
 def test_without_a_verb_there_is_the_help_and_no_more(capsys) -> None:

@@ -108,7 +108,7 @@ def build(
 @app.command()
 def generate(
     artifact: ArtifactPath,
-    prompt: Annotated[str, typer.Option(help="The question to ask about the context.")],
+    prompt: Annotated[str, typer.Option(help="The question to ask about the context, or - for standard input.")],
     keep: Keep = _SEARCH.keep,
     selector: Annotated[str, typer.Option(help=f"{described()}.")] = "csattn",
     lookahead: Lookahead = None,
@@ -156,7 +156,9 @@ app.command()(stream)
 
 @app.command(name="eval")
 def evaluate(
-    text: Annotated[Path, typer.Option(help="Text file, at least context-len + eval-len + 1 tokens.")],
+    text: Annotated[
+        Path, typer.Option(help="Text file of context-len + eval-len + 1 tokens at least, or - for standard input.")
+    ],
     model: Model = None,
     context_len: Annotated[int, typer.Option(min=1, help="Tokens that are prefilled and indexed.")] = 7680,
     eval_len: Annotated[int, typer.Option(min=1, help="Tokens after them that are predicted.")] = 512,

@@ -125,8 +125,15 @@ def listing(store: Path | str) -> dict[str, Any]:
 
 def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
     rows = [
-        [of.artifact_id, of.model_name, of.kv_dtype, _weights(of.weights), str(of.context_len), of.layout]
-        + [size(of.size_bytes)]
+        [
+            of.artifact_id,
+            of.model_name,
+            of.kv_dtype,
+            _weights(of.weights),
+            str(of.context_len),
+            of.layout,
+            size(of.size_bytes),
+        ]
         for of in found
     ]
     columns = ["artifact", "model", "dtype", "weights", "tokens", "index", "size"]

@@ -132,6 +132,21 @@ def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]
 
 
 @contextmanager
+def reading(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Called with how many tokens are done, and all of them: a bar until they are; nothing without a terminal."""
+    columns = TextColumn(what, markup=False), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, description=f"{done} of {total} tokens", completed=done, total=total)
+            if done == total:
+                bar.stop()  # what follows may be on the same line
+
+        yield show
+
+
+@contextmanager
 def steps() -> Iterator[Callable[[str, int, int], None]]:
     """Called with the part of the work, what of it is done, and all of it; without a terminal a line for each part."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())

@@ -285,6 +285,28 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
     assert last_line(in_process("generate", built, "--prompt", "x", "--weights", "int4", "--json", capsys=capsys))
 
 
+def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_path: Path) -> None:
+    (made := tmp_path / "kept" / "of-a-salt" / "0123456789abcdef").mkdir(parents=True)
+    (made / "layer").write_bytes(b"x" * 5000)
+    (tmp_path / "kept" / "0.block").write_bytes(b"x" * 2048)
+
+    def kept() -> dict:
+        return last_line(in_process("ls", "--store", tmp_path, "--json", capsys=capsys))["kept"]
+
+    shown = in_process("ls", "--store", tmp_path, capsys=capsys).stdout
+    assert f"{tmp_path}/kept has 1 context of prompts (" in shown
+    assert "and rows of turns (2.0 KiB); `csattn gc --kept` removes it" in shown
+    there = kept()
+    assert (there["num_contexts"], there["row_bytes"]) == (1, 2048) and there["context_bytes"] >= 5000
+    collect = "gc", "--store", tmp_path, "--json"
+    assert last_line(in_process(*collect, capsys=capsys))["removed_kept_bytes"] == 0 and kept() == there
+    removed = last_line(in_process(*collect, "--kept", capsys=capsys))["removed_kept_bytes"]
+    assert removed == there["context_bytes"] + 2048 and not any(kept().values())
+    assert "gc --kept" not in in_process("ls", "--store", tmp_path, capsys=capsys).stdout
+    refused = in_process("gc", "--store", "memory://s", "--kept", capsys=capsys)
+    assert refused.returncode == 1 and "services keep nothing behind a URL" in refused.stderr
+
+
 @pytest.mark.parametrize("verb", ["ls", "gc"])
 def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: str) -> None:
     done = in_process(verb, "--store", place / "stroe", capsys=capsys)

@@ -72,7 +72,7 @@ def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -
     found = gather_facts(tmp_path / "store")
     assert found.python == sys.version_info[:2] and found.num_cpus >= 1
     assert "torch" in found.packages and "faiss-cpu" in found.packages
-    for name in ("torch", "numba", "faiss", "memory", "store"):
+    for name in ("torch", "numba", "faiss", "memory", "store", "kept"):
         assert "error" not in found.probes[name], found.probes[name]
     assert found.probes["memory"]["available_bytes"] <= found.probes["memory"]["total_bytes"]
     assert found.openmp_waits == os.environ["OMP_WAIT_POLICY"]
@@ -86,7 +86,9 @@ def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -
 
 
 def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> None:
-    answers = {name: {"error": "it is broken"} for name in ("torch", "numba", "memory", "store", "faiss", "ray")}
+    answers = {
+        name: {"error": "it is broken"} for name in ("torch", "numba", "memory", "store", "kept", "faiss", "ray")
+    }
     sick = Facts(python=(3, 11), packages={}, probes={**answers, "cupy": {"error": ""}, "triton": {"error": ""}})
     monkeypatch.setattr(examining, "gather_facts", lambda store: sick)
     done = in_process("doctor", "--json", capsys=capsys)

@@ -1,6 +1,7 @@
 """`csattn inspect`, `verify`, `ls` and `gc`: what is in a store."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from csattn.artifact import (
 )
 from csattn.artifact.manifest import AS_THEY_ARE
 from csattn.config import IndexConfig, SketchConfig
-from csattn.errors import ArtifactNotFoundError
-from workers.cli.terminal import counted, counting, err, out, size, table
+from csattn.errors import ArtifactNotFoundError, ConfigError
+from workers.cli.terminal import counting, err, out, table
+from workers.serving.kept_store import DIRECTORY, KeptFiles, kept_files, remove_kept
+from workers.words import counted, size
 
 
 def inspect(place: Path | str) -> dict[str, Any]:
@@ -90,6 +93,7 @@ def verify(place: Path | str) -> dict[str, Any]:
 
 
 def listing(store: Path | str) -> dict[str, Any]:
+    kept = KeptFiles(0, 0, 0)
     if (remote := remote_store(store)) is not None:
         manifests, faults = remote.manifests()
         found = [ArtifactSummary.of(f"{remote.url}/{name}", one) for name, one in manifests.items()]
@@ -99,7 +103,10 @@ def listing(store: Path | str) -> dict[str, Any]:
         unfinished = [work for work in unfinished_builds(Path(store)) if work.is_dir()]
         found, broken = scan_store(Path(store))
         faults = {path.name: error for path, error in broken.items()}
+        kept = kept_files(Path(store))
     out.print(_shelf(store, found))
+    if kept.num_bytes:
+        out.print(f"{_told(store, kept)}; `csattn gc --kept` removes it", soft_wrap=True)
     for name, error in faults.items():
         err.print(f"not usable: {name}: {error}")
     for work in unfinished:
@@ -120,6 +127,7 @@ def listing(store: Path | str) -> dict[str, Any]:
         ],
         "broken": {name: str(error) for name, error in faults.items()},
         "unfinished": [str(work) for work in unfinished],
+        "kept": asdict(kept),
     }
 
 
@@ -140,18 +148,27 @@ def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
     return table(f"{counted(len(rows), 'artifact')} in {store}", columns, rows)
 
 
+def _told(store: Path | str, kept: KeptFiles) -> str:
+    """What services keep of prompts and turns."""
+    contexts = f"{counted(kept.num_contexts, 'context')} of prompts ({size(kept.context_bytes)})"
+    return f"{store}/{DIRECTORY} has {contexts} and rows of turns ({size(kept.row_bytes)})"
+
+
 def require_store(place: Path) -> None:
     if not place.is_dir():
         raise ArtifactNotFoundError(f"there is no store at {place}; `csattn build` makes one, --store names another")
 
 
-def clean(store: Path | str, cache_bytes: int | None) -> dict[str, Any]:
+def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[str, Any]:
     """Builds for a store behind a URL go on in the cache, so that is where their leavings are."""
+    if with_kept and is_url(store):
+        raise ConfigError(f"services keep nothing behind a URL, got {store}; leave --kept out, or give a directory")
     place = cache_store() if is_url(store) else Path(store)
     if not is_url(store):
         require_store(place)
     removed = collect_garbage(place)
     out.print(f"removed {counted(len(removed), 'unfinished build')} from {place}")
+    num_kept_bytes = _clean_kept(place) if with_kept else 0
     copies = [] if cache_bytes is None else shrink_cache(cache_bytes)
     if cache_bytes is not None:
         out.print(f"removed {counted(len(copies), 'copy', 'copies')} from {cache_store()}, to keep {size(cache_bytes)}")
@@ -159,4 +176,17 @@ def clean(store: Path | str, cache_bytes: int | None) -> dict[str, Any]:
         "store": str(store),
         "removed": [str(path) for path in removed],
         "removed_copies": [str(path) for path in copies],
+        "removed_kept_bytes": num_kept_bytes,
     }
+
+
+def _clean_kept(store: Path) -> int:
+    """How many bytes are gone."""
+    before = kept_files(store)
+    remove_kept(store)
+    after = kept_files(store)
+    gone = before.num_bytes - after.num_bytes
+    out.print(f"removed {size(gone)} of prompts and turns from {store / DIRECTORY}")
+    if after.num_bytes:
+        err.print(f"{_told(store, after)}, which is in use, or may not be removed", soft_wrap=True)
+    return gone

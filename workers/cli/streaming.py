@@ -67,9 +67,10 @@ def _stream(
     """Continue, and return the verb's JSON object, but for the text."""
     from index_build.inputs import given_text
     from workers.cli.building import show_loading, use_threads
-    from workers.cli.terminal import err, size
+    from workers.cli.terminal import err
     from workers.streaming.session import StreamSession
     from workers.streaming.text import stream_text
+    from workers.words import size
 
     use_threads(threads)
     text = given_text("--prompt", prompt)

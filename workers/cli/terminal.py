@@ -44,20 +44,6 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     return shown
 
 
-def size(num_bytes: float) -> str:
-    """A number of bytes as people read it."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"
-
-
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """1 artifact, 2 artifacts."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
 class BuildDisplay:
     """A build's progress: a bar with layer, phase, rate and time left; a plain line per layer without a terminal."""
 

@@ -149,6 +149,8 @@ ASKED = "generate", "{artifact}", "--prompt", "x"
         (("stream", "--prompt", ""), "--prompt holds no text"),
         (("stream", "--prompt", "-"), "standard input holds no text"),
         (("eval", "--text", "-"), "standard input holds no text"),
+        (("eval", "--text", "{place}/text.txt", "--presets", "", "--selectors", ""), "there is nothing to evaluate"),
+        (("eval", "--text", "{place}/text.txt", "--lookahead", ""), "give --lookahead 0, 1 or 0,1"),
         (("build", "--context", "-"), "standard input holds no text"),
     ],
 )
@@ -366,6 +368,10 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model"], 1, "longer text"),
         (["verify", "{place}"], 1, "artifact"),
         (["frobnicate"], 2, "No such command"),
+        (["build", "--keep", "3"], 2, "--keep belongs to generate, eval and serve; `csattn build --help` lists"),
+        (["ls", "--ray", "auto"], 2, "--ray belongs to build; `csattn ls --help` lists"),
+        (["config", "show", "--keep", "3"], 2, "`csattn config show --help` lists"),
+        (["build", "--contxt", "a"], 2, "No such option: --contxt"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )

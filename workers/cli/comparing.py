@@ -37,6 +37,12 @@ class Plan:
     lookaheads: list[int]  # of the presets
     kv_format: KvFormat | None = None  # in which all but full attention have the context's rows
 
+    def __post_init__(self) -> None:
+        if not self.presets and not self.selectors:
+            raise ConfigError("there is nothing to evaluate; give a preset with --presets, or one of --selectors")
+        if self.presets and not self.lookaheads:
+            raise ConfigError("presets look ahead or do not; give --lookahead 0, 1 or 0,1")
+
 
 def compare(
     text: Path,

@@ -166,9 +166,9 @@ def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[s
     place = cache_store() if is_url(store) else Path(store)
     if not is_url(store):
         require_store(place)
+    num_kept_bytes = _clean_kept(place) if with_kept else 0  # first: it may be refused
     removed = collect_garbage(place)
     out.print(f"removed {counted(len(removed), 'unfinished build')} from {place}")
-    num_kept_bytes = _clean_kept(place) if with_kept else 0
     copies = [] if cache_bytes is None else shrink_cache(cache_bytes)
     if cache_bytes is not None:
         out.print(f"removed {counted(len(copies), 'copy', 'copies')} from {cache_store()}, to keep {size(cache_bytes)}")

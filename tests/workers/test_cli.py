@@ -93,6 +93,8 @@ def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
     assert result["token_ids"] == result["full"]["token_ids"], "keep 1.0 is full attention"
     assert (result["keep"], result["rest"]) == (1.0, "none")
     assert "keep 100 %, rest none" in done.stdout
+    lines = done.stdout.splitlines()
+    assert [line.partition(": ")[0] for line in lines[:2]] == ["csattn", "full"] and "reading" not in done.stderr
 
 
 def test_a_question_comes_from_standard_input(capsys, artifact: Path) -> None:
@@ -279,7 +281,9 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
     last_line(in_process("build", "--jobs", tmp_path / "jobs", *where, capsys=capsys))
     listed = last_line(shown := in_process("ls", "--store", tmp_path / "store", "--json", capsys=capsys))
     noted = {(of["weights"], of["kv_dtype"]) for of in listed["artifacts"]}
-    assert noted == {("int4", "float32"), ("fp8", "bfloat16")} and "rounded to int4" in shown.stdout
+    assert noted == {("int4", "float32"), ("fp8", "bfloat16")} and "float32, int4" in shown.stdout
+    inspected = in_process("inspect", built, capsys=capsys).stdout
+    assert "rounded to int4" in inspected and "float32" in inspected
     plain = last_line(told := in_process("inspect", artifact, "--json", capsys=capsys))
     assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none") and "as they are" in told.stdout
     refused = in_process("generate", built, "--prompt", "x", capsys=capsys)

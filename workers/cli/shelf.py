@@ -136,16 +136,17 @@ def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
         [
             of.artifact_id,
             of.model_name,
-            of.kv_dtype,
-            _weights(of.weights),
+            of.kv_dtype if of.weights in (None, AS_THEY_ARE) else f"{of.kv_dtype}, {of.weights}",
             str(of.context_len),
             of.layout,
             size(of.size_bytes),
         ]
         for of in found
     ]
-    columns = ["artifact", "model", "dtype", "weights", "tokens", "index", "size"]
-    return table(f"{counted(len(rows), 'artifact')} in {store}", columns, rows)
+    columns = ["artifact", "model", "dtype", "tokens", "index", "size"]
+    shown = table(f"{counted(len(rows), 'artifact')} in {store}", columns, rows)
+    shown.columns[0].no_wrap, shown.columns[1].overflow = True, "fold"  # ids are copied, names may be paths
+    return shown
 
 
 def _told(store: Path | str, kept: KeptFiles) -> str:

@@ -48,13 +48,21 @@ def read_tokens(path: Path) -> NDArray[np.int32]:
     return np.asarray(ids, np.int32)
 
 
-def require_utf8(option: str, text: str) -> str:
-    """An option's text. Raises ConfigError where the shell's bytes were none: they come as halves of characters."""
+def given_text(option: str, value: str) -> str:
+    """The text that an option gives, or standard input for `-`.
+
+    Raises ConfigError or ContextError where there is none, or where the shell's bytes were no text: they come as
+    halves of characters.
+    """
+    if value == "-":
+        return read_text(value)
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"{option} is not UTF-8 text (character {error.start}); convert it first") from None
-    return text
+    if not value.strip():
+        raise ConfigError(f"{option} holds no text; give one that is not empty, or - for standard input")
+    return value
 
 
 def make_config(preset_name: str, changes: dict[str, Any], device: str) -> IndexConfig:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from csattn import __version__
 from csattn.artifact import ArtifactSpec, hash_token_ids
+from csattn.artifact.manifest import AS_THEY_ARE
 from csattn.build_options import BuildOptions
 from csattn.config import IndexConfig
 from csattn.models import LoadedModel
@@ -42,7 +43,8 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
         index_config=config,
         kv_dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # the spec refuses others
     )
-    return Plan(spec, token_ids, notes, _library_versions(loaded.device))
+    told = {**notes, "weights": loaded.rounding or AS_THEY_ARE}
+    return Plan(spec, token_ids, told, _library_versions(loaded.device))
 
 
 def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:

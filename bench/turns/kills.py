@@ -34,7 +34,7 @@ from bench.turns.service import TEXTS
 from csattn.models import LoadedModel, load_model
 from offload.block_files import SUFFIX, fault_of
 from workers.engine.cpu_engine import CpuEngine
-from workers.serving.kept_rows import DIRECTORY
+from workers.serving.kept_store import DIRECTORY
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, Sampling, Turn
 from workers.settings import KeptSettings, ModelSettings, Settings, StoreSettings

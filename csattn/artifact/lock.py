@@ -1,8 +1,9 @@
-"""One builder per artifact: a lock that the kernel releases when its holder dies, however it dies."""
+"""Locks of builders and of a store's users: the kernel releases them when their holder dies, however it dies."""
 
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -73,3 +74,48 @@ class BuildLock:
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
+
+
+class StoreUse:
+    """A shared flock on a store's directory, which a service holds as long as it runs."""
+
+    def __init__(self, store: Path):
+        self._store = store
+        self._descriptor: int | None = None
+
+    def begin(self) -> None:
+        """Wait while somebody is `alone_in` it. Where a file system has no such locks, nothing is held."""
+        if self._descriptor is not None:
+            return
+        with suppress(OSError):
+            self._store.mkdir(parents=True, exist_ok=True)
+            self._descriptor = _open_directory(self._store)
+            _held.add(self._descriptor)
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def end(self) -> None:
+        if self._descriptor is not None:
+            _held.remove(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@contextmanager
+def alone_in(store: Path) -> Iterator[bool]:
+    """Whether nobody uses the store, as far as its file system tells; nobody begins to before the block ends."""
+    with store_errors(f"look at {store}", store):
+        descriptor = _open_directory(store)
+    try:
+        is_alone = True
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_alone = False
+        yield is_alone
+    finally:
+        os.close(descriptor)
+
+
+def _open_directory(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -16,6 +16,7 @@ from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigErr
 FORMAT_NAME = "csattn-artifact"
 FORMAT_VERSION = 5
 STATE, ALL = -1, -2  # in a layer's place among the reaches
+AS_THEY_ARE = "none"  # in a manifest's notes: what weights were rounded to that were not
 
 _MAX_SHOWN = 200  # characters of what is wrong with a manifest
 
@@ -180,6 +181,12 @@ class Manifest:
     def index_bytes(self) -> int:
         """Bytes of the index files: all that a step reads besides KV."""
         return sum(record.size_bytes for name, record in self.files.items() if name.endswith(".index.safetensors"))
+
+    @property
+    def weights(self) -> str | None:
+        """What the model's weights were rounded to, or AS_THEY_ARE; None where the notes do not say, as older ones."""
+        noted = self.build_notes.get("weights")
+        return noted if isinstance(noted, str) else None
 
     def to_bytes(self) -> bytes:
         spec = self.spec

@@ -29,7 +29,7 @@ from csattn.artifact.layout import (
     state_file,
     take_next_query,
 )
-from csattn.artifact.manifest import ArtifactSpec, Manifest, ModelGeometry, hash_token_ids
+from csattn.artifact.manifest import AS_THEY_ARE, ArtifactSpec, Manifest, ModelGeometry, hash_token_ids
 from csattn.artifact.tensor_file import how_to_heal, map_file, open_regular_file
 from csattn.cpus import available_cpus
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
@@ -135,8 +135,8 @@ class Artifact:
             raise ArtifactMismatchError(
                 f"the artifact {self.path} was built with {self.spec.model_name} in {self.spec.kv_dtype} (fingerprint "
                 f"{self.spec.model_fingerprint}) and the loaded model has fingerprint {fingerprint}; load the model "
-                f"that built it in {self.spec.kv_dtype}, its weights rounded as they were then, or build the context "
-                "again with this one"
+                f"that built it in {self.spec.kv_dtype}, {self._weights_then()}, or build the context again with this "
+                "one"
             )
         sizes = replace(self.manifest.spec.model, max_positions=geometry.max_positions)
         if sizes != geometry:
@@ -146,6 +146,14 @@ class Artifact:
                 f"the artifact {self.path} has {has} and the loaded model {wants}: a manifest or a config.json was "
                 "altered; build the context again with this model"
             )
+
+    def _weights_then(self) -> str:
+        """How the model has to be loaded that built it."""
+        if (rounding := self.manifest.weights) is None:
+            return "its weights rounded as they were then"
+        if rounding == AS_THEY_ARE:
+            return "its weights as they are (leave out --weights)"
+        return f"its weights rounded to {rounding} (add --weights {rounding})"
 
     def require_tokenizer(self, tokenizer_hash: str) -> None:
         """Refuse a tokenizer that gives other ids to the same text."""

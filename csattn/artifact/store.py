@@ -26,6 +26,7 @@ class ArtifactSummary:
     context_len: int
     layout: str  # of the table
     kv_dtype: str
+    weights: str | None  # as `Manifest.weights`
     size_bytes: int
 
     @classmethod
@@ -38,6 +39,7 @@ class ArtifactSummary:
             context_len=spec.context_len,
             layout=spec.index_config.layout,
             kv_dtype=spec.kv_dtype,
+            weights=manifest.weights,
             size_bytes=manifest.size_bytes,
         )
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from contextlib import redirect_stderr
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class LoadedModel:
     geometry: ModelGeometry
     fingerprint: str  # of the weights in the dtype they were loaded in
     tokenizer_hash: str
+    rounding: Rounding | None = None  # what its weights were rounded to when they were loaded
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,7 +111,7 @@ def load_model(
         raise ModelError(f"{name} could not be loaded: {error}") from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
-    return wrap_model(model, tokenizer, name)
+    return replace(wrap_model(model, tokenizer, name), rounding=rounding)
 
 
 def require_numbers(dtype: str, weights: str | None) -> Rounding | None:

@@ -114,7 +114,7 @@ class QuantizedWeight:
         return replace(self, words=self.words.to(device), scales=self.scales.to(device), order=order)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The matrix, by float32."""
+        """The matrix, by float32; without gaps, also where the last group was filled up."""
         parts = CODES[self.format]
         bits = _WORD_BITS // parts
         runs = self.words.int().view(len(self), -1, 1, RUN // parts)
@@ -132,7 +132,7 @@ class QuantizedWeight:
         grouped = _grouped(numbers, self.group_size)
         if self.format == "int4":
             grouped = grouped - (bits_of & _ZERO_BITS).float()[..., None]
-        decoded = (grouped * scales[..., None]).flatten(1)[:, : self.num_in].to(dtype)
+        decoded = (grouped * scales[..., None]).flatten(1)[:, : self.num_in].to(dtype).contiguous()
         return decoded if self.order is None else decoded[:, self.order.argsort()]
 
 

@@ -107,6 +107,22 @@ def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
             artifact.require_tokenizer("tokenizer-b")
 
 
+@pytest.mark.parametrize(
+    ("noted", "words"),
+    [
+        ("int4", r"in float32, its weights rounded to int4 \(add --weights int4\), or build"),
+        ("none", r"in float32, its weights as they are \(leave out --weights\), or build"),
+        (None, "in float32, its weights rounded as they were then, or build"),
+        ({"bits": 4}, "in float32, its weights rounded as they were then, or build"),
+    ],
+)
+def test_another_models_refusal_says_how_weights_were_rounded(artifact_dir: Path, noted: object, words: str) -> None:
+    if noted is not None:
+        reseal(artifact_dir, lambda manifest: manifest["build_notes"].update(weights=noted))
+    with open_artifact(artifact_dir) as artifact, pytest.raises(ArtifactMismatchError, match=words):
+        artifact.require_model("model-b", artifact.spec.model)
+
+
 FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "other format": lambda m: m.update(format="zip"),
     "no version": lambda m: m.pop("format_version"),

@@ -236,9 +236,9 @@ def test_the_verbs_take_a_url_for_a_store(place: Path, tmp_path: Path, capsys, m
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "--context FILE, --tokens FILE or --jobs FILE"),
-        (["--context", "a", "--jobs", "b"], "--context FILE, --tokens FILE or --jobs FILE"),
-        (["--context", "a", "--ray", "auto"], "--ray builds the contexts of a list"),
+        ([], "error: build takes --context FILE, --tokens FILE or --jobs FILE"),
+        (["--context", "a", "--jobs", "b"], "error: build takes --context FILE, --tokens FILE or --jobs FILE"),
+        (["--context", "a", "--ray", "auto"], "error: --ray builds the contexts of a list"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: list[str], words: str, capsys, monkeypatch) -> None:

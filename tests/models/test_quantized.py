@@ -192,6 +192,7 @@ def test_quantized_weights_are_what_their_format_says(form: str, plain: Path, tm
     assert there.model.dtype == torch.float32 and not hasattr(there.model.config, "quantization_config")
     assert not any(hasattr(module, "quantized") for module in there.model.modules())
     half = load_model(str(tmp_path / "quantized"), "bfloat16")
+    assert all(parameter.is_contiguous() for of in (there, half) for parameter in of.model.parameters())
     assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
     kept = {name: module.quantized for name, module in half.model.named_modules() if hasattr(module, "quantized")}
     assert len(kept) == (0 if form in NOT_KEPT else len(meant))
@@ -313,6 +314,17 @@ def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> 
     state, kept = read_state(tmp_path, {"quant_method": "mxfp4"}, torch.float32)
     assert not kept  # scales of 2 ** 2 and more
     assert list(state) == ["mlp.experts.up"] and np.array_equal(state["mlp.experts.up"].numpy(), meant)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rounding", ["fp8", "int4"])
+@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(72, 130), (128, 256)])
+def test_rounded_weights_of_any_width_lie_without_gaps(
+    rounding: str, dtype: str, hidden_size: int, intermediate_size: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "head_dim": 16}
+    loaded = load_model(str(save(tmp_path, "qwen3", **sizes)), dtype, weights=rounding)
+    assert all(parameter.is_contiguous() for parameter in loaded.model.parameters())
 
 
 @pytest.mark.parametrize(("rounding", "most"), [("fp8", 0.03), ("int4", 0.12)])

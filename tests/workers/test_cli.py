@@ -93,6 +93,16 @@ def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
     assert result["token_ids"] == result["full"]["token_ids"], "keep 1.0 is full attention"
     assert (result["keep"], result["rest"]) == (1.0, "none")
     assert "keep 100 %, rest none" in done.stdout
+    lines = done.stdout.splitlines()
+    assert [line.partition(": ")[0] for line in lines[:2]] == ["csattn", "full"] and "reading" not in done.stderr
+
+
+def test_a_question_comes_from_standard_input(capsys, artifact: Path) -> None:
+    def asked(prompt: str, stdin: bytes = b"") -> dict:
+        arguments = "generate", artifact, "--max-new-tokens", 3, "--json", "--prompt", prompt
+        return last_line(in_process(*arguments, capsys=capsys, stdin=stdin))
+
+    assert asked("-", "Who was it, é?".encode())["token_ids"] == asked("Who was it, é?")["token_ids"]
 
 
 def test_generate_reads_less_than_full_attention(capsys, artifact: Path) -> None:
@@ -135,6 +145,15 @@ ASKED = "generate", "{artifact}", "--prompt", "x"
         (("build", "--context", "{place}/text.txt", "--dtype", "int3"), "dtype must be one of float32"),
         (("eval", "--text", "{place}/text.txt", "--dtype", "int3"), "dtype must be one of float32"),
         (("stream", "--prompt", "x", "--dtype", "int3"), "dtype must be one of float32"),
+        ((*ASKED[:-1], ""), "--prompt holds no text; give one that is not empty"),
+        ((*ASKED[:-1], " \n"), "--prompt holds no text"),
+        ((*ASKED[:-1], "-"), "standard input holds no text"),
+        (("stream", "--prompt", ""), "--prompt holds no text"),
+        (("stream", "--prompt", "-"), "standard input holds no text"),
+        (("eval", "--text", "-"), "standard input holds no text"),
+        (("eval", "--text", "{place}/text.txt", "--presets", "", "--selectors", ""), "there is nothing to evaluate"),
+        (("eval", "--text", "{place}/text.txt", "--lookahead", ""), "give --lookahead 0, 1 or 0,1"),
+        (("build", "--context", "-"), "standard input holds no text"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(
@@ -142,7 +161,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(building, "_load_model", lambda *_, **__: pytest.fail("a model is loaded"))
     done = in_process(*(part.format(place=place, artifact=artifact) for part in arguments), capsys=capsys)
-    assert done.returncode == 1 and words in done.stderr and "loading" not in done.stderr
+    assert done.returncode == 1 and words in done.stderr and "loading" not in done.stderr and not done.stdout
 
 
 @pytest.mark.gpu
@@ -253,6 +272,47 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
         assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
 
 
+def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, artifact: Path, tmp_path: Path) -> None:
+    line = {"context": str(place / "text.txt"), "weights": "fp8", "dtype": "bfloat16"}
+    (tmp_path / "jobs").write_text(json.dumps(line))
+    where = "--model", place / "model", "--store", tmp_path / "store", "--json"
+    rounded = "build", "--context", place / "text.txt", "--weights", "int4"
+    built = Path(last_line(in_process(*rounded, *where, capsys=capsys))["path"])
+    last_line(in_process("build", "--jobs", tmp_path / "jobs", *where, capsys=capsys))
+    listed = last_line(shown := in_process("ls", "--store", tmp_path / "store", "--json", capsys=capsys))
+    noted = {(of["weights"], of["kv_dtype"]) for of in listed["artifacts"]}
+    assert noted == {("int4", "float32"), ("fp8", "bfloat16")} and "float32, int4" in shown.stdout
+    inspected = in_process("inspect", built, capsys=capsys).stdout
+    assert "rounded to int4" in inspected and "float32" in inspected
+    plain = last_line(told := in_process("inspect", artifact, "--json", capsys=capsys))
+    assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none") and "as they are" in told.stdout
+    refused = in_process("generate", built, "--prompt", "x", capsys=capsys)
+    assert refused.returncode == 1 and "weights rounded to int4 (add --weights int4)" in refused.stderr
+    assert last_line(in_process("generate", built, "--prompt", "x", "--weights", "int4", "--json", capsys=capsys))
+
+
+def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_path: Path) -> None:
+    (made := tmp_path / "kept" / "of-a-salt" / "0123456789abcdef").mkdir(parents=True)
+    (made / "layer").write_bytes(b"x" * 5000)
+    (tmp_path / "kept" / "0.block").write_bytes(b"x" * 2048)
+
+    def kept() -> dict:
+        return last_line(in_process("ls", "--store", tmp_path, "--json", capsys=capsys))["kept"]
+
+    shown = in_process("ls", "--store", tmp_path, capsys=capsys).stdout
+    assert f"{tmp_path}/kept has 1 context of prompts (" in shown
+    assert "and rows of turns (2.0 KiB); `csattn gc --kept` removes it" in shown
+    there = kept()
+    assert (there["num_contexts"], there["row_bytes"]) == (1, 2048) and there["context_bytes"] >= 5000
+    collect = "gc", "--store", tmp_path, "--json"
+    assert last_line(in_process(*collect, capsys=capsys))["removed_kept_bytes"] == 0 and kept() == there
+    removed = last_line(in_process(*collect, "--kept", capsys=capsys))["removed_kept_bytes"]
+    assert removed == there["context_bytes"] + 2048 and not any(kept().values())
+    assert "gc --kept" not in in_process("ls", "--store", tmp_path, capsys=capsys).stdout
+    refused = in_process("gc", "--store", "memory://s", "--kept", capsys=capsys)
+    assert refused.returncode == 1 and "services keep nothing behind a URL" in refused.stderr
+
+
 @pytest.mark.parametrize("verb", ["ls", "gc"])
 def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: str) -> None:
     done = in_process(verb, "--store", place / "stroe", capsys=capsys)
@@ -312,6 +372,10 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model"], 1, "longer text"),
         (["verify", "{place}"], 1, "artifact"),
         (["frobnicate"], 2, "No such command"),
+        (["build", "--keep", "3"], 2, "--keep belongs to generate, eval and serve; `csattn build --help` lists"),
+        (["ls", "--ray", "auto"], 2, "--ray belongs to build; `csattn ls --help` lists"),
+        (["config", "show", "--keep", "3"], 2, "`csattn config show --help` lists"),
+        (["build", "--contxt", "a"], 2, "No such option: --contxt"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )

@@ -1,6 +1,7 @@
 """`csattn config` and `csattn doctor` as a user meets them."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from csattn import __version__
 from tests.workers.test_cli import csattn, in_process, last_line
@@ -70,7 +72,7 @@ def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -
     found = gather_facts(tmp_path / "store")
     assert found.python == sys.version_info[:2] and found.num_cpus >= 1
     assert "torch" in found.packages and "faiss-cpu" in found.packages
-    for name in ("torch", "numba", "faiss", "memory", "store"):
+    for name in ("torch", "numba", "faiss", "memory", "store", "kept"):
         assert "error" not in found.probes[name], found.probes[name]
     assert found.probes["memory"]["available_bytes"] <= found.probes["memory"]["total_bytes"]
     assert found.openmp_waits == os.environ["OMP_WAIT_POLICY"]
@@ -84,7 +86,9 @@ def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -
 
 
 def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> None:
-    answers = {name: {"error": "it is broken"} for name in ("torch", "numba", "memory", "store", "faiss", "ray")}
+    answers = {
+        name: {"error": "it is broken"} for name in ("torch", "numba", "memory", "store", "kept", "faiss", "ray")
+    }
     sick = Facts(python=(3, 11), packages={}, probes={**answers, "cupy": {"error": ""}, "triton": {"error": ""}})
     monkeypatch.setattr(examining, "gather_facts", lambda store: sick)
     done = in_process("doctor", "--json", capsys=capsys)
@@ -107,6 +111,20 @@ def test_what_is_shown_is_what_is_said(capsys) -> None:
         capsys.readouterr()
         show(said)
         assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_how_much_of_a_question_is_read_shows_on_a_terminal_alone(monkeypatch, is_terminal: bool) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=is_terminal, width=80, _environ={"TERM": "xterm"})
+    monkeypatch.setattr(terminal, "err", console)
+    with terminal.reading("reading") as show:
+        for done in (0, 16, 20):
+            show(done, 20)
+        after = shown.getvalue()
+    assert ("reading" in after and "20 of 20 tokens" in after) == is_terminal
+    assert shown.getvalue() == after, "it was gone before what follows"
+    assert is_terminal or not after
 
 
 def test_without_a_verb_there_is_the_help_and_no_more(capsys) -> None:

@@ -15,7 +15,8 @@ from csattn.models.loader import geometry_of, read_config, weight_bytes
 from tests.tiny import tiny_config
 from workers.capacity import context_bytes, spec_of
 from workers.doctor import Facts, Finding, examine, facts, probes
-from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, gib, release
+from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, release
+from workers.doctor.findings import gib
 from workers.doctor.model import examine_model
 
 GIB = 1 << 30
@@ -28,6 +29,9 @@ STORE = {
 }  # fmt: skip
 
 
+KEPT = {"num_contexts": 2, "context_bytes": 3 << 29, "row_bytes": 200 << 20, "most_bytes": 80 * GIB}
+
+
 def machine(packages: dict[str, str] | None = None, probed: dict[str, Any] | None = None, **others: Any) -> Facts:
     """A healthy machine without a GPU, but for what is said."""
     healthy = {
@@ -35,6 +39,7 @@ def machine(packages: dict[str, str] | None = None, probed: dict[str, Any] | Non
         "numba": {"version": "0.68.1", "keeps": True},
         "memory": {"available_bytes": 20 * GIB, "total_bytes": 24 * GIB, "locked_limit_bytes": 8 << 20},
         "store": STORE,
+        "kept": KEPT,
         "faiss": {"version": "1.15.1"},
         "cupy": MISSING,
         "triton": {"version": "3.9.0"},
@@ -142,6 +147,15 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
         ),
         (machine(probed={"store": {**STORE, "free_bytes": GIB}}), "store", "warning", "1.0 GiB free", "csattn gc"),
         (
+            machine(probed={"store": {**STORE, "free_bytes": 52 * GIB}}),
+            "kept", "warning", "store/kept is 1.70 GiB, of 80.00 GiB at most, for which the disk has not the room: 52.",
+            "`csattn gc --kept`",
+        ),
+        (
+            machine(probed={"kept": {"error": "unknown setting kept.bytes"}}),
+            "kept", "warning", "is unknown: unknown setting kept.bytes.", "",
+        ),
+        (
             machine(probed={"store": {**STORE, "broken": {"0123": "it is of format 1, not 2"}}}),
             "store", "problem", "0123 is not usable: it is of format 1, not 2.", "rm -r store/0123",
         ),
@@ -242,6 +256,35 @@ def test_a_store_is_probed_without_a_trace(tmp_path: Path) -> None:
     assert list(found["broken"]) == ["0123456789abcdef"]
     assert found["format_version"] == FORMAT_VERSION
     assert [entry.name for entry in store.iterdir()] == ["0123456789abcdef"]
+
+
+@pytest.mark.parametrize(
+    ("artifacts", "num_bytes", "words"),
+    [(0, 0, "0 usable artifacts"), (1, 43_620_762, "1 usable artifact of format 2 (41.6 MiB), and 90.00 GiB free.")],
+)
+def test_a_store_is_told_of_as_people_read_it(artifacts: int, num_bytes: int, words: str) -> None:
+    store = {**STORE, "artifacts": artifacts, "size_bytes": num_bytes}
+    assert f"The store at store has {words}" in one(examine(machine(probed={"store": store})), "store").text
+
+
+def test_what_services_have_kept_is_told_where_there_is_any() -> None:
+    told = one(examine(machine()), "kept")
+    assert told.status == "ok" and "store/kept is 1.70 GiB, of 80.00 GiB at most." in told.text
+    assert one(examine(machine(probed={"store": {**STORE, "free_bytes": 79 * GIB}})), "kept").status == "ok"
+    none = {**KEPT, "context_bytes": 0, "row_bytes": 0}
+    assert not [of for of in examine(machine(probed={"kept": none})) if of.check == "kept"]
+
+
+def test_what_services_have_kept_is_measured_against_this_environments_settings(tmp_path: Path, monkeypatch) -> None:
+    (place := tmp_path / "kept" / "of-a-salt" / "0123456789abcdef").mkdir(parents=True)
+    (place / "layer").write_bytes(b"1234567")
+    (tmp_path / "kept" / "0.block").write_bytes(b"123")
+    monkeypatch.setenv("CSATTN_KEPT_DISK_BYTES", "1000")
+    found = {"num_contexts": 1, "context_bytes": 7, "row_bytes": 3, "most_bytes": (64 << 30) + 1000}
+    measured = probes.probe_kept(str(tmp_path))
+    assert measured["context_bytes"] - 7 < 10_000, "directories count on some file systems"
+    assert measured | {"context_bytes": 7} == found
+    assert probes.probe_kept(str(tmp_path / "none"))["num_contexts"] == 0
 
 
 def test_a_file_is_no_store(tmp_path: Path) -> None:

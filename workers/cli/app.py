@@ -88,6 +88,7 @@ def build(
 ) -> None:
     """Prefill a context once and index it: writes an artifact to the store. With --jobs, one for each of many."""
     from workers.cli import batching, building, terminal
+    from workers.words import size
 
     batching.require_one_source(context, tokens, jobs, ray)
     building.require_progress(progress, jobs)
@@ -101,14 +102,14 @@ def build(
     result = building.build(
         context, tokens, options, store, device=device, threads=threads, progress=progress, sync=sync
     )
-    terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
+    terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {size(result['size_bytes'])}")
     terminal.end(result, json)
 
 
 @app.command()
 def generate(
     artifact: ArtifactPath,
-    prompt: Annotated[str, typer.Option(help="The question to ask about the context.")],
+    prompt: Annotated[str, typer.Option(help="The question to ask about the context, or - for standard input.")],
     keep: Keep = _SEARCH.keep,
     selector: Annotated[str, typer.Option(help=f"{described()}.")] = "csattn",
     lookahead: Lookahead = None,
@@ -156,7 +157,9 @@ app.command()(stream)
 
 @app.command(name="eval")
 def evaluate(
-    text: Annotated[Path, typer.Option(help="Text file, at least context-len + eval-len + 1 tokens.")],
+    text: Annotated[
+        Path, typer.Option(help="Text file of context-len + eval-len + 1 tokens at least, or - for standard input.")
+    ],
     model: Model = None,
     context_len: Annotated[int, typer.Option(min=1, help="Tokens that are prefilled and indexed.")] = 7680,
     eval_len: Annotated[int, typer.Option(min=1, help="Tokens after them that are predicted.")] = 512,
@@ -222,12 +225,20 @@ def gc(
         int | None,
         typer.Option(min=0, help="Remove copies of remote artifacts too, unused longest first."),
     ] = None,
+    kept: Annotated[
+        bool,
+        typer.Option(
+            "--kept",
+            help="Remove what services have kept of prompts and turns, too. End those of the store first: one that "
+            "runs here is told of, one on another machine may not be, and makes again what it misses.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Remove what interrupted builds left behind, and copies that take too much."""
+    """Remove what interrupted builds left behind, and on request copies and what services have kept."""
     from workers.cli import shelf, terminal
 
-    terminal.end(shelf.clean(store, cache_bytes), json)
+    terminal.end(shelf.clean(store, cache_bytes, kept), json)
 
 
 @app.command()

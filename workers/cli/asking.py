@@ -1,7 +1,7 @@
 """`csattn generate`: one question, one artifact, tokens as they come; full attention beside it on request."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +14,11 @@ from csattn.config import RestKind, SearchConfig
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName, selector_named
 from csattn.selectors import resolve_rest
-from index_build.inputs import require_utf8
+from index_build.inputs import given_text
 from offload.codecs.formats import KvFormat
 from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
-from workers.cli.terminal import out, steps, table
+from workers.cli.terminal import out, reading, steps, table
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.memory import require_weights
 from workers.engine.opening import open_engine, require_together
@@ -67,7 +67,7 @@ class AskOptions:
 
 def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOptions) -> dict[str, Any]:
     """Answer, and return the verb's JSON object."""
-    require_utf8("--prompt", prompt)
+    prompt = given_text("--prompt", prompt)
     use_threads(options.threads)
     with open_artifact(place) as artifact:
         resolve_rest(config, selector_named(options.selector), artifact.spec.index_config.layout)  # before a load
@@ -133,19 +133,23 @@ def speak(
     max_new_tokens: int,
     name: str,  # who answers
 ) -> Answer:
-    """Answer with the text written out as it comes."""
-    with _speaking(name):
-        return answer(engine, loaded, artifact, config, ids, max_new_tokens, _write, selector)
+    """Answer with the text written out as it comes, once the question is read."""
+    with _speaking(name) as on_read:
+        return answer(engine, loaded, artifact, config, ids, max_new_tokens, _write, selector, on_read=on_read)
 
 
 @contextmanager
-def _speaking(name: str) -> Iterator[None]:
-    """Who answers, and a line that ends however the answer does."""
-    out.print(f"{name}: ", end="", style="bold")
-    try:
-        yield
-    finally:
-        out.print()
+def _speaking(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Called with how much of the question is read: then who answers, and a line that ends however the answer does."""
+    with reading("reading the question") as show, ExitStack() as line:
+
+        def on_read(done: int, total: int) -> None:
+            show(done, total)
+            if done == total:
+                out.print(f"{name}: ", end="", style="bold")
+                line.callback(out.print)
+
+        yield on_read
 
 
 def comparison(title: str, sparse: Answer, full: Answer) -> Any:

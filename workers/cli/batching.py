@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from csattn.build_options import BuildOptions
 from index_build.batch import OUTCOMES, BatchReport, run_batch
 from index_build.job_list import read_jobs
 from workers.cli.batch_display import BatchDisplay
 from workers.cli.building import use_threads
 from workers.cli.terminal import err, out, table
+from workers.cli.usage import UsageError
 
 
 def build_jobs(
@@ -56,9 +55,9 @@ def require_one_source(
 ) -> None:
     """`build` takes one context or one list, and a cluster only for a list."""
     if sum(source is not None for source in (context, tokens_file, jobs_file)) != 1:
-        raise typer.BadParameter("build takes --context FILE, --tokens FILE or --jobs FILE; give one of them")
+        raise UsageError("build takes --context FILE, --tokens FILE or --jobs FILE; give one of them")
     if ray_address is not None and jobs_file is None:
-        raise typer.BadParameter("--ray builds the contexts of a list; give --jobs FILE, or leave --ray out")
+        raise UsageError("--ray builds the contexts of a list; give --jobs FILE, or leave --ray out")
 
 
 def show_summary(report: BatchReport) -> None:

@@ -37,6 +37,12 @@ class Plan:
     lookaheads: list[int]  # of the presets
     kv_format: KvFormat | None = None  # in which all but full attention have the context's rows
 
+    def __post_init__(self) -> None:
+        if not self.presets and not self.selectors:
+            raise ConfigError("there is nothing to evaluate; give a preset with --presets, or one of --selectors")
+        if self.presets and not self.lookaheads:
+            raise ConfigError("presets look ahead or do not; give --lookahead 0, 1 or 0,1")
+
 
 def compare(
     text: Path,
@@ -79,7 +85,7 @@ def compare(
                 quality = measure(loaded, artifact, search, selector, following, baseline, count, plan.kv_format)
             rest = resolve_rest(search, selector, artifact.spec.index_config.layout)
             results.append({kind: name, "lookahead": ahead, "keep": search.keep, "rest": rest, **quality.to_json()})
-    title = f"{text.name}: keep {100 * plan.config.keep:g} %; full attention has NLL {baseline.nll:.4f}"
+    title = f"{_named(text)}: keep {100 * plan.config.keep:g} %; full attention has NLL {baseline.nll:.4f}"
     out.print(_results_table(title, baseline.nll, results))
     return {
         "text": str(text),
@@ -110,7 +116,7 @@ def _cut(text: Path, content: str, loaded: LoadedModel, plan: Plan) -> tuple[NDA
     needed = plan.context_len + plan.eval_len + 1
     if len(token_ids) < needed:
         raise ContextError(
-            f"{text} has {len(token_ids)} tokens, context and evaluation need {needed}; "
+            f"{_named(text)} has {len(token_ids)} tokens, context and evaluation need {needed}; "
             "give a longer text, or a smaller --context-len or --eval-len"
         )
     if needed - 1 > loaded.geometry.max_positions:
@@ -119,6 +125,10 @@ def _cut(text: Path, content: str, loaded: LoadedModel, plan: Plan) -> tuple[NDA
             "give a smaller --context-len or --eval-len, or a --stretch"
         )
     return token_ids[: plan.context_len], token_ids[plan.context_len : needed]
+
+
+def _named(text: Path) -> str:
+    return "standard input" if str(text) == "-" else text.name
 
 
 def _results_table(title: str, nll_full: float, results: list[dict[str, Any]]) -> Any:

@@ -9,9 +9,8 @@ import typer
 from csattn.errors import CsattnError
 from offload.errors import OffloadError, is_out_of_memory
 from workers.cli.app import app
+from workers.cli.usage import ClickError, sentence_of
 
-# typer brings its own copy of click in some versions; this is ClickException in all of them
-_ClickError: Any = typer.BadParameter.__mro__[2]
 _BUILDING = ["build"], ["demo"]
 _MAX_TOLD = 300  # characters of a library's message
 _REMEDIES = (
@@ -23,12 +22,12 @@ _REMEDIES = (
 def main() -> None:
     gc.set_threshold(10_000)  # of 700, looking for garbage takes a sixth of the seconds in which torch is imported
     try:
-        if app(standalone_mode=False) == 130:  # typer takes Ctrl-C for itself, and returns this
+        if app(standalone_mode=False, prog_name="csattn") == 130:  # typer takes Ctrl-C for itself, and returns this
             raise KeyboardInterrupt
     except (CsattnError, OffloadError) as error:
         _fail({"type": type(error).__name__, "message": str(error)}, 1)
-    except _ClickError as error:
-        if not (message := error.format_message()):  # no arguments: the help is there already
+    except ClickError as error:
+        if not (message := sentence_of(error, app)):  # no arguments: the help is there already
             sys.exit(error.exit_code)
         _fail({"type": "UsageError", "message": message}, error.exit_code)
     except (KeyboardInterrupt, typer.Abort):

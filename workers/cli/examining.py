@@ -7,8 +7,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from workers.cli.terminal import counted, out
+from workers.cli.terminal import out
 from workers.doctor import Finding, examine, gather_facts
+from workers.words import counted
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 

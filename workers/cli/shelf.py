@@ -1,7 +1,11 @@
 """`csattn inspect`, `verify`, `ls` and `gc`: what is in a store."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from csattn.artifact import (
     ArtifactSummary,
@@ -16,9 +20,12 @@ from csattn.artifact import (
     unfinished_builds,
     verify_artifact,
 )
+from csattn.artifact.manifest import AS_THEY_ARE
 from csattn.config import IndexConfig, SketchConfig
-from csattn.errors import ArtifactNotFoundError
-from workers.cli.terminal import counted, counting, err, out, size, table
+from csattn.errors import ArtifactNotFoundError, ConfigError
+from workers.cli.terminal import counting, err, out, table
+from workers.serving.kept_store import DIRECTORY, KeptFiles, kept_files, remove_kept
+from workers.words import counted, size
 
 
 def inspect(place: Path | str) -> dict[str, Any]:
@@ -33,6 +40,7 @@ def inspect(place: Path | str) -> dict[str, Any]:
         "model": spec.model_name,
         "context_len": spec.context_len,
         "kv_dtype": spec.kv_dtype,
+        "weights": manifest.weights,
         "size_bytes": size_bytes,
         "index_bytes": index_bytes,
         "index_bytes_per_key": bytes_per_key,
@@ -43,6 +51,8 @@ def inspect(place: Path | str) -> dict[str, Any]:
     }
     rows = [
         ["model", f"{spec.model_name} ({spec.model.num_layers} layers, {spec.model.num_kv_heads} KV heads)"],
+        ["dtype", spec.kv_dtype],
+        ["weights", _weights(manifest.weights)],
         ["context", f"{spec.context_len} tokens from {manifest.build_notes.get('source', 'unknown')}"],
         ["size", f"{size(size_bytes)}, of which {size(index_bytes)} index"],
         ["index", _described(config) if num_keys else "none: the model chooses its rows itself"],
@@ -51,6 +61,13 @@ def inspect(place: Path | str) -> dict[str, Any]:
     ]
     out.print(table(f"artifact {spec.artifact_id}", ["", ""], rows))
     return result
+
+
+def _weights(weights: str | None) -> str:
+    """As `Manifest.weights` has it."""
+    if weights is None:
+        return "unknown"
+    return "as they are" if weights == AS_THEY_ARE else f"rounded to {weights}"
 
 
 def _described(config: IndexConfig) -> str:
@@ -76,6 +93,7 @@ def verify(place: Path | str) -> dict[str, Any]:
 
 
 def listing(store: Path | str) -> dict[str, Any]:
+    kept = KeptFiles(0, 0, 0)
     if (remote := remote_store(store)) is not None:
         manifests, faults = remote.manifests()
         found = [ArtifactSummary.of(f"{remote.url}/{name}", one) for name, one in manifests.items()]
@@ -85,10 +103,10 @@ def listing(store: Path | str) -> dict[str, Any]:
         unfinished = [work for work in unfinished_builds(Path(store)) if work.is_dir()]
         found, broken = scan_store(Path(store))
         faults = {path.name: error for path, error in broken.items()}
-    rows = [[of.artifact_id, of.model_name, str(of.context_len), of.layout, size(of.size_bytes)] for of in found]
-    out.print(
-        table(f"{counted(len(rows), 'artifact')} in {store}", ["artifact", "model", "tokens", "index", "size"], rows)
-    )
+        kept = kept_files(Path(store))
+    out.print(_shelf(store, found))
+    if kept.num_bytes:
+        out.print(f"{_told(store, kept)}; `csattn gc --kept` removes it", soft_wrap=True)
     for name, error in faults.items():
         err.print(f"not usable: {name}: {error}")
     for work in unfinished:
@@ -101,13 +119,40 @@ def listing(store: Path | str) -> dict[str, Any]:
                 "path": str(of.path),
                 "model": of.model_name,
                 "context_len": of.context_len,
+                "kv_dtype": of.kv_dtype,
+                "weights": of.weights,
                 "size_bytes": of.size_bytes,
             }
             for of in found
         ],
         "broken": {name: str(error) for name, error in faults.items()},
         "unfinished": [str(work) for work in unfinished],
+        "kept": asdict(kept),
     }
+
+
+def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
+    rows = [
+        [
+            of.artifact_id,
+            of.model_name,
+            of.kv_dtype if of.weights in (None, AS_THEY_ARE) else f"{of.kv_dtype}, {of.weights}",
+            str(of.context_len),
+            of.layout,
+            size(of.size_bytes),
+        ]
+        for of in found
+    ]
+    columns = ["artifact", "model", "dtype", "tokens", "index", "size"]
+    shown = table(f"{counted(len(rows), 'artifact')} in {store}", columns, rows)
+    shown.columns[0].no_wrap, shown.columns[1].overflow = True, "fold"  # ids are copied, names may be paths
+    return shown
+
+
+def _told(store: Path | str, kept: KeptFiles) -> str:
+    """What services keep of prompts and turns."""
+    contexts = f"{counted(kept.num_contexts, 'context')} of prompts ({size(kept.context_bytes)})"
+    return f"{store}/{DIRECTORY} has {contexts} and rows of turns ({size(kept.row_bytes)})"
 
 
 def require_store(place: Path) -> None:
@@ -115,11 +160,14 @@ def require_store(place: Path) -> None:
         raise ArtifactNotFoundError(f"there is no store at {place}; `csattn build` makes one, --store names another")
 
 
-def clean(store: Path | str, cache_bytes: int | None) -> dict[str, Any]:
+def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[str, Any]:
     """Builds for a store behind a URL go on in the cache, so that is where their leavings are."""
+    if with_kept and is_url(store):
+        raise ConfigError(f"services keep nothing behind a URL, got {store}; leave --kept out, or give a directory")
     place = cache_store() if is_url(store) else Path(store)
     if not is_url(store):
         require_store(place)
+    num_kept_bytes = _clean_kept(place) if with_kept else 0  # first: it may be refused
     removed = collect_garbage(place)
     out.print(f"removed {counted(len(removed), 'unfinished build')} from {place}")
     copies = [] if cache_bytes is None else shrink_cache(cache_bytes)
@@ -129,4 +177,17 @@ def clean(store: Path | str, cache_bytes: int | None) -> dict[str, Any]:
         "store": str(store),
         "removed": [str(path) for path in removed],
         "removed_copies": [str(path) for path in copies],
+        "removed_kept_bytes": num_kept_bytes,
     }
+
+
+def _clean_kept(store: Path) -> int:
+    """How many bytes are gone."""
+    before = kept_files(store)
+    remove_kept(store)
+    after = kept_files(store)
+    gone = before.num_bytes - after.num_bytes
+    out.print(f"removed {size(gone)} of prompts and turns from {store / DIRECTORY}")
+    if after.num_bytes:
+        err.print(f"{_told(store, after)}, which is in use, or may not be removed", soft_wrap=True)
+    return gone

@@ -20,11 +20,12 @@ from index_build.inputs import read_text
 from index_build.plan import plan_text
 from workers.cli.asking import speak
 from workers.cli.building import run_build, show_loading, use_threads
-from workers.cli.terminal import counting, out, size, table
+from workers.cli.terminal import counting, out, table
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.opening import open_engine
 from workers.observe import AttentionProbe
 from workers.serving.step_engine import StepEngine
+from workers.words import size
 
 DOCUMENT = Path(__file__).parent.parent / "demo" / "gannet-island.txt"
 PICTURE_NAME = "attention.png"

@@ -65,14 +65,15 @@ def _stream(
     on_text: Callable[[str], None],
 ) -> dict[str, Any]:
     """Continue, and return the verb's JSON object, but for the text."""
-    from index_build.inputs import read_text, require_utf8
+    from index_build.inputs import given_text
     from workers.cli.building import show_loading, use_threads
-    from workers.cli.terminal import err, size
+    from workers.cli.terminal import err
     from workers.streaming.session import StreamSession
     from workers.streaming.text import stream_text
+    from workers.words import size
 
     use_threads(threads)
-    text = read_text("-") if prompt == "-" else require_utf8("--prompt", prompt)
+    text = given_text("--prompt", prompt)
     loaded = show_loading(model, dtype)
     with StreamSession(loaded, config) as session:
         try:

@@ -44,20 +44,6 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     return shown
 
 
-def size(num_bytes: float) -> str:
-    """A number of bytes as people read it."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"
-
-
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """1 artifact, 2 artifacts."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
 class BuildDisplay:
     """A build's progress: a bar with layer, phase, rate and time left; a plain line per layer without a terminal."""
 
@@ -129,6 +115,21 @@ def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
         yield partial(bar.advance, bar.add_task("", total=total))
     err.print(f"{what}: done in {time.monotonic() - started:.1f} s")
+
+
+@contextmanager
+def reading(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Called with how many tokens are done, and all of them: a bar until they are; nothing without a terminal."""
+    columns = TextColumn(what, markup=False), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, description=f"{done} of {total} tokens", completed=done, total=total)
+            if done == total:
+                bar.stop()  # what follows may be on the same line
+
+        yield show
 
 
 @contextmanager

@@ -2,29 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from workers.doctor.facts import Answer, Facts
+from workers.doctor.findings import GIB, Finding, Status, gib, sentence
+from workers.doctor.store_checks import check_kept, check_store
 
-GIB = 1 << 30
-LOW_DISK_BYTES = 2 * GIB
 LOW_HOST_BYTES = 2 * GIB
 LOW_SHARED_BYTES = GIB // 2
 LOW_DEVICE_BYTES = 4 * GIB
 NARROW_PAYS = 2.0  # times as many products a second
-
-Status = Literal["ok", "warning", "problem"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One sentence about one thing, and what to do about it."""
-
-    check: str
-    status: Status
-    text: str
-    remedy: str = ""
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -120,7 +107,7 @@ def check_pinning(facts: Facts) -> Sequence[Finding]:
         return []
     if pinning["pinned"]:
         return [Finding("pinning", "ok", f"Host memory can be pinned for the GPU ({pinning['how']}).")]
-    text = f"Host memory cannot be pinned for the GPU: {_sentence(pinning['how'])}"
+    text = f"Host memory cannot be pinned for the GPU: {sentence(pinning['how'])}"
     remedy = "Only placement `device` works; install CuPy, and in a container run with --ulimit memlock=-1."
     return [Finding("pinning", "warning", text, remedy)]
 
@@ -169,35 +156,10 @@ def check_ray(facts: Facts) -> Sequence[Finding]:
     return [Finding("ray", "ok", f"Ray {ray['version']}.")]
 
 
-def check_store(facts: Facts) -> Sequence[Finding]:
-    store, path = facts.probes["store"], facts.store
-    if "error" in store:
-        text = f"The store {path} cannot be looked at: {_sentence(store['error'])}"
-        remedy = "Give another with --store, or mend its permissions."
-        return [Finding("store", "problem", text, "Mend torch first." if "error" in facts.probes["torch"] else remedy)]
-    if not store["is_directory"]:
-        text = f"The store {path} is, or lies below, something that is no directory."
-        return [Finding("store", "problem", text, "Give a directory with --store.")]
-    findings = [_store_itself(facts)]
-    if store["writable"] and store["free_bytes"] < LOW_DISK_BYTES:
-        text = f"There is {gib(store['free_bytes'])} free where the store {path} is."
-        findings.append(Finding("store", "warning", text, "Make room: `csattn gc` removes unfinished builds."))
-    findings += [
-        Finding(
-            "store",
-            "problem",
-            f"Artifact {name} is not usable: {_sentence(why)}",
-            f"Remove it and build it again: rm -r {path / name}",
-        )
-        for name, why in store["broken"].items()
-    ]
-    return findings
-
-
 def check_memory(facts: Facts) -> Sequence[Finding]:
     memory = facts.probes["memory"]
     if "error" in memory:
-        return [Finding("memory", "warning", f"How much memory there is, is unknown: {_sentence(memory['error'])}")]
+        return [Finding("memory", "warning", f"How much memory there is, is unknown: {sentence(memory['error'])}")]
     available, total = memory["available_bytes"], memory["total_bytes"]
     text = f"{gib(available)} of host memory can be had, of {gib(total)} that the machine has."
     remedy = "" if available >= LOW_HOST_BYTES else "End other programs, or raise the container's memory limit."
@@ -236,6 +198,7 @@ CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
     check_openmp,
     check_ray,
     check_store,
+    check_kept,
 )
 
 
@@ -256,26 +219,13 @@ def _narrow_products(rates: Mapping[str, float]) -> str:
     )
 
 
-def _store_itself(facts: Facts) -> Finding:
-    store, path = facts.probes["store"], facts.store
-    if not store["writable"]:
-        text = (
-            f"The store {path} cannot be written to ({store.get('refusal', 'unknown')}): it can only be decoded from."
-        )
-        return Finding("store", "warning", text, "To build, mend its permissions or give another with --store.")
-    if not store["exists"]:
-        return Finding("store", "ok", f"The store {path} does not exist yet; the first build makes it.")
-    text = f"The store {path} has {store['artifacts']} usable artifacts of format {store['format_version']}"
-    return Finding("store", "ok", f"{text} ({gib(store['size_bytes'])}), and {gib(store['free_bytes'])} free.")
-
-
 def _has_gpu(facts: Facts) -> bool:
     return bool(facts.gpus or facts.probes["torch"].get("devices"))
 
 
 def _not_loaded(name: str, answer: Answer, remedy: str, needed: bool = True) -> Finding:
     status: Status = "problem" if needed else "warning"
-    return Finding(name, status, f"{name} cannot be loaded: {_sentence(answer['error'])}", remedy)
+    return Finding(name, status, f"{name} cannot be loaded: {sentence(answer['error'])}", remedy)
 
 
 def _overlap(name: str, packages: Sequence[str], wanted: str) -> Finding:
@@ -286,11 +236,3 @@ def _overlap(name: str, packages: Sequence[str], wanted: str) -> Finding:
 
 def _major(version: Any) -> str:
     return str(version).split(".")[0] if version else ""
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"

@@ -39,7 +39,8 @@ class Facts:
     python: tuple[int, int]
     packages: Mapping[str, str]  # installed distributions that matter here, with their versions
     gpus: tuple[Gpu, ...] = ()  # that the driver shows
-    probes: Mapping[str, Answer] = field(default_factory=dict)  # torch, numba, memory, store, and those of IMPORTS
+    # of torch, numba, memory, store, kept, and those of IMPORTS
+    probes: Mapping[str, Answer] = field(default_factory=dict)
     store: Path = Path("store")
     openmp_waits: str | None = "passive"  # OMP_WAIT_POLICY
     num_cpus: int = 1  # that the process may run on
@@ -50,6 +51,7 @@ class Facts:
 def gather_facts(store: Path) -> Facts:
     """Takes a few seconds: each library is loaded once, in a process of its own."""
     wanted = [("torch", "torch"), ("numba", "numba"), ("memory", "memory"), ("store", "store", str(store))]
+    wanted += [("kept", "kept", str(store))]
     wanted += [(name, "import", name) for name in IMPORTS]
     with ThreadPoolExecutor(min(4, available_cpus())) as pool:
         answers = {name: pool.submit(ask, *probe) for name, *probe in wanted}

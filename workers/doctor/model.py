@@ -10,8 +10,8 @@ from csattn.models.families import describe
 from csattn.models.loader import geometry_of, read_config, weight_bytes
 from csattn.models.spec import ModelSpec
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
-from workers.doctor.checks import Finding, gib
 from workers.doctor.facts import Facts
+from workers.doctor.findings import Finding, gib
 from workers.engine.memory import require_heads
 from workers.engine.own_choice import index_key_share, latents_of, require_latents_placed
 from workers.settings import EngineSettings

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ def probe_store(path: str) -> dict[str, Any]:
     return found
 
 
+def probe_kept(path: str) -> dict[str, Any]:
+    """What services have kept of prompts and turns, and how much it is at most by the settings that one here has."""
+    from workers.serving.kept_store import kept_files
+    from workers.settings import load_settings
+
+    kept = load_settings(None, os.environ, {}).settings.kept
+    return {**asdict(kept_files(Path(path))), "most_bytes": kept.context_bytes + kept.disk_bytes}
+
+
 def _product_rates() -> dict[str, float]:
     """GFLOP/s of this CPU, the best of a few products of a prefill's kind."""
     import torch
@@ -128,6 +138,7 @@ def _pin() -> dict[str, Any]:
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "import": probe_import,
+    "kept": probe_kept,
     "memory": probe_memory,
     "numba": probe_numba,
     "store": probe_store,

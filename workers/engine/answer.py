@@ -66,15 +66,17 @@ def answer(
     on_text: Callable[[str], None] = lambda text: None,
     selector: SelectorName = "csattn",
     observer: Observer | None = None,  # on the CPU: sees the steps after the question
+    on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answer:
     """Answer a question about an artifact that the engine has loaded as context 0, greedily, as far as there is room.
 
-    on_text gets the answer in pieces as it comes. Raises ContextError where the engine has no room for the question,
+    on_text gets the answer in pieces as it comes; on_read, before, how many of the question's tokens are read, and how
+    many there are. Raises ContextError where the engine has no room for the question,
     ModelError where the model gives no numbers.
     """
     engine.open(0, 0, config, selector)
     try:
-        return _answer(engine, loaded, artifact, ids, max_new_tokens, on_text, observer)
+        return _answer(engine, loaded, artifact, ids, max_new_tokens, on_text, observer, on_read)
     finally:
         engine.close_slot(0)
 
@@ -87,12 +89,13 @@ def _answer(
     max_new_tokens: int,
     on_text: Callable[[str], None],
     observer: Observer | None,
+    on_read: Callable[[int, int], None],
 ) -> Answer:
     """In slot 0."""
     context_len, stream, searched_s = artifact.spec.context_len, TextStream(loaded.tokenizer), engine.counts().search_s
     room = min(engine.max_positions - context_len, engine.tail_capacity + 1) - len(ids)  # the last is never fed back
     started = time.perf_counter()
-    token_ids = [_feed(engine, ids)]
+    token_ids = [_feed(engine, ids, on_read)]
     first_token_s = time.perf_counter() - started
     if observer is not None:
         assert isinstance(engine, CpuEngine), "what a step attends to is shown on the CPU"
@@ -119,10 +122,14 @@ def _answer(
     )
 
 
-def _feed(engine: StepEngine, token_ids: list[int]) -> int:
+def _feed(
+    engine: StepEngine, token_ids: list[int], on_read: Callable[[int, int], None] = lambda done, total: None
+) -> int:
     """What follows the last of these tokens."""
     *others, last = token_ids
     rows = [*(StepRow(0, token_id, asks=False) for token_id in others), StepRow(0, last)]
     for start in range(0, len(rows), engine.max_rows):
+        on_read(start, len(rows))
         result = engine.step(rows[start : start + engine.max_rows])
+    on_read(len(rows), len(rows))
     return require_token(int(result.next_ids[-1]))

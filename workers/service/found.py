@@ -9,8 +9,8 @@ from csattn.models import LoadedModel
 from csattn.models.families import describe
 from offload.budget import host_memory_bytes
 from workers.capacity import room_for_contexts, spec_of, told_lens
-from workers.doctor.checks import gib
 from workers.doctor.facts import Gpu, visible_gpus
+from workers.doctor.findings import gib
 from workers.settings import Settings
 
 

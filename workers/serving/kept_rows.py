@@ -26,11 +26,11 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from offload.block_files import BlockFiles
 from offload.blocks import BlockCounts, BlockName, Blocks, Label
+from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import Selector
 from workers.settings import Settings
 
 BLOCK_ROWS = 64
-DIRECTORY = "kept"  # in the store
 _KEEPABLE: tuple[Selector, ...] = ("csattn", "full")  # others remember what they were asked
 new_hash = hashlib.sha256  # what blocks are looked for by; their labels say what they are
 _log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from prometheus_client import Metric
 
+from csattn.artifact.lock import StoreUse
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
@@ -85,6 +86,7 @@ class LocalBackend:
         self._measured.kept_counts = lambda: self._beginnings.kept.counts
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
         self._steps: StepThread | None = None
+        self._use = StoreUse(settings.store.path)
         self._since = time.time()
 
     async def __aenter__(self) -> Self:
@@ -99,6 +101,7 @@ class LocalBackend:
 
         Where the file of contexts cannot be read nothing has begun: it may be called again.
         """
+        await asyncio.to_thread(self._use.begin)
         await self._contexts.start()
         self._steps = StepThread(self._scheduler, self._engine)
         self._builder.start()
@@ -118,6 +121,7 @@ class LocalBackend:
         self._grammars.close()
         await asyncio.to_thread(self._beginnings.flush)
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
+        self._use.end()
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
         scheduler = self._scheduler

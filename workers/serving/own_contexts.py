@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -27,7 +26,7 @@ from csattn.config import preset
 from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
-from workers.serving.kept_rows import DIRECTORY
+from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, entries, remove_at_once
 from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
 from workers.serving.residency import Residency
 from workers.serving.setbacks import Setbacks
@@ -37,7 +36,7 @@ from workers.settings import Settings
 LEFT_OUT = 256  # last tokens of a prompt, at least, that stay out of its context: a question, which others do not ask
 STEP = 256  # a context's tokens are a multiple: prompts that differ behind it find it all the same
 _STALE_S = 86400.0
-_GONE_PREFIX, _TOKENS_PREFIX = "gone-", "tokens-"  # what is being removed; of what a build makes a context
+_TOKENS_PREFIX = "tokens-"  # of what a build makes a context
 _Key = tuple[Path, bytes]  # where it is built, and of what
 _log = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class OwnContexts:
         return self._directory / hashlib.sha256(json.dumps([*self._identity, salt]).encode()).hexdigest()[:32]
 
     def _longest(self, ids: Tokens, directory: Path, registered: Sequence[Path], without: Collection[Path]) -> Found:
-        own = [directory / name for name in _names(directory) if is_artifact_id(name)]
+        own = [path for path in entries(directory) if is_artifact_id(path.name)]
         among = [path for path in [*own, *registered] if path not in without]
         tokens = {path: of for path in among if (of := self._tokens_of(path)) is not None}
         for path in sorted(tokens, key=lambda path: -len(tokens[path])):
@@ -205,23 +204,19 @@ class OwnContexts:
         """At once for all who look, then its bytes."""
         self._checked.discard(path)
         self._usable.forget(path)
-        gone = path.with_name(f"{_GONE_PREFIX}{secrets.token_hex(4)}")
-        with suppress(OSError):
-            path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        remove_at_once(path)
 
     def _sizes(self) -> dict[Path, int]:
         """Of all salts, with what nobody goes on building; the least recently used first.
 
         What services that were killed did not come to remove goes here.
         """
-        directories = [self._directory / name for name in _names(self._directory)]
         found: list[Path] = []
-        for path in [directory / name for directory in directories for name in _names(directory)]:
+        for path in [path for directory in entries(self._directory) for path in entries(directory)]:
             is_stale = used_at(path) < time.time() - _STALE_S
             if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
                 found.append(path)
-            elif path.name.startswith(_GONE_PREFIX):
+            elif path.name.startswith(GONE_PREFIX):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.startswith(_TOKENS_PREFIX) and is_stale:
                 with suppress(OSError):
@@ -241,10 +236,3 @@ def _refusal(failed: FailedBuild) -> ContextNotReadyError:
         f"is not tried again for {failed.retry_in_s:.0f} s",
         retry_after_s=failed.retry_in_s,
     )
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except OSError:  # none yet, or no directory
-        return []

@@ -52,6 +52,20 @@ def test_it_is_what_transformers_generates(artifact: Artifact, config: SearchCon
     assert (got.search_ms_per_step > 0) == (got.selector == "csattn")
 
 
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 20])
+def test_how_much_of_a_question_is_read_is_told_before_the_answer(artifact: Artifact, num_tokens: int) -> None:
+    told: list[object] = []
+    with CpuEngine(loaded(), num_slots=1, tail_capacity=200, num_threads=2, max_rows=8) as engine:
+        engine.add_context(0, artifact)
+        answer(
+            engine, loaded(), artifact, SearchConfig(), token_ids(num_tokens).tolist(), 3, told.append,
+            on_read=lambda done, total: told.append((done, total)),
+        )  # fmt: skip
+    counts = [(done, num_tokens) for done in (*range(0, num_tokens, 8), num_tokens)]
+    assert told[: len(counts)] == counts
+    assert all(isinstance(text, str) for text in told[len(counts) :]) and len(told) > len(counts)
+
+
 def test_an_answer_ends_where_the_engine_has_no_more_room(artifact: Artifact) -> None:
     num_question = len(question_tokens(loaded(), artifact, QUESTION))
     got = answer_on_cpu(artifact, SearchConfig(), 50, [], tail_capacity=num_question + 3)

@@ -88,6 +88,16 @@ def test_a_packed_weight_is_what_its_codes_say(kind) -> None:
     assert torch.equal(weight.outputs(slice(1, 3)).decoded(torch.float32), got[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_in", [127, 128, 129, 192, 300])
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_decoded_weight_lies_without_gaps(kind, num_in: int, dtype: torch.dtype) -> None:
+    weight = make_quantized(3, num_in, *kind)
+    for of in weight, replace(weight, order=torch.randperm(num_in, device=DEVICE)):
+        decoded = of.decoded(dtype)
+        assert decoded.shape == (3, num_in) and decoded.is_contiguous()
+
+
 def dtype_of(num_rows: int) -> torch.dtype:
     return torch.bfloat16 if num_rows <= MOST_ROWS or DEVICE.type == "cuda" else torch.float32
 

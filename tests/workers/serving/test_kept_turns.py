@@ -28,7 +28,8 @@ from tests.workers.serving.prompting import (
     make_backend,
 )
 from workers.serving import kept_rows
-from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY, OwnRows, open_kept_rows, row_identity
+from workers.serving.kept_rows import BLOCK_ROWS, OwnRows, open_kept_rows, row_identity
+from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import Ask, ContextTooLongError, Done
 from workers.settings import EngineSettings, KeptSettings, Settings, StoreSettings
 

@@ -14,7 +14,8 @@ from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, ans
 from tests.workers.serving.requests import Clock
 from workers.serving.context_build import Builder
 from workers.serving.contexts import name_artifact
-from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY
+from workers.serving.kept_rows import BLOCK_ROWS
+from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import ContextNotReadyError, ContextTooLongError, WorkerLostError
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency

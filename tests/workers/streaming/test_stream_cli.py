@@ -53,7 +53,7 @@ def test_a_short_stream_says_what_generate_says(capsys, model) -> None:
         (["--prompt", "x", "--heavy-len", "4"], 1, "--heavy-len has no meaning for --policy window"),
         (["--prompt", "x", "--window-len", "0"], 1, "a token sees its own row"),
         (["--prompt", "x", "--window-len", "4000"], 1, "the model has 1024"),
-        (["--prompt", ""], 1, "at least one token"),
+        (["--prompt", ""], 1, "--prompt holds no text"),
         (["--prompt", "-"], 1, "holds no text"),
         (["--prompt", "x", "--max-new-tokens", "0"], 2, "max-new-tokens"),
         ([], 2, "--prompt"),

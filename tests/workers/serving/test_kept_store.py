@@ -1,0 +1,112 @@
+"""What services have kept in a store, seen from outside: measured, removed, and done without by those that run."""
+
+import asyncio
+import errno
+import fcntl
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csattn.artifact.lock import BuildLock, StoreUse, alone_in
+from csattn.errors import ArtifactError
+from tests.workers.serving.prompting import DOCUMENT, FIRST, SECOND, answer, answers, ask, make_backend
+from workers.serving.kept_store import DIRECTORY, KeptFiles, kept_files, remove_kept
+
+pytestmark = pytest.mark.usefixtures("builds")  # no process builds
+
+ASKED = ask(DOCUMENT + "Which are red?"), ask(FIRST, "x", SECOND)
+
+
+def test_what_was_kept_is_measured_and_removed_and_made_again(tmp_path: Path, builds) -> None:
+    said = [text for text, _ in answers(tmp_path, *ASKED)]
+    there = kept_files(tmp_path)
+    on_disk = [path for path in (tmp_path / DIRECTORY).rglob("*") if path.is_file()]
+    assert there.num_contexts == 1 and there.row_bytes > 0
+    assert there.row_bytes == sum(path.stat().st_size for path in on_disk if path.suffix == ".block")
+    assert there.num_bytes >= sum(path.stat().st_size for path in on_disk)
+    remove_kept(tmp_path)
+    assert kept_files(tmp_path) == KeptFiles(0, 0, 0) and not list((tmp_path / DIRECTORY).iterdir())
+    assert [text for text, _ in answers(tmp_path, *ASKED)] == said and len(builds) == 2
+    assert kept_files(tmp_path / "none") == KeptFiles(0, 0, 0)
+
+
+def test_nothing_is_removed_while_a_service_uses_the_store(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            await answer(backend, ASKED[0])
+            there = kept_files(tmp_path)
+            with pytest.raises(ArtifactError, match=r"a service uses .*; end it before"):
+                remove_kept(tmp_path)
+            assert kept_files(tmp_path) == there and there.num_contexts == 1
+
+    asyncio.run(main())
+    remove_kept(tmp_path)
+    assert kept_files(tmp_path).num_bytes == 0
+
+
+def test_a_service_that_no_lock_tells_of_goes_on_without_what_was_removed(tmp_path: Path, builds) -> None:
+    """Its file system has none, or it runs on another machine."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            first = [(await answer(backend, asked))[0] for asked in ASKED]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(fcntl, "flock", refuse)
+                remove_kept(tmp_path)
+            assert kept_files(tmp_path).num_bytes == 0
+            assert [(await answer(backend, asked))[0] for asked in ASKED] == first and len(builds) == 2
+
+    asyncio.run(main())
+
+
+def test_leavings_go_and_a_build_that_runs_keeps_its_work(tmp_path: Path) -> None:
+    place = tmp_path / DIRECTORY / "of-a-salt"
+    for name in ("gone-0123", f".building-{'0' * 16}", f".building-{'1' * 16}"):
+        (place / name).mkdir(parents=True)
+        (place / name / "layer").write_bytes(b"x")
+    (place / "tokens-0123.json").write_text("[]")
+    (tmp_path / DIRECTORY / "0123.partial").write_bytes(b"x")
+    lock = BuildLock(place / f".building-{'1' * 16}.lock").acquire()
+    try:
+        remove_kept(tmp_path)
+        left = {path.name for path in place.iterdir()}
+        assert left == {f".building-{'1' * 16}", f".building-{'1' * 16}.lock"}
+        assert not list((tmp_path / DIRECTORY).glob("*.partial"))
+    finally:
+        lock.release()
+    remove_kept(tmp_path)
+    assert not list((tmp_path / DIRECTORY).iterdir())
+
+
+def test_a_store_has_many_users_or_one_who_is_alone_in_it(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    first, second = StoreUse(store), StoreUse(store)
+    first.begin()
+    first.begin()
+    second.begin()
+    for user in first, second:
+        with alone_in(store) as is_alone:
+            assert not is_alone
+        user.end()
+        user.end()
+    begun = threading.Event()
+
+    def begin() -> None:
+        first.begin()
+        begun.set()
+
+    waiting = threading.Thread(target=begin)
+    with alone_in(store) as is_alone:
+        assert is_alone
+        waiting.start()
+        assert not begun.wait(0.2), "who comes waits until the other is done"
+    waiting.join(10.0)
+    assert begun.is_set()
+    first.end()
+    assert os.listdir(store) == [], "nothing is left of it"

@@ -1,0 +1,64 @@
+"""Judgements of a store, and of what services keep in it."""
+
+from collections.abc import Sequence
+
+from workers.doctor.facts import Facts
+from workers.doctor.findings import GIB, Finding, gib, sentence
+from workers.words import counted, size
+
+LOW_DISK_BYTES = 2 * GIB
+
+
+def check_store(facts: Facts) -> Sequence[Finding]:
+    store, path = facts.probes["store"], facts.store
+    if "error" in store:
+        text = f"The store at {path} cannot be looked at: {sentence(store['error'])}"
+        remedy = "Give another with --store, or mend its permissions."
+        return [Finding("store", "problem", text, "Mend torch first." if "error" in facts.probes["torch"] else remedy)]
+    if not store["is_directory"]:
+        text = f"The store at {path} is, or lies below, something that is no directory."
+        return [Finding("store", "problem", text, "Give a directory with --store.")]
+    findings = [_store_itself(facts)]
+    if store["writable"] and store["free_bytes"] < LOW_DISK_BYTES:
+        text = f"There is {gib(store['free_bytes'])} free where the store at {path} is."
+        findings.append(Finding("store", "warning", text, "Make room: `csattn gc` removes unfinished builds."))
+    findings += [
+        Finding(
+            "store",
+            "problem",
+            f"Artifact {name} is not usable: {sentence(why)}",
+            f"Remove it and build it again: rm -r {path / name}",
+        )
+        for name, why in store["broken"].items()
+    ]
+    return findings
+
+
+def check_kept(facts: Facts) -> Sequence[Finding]:
+    """What services keep of prompts and turns: nothing is said where none has run."""
+    kept, free_bytes = facts.probes["kept"], facts.probes["store"].get("free_bytes")
+    place = facts.store / "kept"
+    if "error" in kept:
+        return [Finding("kept", "warning", f"What services keep in {place} is unknown: {sentence(kept['error'])}")]
+    there, most = kept["context_bytes"] + kept["row_bytes"], kept["most_bytes"]
+    if not there:
+        return []
+    text = f"What services have kept of prompts and turns in {place} is {size(there)}, of {size(most)} at most"
+    if free_bytes is None or there + free_bytes >= most:
+        return [Finding("kept", "ok", f"{text}.")]
+    text += f", for which the disk has not the room: {size(free_bytes)} free."
+    remedy = "Set kept.context_bytes and kept.disk_bytes lower; `csattn gc --kept` removes all while no service runs."
+    return [Finding("kept", "warning", text, remedy)]
+
+
+def _store_itself(facts: Facts) -> Finding:
+    store, path = facts.probes["store"], facts.store
+    if not store["writable"]:
+        refusal = store.get("refusal", "unknown")
+        text = f"The store at {path} cannot be written to ({refusal}): it can only be decoded from."
+        return Finding("store", "warning", text, "To build, mend its permissions or give another with --store.")
+    if not store["exists"]:
+        return Finding("store", "ok", f"The store at {path} does not exist yet; the first build makes it.")
+    artifacts = f"{counted(store['artifacts'], 'usable artifact')} of format {store['format_version']}"
+    text = f"The store at {path} has {artifacts} ({size(store['size_bytes'])}), and {size(store['free_bytes'])} free."
+    return Finding("store", "ok", text)

@@ -1,0 +1,94 @@
+"""What services leave of prompts and turns in a store: how much it is, and how all of it is removed.
+
+    kept/<model and salt>/<id>/    contexts that prompts have brought
+    kept/<hash>.block              rows of turns
+
+Whatever goes is gone at once for all who look: services that run may look, and do without it.
+"""
+
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from csattn.artifact import collect_garbage
+from csattn.artifact.find import is_artifact_id
+from csattn.artifact.lock import alone_in
+from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below
+from csattn.errors import ArtifactError
+from offload.block_files import PARTIAL, SUFFIX
+
+DIRECTORY = "kept"  # in the store
+GONE_PREFIX = "gone-"  # of what is being removed
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFiles:
+    """How much there is."""
+
+    num_contexts: int
+    context_bytes: int  # with builds, and what is being removed
+    row_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.context_bytes + self.row_bytes
+
+
+def kept_files(store: Path) -> KeptFiles:
+    """Of that store, now; nothing where there is no store."""
+    num_contexts, context_bytes, row_bytes = 0, 0, 0
+    for path in entries(store / DIRECTORY):
+        if path.is_dir():
+            num_contexts += sum(is_artifact_id(entry.name) for entry in entries(path))
+            context_bytes += num_bytes_below(path)
+        else:
+            with suppress(OSError):
+                row_bytes += path.stat().st_size
+    return KeptFiles(num_contexts, context_bytes, row_bytes)
+
+
+def remove_kept(store: Path) -> None:
+    """All of it, but builds that run. Raises ArtifactError where a service uses the store."""
+    with alone_in(store) as is_alone:
+        if not is_alone:
+            raise ArtifactError(
+                f"a service uses {store}, and keeps to kept.context_bytes and kept.disk_bytes itself; end it before "
+                "what it has kept is removed"
+            )
+        for path in entries(store / DIRECTORY):
+            if path.is_dir():
+                _remove_contexts(path)
+            elif path.suffix in (SUFFIX, PARTIAL):
+                with suppress(OSError):
+                    path.unlink()
+
+
+def remove_at_once(path: Path) -> None:
+    """A directory: at once for all who look, then its bytes."""
+    gone = path.with_name(f"{GONE_PREFIX}{secrets.token_hex(4)}")
+    with suppress(OSError):
+        path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def entries(directory: Path) -> list[Path]:
+    try:
+        return [directory / name for name in os.listdir(directory)]
+    except OSError:  # none yet, or no directory
+        return []
+
+
+def _remove_contexts(directory: Path) -> None:
+    """Of a model and a salt."""
+    collect_garbage(directory)
+    for path in entries(directory):
+        if path.is_dir() and not path.name.startswith(BUILDING_PREFIX):
+            remove_at_once(path)
+        elif not path.name.startswith(BUILDING_PREFIX):
+            with suppress(OSError):
+                path.unlink()
+    with suppress(OSError):  # others go on building in it
+        directory.rmdir()

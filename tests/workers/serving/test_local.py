@@ -179,10 +179,8 @@ def test_what_cannot_be_answered_is_refused_before_the_first_event(built: Path, 
         async with running(built) as backend:
             with pytest.raises(error, match=words):
                 await anext(backend.generate(asked))
-            flow = backend._scheduler.flow
-            assert flow.num_in_flight == 0 and not flow._ends, "it tells nothing of how long answers take"
+            assert backend._scheduler.flow.num_in_flight == 0
             assert isinstance((await answer(backend, ask()))[1], Done)
-            assert len(flow._ends) == 1
 
     asyncio.run(main())
 

@@ -26,6 +26,8 @@ log = logging.getLogger("csattn.api")
 T = TypeVar("T")
 GRACE_S = 1.0  # beyond a request's time: the backend ends it and counts it as such; only where it does not, we do
 MAX_HELD = 16  # events of a request with several answers, beside what each of them holds
+QUIET_S = 2.0  # of a stream that has not begun: what fails within has a status, then comes a sign of life as often
+WAITING = b": the answer has not begun yet\n\n"  # a comment, which clients skip
 BROKEN_OFF = "the answer broke off; the request may be sent again"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies would else gather it
 
@@ -137,7 +139,7 @@ class EventStream(Response):
     """Server-sent events: those with a `type` by that name. An error is an event of its own, after which the stream
     ends without what ends it else.
 
-    What goes wrong before the first event is raised: it has a status, and its reply is not a stream.
+    What goes wrong within QUIET_S, before the first event, is raised: it has a status, and its reply is not a stream.
     """
 
     media_type = "text/event-stream"
@@ -154,23 +156,37 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
-            chunk = await anext(chunks)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            last = self._end
-            while True:
-                await send({"type": "http.response.body", "body": _event(chunk), "more_body": True})
-                try:
-                    chunk = await anext(chunks)
-                except StopAsyncIteration:
-                    break
-                except ServingError as error:
-                    last = self._broken_off(error)
-                    break
-                except Exception:
-                    log.exception("a stream broke off")
-                    last = self._broken_off(failed())
-                    break
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            first = asyncio.ensure_future(anext(chunks))
+            try:
+                await asyncio.wait({first}, timeout=QUIET_S)
+                if first.done():
+                    first.result()
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async with aclosing(self._bodies(first, chunks)) as bodies:
+                    async for body in bodies:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                await _end(first)
+
+    async def _bodies(
+        self, first: "asyncio.Future[dict[str, Any]]", chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Signs of life until the first chunk is there, all chunks, and the end."""
+        try:
+            while not first.done():
+                yield WAITING
+                await asyncio.wait({first}, timeout=QUIET_S)
+            yield _event(first.result())
+            async for chunk in chunks:
+                yield _event(chunk)
+        except ServingError as error:
+            yield self._broken_off(error)
+        except Exception:
+            log.exception("a stream broke off")
+            yield self._broken_off(failed())
+        else:
+            yield self._end
 
     def _broken_off(self, error: ServingError) -> bytes:
         self._measures.stream_errors.labels(error.code).inc()

@@ -1,7 +1,6 @@
 """The service in one process, without Ray: the same application over the same backend."""
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from workers.api import make_app, server_of
 from workers.searchers.process import ChildProcess
 from workers.service.addresses import url_of
 from workers.service.found import found_here
+from workers.service.log_lines import log_to_stderr
 from workers.service.making import make_backend
 from workers.serving.local import LocalBackend
 from workers.settings import Settings
@@ -22,7 +22,7 @@ _POLL_S = 0.05
 
 def serve_locally(settings: Settings, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
     """Serve until SIGTERM or SIGINT. on_ready is told the URL, and what was found here."""
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left
+    log_to_stderr()
     backend = make_backend(settings, ChildProcess)
     server = server_of(make_app(backend, settings), settings, log_config=None)
     found = found_here(settings, backend.loaded)

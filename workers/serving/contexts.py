@@ -197,8 +197,9 @@ class Contexts:
 
     async def _run_build(self, record: Record) -> None:
         async with self._turn_to_build:
-            build = self._builds[record.name]
+            build, started = self._builds[record.name], time.monotonic()
             build.what = "starts"
+            _log.info("the context %s is being built", record.name)
 
             def tell(progress: float, what: str) -> None:
                 build.progress, build.what = progress, what
@@ -208,8 +209,11 @@ class Contexts:
                 source = ["--context", str(self._text_path(record.text_sha256))]
                 result = await self._builder.build(source, self._store, tell)
                 done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
+                told = f"{result['context_len']:,} tokens", time.monotonic() - started
+                _log.info("the context %s, of %s, was built in %.1f s", record.name, *told)
             except Exception as error:  # whatever it is, who asks for the context is told
                 done = replace(record, error=str(error) or type(error).__name__)
+                _log.warning("the context %s could not be built: %s", record.name, done.error)
         try:
             await asyncio.to_thread(self._finish, record, done)
         except Exception:  # a full disk, say: who waits for the build is told as long as this service lives

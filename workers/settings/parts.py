@@ -82,6 +82,7 @@ class ServerSettings(_Part):
     port: int = setting(8000, "0: one that is free.", lowest=0, highest=65535)
     api_keys: tuple[Secret, ...] = setting((), "Any of them opens everything; without one, nothing is locked.")
     api_key_file: Path | None = setting(None, "File with more API keys, one a line; # begins a comment.")
+    access_log: bool = setting(False, "A line of the log for each request; without it, for those that fail.")
 
     def __post_init__(self) -> None:
         _Part.__post_init__(self)

@@ -55,7 +55,8 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     ours = read_ours(fields)
     fields.finish()
     context = context_or_own(asked_model, model)
-    ask = Ask(request_id=request_id, context=context, turns=turns, sampling=sampling, **form, **tools, **ours)
+    said: Any = {"turns": turns, "turns_field": "input"}
+    ask = Ask(request_id=request_id, context=context, **said, sampling=sampling, **form, **tools, **ours)
     return ResponseAsked((ask,), 1, asked_model, "response", stream, told=told)
 
 

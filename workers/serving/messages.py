@@ -73,6 +73,7 @@ class Ask:
     context: str  # name, as registered; empty: the longest that the prompt begins with
     cache_salt: str = ""  # only requests with the same find what this one leaves behind
     turns: tuple[Turn, ...] = ()
+    turns_field: str = "messages"  # what the client calls them
     prompt: str | tuple[int, ...] | None = None
     echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for
     tools: tuple[Tool, ...] = ()
@@ -84,6 +85,11 @@ class Ask:
     lookahead: int | None = None
     rest: RestKind | None = None
     selector: Selector | None = None
+
+    @property
+    def field(self) -> str:
+        """Where the client wrote what it asks."""
+        return self.turns_field if self.prompt is None else "prompt"
 
     @property
     def asked_for(self) -> str:

@@ -172,6 +172,11 @@ def test_overload_is_told_at_once_and_passes(built: Path) -> None:
         (ask(prompt=""), BadRequestError, "empty"),
         (ask(question="x" * 900), BadRequestError, "shorter"),
         (ask(question="x" * 5000), BadRequestError, "ask a shorter question"),
+        (
+            ask("", question="x" * 5000),
+            BadRequestError,
+            r"^the prompt has [\d,]+ tokens and the model [\d,]+ positions",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_the_first_event(built: Path, asked, error, words) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from workers.api.errors import clipped, quoted
 from workers.api.names import context_of, model_id
-from workers.serving.messages import ContextInfo, UnknownContextError
+from workers.serving.messages import ContextInfo, UnknownContextError, UnknownModelError
 
 
 def context_object(info: ContextInfo, model: str) -> dict[str, Any]:
@@ -42,8 +42,9 @@ def model_object(contexts: Sequence[ContextInfo], asked: str, model: str) -> dic
     for found in model_objects(contexts, model):
         if found["id"] == asked:
             return found
-    info = find_context(contexts, context_of(asked, model))
-    raise UnknownContextError(f"the context {info.name} is {info.state}; GET /v1/contexts/{info.name} says more")
+    name = context_of(asked, model)
+    state = next((info.state for info in contexts if info.name == name), "not there")
+    raise UnknownModelError(f"the context {name} is {state}; GET /v1/contexts/{name} says more", "model")
 
 
 def listed(objects: list[dict[str, Any]]) -> dict[str, Any]:

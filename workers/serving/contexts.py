@@ -22,6 +22,7 @@ from workers.serving.messages import (
     ContextNotReadyError,
     ServingError,
     UnknownContextError,
+    UnknownModelError,
     closing,
 )
 from workers.serving.usable import Known
@@ -75,7 +76,7 @@ class Contexts:
         """Of a context that is ready."""
         record = (await self._records()).get(name)
         if record is None:
-            raise UnknownContextError(
+            raise UnknownModelError(
                 f"there is no context {name[:64]!r}; GET /v1/contexts lists them, POST registers one", "model"
             )
         record = self._unwritten.get(record, record)

@@ -261,10 +261,17 @@ class ContextTooLongError(BadRequestError):
     code = "context_length_exceeded"
 
 
+class UnknownModelError(ServingError):
+    """A request names a model, which a context is to it, that is not there."""
+
+    code = "model_not_found"
+    status = 404
+
+
 class UnknownContextError(ServingError):
     """No context has this name."""
 
-    code = "model_not_found"
+    code = "context_not_found"
     status = 404
 
 

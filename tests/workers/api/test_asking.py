@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.errors import error_body
 from workers.api.names import context_of, short_model_name
-from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownContextError
+from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownModelError
 from workers.settings import LimitSettings
 
 MODEL = "smollm2-135m"
@@ -271,7 +271,7 @@ def test_a_completion_that_cannot_be_answered(fields: dict[str, Any], words: str
 
 @pytest.mark.parametrize("asked", ["handbook", "gpt-4", f"{MODEL}@", f"{MODEL}@a/b", "other@handbook", f"{MODEL}@a\n"])
 def test_models_that_cannot_be(asked: str) -> None:
-    with pytest.raises(UnknownContextError) as refused:
+    with pytest.raises(UnknownModelError) as refused:
         chat(model=asked)
     assert refused.value.param == "model"
     assert context_of(f"{MODEL}@a.b-C_9", MODEL) == "a.b-C_9"

@@ -35,6 +35,7 @@ from workers.serving.messages import (
     ContextInfo,
     ContextNotReadyError,
     UnknownContextError,
+    UnknownModelError,
 )
 from workers.settings import Settings, StoreSettings
 
@@ -160,6 +161,8 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(
         await contexts.delete("short")
         with pytest.raises(UnknownContextError):
             await contexts.delete("short")
+        with pytest.raises(UnknownModelError):
+            await contexts.artifact_path("short")
         await contexts.close()
         assert not list((place / "store" / TEXTS).glob("*.txt"))
 

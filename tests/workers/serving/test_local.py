@@ -31,7 +31,7 @@ from workers.serving.messages import (
     ServingError,
     TimedOutError,
     Turn,
-    UnknownContextError,
+    UnknownModelError,
     WorkerLostError,
 )
 from workers.settings import KeptSettings, LimitSettings, Settings, StoreSettings
@@ -166,7 +166,7 @@ def test_overload_is_told_at_once_and_passes(built: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [
-        (ask("nobody"), UnknownContextError, "no context 'nobody'"),
+        (ask("nobody"), UnknownModelError, "no context 'nobody'"),
         (ask(keep=2.0), BadRequestError, "keep must lie"),
         (ask(lookahead=3), BadRequestError, "lookahead must be"),
         (ask(prompt=""), BadRequestError, "empty"),

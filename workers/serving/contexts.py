@@ -266,10 +266,24 @@ class Contexts:
 
 
 def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:
-    """Give a name to an artifact of the store, by its id, how that begins, or its path: `csattn serve --context a=id`.
+    """Give a name to an artifact of the store. The same name for the same artifact again changes nothing.
 
-    The same name for the same artifact again changes nothing. Raises ConfigError if it is not of the dtype that the
-    service's model is loaded in.
+    Raises as `record_of` does.
+    """
+    new = record_of(store, name, artifact_id, dtype)
+
+    def edit(records: dict[str, Record]) -> None:
+        _require_free(records, new)
+        records.setdefault(name, new)
+
+    ContextFile(store).change(edit)
+
+
+def record_of(store: Path, name: str, artifact_id: str, dtype: str) -> Record:
+    """What `csattn serve --context name=artifact_id` would record: an artifact by its id, how that begins, or its path.
+
+    Raises ConfigError if it is not of the dtype that the service's model is loaded in, ContextExistsError if another
+    has the name. Whether that model has made it is not known here.
     """
     require_name(name)
     path = Path(artifact_id)
@@ -282,17 +296,18 @@ def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:
             f"with --set build.dtype={spec.kv_dtype}, or build the context again with --dtype {dtype}"
         )
 
-    def edit(records: dict[str, Record]) -> None:
-        known = records.get(name)
-        if known is not None and known.artifact_id != spec.artifact_id:
-            raise ContextExistsError(
-                f"the context {name!r} is {known.artifact_id or 'still being built'}, not {spec.artifact_id}; delete "
-                "it first, or choose another name"
-            )
-        new = Record(name=name, created_at=time.time(), artifact_id=spec.artifact_id, num_tokens=spec.context_len)
-        records.setdefault(name, new)
+    new = Record(name=name, created_at=time.time(), artifact_id=spec.artifact_id, num_tokens=spec.context_len)
+    _require_free(ContextFile(store).read(), new)
+    return new
 
-    ContextFile(store).change(edit)
+
+def _require_free(records: dict[str, Record], new: Record) -> None:
+    known = records.get(new.name)
+    if known is not None and known.artifact_id != new.artifact_id:
+        raise ContextExistsError(
+            f"the context {new.name!r} is {known.artifact_id or 'still being built'}, not {new.artifact_id}; delete "
+            "it first, or choose another name"
+        )
 
 
 def require_name(name: str) -> None:

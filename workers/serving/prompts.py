@@ -129,7 +129,7 @@ def _too_long(context_len: int, question_len: int, max_positions: int, tail_capa
         )
     room = f"the model {max_positions:,} positions"
     if question_len < max_positions:
-        room = f"a request {tail_capacity:,} rows"
+        room = f"a request {tail_capacity:,} rows of its own"
     return f"the prompt has {question_len:,} tokens and {room}, of which its answer needs some; shorten it"
 
 

@@ -61,7 +61,7 @@ def test_a_line_for_what_fails_by_no_fault_of_the_clients(
     is_late: bool,
 ) -> None:
     monkeypatch.setattr(answering, "QUIET_S", 0.05)
-    service.backend.scripts[PROMPT] = Script(fail_at=0, error=error, first_after_s=0.2 * is_late)
+    service.backend.scripts[PROMPT] = Script(fail_at=0, error=error, first_after_s=1.0 * is_late)
     assert ask(service, stream=is_late).status_code == (200 if is_late else error.status)
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ([f"POST /v1/completions: {words} (request mine)"] if words else [])

@@ -14,7 +14,7 @@ from workers.serving.messages import ServingError, TimedOutError, WorkerLostErro
 
 MODEL = "smollm2-135m@handbook"
 ASK: list[Any] = [{"role": "user", "content": "go"}]
-LATE = Script(first_after_s=0.5)
+LATE = Script(first_after_s=1.0)
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def test_comments_come_until_the_answer_begins(service: Running) -> None:
     assert all(event.startswith("data: ") for event in events[num_comments:-1]) and events[-2] == "data: [DONE]"
 
 
-def test_an_answer_that_begins_soon_has_none(service: Running) -> None:
-    service.backend.scripts["go"] = Script(pause_s=0.3)
+def test_an_answer_that_begins_soon_has_none(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "QUIET_S", 10.0)
     assert ": " not in text_of(service)[1].replace("data: ", "")
 
 
@@ -67,7 +67,7 @@ def test_the_client_skips_them(service: Running, client: openai.OpenAI) -> None:
 def test_what_fails_after_the_headers_is_an_event(
     service: Running, client: openai.OpenAI, error: Exception, code: str
 ) -> None:
-    service.backend.scripts["go"] = Script(first_after_s=0.5, fail_at=0, error=error)
+    service.backend.scripts["go"] = Script(first_after_s=1.0, fail_at=0, error=error)
     status, text = text_of(service)
     *comments, last, end = text.split("\n\n")
     assert status == 200 and comments and all(comment.startswith(": ") for comment in comments)

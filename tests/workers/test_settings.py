@@ -56,6 +56,7 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
 
 def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
     values = {
+        "server.access_log": True,
         "server.host": "::1", "server.port": 7, "server.api_keys": ["one", "two"], "limits.max_body_bytes": 4096,
         "limits.max_new_tokens": 8, "limits.max_concurrent_requests": 9, "limits.max_queued_requests": 0,
         "limits.request_timeout_s": 1.5, "limits.max_open_requests": 5, "limits.max_header_bytes": 2048,

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
@@ -16,16 +15,17 @@ from workers.api.asking import Asked
 from workers.api.body import ClientGone
 from workers.api.errors import error_body, failed
 from workers.api.measures import Measures
+from workers.api.request_log import log, request_line, tell_failure
 from workers.api.responses import ResponseAsked, ResponseForm
 from workers.serving.backend import Backend
 from workers.serving.messages import Ask, Done, Event, Piece, ServingError, TimedOutError, WorkerLostError
 from workers.settings import LimitSettings
 
-log = logging.getLogger("csattn.api")
-
 T = TypeVar("T")
 GRACE_S = 1.0  # beyond a request's time: the backend ends it and counts it as such; only where it does not, we do
 MAX_HELD = 16  # events of a request with several answers, beside what each of them holds
+QUIET_S = 2.0  # of a stream that has not begun: what fails within has a status, then comes a sign of life as often
+WAITING = b": the answer has not begun yet\n\n"  # a comment, which clients skip
 BROKEN_OFF = "the answer broke off; the request may be sent again"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies would else gather it
 
@@ -37,6 +37,7 @@ class Answering:
         self, backend: Backend, asked: Asked, measures: Measures, arrived_at: float, limits: LimitSettings
     ) -> None:
         self._backend, self._asked, self._measures = backend, asked, measures
+        self.dones: list[Done] = []  # of answers that are complete
         self._arrived_at = arrived_at  # in seconds of time.monotonic()
         self._timeout_s = limits.request_timeout_s
         self._form: Form | ResponseForm = ResponseForm(asked) if isinstance(asked, ResponseAsked) else Form(asked)
@@ -126,8 +127,10 @@ class Answering:
                 if first_at is None:
                     first_at = now
                     self._measures.ttft.observe(now - self._arrived_at)
-                if isinstance(event, Done) and event.new_tokens > 1:
-                    self._measures.tpot.observe((now - first_at) / (event.new_tokens - 1))
+                if isinstance(event, Done):
+                    self.dones.append(event)
+                    if event.new_tokens > 1:
+                        self._measures.tpot.observe((now - first_at) / (event.new_tokens - 1))
                 yield event
                 if isinstance(event, Done):
                     return
@@ -137,7 +140,7 @@ class EventStream(Response):
     """Server-sent events: those with a `type` by that name. An error is an event of its own, after which the stream
     ends without what ends it else.
 
-    What goes wrong before the first event is raised: it has a status, and its reply is not a stream.
+    What goes wrong within QUIET_S, before the first event, is raised: it has a status, and its reply is not a stream.
     """
 
     media_type = "text/event-stream"
@@ -150,27 +153,42 @@ class EventStream(Response):
         self._chunks, self._measures, self._end = chunks, measures, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(self._send(send), receive)
+        await unless_gone(self._send(scope, send), receive)
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
-            chunk = await anext(chunks)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            last = self._end
-            while True:
-                await send({"type": "http.response.body", "body": _event(chunk), "more_body": True})
-                try:
-                    chunk = await anext(chunks)
-                except StopAsyncIteration:
-                    break
-                except ServingError as error:
-                    last = self._broken_off(error)
-                    break
-                except Exception:
-                    log.exception("a stream broke off")
-                    last = self._broken_off(failed())
-                    break
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            first = asyncio.ensure_future(anext(chunks))
+            try:
+                await asyncio.wait({first}, timeout=QUIET_S)
+                if first.done():
+                    first.result()
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async with aclosing(self._bodies(scope, first, chunks)) as bodies:
+                    async for body in bodies:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                await _end(first)
+
+    async def _bodies(
+        self, scope: Scope, first: "asyncio.Future[dict[str, Any]]", chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Signs of life until the first chunk is there, all chunks, and the end."""
+        try:
+            while not first.done():
+                yield WAITING
+                await asyncio.wait({first}, timeout=QUIET_S)
+            yield _event(first.result())
+            async for chunk in chunks:
+                yield _event(chunk)
+        except ServingError as error:
+            tell_failure(scope, error)
+            yield self._broken_off(error)
+        except Exception:
+            log.exception("%s failed", request_line(scope))
+            yield self._broken_off(failed())
+        else:
+            yield self._end
 
     def _broken_off(self, error: ServingError) -> bytes:
         self._measures.stream_errors.labels(error.code).inc()

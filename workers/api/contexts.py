@@ -6,7 +6,7 @@ from typing import Any
 
 from workers.api.errors import clipped, quoted
 from workers.api.names import context_or_own, model_id
-from workers.serving.messages import ContextInfo, UnknownContextError
+from workers.serving.messages import ContextInfo, UnknownContextError, UnknownModelError
 
 
 def context_object(info: ContextInfo, model: str) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def model_object(contexts: Sequence[ContextInfo], asked: str, model: ServedModel
     for found in model_objects(contexts, model):
         if found["id"] == wanted:
             return found
-    info = find_context(contexts, context)
-    raise UnknownContextError(f"the context {info.name} is {info.state}; GET /v1/contexts/{info.name} says more")
+    state = next((info.state for info in contexts if info.name == context), "not there")
+    raise UnknownModelError(f"the context {context} is {state}; GET /v1/contexts/{context} says more", "model")
 
 
 def listed(objects: list[dict[str, Any]]) -> dict[str, Any]:

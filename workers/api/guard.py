@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import logging
 import re
 import time
 import uuid
@@ -15,10 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from workers.api.body import MANY_BODIES, ClientGone, Pace, too_large
 from workers.api.errors import HttpError, error_reply, failed
 from workers.api.measures import Measures
+from workers.api.request_log import log, request_line, tell_failure, tell_request
 from workers.serving.messages import ServingError
 from workers.settings import Settings
-
-log = logging.getLogger("csattn.api")
 
 OPEN_PATHS = {"/health", "/ready", "/"}  # no key is asked for these, nor for static files
 OPEN_PREFIX = "/static/"
@@ -47,6 +45,7 @@ class Guard:
         state["arrived_at"] = time.monotonic()
         incoming = _Incoming(receive, headers)
         request_id = given if REQUEST_ID.fullmatch(given) else state["request_id"]
+        state["reply_id"] = request_id
         outgoing = _Outgoing(send, incoming, request_id, self._limits.stall_timeout_s)
         self._num_open += 1
         self._measures.in_flight.inc()
@@ -56,6 +55,8 @@ class Guard:
             self._num_open -= 1
             self._measures.in_flight.dec()
         self._measures.requests.labels(_route(scope), status).inc()
+        if self._settings.server.access_log:
+            tell_request(scope, status, time.monotonic() - state["arrived_at"])
 
     async def _answer(self, scope: Scope, headers: Headers, incoming: "_Incoming", outgoing: "_Outgoing") -> int:
         """Its status."""
@@ -64,11 +65,12 @@ class Guard:
                 self._admit(scope, headers)
                 await self._app(scope, incoming.receive, outgoing.send)
             except ServingError as error:
+                tell_failure(scope, error)
                 await self._refuse(error, scope, incoming, outgoing)
             except ClientGone:
                 raise
             except Exception:
-                log.exception("%s %s failed", scope["method"], _route(scope))
+                log.exception("%s failed", request_line(scope))
                 await self._refuse(failed(), scope, incoming, outgoing)
         except ClientGone:
             return CLIENT_GONE

@@ -4,7 +4,7 @@ import re
 from pathlib import PurePath
 
 from workers.api.errors import quoted
-from workers.serving.messages import CONTEXT_NAME, UnknownContextError
+from workers.serving.messages import CONTEXT_NAME, UnknownModelError
 
 DEMO_MODEL = "smollm2-135m"  # the installed model, where the settings name none
 _DEMO_FILE = "smollm2-135m-instruct"  # as its file, and so the command line, has it
@@ -25,7 +25,7 @@ def context_of(asked: str, model: str) -> str:
     """The context that a model id names; whether there is one of that name is not looked up here."""
     name, at, context = asked.partition("@")
     if not at or not names_model(name, model) or CONTEXT_NAME.fullmatch(context) is None:
-        raise UnknownContextError(
+        raise UnknownModelError(
             f"there is no model {quoted(asked, 100)}; wanted {model}, or {model}@ and a context's name; GET /v1/models "
             "lists them",
             "model",

@@ -60,6 +60,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
         request_id=request_id,
         context=context,
         turns=turns,
+        turns_field="input",
         reasoning_effort=effort,
         sampling=sampling,
         **form,

@@ -32,7 +32,7 @@ def serve(
 
     _on_signal(end)  # while nothing is under way
     settings = _settled(load_settings(file, os.environ, flags).settings)
-    _name(settings, contexts)
+    named = _named(settings, contexts)
 
     def on_ready(url: str, found: str) -> None:
         nonlocal is_ready
@@ -43,9 +43,9 @@ def serve(
             print_json({"ready": True, "url": url, "base_url": f"{url}/v1", "pid": os.getpid(), "found": found})
 
     if in_one_process:
-        _serve_here(settings, on_ready)
+        _serve_here(settings, named, on_ready)
     else:
-        _serve_on_ray(settings, on_ready)
+        _serve_on_ray(settings, named, on_ready)
     if not is_ready:
         end()
     err.print("ended")
@@ -75,26 +75,28 @@ def _settled(settings: Settings) -> Settings:
     return replace(settings, store=replace(settings.store, path=path), model=model)
 
 
-def _name(settings: Settings, contexts: Sequence[str]) -> None:
-    """Give artifacts of the store the names that are asked for."""
+def _named(settings: Settings, contexts: Sequence[str]) -> dict[str, str]:
+    """Artifacts of the store by the names that they are to have, as far as they can be judged without the model."""
+    named: dict[str, str] = {}
     for given in contexts:
         name, equals, artifact_id = given.partition("=")
         if not (equals and artifact_id):
             raise ConfigError(f"--context takes NAME=ARTIFACT, such as handbook=3f2a, got {given!r}")
-        from workers.serving.contexts import name_artifact
+        from workers.serving.contexts import record_of
 
-        name_artifact(settings.store.path, name, artifact_id, settings.build.dtype)
+        named[name] = str(record_of(settings.store.path, name, artifact_id, settings.build.dtype).artifact_id)
+    return named
 
 
-def _serve_here(settings: Settings, on_ready: Callable[[str, str], None]) -> None:
+def _serve_here(settings: Settings, named: Mapping[str, str], on_ready: Callable[[str, str], None]) -> None:
     with closing(listen(settings.server)) as listener:
         err.print("loading the model")
         from workers.service.local_app import serve_locally
 
-        serve_locally(settings, listener, on_ready)
+        serve_locally(settings, named, listener, on_ready)
 
 
-def _serve_on_ray(settings: Settings, on_ready: Callable[[str, str], None]) -> None:
+def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callable[[str, str], None]) -> None:
     from workers.service.ray_app import Stopped, service_on_ray
 
     with closing(listen(settings.server)) as listener:
@@ -102,7 +104,7 @@ def _serve_on_ray(settings: Settings, on_ready: Callable[[str, str], None]) -> N
     told = Event()
     _on_signal(told.set)  # an exception would surface anywhere in Ray
     err.print("starting Ray and the workers")
-    with suppress(Stopped), service_on_ray(settings, port, told) as (url, found):
+    with suppress(Stopped), service_on_ray(settings, named, port, told) as (url, found):
         on_ready(url, found)
         with redirect_stdout(sys.stderr):  # where Ray tells of processes that died
             told.wait()

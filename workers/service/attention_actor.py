@@ -1,6 +1,7 @@
 """The attention worker as an actor: one process that owns a device, a model, and the requests that it decodes."""
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -11,11 +12,13 @@ from typing import Any, TypeVar
 
 from csattn.errors import CsattnError
 from offload.errors import OffloadError
+from workers.service.log_lines import log_to_stderr
 from workers.serving.messages import Ask, Event, Health, ServingError, Standing
 from workers.settings import Settings
 
 T = TypeVar("T")
 LEASE_S = 5.0  # the requests of an ingress that has been silent for so long are ended
+_log = logging.getLogger(__name__)
 _AGAIN_S = 5.0  # until a worker that could not start tries again
 
 
@@ -34,6 +37,7 @@ class AttentionActor:
     """A backend for callers in other processes. Errors that clients are told cross as values: Ray wraps raised ones."""
 
     def __init__(self, settings: Settings):
+        log_to_stderr()
         # only the process that runs this has a use for models and engines
         from workers.service.making import make_backend
         from workers.service.search_actor import SearchActors
@@ -122,6 +126,7 @@ class AttentionActor:
         except ServingError as error:
             events.put_nowait(error)
         except Exception as error:  # a fault of ours: the request fails, the worker goes on
+            _log.exception("the request %s failed", ask.request_id)
             events.put_nowait(ServingError(f"the attention worker failed at this request ({error!r})"))
         finally:
             events.put_nowait(_Ended())

@@ -1,10 +1,9 @@
 """The service in one process, without Ray: the same application over the same backend."""
 
 import asyncio
-import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import uvicorn
 
@@ -12,6 +11,7 @@ from workers.api import make_app, server_of
 from workers.searchers.process import ChildProcess
 from workers.service.addresses import url_of
 from workers.service.found import found_here
+from workers.service.log_lines import log_to_stderr
 from workers.service.making import make_backend
 from workers.serving.local import LocalBackend
 from workers.settings import Settings
@@ -20,9 +20,12 @@ DRAIN_S = 10.0  # for requests that still run when the service is told to end
 _POLL_S = 0.05
 
 
-def serve_locally(settings: Settings, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. on_ready is told the URL, and what was found here."""
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left
+def serve_locally(
+    settings: Settings, named: Mapping[str, str], listener: socket.socket, on_ready: Callable[[str, str], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT. named: artifacts by the names that they get. on_ready is told the URL, and what
+    was found here. Raises ContextNotReadyError where the model has not made an artifact that gets a name."""
+    log_to_stderr()
     backend = make_backend(settings, ChildProcess)
     server = server_of(make_app(backend, settings), settings, log_config=None)
     found = found_here(settings, backend.loaded)
@@ -30,16 +33,22 @@ def serve_locally(settings: Settings, listener: socket.socket, on_ready: Callabl
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn has its own handlers while it runs, and raises what it caught again afterwards
         signal.signal(number, lambda *_: None)
-    asyncio.run(_serve(server, backend, listener, lambda: on_ready(url, found)))
+    asyncio.run(_serve(server, backend, named, listener, lambda: on_ready(url, found)))
 
 
 async def _serve(
-    server: uvicorn.Server, backend: LocalBackend, listener: socket.socket, on_ready: Callable[[], None]
+    server: uvicorn.Server,
+    backend: LocalBackend,
+    named: Mapping[str, str],
+    listener: socket.socket,
+    on_ready: Callable[[], None],
 ) -> None:
     """Until a signal has come, and what still ran then has ended."""
     await backend.start()
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
+        for name, artifact_id in named.items():
+            await backend.name(name, artifact_id)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or serving.done()):
             await asyncio.sleep(_POLL_S)
         if server.started:

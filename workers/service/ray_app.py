@@ -6,7 +6,7 @@ is in the settings, the store and its registry.
 
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from threading import Event
 from typing import Any
@@ -16,6 +16,7 @@ from csattn.errors import ConfigError
 from workers.service.addresses import url_of
 from workers.service.attention_actor import AttentionActor
 from workers.service.ray_cluster import connected, keep_room, worker_environment
+from workers.serving.messages import ServingError
 from workers.settings import Settings
 
 APP = "csattn"
@@ -30,11 +31,12 @@ class Stopped(Exception):
 
 
 @contextmanager
-def service_on_ray(settings: Settings, port: int, told: Event) -> Iterator[tuple[str, str]]:
+def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told: Event) -> Iterator[tuple[str, str]]:
     """The URL of a service that answers, for as long as the block takes, and what its workers have found.
 
-    port: one that is free. told: set when the service is to end; if that comes before it is ready, Stopped is raised.
-    Raises ConfigError where there is no Ray, no room, or no way for a worker to start.
+    named: artifacts by the names that they get. port: one that is free. told: set when the service is to end; if that
+    comes before it is ready, Stopped is raised. Raises ConfigError where there is no Ray, no room, or no way for a
+    worker to start, and ContextNotReadyError where the model has not made an artifact that gets a name.
     """
     with connected(settings) as ray:
         namespace = f"{APP}-{uuid4().hex}"
@@ -45,6 +47,7 @@ def service_on_ray(settings: Settings, port: int, told: Event) -> Iterator[tuple
                 workers.append(_start_worker(ray, settings, name, namespace))
             for name, (actor, _) in zip(names, workers, strict=True):
                 _require_started(ray, name, actor, told)
+            _name(ray, workers[0][0], named)
             found = ray.get([actor.found.remote() for actor, _ in workers])
             yield _start_ingress(settings, port, names, namespace), _together(names, found)
         finally:
@@ -89,6 +92,14 @@ def _require_started(ray: Any, name: str, actor: Any, told: Event) -> None:
         failure = str(error).strip().splitlines()[-1]
     if failure is not None:
         raise ConfigError(f"{name} cannot start: {failure}")
+
+
+def _name(ray: Any, actor: Any, named: Mapping[str, str]) -> None:
+    """In the store, which all workers see; the model, which has to have made the artifacts, is the same for all."""
+    for name, artifact_id in named.items():
+        answer = ray.get(actor.call.remote("name", name, artifact_id))
+        if isinstance(answer, ServingError):
+            raise answer
 
 
 def _start_ingress(settings: Settings, port: int, names: list[str], namespace: str) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from workers.service.log_lines import log_to_stderr
 from workers.service.ray_worker import RayWorker
 from workers.service.spread_backend import SpreadBackend
 from workers.settings import Settings
@@ -12,6 +13,7 @@ class Ingress:
     """Made by Serve in each replica."""
 
     def __init__(self, settings: Settings, names: Sequence[str], namespace: str):
+        log_to_stderr()
         self._settings = settings
         self._backend = SpreadBackend([RayWorker(name, namespace) for name in names])
 

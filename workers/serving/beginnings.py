@@ -162,7 +162,7 @@ class Beginnings:
         return row_identity(self._loaded, self._settings, artifact_id, ask.cache_salt, selector, config)
 
     def _require_embedded(self, ask: Ask, ids: list[int]) -> None:
-        require_embedded(ids, self._loaded.geometry.vocab_size, "messages" if ask.prompt is None else "prompt")
+        require_embedded(ids, self._loaded.geometry.vocab_size, ask.field)
 
     def _beside(self, work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

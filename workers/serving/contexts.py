@@ -22,6 +22,7 @@ from workers.serving.messages import (
     ContextNotReadyError,
     ServingError,
     UnknownContextError,
+    UnknownModelError,
     closing,
 )
 from workers.serving.usable import Known
@@ -75,7 +76,7 @@ class Contexts:
         """Of a context that is ready."""
         record = (await self._records()).get(name)
         if record is None:
-            raise UnknownContextError(
+            raise UnknownModelError(
                 f"there is no context {name[:64]!r}; GET /v1/contexts lists them, POST registers one", "model"
             )
         record = self._unwritten.get(record, record)
@@ -197,8 +198,9 @@ class Contexts:
 
     async def _run_build(self, record: Record) -> None:
         async with self._turn_to_build:
-            build = self._builds[record.name]
+            build, started = self._builds[record.name], time.monotonic()
             build.what = "starts"
+            _log.info("the context %s is being built", record.name)
 
             def tell(progress: float, what: str) -> None:
                 build.progress, build.what = progress, what
@@ -208,8 +210,11 @@ class Contexts:
                 source = ["--context", str(self._text_path(record.text_sha256))]
                 result = await self._builder.build(source, self._store, tell)
                 done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
+                told = f"{result['context_len']:,} tokens", time.monotonic() - started
+                _log.info("the context %s, of %s, was built in %.1f s", record.name, *told)
             except Exception as error:  # whatever it is, who asks for the context is told
                 done = replace(record, error=str(error) or type(error).__name__)
+                _log.warning("the context %s could not be built: %s", record.name, done.error)
         try:
             await asyncio.to_thread(self._finish, record, done)
         except Exception:  # a full disk, say: who waits for the build is told as long as this service lives
@@ -261,10 +266,24 @@ class Contexts:
 
 
 def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:
-    """Give a name to an artifact of the store, by its id, how that begins, or its path: `csattn serve --context a=id`.
+    """Give a name to an artifact of the store. The same name for the same artifact again changes nothing.
 
-    The same name for the same artifact again changes nothing. Raises ConfigError if it is not of the dtype that the
-    service's model is loaded in.
+    Raises as `record_of` does.
+    """
+    new = record_of(store, name, artifact_id, dtype)
+
+    def edit(records: dict[str, Record]) -> None:
+        _require_free(records, new)
+        records.setdefault(name, new)
+
+    ContextFile(store).change(edit)
+
+
+def record_of(store: Path, name: str, artifact_id: str, dtype: str) -> Record:
+    """What `csattn serve --context name=artifact_id` would record: an artifact by its id, how that begins, or its path.
+
+    Raises ConfigError if it is not of the dtype that the service's model is loaded in, ContextExistsError if another
+    has the name. Whether that model has made it is not known here.
     """
     require_name(name)
     path = Path(artifact_id)
@@ -277,17 +296,18 @@ def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:
             f"with --set build.dtype={spec.kv_dtype}, or build the context again with --dtype {dtype}"
         )
 
-    def edit(records: dict[str, Record]) -> None:
-        known = records.get(name)
-        if known is not None and known.artifact_id != spec.artifact_id:
-            raise ContextExistsError(
-                f"the context {name!r} is {known.artifact_id or 'still being built'}, not {spec.artifact_id}; delete "
-                "it first, or choose another name"
-            )
-        new = Record(name=name, created_at=time.time(), artifact_id=spec.artifact_id, num_tokens=spec.context_len)
-        records.setdefault(name, new)
+    new = Record(name=name, created_at=time.time(), artifact_id=spec.artifact_id, num_tokens=spec.context_len)
+    _require_free(ContextFile(store).read(), new)
+    return new
 
-    ContextFile(store).change(edit)
+
+def _require_free(records: dict[str, Record], new: Record) -> None:
+    known = records.get(new.name)
+    if known is not None and known.artifact_id != new.artifact_id:
+        raise ContextExistsError(
+            f"the context {new.name!r} is {known.artifact_id or 'still being built'}, not {new.artifact_id}; delete "
+            "it first, or choose another name"
+        )
 
 
 def require_name(name: str) -> None:

@@ -7,8 +7,7 @@ from threading import Lock
 
 from workers.serving.messages import OverloadedError, ServingError, copy_of
 
-_REMEMBERED = 32  # ends of requests, of which the rate is told
-_UNMEASURED_S = 1.0  # to come again, before any request has ended
+_REMEMBERED = 256  # ends of requests, of which the rate is told
 _LONGEST_S = 600.0
 
 
@@ -23,7 +22,9 @@ class Flow:
         self.num_refused = 0
         self._clock = clock
         self._lock = Lock()
-        self._ends: deque[float] = deque(maxlen=_REMEMBERED)
+        self._seen_at = clock()
+        self._full_s = 0.0  # since the last end, with as many requests at work as can be
+        self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)  # the same, of ends in such times
 
     @property
     def refusal(self) -> ServingError | None:
@@ -34,6 +35,7 @@ class Flow:
         with self._lock:
             if (error := self.refusal) is not None:
                 raise copy_of(error)
+            self._see_time()
             if self.num_in_flight >= self.max_running + self.max_queued:
                 self.num_refused += 1
                 retry_after_s = self._retry_after_s()
@@ -46,15 +48,27 @@ class Flow:
 
     def release(self, *, was_answered: bool) -> None:
         with self._lock:
+            self._see_time()
+            if was_answered and self._is_full:
+                self._taken_s.append(self._full_s)
+                self._full_s = 0.0
             self.num_in_flight -= 1
             assert self.num_in_flight >= 0, "a place was given back twice"
-            if was_answered:
-                self._ends.append(self._clock())
+
+    @property
+    def _is_full(self) -> bool:
+        return self.num_in_flight >= self.max_running
+
+    def _see_time(self) -> None:
+        """Only time in which all places are at work tells of a rate: not when nobody asks, or one waits for a build."""
+        now = self._clock()
+        if self._is_full:
+            self._full_s += now - self._seen_at
+        self._seen_at = now
 
     def _retry_after_s(self) -> float:
-        """In what time as many requests end as wait now, at the rate of the last ones."""
-        if not self._ends:
-            return _UNMEASURED_S
-        seconds_each = (self._clock() - self._ends[0]) / len(self._ends)
+        """In what time as many requests end as wait now, at the rate of the last ones; half of what runs is done."""
+        num_done = len(self._taken_s) + self.max_running / 2
+        seconds_each = (sum(self._taken_s) + self._full_s) / num_done
         num_waiting = max(1, self.num_in_flight - self.max_running)
         return min(_LONGEST_S, max(1.0, seconds_each * num_waiting))

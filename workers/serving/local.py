@@ -19,7 +19,7 @@ from csattn.models import LoadedModel
 from workers.serving.beginnings import Beginning, Beginnings
 from workers.serving.context_build import Builder
 from workers.serving.context_texts import ContextTexts
-from workers.serving.contexts import Contexts
+from workers.serving.contexts import Contexts, name_artifact
 from workers.serving.grammar import Grammar, Grammars
 from workers.serving.messages import (
     Ask,
@@ -75,7 +75,7 @@ class LocalBackend:
             max_queued=settings.limits.max_queued_requests,
             metrics=self._measured,
         )
-        usable = Usable(loaded)
+        self._usable = usable = Usable(loaded)
         self._residency = Residency(self._scheduler, engine, usable, settings.engine)
         self._builder = Builder(settings)
         self._contexts = Contexts(settings.store.path, self._builder, ContextTexts(loaded, settings.build), usable.look)
@@ -171,6 +171,12 @@ class LocalBackend:
 
     async def register(self, name: str, text: str) -> ContextInfo:
         return await self._contexts.register(name, text)
+
+    async def name(self, name: str, artifact_id: str) -> None:
+        """Give a name to an artifact of the store. Raises ContextNotReadyError if it cannot be answered from."""
+        store = self._settings.store.path
+        (await asyncio.to_thread(self._usable.open, store / artifact_id)).close()
+        await asyncio.to_thread(name_artifact, store, name, artifact_id, self._settings.build.dtype)
 
     async def delete(self, name: str) -> None:
         path = await self._contexts.delete(name)

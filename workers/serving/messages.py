@@ -77,6 +77,7 @@ class Ask:
     cache_salt: str = ""  # only requests with the same find what this one leaves behind
     turns: tuple[Turn, ...] = ()
     continues: bool = False  # the last turn is the beginning of the answer
+    turns_field: str = "messages"  # what the client calls them
     prompt: str | tuple[int, ...] | None = None
     echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for
     template_options: dict[str, Any] = field(default_factory=dict)  # what the chat template is given besides
@@ -91,6 +92,11 @@ class Ask:
     lookahead: int | None = None
     rest: RestKind | None = None
     selector: Selector | None = None
+
+    @property
+    def field(self) -> str:
+        """Where the client wrote what it asks."""
+        return self.turns_field if self.prompt is None else "prompt"
 
     @property
     def asked_for(self) -> str:
@@ -272,10 +278,17 @@ class ContextTooLongError(BadRequestError):
     code = "context_length_exceeded"
 
 
+class UnknownModelError(ServingError):
+    """A request names a model, which a context is to it, that is not there."""
+
+    code = "model_not_found"
+    status = 404
+
+
 class UnknownContextError(ServingError):
     """No context has this name."""
 
-    code = "model_not_found"
+    code = "context_not_found"
     status = 404
 
 

@@ -164,6 +164,8 @@ class OwnContexts:
 
     async def _build(self, key: _Key, ids: Tokens) -> Path:
         directory, digest = key
+        started = time.monotonic()
+        _log.info("a context of %s tokens is being built of a prompt", f"{len(ids):,}")
         ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}.json"
         try:
             with store_errors(f"make {directory}", self._settings.store.path):
@@ -181,6 +183,7 @@ class OwnContexts:
         self.setbacks.forget(key)
         path = directory / str(result["artifact"])
         self._checked.add(path)
+        _log.info("a context of %s tokens was built in %.1f s", f"{len(ids):,}", time.monotonic() - started)
         await self._keep_to_budget(path)
         return path
 

@@ -27,12 +27,12 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
         if ask.prompt is not None or wrapping == "none":
             text = _only_turn(ask) if ask.prompt is None else ask.prompt
             return question_ids(tokenizer, context, text, "none").tolist()  # type: ignore[no-any-return]
-        with _template_errors():
+        with _template_errors(ask.field):
             turns, tools = messages_of(ask.turns), tool_specs(ask.tools)
             ids = conversation_ids(tokenizer, context, turns, wrapping, tools, _options(ask))
             return ids.tolist()  # type: ignore[no-any-return]
     except (ArtifactMismatchError, ModelError) as error:
-        raise BadRequestError(str(error), _field_of(ask)) from error
+        raise BadRequestError(str(error), ask.field) from error
 
 
 def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
@@ -44,7 +44,7 @@ def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
     else:
         ids = tokenizer(_written(tokenizer, ask), add_special_tokens=False).input_ids
     if not ids:
-        raise BadRequestError("the prompt has no token; send some text", _field_of(ask))
+        raise BadRequestError("the prompt has no token; send some text", ask.field)
     return ids
 
 
@@ -62,10 +62,11 @@ def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: in
 
 def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool = True) -> str:
     """The conversation as the model's own template has it."""
+    field = ask.field if isinstance(ask, Ask) else "messages"
     if not tokenizer.chat_template:
-        raise BadRequestError("this service's model has no chat template; send a prompt", "messages")
+        raise BadRequestError("this service's model has no chat template; send a prompt", field)
     options = {"tools": tool_specs(ask.tools), "add_generation_prompt": speaks_next, **_options(ask)}
-    with _template_errors():
+    with _template_errors(field):
         text: str = tokenizer.apply_chat_template(messages_of(ask.turns), tokenize=False, **options)
     return text
 
@@ -108,7 +109,7 @@ def require_embedded(ids: Iterable[int], vocab_size: int, field: str) -> None:
 
 
 @contextmanager
-def _template_errors() -> Iterator[None]:
+def _template_errors(field: str) -> Iterator[None]:
     """Templates raise errors of their own, of any class; what they were given is not theirs alone to judge."""
     try:
         yield
@@ -116,7 +117,7 @@ def _template_errors() -> Iterator[None]:
         raise
     except Exception as error:
         told = str(error)[:_MAX_TOLD]
-        raise BadRequestError(f"the model's chat template refuses these messages: {told}", "messages") from error
+        raise BadRequestError(f"the model's chat template refuses these messages: {told}", field) from error
 
 
 def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> int:
@@ -128,12 +129,20 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
     rows = tail_capacity - question_len + 1
     room = min(positions, rows)
     if room < 1:
-        raise ContextTooLongError(
-            f"context and question have {context_len:,} and {question_len:,} tokens, the model has {max_positions:,} "
-            f"positions and a request {tail_capacity:,} rows of its own; ask a shorter question",
-            _field_of(ask),
-        )
+        raise ContextTooLongError(_too_long(context_len, question_len, max_positions, tail_capacity), ask.field)
     return min(ask.sampling.max_new_tokens, room)
+
+
+def _too_long(context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> str:
+    if context_len:
+        return (
+            f"context and question have {context_len:,} and {question_len:,} tokens, the model has {max_positions:,} "
+            f"positions and a request {tail_capacity:,} rows of its own; ask a shorter question"
+        )
+    room = f"the model {max_positions:,} positions"
+    if question_len < max_positions:
+        room = f"a request {tail_capacity:,} rows of its own"
+    return f"the prompt has {question_len:,} tokens and {room}, of which its answer needs some; shorten it"
 
 
 def _only_turn(ask: Ask) -> str:
@@ -143,10 +152,6 @@ def _only_turn(ask: Ask) -> str:
         raise BadRequestError(
             f"this context was built without a chat template, so it takes a single user message, got {came}; send one, "
             "or a prompt",
-            "messages",
+            ask.field,
         )
     return ask.turns[0].content
-
-
-def _field_of(ask: Ask) -> str:
-    return "messages" if ask.prompt is None else "prompt"

@@ -84,7 +84,7 @@ class ChatForm:
                 )
         if not ask.tools and not any(turn.calls or turn.role == "tool" for turn in ask.turns):
             return
-        field = "tools" if ask.tools else "messages"
+        field = "tools" if ask.tools else ask.field if isinstance(ask, Ask) else "messages"
         if not self.has_tools:
             raise BadRequestError("the chat template of this service's model has no tools; leave them out", field)
         if self.calls is None:

@@ -87,6 +87,7 @@ class ServerSettings(_Part):
     allowed_origins: tuple[str, ...] = setting(
         (), "Web pages that browsers let use the service, such as https://chat.example.org; * allows all (CORS)."
     )
+    access_log: bool = setting(False, "A line of the log for each request; without it, for those that fail.")
 
     def __post_init__(self) -> None:
         _Part.__post_init__(self)

@@ -25,7 +25,7 @@ from workers.serving.messages import (
     TokenizeAsk,
     Tokens,
     TokenScore,
-    UnknownContextError,
+    UnknownModelError,
     Usage,
 )
 
@@ -98,7 +98,7 @@ class FakeBackend:
     def _admit(self, ask: Ask) -> None:
         info = self.infos.get(ask.context)
         if info is None:
-            raise UnknownContextError(f"there is no context {ask.context!r}", "model")
+            raise UnknownModelError(f"there is no context {ask.context!r}", "model")
         if info.state != "ready":
             raise ContextNotReadyError(f"the context {ask.context!r} is {info.state}", "model")
         if len(self.running) >= self.num_slots and self.num_queued >= self.max_queued:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.errors import error_body
 from workers.api.names import context_of, short_model_name
-from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownContextError
+from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownModelError
 from workers.settings import LimitSettings
 
 MODEL = "smollm2-135m"
@@ -359,7 +359,7 @@ def test_the_model_is_known_by_its_usual_names(asked: str, context: str) -> None
     ],
 )
 def test_models_that_cannot_be(asked: str) -> None:
-    with pytest.raises(UnknownContextError) as refused:
+    with pytest.raises(UnknownModelError) as refused:
         chat(model=asked)
     assert refused.value.param == "model"
     assert context_of(f"{MODEL}@a.b-C_9", MODEL) == "a.b-C_9"

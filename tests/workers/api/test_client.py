@@ -203,7 +203,15 @@ def test_contexts_over_http(service: Running) -> None:
         assert http.delete("/v1/contexts/novel").json() == {"id": "novel", "object": "context.deleted", "deleted": True}
         for method in ("GET", "DELETE"):
             gone = http.request(method, "/v1/contexts/novel")
-            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "context_not_found")
+        for method, path, body in (
+            ("GET", "/v1/models/smollm2-135m@novel", None),
+            ("POST", "/v1/completions", {"model": "smollm2-135m@novel", "prompt": "x"}),
+            ("POST", "/v1/completions", {"model": "gpt-4", "prompt": "x"}),
+        ):
+            gone = http.request(method, path, json=body)
+            error = gone.json()["error"]
+            assert (gone.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
 
 
 def test_live_ready_and_version(service: Running) -> None:

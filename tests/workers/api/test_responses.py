@@ -40,6 +40,10 @@ def test_text(client: openai.OpenAI) -> None:
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "The answer "
 
 
+def test_what_its_messages_are_called() -> None:
+    assert read().field == read(input=[{"role": "user", "content": "?"}]).field == "input"
+
+
 def test_a_stream_is_put_together_as_the_whole(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
     whole = client.responses.create(model=MODEL, input="?", tools=[TOOL])

@@ -21,7 +21,7 @@ from workers.serving.messages import (
     Sampling,
     ServingError,
     Standing,
-    UnknownContextError,
+    UnknownModelError,
 )
 from workers.settings import Settings
 
@@ -67,7 +67,7 @@ def test_events_and_errors_cross_as_values(backend: Startable) -> None:
         told = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
         assert told[:-1] == [Piece(word) for word in Script().words] and isinstance(told[-1], Done)
         [error] = [event async for events in actor.generate("2", "i", ask("quick", "none")) for event in events]
-        assert isinstance(error, UnknownContextError)
+        assert isinstance(error, UnknownModelError)
         assert await actor.beat("i") == backend.standing()
         assert await actor.health() == Health(True) and await actor.failure() is None
 

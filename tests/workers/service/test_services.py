@@ -30,9 +30,11 @@ from csattn.errors import CsattnError
 from csattn.models import load_model
 from tests.workers.api.running import eventually
 from tests.workers.service.serving import Service, run
+from tests.workers.serving.artifacts import build, text_of
 from workers.cli.serving import serve
 from workers.engine.answer import answer, question_tokens
 from workers.engine.opening import open_engine
+from workers.serving.context_file import ContextFile
 from workers.settings import suited_lookahead
 
 MODEL = "chat@lamps"
@@ -286,6 +288,18 @@ def test_what_cannot_be_served_is_a_sentence(
     given = {"server.port": 0, "store.path": place / "other", "model.name": str(place / "chat"), **flags}
     with pytest.raises(CsattnError, match=re.escape(words)):
         serve(None, given, contexts, in_one_process=True, json=False)
+
+
+@pytest.mark.parametrize("where", [("--local",), pytest.param((), marks=pytest.mark.ray)], ids=["local", "on_ray"])
+def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path, where: tuple[str, ...]) -> None:
+    """As requests would be, and it has no name then."""
+    store = place / "of-another"
+    artifact_id = build(store, text_of("heron"))
+    given = "--store", str(store), "--model", str(place / "chat"), "--context", f"heron={artifact_id}"
+    ended = run(*where, "--port", "0", *given)
+    assert ended.returncode == 1 and "ready at" not in ended.stdout, ended
+    assert "the context's artifact cannot be used" in ended.stderr and "load the model that built it" in ended.stderr
+    assert not ContextFile(store).read()
 
 
 @pytest.mark.ray

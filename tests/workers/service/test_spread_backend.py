@@ -25,7 +25,7 @@ from workers.serving.messages import (
     ServingError,
     Standing,
     Turn,
-    UnknownContextError,
+    UnknownModelError,
     WorkerLostError,
 )
 
@@ -204,8 +204,8 @@ def test_a_context_is_built_by_the_worker_that_will_answer_from_it() -> None:
     own.error = LOST
     assert asyncio.run(backend.register(*new)) == info
     assert sum(("register", *new) in worker.asked for worker in given if worker is not own) == 1
-    own.error = UnknownContextError("there is none")
-    with pytest.raises(UnknownContextError):
+    own.error = UnknownModelError("there is none")
+    with pytest.raises(UnknownModelError):
         asyncio.run(backend.delete("book"))
 
 

@@ -45,11 +45,12 @@ def body(data: bytes, more_body: bool = False) -> dict[str, Any]:
     "reply",
     [
         [start(200, STREAM), body(b"data: a\n\n", True), body(b"data: [DONE]\n\n", True), body(b"")],
+        [start(200, STREAM), body(b": wait\n\n", True), body(b"data: a\n\n", True), body(b"")],
         [start(200, JSON), body(b"{}")],
         [start(500, JSON), body(b"{}")],
         [start(404, PLAIN), body(b"no")],
     ],
-    ids=["stream", "object", "the service's own error", "not found"],
+    ids=["stream", "comment", "object", "the service's own error", "not found"],
 )
 def test_a_whole_reply_passes_unchanged(reply: list[dict[str, Any]]) -> None:
     assert told(reply) == reply

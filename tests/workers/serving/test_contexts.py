@@ -2,7 +2,9 @@
 
 import asyncio
 import hashlib
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from workers.serving.messages import (
     ContextInfo,
     ContextNotReadyError,
     UnknownContextError,
+    UnknownModelError,
 )
 from workers.settings import Settings, StoreSettings
 
@@ -63,7 +66,10 @@ def beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_build, "_set_nice", lambda process, nice: True)
 
 
-def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(place: Path) -> None:
+def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "workers")
     loaded, settings, text = load_model(str(place / "model")), settings_of(place), text_of("otter")
 
     async def first() -> tuple[str, list[ContextInfo]]:
@@ -90,6 +96,10 @@ def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(place: P
             return (await answer(backend, ask("otter")))[0], await backend.contexts()
 
     before = asyncio.run(first())
+    begun, done = [record.getMessage() for record in caplog.records]
+    num_tokens = before[1][0].num_tokens
+    assert begun == "the context otter is being built"
+    assert re.fullmatch(rf"the context otter, of {num_tokens:,} tokens, was built in \d+\.\d s", done)
     assert asyncio.run(again()) == before
     assert not list((place / "store" / TEXTS).iterdir()), "the text is not kept longer than its building"
 
@@ -131,7 +141,9 @@ def test_a_service_that_is_killed_goes_on_building_when_it_is_back(place: Path) 
     assert asyncio.run(back()).state == "ready"
 
 
-def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(place: Path) -> None:
+def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         contexts = registry(place)
         await contexts.register("short", "too short")
@@ -141,6 +153,7 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(pl
         assert deleted is None and "waits" not in {info.name for info in await contexts.infos()}
         failed = await ended(contexts, "short")
         assert failed.state == "failed" and "an index needs at least" in failed.what
+        assert f"the context short could not be built: {failed.what}" in caplog.text
         with pytest.raises(ContextNotReadyError, match="could not be built: the context has"):
             await contexts.artifact_path("short")
         with pytest.raises(ContextExistsError):
@@ -148,6 +161,8 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(pl
         await contexts.delete("short")
         with pytest.raises(UnknownContextError):
             await contexts.delete("short")
+        with pytest.raises(UnknownModelError):
+            await contexts.artifact_path("short")
         await contexts.close()
         assert not list((place / "store" / TEXTS).glob("*.txt"))
 

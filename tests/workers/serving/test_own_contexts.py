@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import logging
 import os
+import re
 import shutil
 import threading
 from typing import Any
@@ -24,10 +26,14 @@ from workers.serving.setbacks import FIRST_WAIT_S, LONGEST_WAIT_S, Setbacks
 pytestmark = pytest.mark.usefixtures("builds")  # no process builds
 
 
-def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds) -> None:
+def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds, caplog) -> None:
+    caplog.set_level(logging.INFO, "workers")
     question = ask(DOCUMENT + "Which are red?"), ask(DOCUMENT + "How many hours does lamp 3 burn?")
     (_, first), (said, second) = answers(tmp_path / "kept", *question)
     assert len(builds) == 1 and first.context_tokens == second.context_tokens == 512
+    begun, built = [record.getMessage() for record in caplog.records]
+    assert begun == "a context of 512 tokens is being built of a prompt"
+    assert re.fullmatch(r"a context of 512 tokens was built in \d+\.\d s", built)
     assert first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens
     assert computed(second) <= len("How many hours does lamp 3 burn?") + 30 + BLOCK_ROWS
     [(again, done)] = answers(tmp_path / "kept", question[1])

@@ -1,5 +1,6 @@
 """From messages to the ids that follow a context: those of the chat template, and refusals as sentences."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,9 +122,18 @@ def test_room_is_what_positions_and_rows_leave() -> None:
     assert room_for(asked, 900, 24, 1024, 200) == 100
     assert room_for(asked, 950, 24, 1024, 200) == 50
     assert room_for(asked, 0, 24, 1024, 30) == 7
-    for sizes in ((1000, 24, 1024, 200), (0, 31, 1024, 30)):
-        with pytest.raises(ContextTooLongError, match="shorter"):
+    for sizes, words in (
+        ((1000, 24, 1024, 200), "context and question have 1,000 and 24 tokens, the model has 1,024 positions"),
+        ((0, 31, 1024, 30), "^the prompt has 31 tokens and a request 30 rows"),
+        ((0, 1024, 1024, 30), "^the prompt has 1,024 tokens and the model 1,024 positions, .*; shorten it"),
+    ):
+        with pytest.raises(ContextTooLongError, match=words) as refused:
             room_for(asked, *sizes)
+        assert refused.value.param == "messages"
+    for other, field in ((ask(prompt="x"), "prompt"), (replace(asked, turns_field="input"), "input")):
+        with pytest.raises(ContextTooLongError) as refused:
+            room_for(other, 0, 31, 1024, 30)
+        assert refused.value.param == field
 
 
 @given(st.text(max_size=30), st.text(max_size=30))

@@ -1,0 +1,94 @@
+"""A stream whose answer has not begun shows that it lives, and OpenAI's own client takes no notice."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.workers.api.fake_backend import Script
+from tests.workers.api.running import KEY, Running, eventually, serving
+from workers.api import answering
+from workers.serving.messages import ServingError, TimedOutError, WorkerLostError
+
+MODEL = "smollm2-135m@handbook"
+ASK: list[Any] = [{"role": "user", "content": "go"}]
+LATE = Script(first_after_s=1.0)
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setattr(answering, "QUIET_S", 0.1)
+    with serving() as running:
+        yield running
+
+
+def text_of(service: Running) -> tuple[int, str]:
+    body = {"model": MODEL, "prompt": "go", "stream": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    reply = httpx2.post(f"{service.url}/v1/completions", json=body, headers=headers)
+    return reply.status_code, reply.text
+
+
+def test_comments_come_until_the_answer_begins(service: Running) -> None:
+    service.backend.scripts["go"] = LATE
+    status, text = text_of(service)
+    events = text.split("\n\n")
+    num_comments = sum(event == ": the answer has not begun yet" for event in events)
+    assert status == 200 and num_comments >= 2
+    assert all(event.startswith("data: ") for event in events[num_comments:-1]) and events[-2] == "data: [DONE]"
+
+
+def test_an_answer_that_begins_soon_has_none(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "QUIET_S", 10.0)
+    assert ": " not in text_of(service)[1].replace("data: ", "")
+
+
+def test_the_client_skips_them(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts["go"] = LATE
+    chat = client.chat.completions.create(model=MODEL, messages=ASK, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chat) == "The answer is 42."
+    text = client.completions.create(model=MODEL, prompt="go", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in text) == "The answer is 42."
+    with client.responses.stream(model=MODEL, input="go") as response:
+        assert response.get_final_response().output_text == "The answer is 42."
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TimedOutError("late"), "timeout"),
+        (WorkerLostError("gone"), "worker_lost"),
+        (ServingError("broken"), "internal_error"),
+        (RuntimeError("a secret of ours"), "internal_error"),
+    ],
+)
+def test_what_fails_after_the_headers_is_an_event(
+    service: Running, client: openai.OpenAI, error: Exception, code: str
+) -> None:
+    service.backend.scripts["go"] = Script(first_after_s=1.0, fail_at=0, error=error)
+    status, text = text_of(service)
+    *comments, last, end = text.split("\n\n")
+    assert status == 200 and comments and all(comment.startswith(": ") for comment in comments)
+    assert last.startswith('data: {"error":') and f'"code": "{code}"'.replace(" ", "") in last.replace(" ", "")
+    assert not end and "secret" not in text
+    for stream in (
+        client.chat.completions.create(model=MODEL, messages=ASK, stream=True),
+        client.responses.create(model=MODEL, input="go", stream=True),
+    ):
+        with pytest.raises(openai.APIError) as failed:
+            list(stream)
+        assert failed.value.code == code
+    assert not service.backend.running
+
+
+def test_a_client_that_leaves_while_it_waits_frees_its_place(service: Running) -> None:
+    service.backend.scripts["go"] = Script(first_after_s=30.0)
+    body = {"model": MODEL, "prompt": "go", "stream": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx2.stream("POST", f"{service.url}/v1/completions", json=body, headers=headers) as reply:
+        assert next(reply.iter_lines()).startswith(": ")
+        assert len(service.backend.running) == 1
+    assert eventually(lambda: not service.backend.running)
+    assert service.backend.num_ended_early == 1

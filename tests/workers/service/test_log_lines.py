@@ -1,0 +1,23 @@
+"""What a process of the service logs, in a process of its own: logging is set up once."""
+
+import re
+import subprocess
+import sys
+
+SAYS = """
+import logging
+from workers.service.log_lines import log_to_stderr
+
+log_to_stderr()
+for name in ("csattn.api", "workers.serving.contexts", "offload.blocks", "others"):
+    logging.getLogger(name).info("info of %s", name)
+    logging.getLogger(name).warning("warning of %s", name)
+"""
+
+
+def test_lines_of_one_form_on_stderr_alone() -> None:
+    ended = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, check=True)
+    lines = ended.stderr.splitlines()
+    form = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING) (\S+): (info|warning) of \2"
+    assert not ended.stdout and all(re.fullmatch(form, line) for line in lines)
+    assert len(lines) == 7 and "info of others" not in ended.stderr

@@ -1,0 +1,98 @@
+"""When a request that finds no room is told to come again. Time is a fake clock's."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from workers.serving.flow import Flow
+from workers.serving.messages import OverloadedError
+
+RUNNING, QUEUED = 8, 16
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def flow(clock: Clock) -> Flow:
+    return Flow(RUNNING, QUEUED, clock)
+
+
+def fill(flow: Flow) -> float:
+    """Ask until there is no room: what the next one is told."""
+    while flow.num_in_flight < RUNNING + QUEUED:
+        flow.reserve()
+    with pytest.raises(OverloadedError, match="come again in") as refused:
+        flow.reserve()
+    assert refused.value.retry_after_s is not None
+    return refused.value.retry_after_s
+
+
+def answer(flow: Flow, clock: Clock, batches: int, took_s: float) -> None:
+    """As many at a time as run, one batch after the other."""
+    for _ in range(batches):
+        clock.now += took_s
+        for _ in range(RUNNING):
+            flow.release(was_answered=True)
+
+
+def answer_alone(flow: Flow, clock: Clock, took_s: float) -> None:
+    flow.reserve()
+    clock.now += took_s
+    flow.release(was_answered=True)
+
+
+def test_while_busy_it_is_the_time_that_the_queue_takes(flow: Flow, clock: Clock) -> None:
+    for _ in range(10):
+        fill(flow)
+        answer(flow, clock, 2, took_s=3.0)
+    assert fill(flow) == pytest.approx(2 * 3.0, rel=0.1)  # two batches wait
+
+
+def test_time_in_which_nobody_asks_does_not_count(flow: Flow, clock: Clock) -> None:
+    for _ in range(10):
+        fill(flow)
+        answer(flow, clock, 3, took_s=3.0)
+    before = fill(flow)
+    answer(flow, clock, 3, took_s=3.0)
+    assert flow.num_in_flight == 0
+    clock.now += 3600.0
+    assert fill(flow) == pytest.approx(before, rel=0.1)
+
+
+def test_a_request_that_waits_for_a_build_by_itself_does_not_count(flow: Flow, clock: Clock) -> None:
+    answer_alone(flow, clock, 600.0)
+    assert fill(flow) == 1.0
+    answer(flow, clock, 3, took_s=3.0)
+    for _ in range(5):
+        answer_alone(flow, clock, 600.0)
+    assert fill(flow) <= 10.0
+
+
+def test_the_first_burst_is_told_more_the_longer_it_takes(flow: Flow, clock: Clock) -> None:
+    told = [fill(flow)]
+    for _ in range(4):
+        clock.now += 2.0
+        told.append(fill(flow))
+    assert told[0] == 1.0 and told == sorted(told) and len(set(told)) == len(told)
+    clock.now += 1e6
+    assert fill(flow) == 600.0
+
+
+def test_what_was_not_answered_tells_nothing(flow: Flow, clock: Clock) -> None:
+    fill(flow)
+    for _ in range(100):  # refused by what they ask
+        flow.release(was_answered=False)
+        flow.reserve()
+    clock.now += 4.0
+    assert fill(flow) == pytest.approx(4.0 / (RUNNING / 2) * QUEUED)

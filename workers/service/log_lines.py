@@ -1,0 +1,16 @@
+"""Where a process of the service logs: lines of one form on stderr."""
+
+import logging
+import sys
+
+FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OURS = ("csattn", "offload", "workers")
+
+
+def log_to_stderr() -> None:
+    """What the service's own packages say of their work, and others' warnings. A process that logs already does so as
+    it was set up."""
+    logging.basicConfig(format=FORM, level=logging.WARNING, stream=sys.__stderr__)  # Serve puts its own in its place
+    for name in _OURS:
+        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left

@@ -11,8 +11,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.families import describe
 from csattn.models.loader import DTYPES, read_config
 from csattn.selectors import resolve_rest
-from csattn.sketch.own import Growth
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu_engine import GROWTH, QUESTION_ROWS, CpuEngine
 from workers.engine.gpu_engine import MAX_ROWS, step_sizes
 from workers.engine.memory import require_weights
 from workers.engine.opening import gpu_engine, require_together
@@ -25,7 +24,8 @@ from workers.serving.local import LocalBackend
 from workers.serving.step_engine import StepEngine
 from workers.settings import Settings
 
-QUESTION_ROWS = 16  # that a step has at least: however few requests there may be, questions come in such pieces
+# that a step on a GPU has at least: however few requests there may be, questions come in such pieces
+QUESTION_ROWS_ON_GPU = 16
 
 
 def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
@@ -62,14 +62,13 @@ def make_searcher(settings: Settings, launch: Launch) -> WorkerSearcher | None:
 def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearcher | None) -> StepEngine:
     """The engine of the placement that is set. searcher: without one, threads of its own search."""
     engine, num_requests = settings.engine, settings.limits.max_concurrent_requests
-    max_rows = max(num_requests, QUESTION_ROWS)
     if engine.placement != "cpu":
         return gpu_engine(
             loaded,
             settings.search,
             engine.placement,
             engine.num_devices,
-            batch_sizes=step_sizes(min(max_rows, MAX_ROWS)),
+            batch_sizes=step_sizes(min(max(num_requests, QUESTION_ROWS_ON_GPU), MAX_ROWS)),
             num_slots=num_requests,
             tail_capacity=engine.tail_capacity,
             num_contexts=engine.num_contexts,
@@ -84,7 +83,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
         )
     return CpuEngine(
         loaded,
-        max_rows=min(max_rows, Growth().least_near),
+        max_rows=min(max(num_requests, QUESTION_ROWS), GROWTH.least_near),
         num_slots=num_requests,
         tail_capacity=engine.tail_capacity,
         num_threads=engine.num_threads,

@@ -9,9 +9,10 @@ from csattn.errors import ConfigError
 from offload.errors import NoDeviceError
 from tests.tiny import loaded, save
 from tests.workers.searchers.searching import Threads
+from workers.engine.cpu_engine import QUESTION_ROWS
 from workers.searchers.worker import choose_cpus
 from workers.service import making
-from workers.service.making import QUESTION_ROWS, make_backend, make_engine, make_searcher
+from workers.service.making import make_backend, make_engine, make_searcher
 from workers.service.ray_cluster import bundles
 from workers.settings import EngineSettings, LimitSettings, ModelSettings, RaySettings, Settings
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,10 +11,11 @@ pytest.importorskip("ray", reason="the package ray is not installed; pip install
 
 from csattn.errors import ConfigError
 from tests.workers.api.fake_backend import FakeBackend, Script
-from workers.service import attention_actor, making, search_actor
+from workers.service import attention_actor, making, ray_app, search_actor
 from workers.service.attention_actor import AttentionActor
 from workers.serving.messages import (
     Ask,
+    ContextNotReadyError,
     Done,
     Health,
     Held,
@@ -108,6 +110,20 @@ def test_it_holds_and_drops_what_it_is_told_to(backend: Startable) -> None:
         assert isinstance(await actor.call("drop", [book]), ServingError)
 
     asyncio.run(run())
+
+
+def test_a_name_that_a_worker_refuses_is_refused_at_the_start() -> None:
+    asked = list[tuple[str, ...]]()
+
+    def call(*arguments: str) -> ServingError | None:
+        asked.append(arguments)
+        return ContextNotReadyError("the context's artifact cannot be used") if arguments[1] == "b" else None
+
+    ray = SimpleNamespace(get=lambda answer: answer)
+    actor = SimpleNamespace(call=SimpleNamespace(remote=call))
+    with pytest.raises(ContextNotReadyError, match="cannot be used"):
+        ray_app._name(ray, actor, {"a": "1234", "b": "5678", "c": "9abc"})
+    assert asked == [("name", "a", "1234"), ("name", "b", "5678")]
 
 
 def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:

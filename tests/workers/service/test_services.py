@@ -290,13 +290,12 @@ def test_what_cannot_be_served_is_a_sentence(
         serve(None, given, contexts, in_one_process=True, json=False)
 
 
-@pytest.mark.parametrize("where", [("--local",), pytest.param((), marks=pytest.mark.ray)], ids=["local", "on_ray"])
-def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path, where: tuple[str, ...]) -> None:
+def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path) -> None:
     """As requests would be, and it has no name then."""
     store = place / "of-another"
     artifact_id = build(store, text_of("heron"))
     given = "--store", str(store), "--model", str(place / "chat"), "--context", f"heron={artifact_id}"
-    ended = run(*where, "--port", "0", *given)
+    ended = run("--local", "--port", "0", *given)
     assert ended.returncode == 1 and "ready at" not in ended.stdout, ended
     assert "the context's artifact cannot be used" in ended.stderr and "load the model that built it" in ended.stderr
     assert not ContextFile(store).read()

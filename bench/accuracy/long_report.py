@@ -87,89 +87,80 @@ def by_contender(cases: list[Case]) -> Rows:
 
 
 def draw(cases: list[Case], path: Path) -> None:
-    """KL over the bytes that are held, and over the share that is kept: means over all texts of a kind."""
+    """KL over the share of rows that are read exactly, and over the bytes that are held: means of all settings in which
+    all that is shown was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2))
-    _draw_bytes(left, cases)
-    _draw_keeps(right, cases)
+    shown = _common(cases)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), sharey=True)
+    _draw_series(left, shown, _BY_SHARE, lambda case: 100 * case["keep"])
+    _draw_series(right, shown, _BY_BYTES, lambda case: case["code_bytes_per_key"])
+    ours = [case["kl"] for case in shown if case["contender"] == "default" and case["keep"] == _KEEP]
+    for axis in (left, right):
+        if ours:
+            axis.axhline(geometric_mean(ours), color="tab:blue", linewidth=1, linestyle=":")
+        axis.set(xscale="log", yscale="log", ylim=(1e-5, 0.8))
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False, fontsize=9, loc="lower left", markerscale=0.7, labelspacing=0.25)
+    left.set(xlabel="rows that a token reads exactly, % of the context", title="What is read")
+    left.set_xticks([2, 5, 10, 25, 50, 70], ["2", "5", "10", "25", "50", "70"])
+    left.set(ylabel="KL to full attention (nats)")
+    right.set(xlabel="bytes of a key and its value in a KV head, on the device (16 bits: 256)", title="What is held")
+    right.set_xticks([16, 32, 64, 128, 256], ["16", "32", "64", "128", "256"])
+    right.set(xlim=(12, 300))
+    lengths = [case["context_len"] for case in shown]
+    if lengths:
+        of = f"{len(by_setting(shown))} texts and lengths, {min(lengths):,} to {max(lengths):,} tokens"
+        figure.suptitle(f"{shown[0]['model']}, geometric means over {of}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 _KEEP = 0.02
-_SAME_SIZE = "sketch of 4 + 0 words"  # as the default: one of them is enough for a line
-# prefix of a name -> (label, marker)
-_FAMILIES = {
-    "sketch of": ("sketch, and 2 % exact rows from the host", "o"),
-    "KIVI": ("KIVI", "s"),
-    "TurboQuant": ("TurboQuant", "^"),
-    "KVTC": ("KVTC's transform", "D"),
-    "q4_0": ("llama.cpp q4_0", "P"),
-}
+# what a panel shows: a label, contenders whose points a line joins, color and marker
+Series = tuple[tuple[str, tuple[str, ...], str, str], ...]
+_BY_SHARE: Series = (
+    ("csattn, default: the rest by codes", ("default",), "tab:blue", "*"),
+    ("exact Top-K, the rest dropped", ("exact",), "black", "x"),
+    ("PQCache", ("pqcache",), "tab:green", "^"),
+    ("SparQ", ("sparq",), "tab:orange", "s"),
+    ("Quest", ("quest",), "tab:red", "D"),
+    ("H2O", ("h2o",), "tab:purple", "P"),
+    ("preset paper: CSAttention's lists", ("paper",), "tab:brown", "v"),
+    ("preset lists: those corrected", ("lists",), "tab:pink", "h"),
+)
+_BY_BYTES: Series = (
+    ("csattn: codes, and 2 % of the rows from the host", ("default",), "tab:blue", "*"),
+    ("all rows, KIVI: 2 and 4 bits", ("KIVI, 2 bits", "KIVI, 4 bits"), "tab:orange", "s"),
+    ("all rows, TurboQuant: 3.5 and 4", ("TurboQuant, 3.5 bits", "TurboQuant, 4 bits"), "tab:green", "^"),
+    ("all rows, llama.cpp's q4_0", ("q4_0",), "tab:purple", "P"),
+)
 
 
-def _common(cases: list[Case], shown: Callable[[str], bool]) -> list[Case]:
-    """The cases in those settings in which all of the contenders that are shown were measured."""
-    names = {case["contender"] for case in cases if shown(case["contender"])}
-    settings = [
-        setting
-        for setting in by_setting(cases)
-        if names <= {case["contender"] for case in cases if setting_of(case) == setting}
-    ]
-    return [case for case in cases if setting_of(case) in settings and case["contender"] in names and case["kl"] > 0]
+def _common(cases: list[Case]) -> list[Case]:
+    """Of what is shown, the cases in settings in which all of that which is here was measured."""
+    shown = {name for _, names, _, _ in (*_BY_SHARE, *_BY_BYTES) for name in names}
+    of = [case for case in cases if case["contender"] in shown and case["kl"] > 0]
+    names = {(case["contender"], case["keep"]) for case in of}
+    measured = {
+        setting: {(c["contender"], c["keep"]) for c in of if setting_of(c) == setting} for setting in by_setting(of)
+    }
+    return [case for case in of if names <= measured[setting_of(case)]]
 
 
-def _draw_bytes(axis: Any, cases: list[Case]) -> None:
-    cases = _common(cases, lambda name: name in ("exact", "default") or name.startswith(tuple(_FAMILIES)))
-    series: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    markers = {}
-    for (name, keep), of_row in by_contender(cases).items():
-        prefix = "sketch of" if name == "default" else name
-        family = next((family for start, family in _FAMILIES.items() if prefix.startswith(start)), None)
-        if family is None or keep not in (0.0, _KEEP) or name == _SAME_SIZE:
+def _draw_series(axis: Any, cases: list[Case], series: Series, place: Callable[[Case], float]) -> None:
+    for label, names, color, marker in series:
+        points: dict[tuple[str, float], list[Case]] = defaultdict(list)
+        for case in cases:
+            if case["contender"] in names and (case["keep"] == 0 or place(case) > 0):
+                points[case["contender"], case["keep"]].append(case)
+        if not points:
             continue
-        kls = [case["kl"] for case in of_row.values()]
-        series[family[0]].append((next(iter(of_row.values()))["code_bytes_per_key"], geometric_mean(kls)))
-        markers[family[0]] = family[1]
-    for label, points in series.items():
-        points.sort()
-        axis.plot(*zip(*points, strict=True), "-" + markers[label], label=label, markersize=8, markeredgecolor="white")
-    exact = [case["kl"] for case in cases if case["contender"] == "exact" and case["keep"] == _KEEP]
-    if exact:
-        axis.axhline(geometric_mean(exact), color="black", linewidth=1, linestyle="--", label="exact 2 %, no rest")
-    axis.set(
-        xscale="log",
-        yscale="log",
-        xlabel="bytes of codes per key and KV head, on the device (16-bit KV: 256)",
-        xlim=(6, 160),
-        ylim=(1e-4, 0.6),
-    )
-    axis.set(ylabel="KL to full attention (nats)", title="What is held, and what it loses")
-    axis.set_xticks([8, 16, 32, 64, 128], ["8", "16", "32", "64", "128"])
-    axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False, loc="lower right")
-
-
-def _draw_keeps(axis: Any, cases: list[Case]) -> None:
-    shown = ("exact", "sketch of 2 + 0 words", "default", "default+ahead", "sketch of 4 + 2 words")
-    rows = by_contender(_common(cases, lambda name: name in shown))
-    for name in shown:
-        points = sorted(
-            (100 * keep, geometric_mean([case["kl"] for case in of_row.values()]))
-            for (contender, keep), of_row in rows.items()
-            if contender == name
-        )
-        if len(points) > 1:
-            style = "--k" if name == "exact" else "-o"
-            axis.plot(*zip(*points, strict=True), style, label=name, markersize=7, markeredgecolor="white")
-    axis.set(xscale="log", yscale="log", xlabel="rows read exactly, % of the context")
-    axis.set(ylabel="KL to full attention (nats)", title="How many rows are read exactly")
-    axis.set_xticks([0.5, 1, 2, 5], ["0.5", "1", "2", "5"])
-    axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+        at = sorted((place(of[0]), geometric_mean([case["kl"] for case in of])) for of in points.values())
+        size = 16 if marker == "*" else 8
+        axis.plot(*zip(*at, strict=True), "-" + marker, color=color, label=label, markersize=size)

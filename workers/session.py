@@ -34,7 +34,7 @@ def csattn_session(
     artifact: Artifact | Path | str,
     config: SearchConfig | None = None,
     selector: str = "csattn",
-    kv_format: KvFormat | None = None,
+    kv_format: KvFormat | str | None = None,
     host_budget_bytes: int | None = None,
     placement: str = "cpu",
     **options: Any,
@@ -45,7 +45,7 @@ def csattn_session(
             loaded.model.generate(**session.ask("Who keeps the inn?"), max_new_tokens=60)
 
     artifact: an open one, or the directory or URL of one. Raises ArtifactError when it cannot be read or was made for
-    another model. kv_format: how the context's rows are kept in memory; None: as the artifact maps them.
+    another model. kv_format: how the context's rows are kept in memory, q8_0, say; None: as the artifact maps them.
     host_budget_bytes: of the memory for them, for contexts that are larger than memory; None: all that they take.
     placement: on a GPU, where index and KV lie: device, hybrid or host. options: num_slots, the requests at a time;
     tail_capacity, the tokens of one, question and answer; and others of the engine.
@@ -53,7 +53,8 @@ def csattn_session(
     opened = open_artifact(artifact) if isinstance(artifact, str | Path) else artifact
     try:
         kept = {"kv_format": kv_format, "host_budget_bytes": host_budget_bytes, "placement": placement}
-        with Session(loaded, opened, config or SearchConfig(), selector, **kept, **options) as session:
+        search = SearchConfig() if config is None else config
+        with Session(loaded, opened, search, selector, **kept, **options) as session:
             yield session
     finally:
         if opened is not artifact:
@@ -88,6 +89,9 @@ class Session:
 
     def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with a question, wrapped as the context was."""
+        self._require_open()
+        if not isinstance(question, str):
+            raise ConfigError(f"a question is text, got {question!r}; ask one at a time, each is a request of its own")
         ids = question_tokens(self.loaded, self.artifact, question)
         return self.continue_with(np.array(ids, np.int32), observer)
 
@@ -127,6 +131,7 @@ class Session:
         It has a slot of the engine as long as somebody holds it. observer: sees its steps, on the CPU.
         """
         with self._lock:
+            self._require_open()
             slot = self._free_slot()
             self.engine.open(slot, 0, self.config, self.selector)  # type: ignore[arg-type]  # refuses others by name
             self._unused.popleft()
@@ -141,8 +146,7 @@ class Session:
         """Logits after the tokens from first_wanted on: [num_wanted, vocab_size] float32."""
         fed, size, logits = request.fed, self.engine.max_rows, []
         with self._lock:
-            if not self._is_open:
-                raise ConfigError("this request's session has ended; ask again in an open session")
+            self._require_open()
             if fed.has_failed:
                 raise ConfigError("a step of this request has failed before; ask again for a new one")
             self._require_rows(len(fed.token_ids) + len(token_ids))
@@ -169,6 +173,10 @@ class Session:
         """The context's token ids."""
         ids: list[int] = self.artifact.token_ids.tolist()
         return ids
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise ConfigError("this session has ended, or has not begun; ask again in an open session")
 
     def _require_rows(self, num_tokens: int) -> None:
         """num_tokens: of a request's own, with the new ones."""

@@ -1,7 +1,9 @@
 """Decoding from an artifact through `model.generate`: the same answer as full attention where nothing is left out,
 and the same answer whichever way the same rows are chosen."""
 
+import copy
 import inspect
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -356,6 +358,17 @@ def test_what_a_request_cannot_give_is_refused(store) -> None:
             loaded().model.model(ids, past_key_values=session.request())
 
 
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_request_is_not_copied(store, make) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        asked = session.continue_with(token_ids(3))
+        with pytest.raises(ConfigError, match="a request cannot be copied, .* ask again in its session"):
+            make(asked["past_key_values"])
+        with pytest.raises(ConfigError, match="cannot go back to fewer tokens; ask again in its session"):
+            asked["past_key_values"].crop(CONTEXT_LEN)
+        loaded().model.generate(**asked, max_new_tokens=1)
+
+
 def test_a_request_of_a_session_that_has_ended_is_refused(store) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session:
@@ -416,6 +429,41 @@ def test_what_a_placement_cannot_do_is_refused(store, options, sentence) -> None
         csattn_session(loaded(), artifact_of(store), **{"placement": "device", **options}),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"config": {"keep": 0.02}}, r"config is a csattn.config.SearchConfig, got \{'keep': 0.02\}"),
+        ({"config": {}}, "config is a csattn.config.SearchConfig"),
+        ({"kv_format": "q9"}, "'q9' is no format of keys or values; choose from float32"),
+        ({"kv_format": 8}, "a KV format is a name as q8_0, or k=q8_0,v=q4_0, got 8"),
+        ({"num_slots": 0}, "num_slots is a whole number from 1 on, got 0"),
+        ({"num_slots": "2"}, "num_slots is a whole number from 1 on, got '2'"),
+        ({"tail_capacity": 0}, "tail_capacity is a whole number from 1 on, got 0"),
+        ({"tail_capacity": 8.5}, "tail_capacity is a whole number from 1 on, got 8.5"),
+    ],
+)
+def test_options_of_another_kind_are_refused(store, options, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence), csattn_session(loaded(), artifact_of(store), **options):
+        pass
+
+
+@pytest.mark.parametrize("question", [["a", "b"], None, b"who?", 7])
+def test_a_question_is_text(store, question) -> None:
+    with (
+        csattn_session(loaded(), artifact_of(store)) as session,
+        pytest.raises(ConfigError, match="a question is text"),
+    ):
+        session.ask(question)
+
+
+def test_a_session_that_has_ended_gives_no_request(store) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        pass
+    for ask in (lambda: session.ask("who?"), lambda: session.continue_with(token_ids(3)), session.request):
+        with pytest.raises(ConfigError, match="ask again in an open session"):
+            ask()
 
 
 def test_another_models_artifact_is_refused(store) -> None:

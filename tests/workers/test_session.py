@@ -362,7 +362,7 @@ def test_what_a_request_cannot_give_is_refused(store) -> None:
 def test_a_request_is_not_copied(store, make) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         asked = session.continue_with(token_ids(3))
-        with pytest.raises(ConfigError, match="a request cannot be copied, .* ask again in its session"):
+        with pytest.raises(ConfigError, match=r"a request cannot be copied, .* ask again in its session"):
             make(asked["past_key_values"])
         with pytest.raises(ConfigError, match="cannot go back to fewer tokens; ask again in its session"):
             asked["past_key_values"].crop(CONTEXT_LEN)

@@ -37,10 +37,11 @@ class RequestCache(AttendingCache):
         """
         same = self._num_of_context(token_ids)
         if same < self._context_len:
+            how = f"and from position {same} on they are not the context's" if same else "without it before them"
             raise ConfigError(
-                f"{len(token_ids)} token ids were given to a request of a context of {self._context_len}, and from "
-                f"position {same} on they are not the context's; give a whole sequence, as `session.ask` and "
-                "`continue_with` do: the context's ids as they are, and then the question's"
+                f"{len(token_ids)} token ids were given to a request of a context of {self._context_len}, {how}; give "
+                "a whole sequence, as `session.ask` and `continue_with` do: the context's ids as they are, and then "
+                "the question's"
             )
         old, new = token_ids[self._context_len : self.fed.kv_len], token_ids[self.fed.kv_len :]
         if old != self.fed.token_ids or not new:

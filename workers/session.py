@@ -89,7 +89,6 @@ class Session:
 
     def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with a question, wrapped as the context was."""
-        self._require_open()
         if not isinstance(question, str):
             raise ConfigError(f"a question is text, got {question!r}; ask one at a time, each is a request of its own")
         ids = question_tokens(self.loaded, self.artifact, question)

@@ -241,13 +241,23 @@ def test_a_call_of_the_model_takes_a_whole_request_as_generate_does(store) -> No
 
 @pytest.mark.parametrize("place", [0, 100, CONTEXT_LEN - 1])
 def test_another_context_before_the_question_is_refused(store, place) -> None:
-    model, sentence = loaded().model, f"from position {place} on they are not the context's"
+    model = loaded().model
+    sentence = (
+        f"from position {place} on they are not the context's" if place else "without it before them; give a whole"
+    )
     with csattn_session(loaded(), artifact_of(store)) as session:
         asked = session.continue_with(token_ids(9, seed=3))
         asked["input_ids"][0, place] += 1
         for call in (model, model.generate):
             with pytest.raises(ConfigError, match=sentence):
                 call(**asked)
+
+
+def test_a_question_may_be_read_in_chunks(store) -> None:
+    model, options = loaded().model, {"max_new_tokens": 4, "do_sample": False}
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        want = model.generate(**session.continue_with(token_ids(9)), **options)
+        assert torch.equal(model.generate(**session.continue_with(token_ids(9)), **options, prefill_chunk_size=4), want)
 
 
 def test_other_tokens_than_a_request_has_are_refused(store) -> None:
@@ -268,7 +278,7 @@ def test_new_ids_alone_are_known_by_a_mask_of_all(store) -> None:
         options = {"attention_mask": torch.ones(1, CONTEXT_LEN + 9), "max_new_tokens": 4, "do_sample": False}
         got = model.generate(question, past_key_values=session.request(), **options)
         assert torch.equal(got[0], want[0, CONTEXT_LEN:])
-        with pytest.raises(ConfigError, match="9 token ids were given to a request of a context of 400"):
+        with pytest.raises(ConfigError, match="9 token ids were given to a request of a context of 400, without it"):
             model.generate(question, past_key_values=session.request(), max_new_tokens=4)
 
 

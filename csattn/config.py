@@ -1,6 +1,7 @@
 """How an index is made and how it is searched: frozen values, checked once, where they enter."""
 
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from csattn.errors import ConfigError
@@ -161,10 +162,14 @@ def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> No
 
 
 def _require_at_least(name: str, value: int, lowest: int) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if value < lowest:
         raise ConfigError(f"{name} must be at least {lowest}, got {value}")
 
 
 def _require_share(name: str, value: float) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
     if not 0.0 < value <= 1.0:
         raise ConfigError(f"{name} must lie in (0, 1], got {value}")

@@ -1,7 +1,10 @@
-"""The selectors there are: for the command line, the service and their documentation. Loads no heavy library."""
+"""The selectors there are: for the command line, the service and their documentation. Loads no heavy library.
+
+Names and types are of those that are part of csattn; `ABOUT` has also what `csattn.selectors.register` was given.
+"""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from csattn.errors import ConfigError
 
@@ -18,7 +21,7 @@ class About:
     keeps_top_k: bool  # it selects `keep` of the context, so keeping everything is full attention
 
 
-ABOUT: dict[SelectorName, About] = {
+ABOUT: dict[str, About] = {
     "csattn": About("the artifact's index: a sketch, or centroids and lists", "CSAttention, arXiv:2604.08584", True),
     "exact": About("the true top-k, by reading every key", "", True),
     "quest": About("bounds of pages of 16 keys", "Quest, arXiv:2406.10774", True),
@@ -33,12 +36,11 @@ ABOUT: dict[SelectorName, About] = {
 
 def selector_named(name: str) -> SelectorName:
     """Raises ConfigError when there is none of that name."""
-    for selector in SELECTOR_NAMES:
-        if selector == name:
-            return selector
-    raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(SELECTOR_NAMES)}")
+    if name in ABOUT:
+        return cast(SelectorName, name)
+    raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(ABOUT)}")
 
 
 def described() -> str:
     """All names with what they are, as one sentence."""
-    return "; ".join(f"{name}: {ABOUT[name].summary}" for name in SELECTOR_NAMES)
+    return "; ".join(f"{name}: {ABOUT[name].summary}" for name in ABOUT)

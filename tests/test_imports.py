@@ -36,7 +36,7 @@ ADDRESSES: dict[str, tuple[str, ...]] = {
     "transformers": (
         "csattn/models/*.py",
         "index_build/capture.py",
-        "workers/session.py",
+        "workers/session_model.py",
     ),
 }
 

@@ -13,7 +13,8 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from offload.codecs.formats import KvFormat
 from workers.observe import AttentionProbe
-from workers.session import RequestCache, Session, csattn_session
+from workers.request_cache import RequestCache
+from workers.session import Session, csattn_session
 
 # Tokens that pass through the model at a time, and how many of the text's tokens are looked at in detail.
 _CHUNK_LEN = 64

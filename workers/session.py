@@ -1,12 +1,10 @@
 """Let a transformers model generate from an artifact: `model.generate(**session.ask("..."))`."""
 
 import gc
-import inspect
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -15,21 +13,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
-from csattn.errors import ConfigError
+from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
-from csattn.models.attending_cache import AttendingCache
 from offload.codecs.formats import KvFormat
 from workers.engine.answer import question_tokens, require_positions
-from workers.engine.cpu_context import CpuRequest, StepCount
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.fidelity import Observer
 from workers.engine.opening import open_engine
-from workers.engine.slots import require_room
+from workers.request_cache import RequestCache
 from workers.serving.step_engine import StepRow
+from workers.session_model import Forward, Generate
 
 
 @contextmanager
@@ -38,7 +34,7 @@ def csattn_session(
     artifact: Artifact | Path | str,
     config: SearchConfig | None = None,
     selector: str = "csattn",
-    kv_format: KvFormat | None = None,
+    kv_format: KvFormat | str | None = None,
     host_budget_bytes: int | None = None,
     placement: str = "cpu",
     **options: Any,
@@ -49,7 +45,7 @@ def csattn_session(
             loaded.model.generate(**session.ask("Who keeps the inn?"), max_new_tokens=60)
 
     artifact: an open one, or the directory or URL of one. Raises ArtifactError when it cannot be read or was made for
-    another model. kv_format: how the context's rows are kept in memory; None: as the artifact maps them.
+    another model. kv_format: how the context's rows are kept in memory, q8_0, say; None: as the artifact maps them.
     host_budget_bytes: of the memory for them, for contexts that are larger than memory; None: all that they take.
     placement: on a GPU, where index and KV lie: device, hybrid or host. options: num_slots, the requests at a time;
     tail_capacity, the tokens of one, question and answer; and others of the engine.
@@ -57,7 +53,8 @@ def csattn_session(
     opened = open_artifact(artifact) if isinstance(artifact, str | Path) else artifact
     try:
         kept = {"kv_format": kv_format, "host_budget_bytes": host_budget_bytes, "placement": placement}
-        with Session(loaded, opened, config or SearchConfig(), selector, **kept, **options) as session:
+        search = SearchConfig() if config is None else config
+        with Session(loaded, opened, search, selector, **kept, **options) as session:
             yield session
     finally:
         if opened is not artifact:
@@ -79,27 +76,43 @@ class Session:
         self._is_open = False
 
     def __enter__(self) -> Self:
-        self._forward = _Forward.of(self.loaded.model)
-        self._forward.num_sessions += 1
+        self._methods = [kind.begin_session(self.loaded.model) for kind in (Forward, Generate)]
         self._is_open = True
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._forward.end_session()
+        for method in self._methods:
+            method.end_session()
         with self._lock:
             self._is_open = False
             self.engine.close()
 
     def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with a question, wrapped as the context was."""
+        if not isinstance(question, str):
+            raise ConfigError(f"a question is text, got {question!r}; ask one at a time, each is a request of its own")
         ids = question_tokens(self.loaded, self.artifact, question)
         return self.continue_with(np.array(ids, np.int32), observer)
 
     def room_for(self, prompt_len: int, max_new_tokens: int) -> int:
-        """As many new tokens as were asked for, or as there is room left for."""
+        """As many new tokens as were asked for, or as there is room left for: for `generate`'s max_new_tokens.
+
+        prompt_len: of the context and what has been said since, question and all: input_ids.shape[1].
+        """
         context_len, engine = self.artifact.spec.context_len, self.engine
         room = min(engine.max_positions, context_len + engine.tail_capacity + 1)  # the last is never fed back
-        return min(max_new_tokens, room - prompt_len)
+        return max(0, min(max_new_tokens, room - prompt_len))
+
+    def require_room(self, prompt_len: int, max_new_tokens: int | None) -> None:
+        """Raise ContextError where so many do not fit behind a prompt. None: at least one, how many nobody knows."""
+        wanted = 1 if max_new_tokens is None else max_new_tokens
+        room = self.room_for(prompt_len, wanted)
+        if wanted > room:
+            remedy = f"pass max_new_tokens of at most {room}" if room else "ask a shorter question"
+            raise ContextError(
+                f"{wanted} new tokens were asked for, and behind these {prompt_len} of context and question there is "
+                f"room for {room}; {remedy}{self._or_more_room}"
+            )
 
     def continue_with(self, token_ids: NDArray[np.int32], observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with given ids [num_tokens]: a request of its own."""
@@ -111,31 +124,31 @@ class Session:
             "past_key_values": self.request(observer),
         }
 
-    def request(self, observer: Observer | None = None) -> "RequestCache":
+    def request(self, observer: Observer | None = None) -> RequestCache:
         """An empty request: a transformers cache that holds the context and no question yet.
 
         It has a slot of the engine as long as somebody holds it. observer: sees its steps, on the CPU.
         """
         with self._lock:
+            self._require_open()
             slot = self._free_slot()
             self.engine.open(slot, 0, self.config, self.selector)  # type: ignore[arg-type]  # refuses others by name
             self._unused.popleft()
-            request = RequestCache(self, slot)
+            request = RequestCache(self, slot, self._given_back)
             if observer is not None:
                 if not isinstance(self.engine, CpuEngine):
                     raise ConfigError("steps are shown on the CPU; leave out the observer, or the placement")
                 self.engine.observe(slot, observer)
         return request
 
-    def feed(self, request: "RequestCache", token_ids: list[int], first_wanted: int) -> Tensor:
+    def feed(self, request: RequestCache, token_ids: list[int], first_wanted: int) -> Tensor:
         """Logits after the tokens from first_wanted on: [num_wanted, vocab_size] float32."""
         fed, size, logits = request.fed, self.engine.max_rows, []
         with self._lock:
-            if not self._is_open:
-                raise ConfigError("this request's session has ended; ask again in an open session")
+            self._require_open()
             if fed.has_failed:
                 raise ConfigError("a step of this request has failed before; ask again for a new one")
-            require_room(request.slot, fed.num_tokens + len(token_ids), self.engine.tail_capacity)
+            self._require_rows(len(fed.token_ids) + len(token_ids))
             fed.has_failed = True  # unless all goes well
             for start in range(0, len(token_ids), size):
                 rows = [
@@ -143,7 +156,7 @@ class Session:
                     for number, token_id in enumerate(token_ids[start : start + size], start)
                 ]
                 result = self.engine.step(rows, want_logits=rows[-1].asks)
-                fed.num_tokens += len(rows)
+                fed.token_ids += token_ids[start : start + size]
                 if result.logits is not None:
                     logits.append(torch.from_numpy(result.logits[max(0, first_wanted - start) :].copy()))
             fed.has_failed = False
@@ -153,6 +166,32 @@ class Session:
     def is_open(self) -> bool:
         """Whether requests can be decoded."""
         return self._is_open
+
+    @cached_property
+    def context_ids(self) -> list[int]:
+        """The context's token ids."""
+        ids: list[int] = self.artifact.token_ids.tolist()
+        return ids
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise ConfigError("this session has ended, or has not begun; ask again in an open session")
+
+    def _require_rows(self, num_tokens: int) -> None:
+        """num_tokens: of a request's own, with the new ones."""
+        room = min(self.engine.tail_capacity, self.engine.max_positions - self.artifact.spec.context_len)
+        if num_tokens > room:
+            raise ContextError(
+                f"a request would have {num_tokens} tokens of its own, question and answer, and there is room for "
+                f"{room} behind this context; pass max_new_tokens of at most what `session.room_for` tells, or ask a "
+                f"shorter question{self._or_more_room}"
+            )
+
+    @property
+    def _or_more_room(self) -> str:
+        """What else to do, if that is possible."""
+        left = self.engine.max_positions - self.artifact.spec.context_len
+        return ", or open the session with more tail_capacity" if self.engine.tail_capacity < left else ""
 
     def _free_slot(self) -> int:
         """The first of those that are free."""
@@ -168,113 +207,3 @@ class Session:
             f"this session has {self.engine.num_slots} requests, as many as it has slots; let one go, or open the "
             "session with more num_slots"
         )
-
-
-class RequestCache(AttendingCache):
-    """One request as transformers sees it: the context, and what the request adds to it. The rows are the engine's."""
-
-    def __init__(self, session: Session, slot: int) -> None:
-        self.session, self.slot = session, slot
-        self.fed = _Fed(session.artifact.spec.context_len)
-        super().__init__([self.fed] * session.loaded.geometry.num_layers)
-        weakref.finalize(self, session._given_back.append, slot)
-
-    @property
-    def count(self) -> StepCount:
-        """What it has read so far."""
-        return self._on_cpu.count
-
-    @property
-    def index_bytes(self) -> int:
-        """What its selector and attention to the rest hold beside the KV, all layers."""
-        return self._on_cpu.index_bytes
-
-    @property
-    def _on_cpu(self) -> CpuRequest:
-        assert isinstance(self.session.engine, CpuEngine), "on a GPU it is not counted"
-        return self.session.engine.request(self.slot)
-
-
-class _Fed:
-    """How much of a request the engine has: `AttendingRows` that are elsewhere."""
-
-    def __init__(self, context_len: int) -> None:
-        self._context_len = context_len
-        self.num_tokens = 0
-        self.has_failed = False
-
-    @property
-    def kv_len(self) -> int:
-        return self._context_len + self.num_tokens
-
-    def append(self, k: Tensor, v: Tensor) -> None:
-        raise ConfigError(
-            "a request is decoded by `model.generate` or `model(...)` of its own model, while its session is open; ask "
-            "again in an open session"
-        )
-
-    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
-        raise AssertionError("nothing is appended")
-
-
-class _Forward:
-    """A model's `forward` while sessions over it are open: requests go to their engines, all else as before."""
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._before = model, model.__dict__.get("forward")
-        self._forward, self._signature = model.forward, inspect.signature(model.forward)
-        update_wrapper(self, model.forward)
-        self.num_sessions = 0
-
-    @classmethod
-    def of(cls, model: Any) -> "_Forward":
-        """The model's, put in its place if it is not."""
-        if not isinstance(model.forward, cls):
-            model.forward = cls(model)
-        return model.forward
-
-    def end_session(self) -> None:
-        """Put back what was there, after the last, unless something else has been put there since."""
-        self.num_sessions -= 1
-        if self.num_sessions == 0 and self._model.__dict__.get("forward") is self:
-            del self._model.forward
-            if self._before is not None:
-                self._model.forward = self._before
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = self._signature.bind(*args, **kwargs).arguments
-        cache = given.get("past_key_values")
-        if not (
-            isinstance(cache, RequestCache) and cache.session.is_open and cache.session.loaded.model is self._model
-        ):
-            return self._forward(*args, **kwargs)
-        return _decode(cache, {**given.pop("kwargs", {}), **given})
-
-
-def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPast | tuple[Any, ...]:
-    """What `forward` gives for the next tokens of a request."""
-    for name in ("inputs_embeds", "labels", "output_attentions", "output_hidden_states"):
-        if given.get(name) is not None and given[name] is not False:
-            raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")
-    ids, positions, keep = given["input_ids"], given.get("position_ids"), given.get("logits_to_keep", 0)
-    if ids.shape[0] != 1:
-        raise ConfigError(
-            f"a request is one sequence, got a batch of {ids.shape[0]}; make one request per sequence, "
-            "without beams and with num_return_sequences=1"
-        )
-    mask = given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
-        raise ConfigError("a request of a session attends to all of its tokens; leave out padding, and what masks it")
-    kv_len = cache.get_seq_length()
-    first = kv_len if positions is None else int(positions.flatten()[0]) if positions.numel() else None
-    if ids.shape[1] == 0 or first != kv_len:
-        raise ConfigError(
-            f"tokens at positions from {first} on do not follow a request of {kv_len}: it has been decoded "
-            "already; ask again for a new one, or go on with all the tokens that it has"
-        )
-    first_wanted = max(0, ids.shape[1] - keep) if isinstance(keep, int) and keep else 0
-    logits = cache.session.feed(cache, ids[0].tolist(), first_wanted)
-    if not isinstance(keep, int):
-        logits = logits[keep.cpu()]
-    out = CausalLMOutputWithPast(logits=logits[None].to(ids.device), past_key_values=cache)
-    return out.to_tuple() if given.get("return_dict") is False else out

@@ -5,7 +5,7 @@ from typing import cast, get_args
 
 from bench.timing import gate
 from csattn.config import PRESET_NAMES, RestKind, SearchConfig
-from csattn.selector_names import SELECTOR_NAMES
+from csattn.selector_names import ABOUT, SELECTOR_NAMES
 
 _AHEAD, _REST = "+ahead", "+rest="
 
@@ -63,5 +63,5 @@ def _find(given: str) -> Contender:
         return Contender(preset + given.removeprefix(name), "csattn", preset, int(chosen != name), own_rest)
     if chosen == "exact" and is_known_rest:
         return Contender(given, "exact", rest=cast(RestKind, rest))
-    gate(given in SELECTOR_NAMES, f"unknown selector {given!r}; choose from {', '.join(ALL)}, or all")
+    gate(given in ABOUT, f"unknown selector {given!r}; choose from {', '.join(ALL)}, or all")
     return Contender(given, given)

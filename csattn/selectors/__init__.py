@@ -1,10 +1,12 @@
 """What decides which rows a step attends to: ours and those it is compared with, behind one interface."""
 
+from csattn.selector_names import About
 from csattn.selectors.base import ContextLayer, ContextView, Prepared, Selector
 from csattn.selectors.centroids import CentroidSelector, index_bytes, search_bytes
-from csattn.selectors.prepare import prepare, resolve_rest, selector_for
+from csattn.selectors.prepare import prepare, register, resolve_rest, selector_for
 
 __all__ = [
+    "About",
     "CentroidSelector",
     "ContextLayer",
     "ContextView",
@@ -12,6 +14,7 @@ __all__ = [
     "Selector",
     "index_bytes",
     "prepare",
+    "register",
     "resolve_rest",
     "search_bytes",
     "selector_for",

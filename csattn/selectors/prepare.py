@@ -1,10 +1,10 @@
-"""From a selector's name to what it makes of a layer of a context."""
+"""From a selector's name to what it makes of a layer of a context, for selectors of csattn and of others."""
 
 from collections.abc import Callable
 
-from csattn.config import RestKind, SearchConfig
+from csattn.config import PRESET_NAMES, RestKind, SearchConfig
 from csattn.errors import ConfigError
-from csattn.selector_names import ABOUT, SelectorName, selector_named
+from csattn.selector_names import ABOUT, About, SelectorName, selector_named
 from csattn.selectors.base import ContextLayer, ContextView, Prepared
 from csattn.selectors.exact import PreparedExact
 from csattn.selectors.h2o import PreparedH2o
@@ -14,7 +14,7 @@ from csattn.selectors.quest import PreparedQuest
 from csattn.selectors.sparq import PreparedSparq
 
 # all but `csattn`, whose index the artifact holds, and `window` and `full`, which do not choose
-_FACTORIES: dict[SelectorName, Callable[[ContextLayer], Prepared]] = {
+_FACTORIES: dict[str, Callable[[ContextLayer], Prepared]] = {
     "exact": PreparedExact,
     "quest": PreparedQuest,
     "sparq": PreparedSparq,
@@ -24,6 +24,19 @@ _FACTORIES: dict[SelectorName, Callable[[ContextLayer], Prepared]] = {
 }
 
 _CHOOSE_THE_BEST: tuple[SelectorName, ...] = ("csattn", "exact")  # by logit, or nearly so
+
+
+def register(name: str, factory: Callable[[ContextLayer], Prepared], about: About) -> None:
+    """Make a selector of one's own known by that name in this process, to whatever decodes on the CPU.
+
+    factory: called for each layer of a context, in the order of layers; see `csattn.selectors.base` for what it gives.
+    Raises ConfigError for a name that is taken, or is no identifier.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError(f"a selector's name is an identifier, got {name!r}; take letters, digits and _")
+    if name in (*ABOUT, *PRESET_NAMES, "all"):
+        raise ConfigError(f"{name} is a selector or a preset already; take another name")
+    ABOUT[name], _FACTORIES[name] = about, factory
 
 
 def prepare(name: SelectorName, layer: ContextLayer) -> Prepared:

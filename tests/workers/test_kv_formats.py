@@ -84,7 +84,7 @@ def test_steps_attend_to_what_the_rows_decode_to(wide, artifact, text: str, sele
         want = steps_of(engine, selector)
     np.testing.assert_array_equal(got, want)
     assert not np.array_equal(got, as_built)
-    with csattn_session(wide, artifact, CONFIG, selector, KvFormat.parse(text)) as session:
+    with csattn_session(wide, artifact, CONFIG, selector, text) as session:
         np.testing.assert_array_equal(got, logits_of(session))
 
 

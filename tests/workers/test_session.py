@@ -1,13 +1,16 @@
 """Decoding from an artifact through `model.generate`: the same answer as full attention where nothing is left out,
 and the same answer whichever way the same rows are chosen."""
 
+import copy
 import inspect
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
@@ -220,6 +223,117 @@ def test_a_request_is_generated_from_once_and_may_be_gone_on_with(store) -> None
         assert torch.equal(model.generate(**rest, max_new_tokens=4, do_sample=False), whole)
 
 
+def test_a_call_of_the_model_takes_a_whole_request_as_generate_does(store) -> None:
+    model, question = loaded().model, token_ids(9, seed=3)
+    with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
+        want = logits_of(session, question, [9])
+        asked = session.continue_with(question)
+        assert torch.equal(model(**asked).logits[0], want)
+        assert asked["past_key_values"].get_seq_length() == CONTEXT_LEN + 9
+        with pytest.raises(ConfigError, match="it has been decoded already; ask again"):
+            model(**asked)
+        positions = torch.arange(CONTEXT_LEN + 9)[None]
+        assert torch.equal(model(**session.continue_with(question), position_ids=positions).logits[0], want)
+        alone = session.continue_with(question)
+        del alone["attention_mask"]
+        assert torch.equal(model(**alone).logits[0], want)
+
+
+@pytest.mark.parametrize("place", [0, 100, CONTEXT_LEN - 1])
+def test_another_context_before_the_question_is_refused(store, place) -> None:
+    model = loaded().model
+    sentence = (
+        f"from position {place} on they are not the context's" if place else "without it before them; give a whole"
+    )
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        asked = session.continue_with(token_ids(9, seed=3))
+        asked["input_ids"][0, place] += 1
+        for call in (model, model.generate):
+            with pytest.raises(ConfigError, match=sentence):
+                call(**asked)
+
+
+def test_a_question_may_be_read_in_chunks(store) -> None:
+    model, options = loaded().model, {"max_new_tokens": 4, "do_sample": False}
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        want = model.generate(**session.continue_with(token_ids(9)), **options)
+        assert torch.equal(model.generate(**session.continue_with(token_ids(9)), **options, prefill_chunk_size=4), want)
+
+
+def test_other_tokens_than_a_request_has_are_refused(store) -> None:
+    model = loaded().model
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        asked = session.continue_with(token_ids(9, seed=3))
+        whole_ids = model.generate(**asked, max_new_tokens=4, do_sample=False)
+        whole_ids[0, CONTEXT_LEN + 2] += 1
+        asked |= {"input_ids": whole_ids, "attention_mask": torch.ones_like(whole_ids)}
+        with pytest.raises(ConfigError, match="do not follow a request of 412"):
+            model.generate(**asked, max_new_tokens=4)
+
+
+def test_new_ids_alone_are_known_by_a_mask_of_all(store) -> None:
+    question, model = torch.from_numpy(token_ids(9, seed=3)).long()[None], loaded().model
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        want = model.generate(**session.continue_with(token_ids(9, seed=3)), max_new_tokens=4, do_sample=False)
+        options = {"attention_mask": torch.ones(1, CONTEXT_LEN + 9), "max_new_tokens": 4, "do_sample": False}
+        got = model.generate(question, past_key_values=session.request(), **options)
+        assert torch.equal(got[0], want[0, CONTEXT_LEN:])
+        with pytest.raises(ConfigError, match="9 token ids were given to a request of a context of 400, without it"):
+            model.generate(question, past_key_values=session.request(), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"use_cache": False}, "use_cache is False; leave it out"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted decoding would; leave out prompt_lookup_num_tokens"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache is False; leave it out"),
+    ],
+)
+def test_what_generate_cannot_do_with_a_request_is_refused_before_it_begins(store, options, sentence) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        asked = session.continue_with(token_ids(9))
+        with pytest.raises(ConfigError, match=sentence):
+            loaded().model.generate(**asked, **options)
+        assert asked["past_key_values"].get_seq_length() == CONTEXT_LEN
+        loaded().model.generate(**asked, max_new_tokens=1)
+    with (
+        csattn_session(loaded(), artifact_of(store)) as session,
+        pytest.raises(ConfigError, match="use_cache is False"),
+    ):
+        loaded().model(**session.ask("who?"), use_cache=False)
+
+
+@pytest.mark.parametrize("said", [{"max_new_tokens": 4}, {"max_length": CONTEXT_LEN + 22}])
+def test_an_answer_that_does_not_fit_is_refused_before_it_begins(store, said) -> None:
+    sentence = (
+        "4 new tokens were asked for, .* pass max_new_tokens of at most 3, or open the session with more tail_cap"
+    )
+    with csattn_session(loaded(), artifact_of(store), tail_capacity=20) as session:
+        asked = session.continue_with(token_ids(18))
+        for options in (said, {"generation_config": GenerationConfig(**said)}):
+            with pytest.raises(ContextError, match=sentence):
+                loaded().model.generate(**asked, **options)
+        assert asked["past_key_values"].get_seq_length() == CONTEXT_LEN
+        with pytest.raises(ContextError, match="room for 0; ask a shorter question, or open"):
+            loaded().model.generate(**session.continue_with(token_ids(21)))
+
+
+def test_the_models_last_position_is_no_matter_of_tail_capacity(store) -> None:
+    question = token_ids(MAX_POSITIONS - CONTEXT_LEN - 5)
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        asked = session.continue_with(question)
+        assert session.room_for(MAX_POSITIONS - 5, 60) == 5
+        with pytest.raises(ContextError, match=r"pass max_new_tokens of at most 5$"):
+            loaded().model.generate(**asked, max_new_tokens=6)
+        assert loaded().model.generate(**asked, max_new_tokens=5, min_new_tokens=5).shape[1] == MAX_POSITIONS
+        with (
+            pytest.raises(ContextError, match=f"room for {MAX_POSITIONS - CONTEXT_LEN} behind this context"),
+            torch.inference_mode(),
+        ):
+            loaded().model(torch.zeros(1, 9, dtype=torch.long), past_key_values=asked["past_key_values"])
+
+
 def test_a_batch_is_refused_with_a_sentence(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         with pytest.raises(ConfigError, match="one sequence, got a batch of 2"):
@@ -254,6 +368,17 @@ def test_what_a_request_cannot_give_is_refused(store) -> None:
             loaded().model.model(ids, past_key_values=session.request())
 
 
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_request_is_not_copied(store, make) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        asked = session.continue_with(token_ids(3))
+        with pytest.raises(ConfigError, match=r"a request cannot be copied, .* ask again in its session"):
+            make(asked["past_key_values"])
+        with pytest.raises(ConfigError, match="cannot go back to fewer tokens; ask again in its session"):
+            asked["past_key_values"].crop(CONTEXT_LEN)
+        loaded().model.generate(**asked, max_new_tokens=1)
+
+
 def test_a_request_of_a_session_that_has_ended_is_refused(store) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session:
@@ -285,7 +410,7 @@ def test_a_request_beyond_its_room_is_refused_and_goes_on(store) -> None:
     with csattn_session(loaded(), artifact_of(store), tail_capacity=20) as session, torch.inference_mode():
         arguments = session.continue_with(token_ids(18))
         assert session.room_for(CONTEXT_LEN + 18, 60) == 3
-        with pytest.raises(ContextError, match="21 rows of its own and there is room for 20"):
+        with pytest.raises(ContextError, match="21 tokens of its own, question and answer, and there is room for 20"):
             loaded().model(torch.zeros(1, 21, dtype=torch.long), past_key_values=arguments["past_key_values"])
         whole = loaded().model.generate(**arguments, max_new_tokens=3, do_sample=False)
     assert whole.shape[1] == CONTEXT_LEN + 21
@@ -314,6 +439,41 @@ def test_what_a_placement_cannot_do_is_refused(store, options, sentence) -> None
         csattn_session(loaded(), artifact_of(store), **{"placement": "device", **options}),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"config": {"keep": 0.02}}, r"config is a csattn.config.SearchConfig, got \{'keep': 0.02\}"),
+        ({"config": {}}, "config is a csattn.config.SearchConfig"),
+        ({"kv_format": "q9"}, "'q9' is no format of keys or values; choose from float32"),
+        ({"kv_format": 8}, "a KV format is a name as q8_0, or k=q8_0,v=q4_0, got 8"),
+        ({"num_slots": 0}, "num_slots is a whole number from 1 on, got 0"),
+        ({"num_slots": "2"}, "num_slots is a whole number from 1 on, got '2'"),
+        ({"tail_capacity": 0}, "tail_capacity is a whole number from 1 on, got 0"),
+        ({"tail_capacity": 8.5}, "tail_capacity is a whole number from 1 on, got 8.5"),
+    ],
+)
+def test_options_of_another_kind_are_refused(store, options, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence), csattn_session(loaded(), artifact_of(store), **options):
+        pass
+
+
+@pytest.mark.parametrize("question", [["a", "b"], None, b"who?", 7])
+def test_a_question_is_text(store, question) -> None:
+    with (
+        csattn_session(loaded(), artifact_of(store)) as session,
+        pytest.raises(ConfigError, match="a question is text"),
+    ):
+        session.ask(question)
+
+
+def test_a_session_that_has_ended_gives_no_request(store) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        pass
+    for ask in (lambda: session.ask("who?"), lambda: session.continue_with(token_ids(3)), session.request):
+        with pytest.raises(ConfigError, match="ask again in an open session"):
+            ask()
 
 
 def test_another_models_artifact_is_refused(store) -> None:
@@ -355,7 +515,7 @@ def test_the_model_is_as_before_when_the_sessions_end(store) -> None:
     first.__exit__(None, None, None)
     model(ids, past_key_values=two.request())
     second.__exit__(None, None, None)
-    assert "forward" not in model.__dict__
+    assert "forward" not in model.__dict__ and "generate" not in model.__dict__
     assert torch.equal(model(ids).logits, want)
 
 

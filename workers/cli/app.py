@@ -8,7 +8,7 @@ import typer
 
 from csattn.build_options import BuildOptions
 from csattn.config import PRESET_NAMES, SearchConfig
-from csattn.selector_names import SELECTOR_NAMES, described
+from csattn.selector_names import ABOUT, described
 from workers.cli.configuring import config
 from workers.cli.options import (
     ArtifactPath,
@@ -187,7 +187,7 @@ def evaluate(
         eval_len=eval_len,
         config=asking.search_config(keep, 0, search_period, window_len, rest),
         presets=comparing.names("presets", presets, PRESET_NAMES),
-        selectors=comparing.names("selectors", selectors, SELECTOR_NAMES),
+        selectors=comparing.names("selectors", selectors, tuple(ABOUT)),
         lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],
         kv_format=None if kv_codec is None else KvFormat.parse(kv_codec),
     )

@@ -8,6 +8,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName, selector_named
 from offload.codecs.formats import KvFormat
+from offload.errors import CodecError
 from workers.engine.cpu_context import WITHOUT_ALL_KEYS, HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine, require_selector
@@ -22,7 +23,7 @@ def open_engine(
     selector: SelectorName | str = "csattn",
     *,
     placement: str = "cpu",  # or where index and KV lie for a GPU
-    kv_format: KvFormat | None = None,  # of the context's rows; None: as the artifact maps them
+    kv_format: KvFormat | str | None = None,  # of the context's rows, or its name; None: as the artifact maps them
     host_budget_bytes: int | None = None,  # of host memory for the context's rows; None: all that they take
     num_slots: int | None = None,  # requests at the same time; by the placement unless said
     tail_capacity: int | None = None,  # tokens of a request's own; as many as there may be, unless said
@@ -33,6 +34,8 @@ def open_engine(
 
     Raises a sentence for what does not go together.
     """
+    _require_kinds(config, num_slots, tail_capacity)
+    kv_format = _kv_format_of(kv_format)
     require_together(placement, selector, host_budget_bytes, num_devices, kv_format)
     artifact.require_model(loaded.fingerprint, loaded.geometry)
     artifact.require_tokenizer(loaded.tokenizer_hash)
@@ -40,7 +43,7 @@ def open_engine(
     if placement == "cpu":
         engine = CpuEngine(
             loaded,
-            num_slots=num_slots or 16,
+            num_slots=16 if num_slots is None else num_slots,
             tail_capacity=tail_capacity,
             kv_format=kv_format,
             host_budget=None if host_budget_bytes is None else HostBudget(host_budget_bytes, config, selector),
@@ -54,7 +57,7 @@ def open_engine(
             num_devices,
             selector=selector,
             kv_format=kv_format,
-            num_slots=num_slots or 4,
+            num_slots=4 if num_slots is None else num_slots,
             tail_capacity=tail_capacity,
             **{"max_context_len": artifact.spec.context_len, **options},
         )
@@ -107,6 +110,27 @@ def require_together(
         raise ConfigError(
             "a host budget is for decoding on the CPU; leave out the host budget, or choose placement cpu"
         )
+
+
+def _require_kinds(config: object, num_slots: object, tail_capacity: object) -> None:
+    """Raise ConfigError for what was never meant to be one."""
+    if not isinstance(config, SearchConfig):
+        raise ConfigError(f"config is a csattn.config.SearchConfig, got {config!r}; write SearchConfig(keep=0.02), say")
+    for name, value in (("num_slots", num_slots), ("tail_capacity", tail_capacity)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name} is a whole number from 1 on, got {value!r}; leave it out for the default")
+
+
+def _kv_format_of(given: KvFormat | str | None) -> KvFormat | None:
+    """Of a name as the command line takes it, if it is one. Raises ConfigError for anything else."""
+    if given is None or isinstance(given, KvFormat):
+        return given
+    if not isinstance(given, str):
+        raise ConfigError(f"a KV format is a name as q8_0, or k=q8_0,v=q4_0, got {given!r}; give one, or leave it out")
+    try:
+        return KvFormat.parse(given)
+    except CodecError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _require_for_budget(selector: str, kv_format: KvFormat | None) -> None:

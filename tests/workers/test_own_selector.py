@@ -1,0 +1,109 @@
+"""A selector of somebody's own, as docs/use.md shows how to write one: known wherever selectors are named."""
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.accuracy.contenders import find_contenders
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.errors import ConfigError
+from csattn.selector_names import ABOUT
+from csattn.selectors import About, register
+from index_build.pipeline import build_artifact
+from tests.tiny import loaded, token_ids
+from workers.cli import comparing
+from workers.cli.app import app
+from workers.engine.fidelity import Seen
+from workers.evaluate import full_attention, measure
+from workers.session import csattn_session
+
+CONTEXT_LEN = 400
+USE = Path(__file__).parents[2] / "docs" / "use.md"
+
+
+def forget(name: str) -> None:
+    del ABOUT[name]
+    del import_module("csattn.selectors.prepare")._FACTORIES[name]  # the package has a function of the module's name
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[dict[str, Any]]:
+    """What the example of the documentation defines, after it has registered `newest`."""
+    section = USE.read_text().split("## A selector of your own\n")[1]
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0], names)
+    yield names
+    forget("newest")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory) -> Iterator[Artifact]:
+    path = build_artifact(loaded(), token_ids(CONTEXT_LEN), preset("default"), tmp_path_factory.mktemp("store")).path
+    with open_artifact(path) as opened:
+        yield opened
+
+
+def logits_of(artifact: Artifact, config: SearchConfig, selector: str, observer=None) -> torch.Tensor:
+    """Of 20 tokens, 12 of which leave the window of 8: with the context's middle as many rows as it has."""
+    ids = torch.from_numpy(token_ids(20, seed=2)).long()[None]
+    with csattn_session(loaded(), artifact, config, selector) as session, torch.inference_mode():
+        return loaded().model(ids, past_key_values=session.request(observer)).logits[0]
+
+
+@pytest.mark.parametrize("keeps_top_k", [True, False])
+def test_where_all_is_kept_it_is_full_attention(artifact, example, keeps_top_k) -> None:
+    """By name, and where the selector itself is asked for all rows."""
+    register("newest_too", example["NewestOfLayer"], About("", "", keeps_top_k))
+    try:
+        got = logits_of(artifact, SearchConfig(keep=1.0, window_len=8), "newest_too")
+    finally:
+        forget("newest_too")
+    torch.testing.assert_close(got, logits_of(artifact, SearchConfig(), "full"), rtol=1e-4, atol=1e-4)
+
+
+def test_it_chooses_the_rows_that_are_attended_to(artifact, example) -> None:
+    seen: list[Seen] = []
+    got = logits_of(artifact, SearchConfig(keep=0.1, window_len=8), "newest", seen.append)
+    for row in seen:
+        row.chosen.check(CONTEXT_LEN + row.num_left)
+        free = np.r_[4 : CONTEXT_LEN - 8, CONTEXT_LEN : CONTEXT_LEN + row.num_left]
+        np.testing.assert_array_equal(row.chosen.kv_indices, np.tile(free[-40:], (len(row.chosen.valid_len), 1)))
+    assert len(seen) == 20 * 3 and max(row.num_left for row in seen) == 12
+    full, window = (logits_of(artifact, SearchConfig(keep=0.1, window_len=8), name) for name in ("full", "window"))
+    assert not torch.equal(got, window) and not torch.equal(got, full)
+
+
+def test_it_is_evaluated_as_others_are(artifact, example) -> None:
+    ids = token_ids(10, seed=3)
+    baseline = full_attention(loaded(), artifact, ids)
+    found = measure(loaded(), artifact, SearchConfig(keep=0.1, window_len=8), "newest", ids, baseline)
+    assert found.kl > 0 and found.index_bytes_per_key == found.search_bytes_per_step == 0
+
+
+def test_the_command_line_and_the_benchmark_know_it(example, monkeypatch) -> None:
+    plans = []
+    monkeypatch.setattr(comparing, "compare", lambda text, plan, *others: plans.append(plan) or {})
+    app(["eval", "--text", "-", "--selectors", "newest,exact", "--json"], standalone_mode=False)
+    with pytest.raises(ConfigError, match=r"got 'newest2'; choose from csattn, .*newest"):
+        app(["eval", "--text", "-", "--selectors", "newest2", "--json"], standalone_mode=False)
+    assert plans[0].selectors == ["newest", "exact"]
+    assert [contender.selector for contender in find_contenders("newest,quest")] == ["newest", "quest"]
+
+
+@pytest.mark.parametrize("name", ["newest", "csattn", "full", "lists", "all"])
+def test_a_name_that_is_taken_is_refused(example, name) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is a selector or a preset already; take another name"):
+        register(name, example["NewestOfLayer"], About("", "", True))
+
+
+@pytest.mark.parametrize("name", ["", "a-b", "7th", "a,b", None])
+def test_a_name_is_an_identifier(example, name) -> None:
+    with pytest.raises(ConfigError, match="a selector's name is an identifier, got"):
+        register(name, example["NewestOfLayer"], About("", "", True))

@@ -1,0 +1,108 @@
+"""A request of a session as transformers sees it: a cache that holds the context, and what the request adds to it."""
+
+import weakref
+from collections import deque
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from csattn.errors import ConfigError
+from csattn.models.attending_cache import AttendingCache
+from workers.engine.cpu_context import CpuRequest, StepCount
+from workers.engine.cpu_engine import CpuEngine
+
+if TYPE_CHECKING:
+    from workers.session import Session
+
+
+class RequestCache(AttendingCache):
+    """One request: its rows are the engine's. It is neither copied nor cropped."""
+
+    def __init__(self, session: "Session", slot: int, given_back: deque[int]) -> None:
+        """given_back: gets the slot when nobody holds the request any more."""
+        self.session, self.slot = session, slot
+        self.fed = _Fed(session.artifact.spec.context_len)
+        super().__init__([self.fed] * session.loaded.geometry.num_layers)
+        weakref.finalize(self, given_back.append, slot)
+
+    def begins(self, token_ids: list[int]) -> bool:
+        """Whether these are the context's, and perhaps more."""
+        return self._num_of_context(token_ids) == self._context_len
+
+    def new_among(self, token_ids: list[int]) -> list[int]:
+        """Of a whole sequence's ids, the context's before all others, those that the request does not have yet.
+
+        Raises ConfigError where there are none, or where those before them are not what the request has.
+        """
+        same = self._num_of_context(token_ids)
+        if same < self._context_len:
+            how = f"and from position {same} on they are not the context's" if same else "without it before them"
+            raise ConfigError(
+                f"{len(token_ids)} token ids were given to a request of a context of {self._context_len}, {how}; give "
+                "a whole sequence, as `session.ask` and `continue_with` do: the context's ids as they are, and then "
+                "the question's"
+            )
+        old, new = token_ids[self._context_len : self.fed.kv_len], token_ids[self.fed.kv_len :]
+        if old != self.fed.token_ids or not new:
+            raise ConfigError(
+                f"these {len(token_ids)} token ids do not follow a request of {self.fed.kv_len}: it has been decoded "
+                "already; ask again for a new one, or go on with all the tokens that it has"
+            )
+        return new
+
+    def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(f"a request cannot go back to fewer tokens; {_ASK_AGAIN}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """What `copy` and `pickle` ask for."""
+        raise ConfigError(f"a request cannot be copied, for its rows are its session's; {_ASK_AGAIN}")
+
+    @property
+    def count(self) -> StepCount:
+        """What it has read so far."""
+        return self._on_cpu.count
+
+    @property
+    def index_bytes(self) -> int:
+        """What its selector and attention to the rest hold beside the KV, all layers."""
+        return self._on_cpu.index_bytes
+
+    @property
+    def _on_cpu(self) -> CpuRequest:
+        assert isinstance(self.session.engine, CpuEngine), "on a GPU it is not counted"
+        return self.session.engine.request(self.slot)
+
+    @property
+    def _context_len(self) -> int:
+        return self.session.artifact.spec.context_len
+
+    def _num_of_context(self, token_ids: list[int]) -> int:
+        """How many of the context's ids these begin with."""
+        pairs = zip(token_ids, self.session.context_ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+_ASK_AGAIN = "ask again in its session: questions about one context share what they begin with"
+
+
+class _Fed:
+    """What the engine has of a request: `AttendingRows` that are elsewhere."""
+
+    def __init__(self, context_len: int) -> None:
+        self._context_len = context_len
+        self.token_ids: list[int] = []  # of the request's own
+        self.has_failed = False
+
+    @property
+    def kv_len(self) -> int:
+        return self._context_len + len(self.token_ids)
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        raise ConfigError(
+            "a request is decoded by `model.generate` or `model(...)` of its own model, while its session is open; ask "
+            "again in an open session"
+        )
+
+    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        raise AssertionError("nothing is appended")

@@ -1,0 +1,157 @@
+"""What a model does while sessions over it are open: `forward` and `generate` of requests, all else as before."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from csattn.errors import ConfigError
+from workers.request_cache import RequestCache
+
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+
+
+class _Method:
+    """In the place of a model's method of that name. Sessions over one model share it."""
+
+    name: ClassVar[str]
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._before = model, model.__dict__.get(self.name)
+        self._method: Callable[..., Any] = getattr(model, self.name)
+        self._signature = inspect.signature(self._method)
+        update_wrapper(self, self._method)
+        self.num_sessions = 0
+
+    @classmethod
+    def begin_session(cls, model: Any) -> Self:
+        """The model's, put in its place if it is not."""
+        method = getattr(model, cls.name)
+        if not isinstance(method, cls):
+            method = cls(model)
+            setattr(model, cls.name, method)
+        method.num_sessions += 1
+        return method
+
+    def end_session(self) -> None:
+        """Put back what was there, after the last, unless something else has been put there since."""
+        self.num_sessions -= 1
+        if self.num_sessions == 0 and self._model.__dict__.get(self.name) is self:
+            delattr(self._model, self.name)
+            if self._before is not None:
+                setattr(self._model, self.name, self._before)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._signature.bind(*args, **kwargs).arguments
+        given = {**given.pop("kwargs", {}), **given}
+        cache, go_on = given.get("past_key_values"), partial(self._method, *args, **kwargs)
+        if not isinstance(cache, RequestCache) or not cache.session.is_open:
+            return go_on()
+        return self._of_request(cache, given, go_on) if cache.session.loaded.model is self._model else go_on()
+
+    def _of_request(self, cache: RequestCache, given: dict[str, Any], go_on: Callable[[], Any]) -> Any:
+        """The call, of a request that is open. given: the arguments by their names; go_on: what the model does."""
+        raise NotImplementedError
+
+
+class Forward(_Method):
+    """Takes a request's tokens to its session's engine."""
+
+    name = "forward"
+
+    def _of_request(self, cache: RequestCache, given: dict[str, Any], go_on: Callable[[], Any]) -> Any:
+        return _decode(cache, given)
+
+
+class Generate(_Method):
+    """Refuses what a request cannot do before anything is computed: here alone all the ids are seen."""
+
+    name = "generate"
+
+    def _of_request(self, cache: RequestCache, given: dict[str, Any], go_on: Callable[[], Any]) -> Any:
+        _require_generable(cache, given, self._model.generation_config)
+        return go_on()
+
+
+def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any) -> None:
+    """Raise ConfigError or ContextError for arguments of `generate` that a request cannot do."""
+    in_call = {**_set(given.get("generation_config")), **{k: v for k, v in given.items() if v is not None}}
+    said = {**_set(defaults), **in_call}
+    for name in _ASSISTED:
+        if said.get(name):
+            raise ConfigError(
+                f"a request is decoded token by token and takes none back, as assisted decoding would; leave out {name}"
+            )
+    _require_cached(said)
+    ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.shape[0] != 1:
+        return  # `forward` will refuse it
+    prompt_len = ids.shape[1]
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + prompt_len:
+        prompt_len = mask.shape[1]  # new ids alone, as transformers knows them by their mask
+    else:
+        cache.new_among(ids[0].tolist())
+    num_new = said.get("max_new_tokens")
+    if num_new is None and "max_length" in in_call:
+        num_new = in_call["max_length"] - ids.shape[1]
+    cache.session.require_room(prompt_len, num_new)
+
+
+def _set(generation_config: Any) -> dict[str, Any]:
+    """What it says."""
+    return {k: v for k, v in vars(generation_config).items() if v is not None} if generation_config else {}
+
+
+def _require_cached(said: dict[str, Any]) -> None:
+    if said.get("use_cache") is False:
+        raise ConfigError("a request of a session is a cache, and use_cache is False; leave it out, or set it to True")
+
+
+def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    """What `forward` gives for the next tokens of a request."""
+    for name in ("inputs_embeds", "labels", "output_attentions", "output_hidden_states"):
+        if given.get(name) is not None and given[name] is not False:
+            raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")
+    _require_cached(given)
+    ids, keep = given["input_ids"], given.get("logits_to_keep", 0)
+    if ids.shape[0] != 1:
+        raise ConfigError(
+            f"a request is one sequence, got a batch of {ids.shape[0]}; make one request per sequence, "
+            "without beams and with num_return_sequences=1"
+        )
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+        raise ConfigError("a request of a session attends to all of its tokens; leave out padding, and what masks it")
+    new = _new_ids(cache, ids[0].tolist(), mask, given.get("position_ids"))
+    first_wanted = max(0, len(new) - keep) if isinstance(keep, int) and keep else 0
+    logits = cache.session.feed(cache, new, first_wanted)
+    if not isinstance(keep, int):
+        logits = logits[keep.cpu()]
+    out = CausalLMOutputWithPast(logits=logits[None].to(ids.device), past_key_values=cache)
+    return out.to_tuple() if given.get("return_dict") is False else out
+
+
+def _new_ids(cache: RequestCache, ids: list[int], mask: Any, positions: Tensor | None) -> list[int]:
+    """Those to feed, of ids that are new or a whole sequence's, the context's first.
+
+    Where no position tells which, they are whole if they begin with the context's, or if a mask of their length says
+    that nothing comes before them.
+    """
+    kv_len, context_len = cache.get_seq_length(), cache.session.artifact.spec.context_len
+    if positions is None:
+        is_masked = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == len(ids) > context_len
+        is_whole = is_masked or cache.begins(ids)
+    else:
+        first = int(positions.flatten()[0]) if positions.numel() else None
+        is_whole = first == 0
+        if not is_whole and first != kv_len:
+            raise ConfigError(
+                f"tokens at positions from {first} on do not follow a request of {kv_len}: it has been decoded "
+                "already; ask again for a new one, or go on with all the tokens that it has"
+            )
+    if not ids:
+        raise ConfigError(f"no token ids were given to a request of {kv_len}; give those that follow")
+    return cache.new_among(ids) if is_whole else ids

@@ -15,16 +15,16 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bench.accuracy.selectors import VERSION
-from bench.records import Case, load_cases
+from bench.records import Case
+from bench.selector_cases import selector_cases
 from bench.timing import finish, gate
 from csattn.config import PRESET_NAMES
 
 # what is on the x axis -> its title, and how it is told from a case
 AXES: dict[str, tuple[str, Callable[[Case], float]]] = {
     "read": (
-        "MB read per step: search and fetched rows",
-        lambda c: (c["search_bytes_per_step"] + c["moved_bytes_per_step"]) / 1e6,
+        "MB read per step: search, the rest and fetched rows",
+        lambda c: (c["search_bytes_per_step"] + c["rest_bytes_per_step"] + c["moved_bytes_per_step"]) / 1e6,
     ),
     "moved": ("MB moved per step: fetched rows", lambda c: c["moved_bytes_per_step"] / 1e6),
     "index": ("bytes of index per token and KV head", lambda c: c["index_bytes_per_key"]),
@@ -139,7 +139,7 @@ def _label(axes: Any, places: dict[str, tuple[float, float]]) -> None:
 def run(arguments: argparse.Namespace) -> None:
     missing = [str(file) for file in arguments.files if not file.is_file()]
     gate(not missing, f"there is no file {', '.join(missing)}; make it by `python -m bench.accuracy selectors --json`")
-    cases = [case for file in arguments.files for case in load_cases(file) if case.get("version") == VERSION]
+    cases = [case for file in arguments.files for case in selector_cases(file)]
     wanted = arguments.texts.split(",") if arguments.texts else None
     cases = [case for case in cases if wanted is None or case["text"] in wanted]
     gate(bool(cases), "there is nothing to show: no figures of these texts and this version")

@@ -32,8 +32,9 @@ class Quality:
     output_error: float  # |out - full out| / |full out| of a head
     rows_read_share: float  # rows read, as a share of all rows before the token
     moved_bytes_per_step: float  # rows fetched besides the resident ones, all layers; a group's shared ones count once
-    index_bytes_per_key: float  # and KV head; 0 for selectors without an index
-    search_bytes_per_step: float  # that the search and the rest read, all layers; keys as wide as the KV has them
+    index_bytes_per_key: float  # and KV head, of what choosing and the rest use; 0 for selectors without an index
+    search_bytes_per_step: float  # that the search reads, all layers; keys as wide as the KV has them
+    rest_bytes_per_step: float  # that attention to the rest reads, all layers
     search_ms_per_step: float  # all layers; a step that looks ahead does not wait for all of it
 
     def to_json(self) -> dict[str, float]:
@@ -93,6 +94,7 @@ def measure(
         moved_bytes_per_step=probe.mean(probe.fetched) * num_lists * row_bytes,
         index_bytes_per_key=index_bytes / (spec.context_len * num_lists),
         search_bytes_per_step=count.search_bytes / num_tokens,
+        rest_bytes_per_step=count.rest_bytes / num_tokens,
         search_ms_per_step=search_s * 1e3 / num_tokens,
     )
 

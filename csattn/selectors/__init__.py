@@ -1,7 +1,7 @@
 """What decides which rows a step attends to: ours and those it is compared with, behind one interface."""
 
 from csattn.selectors.base import ContextLayer, ContextView, Prepared, Selector
-from csattn.selectors.centroids import CentroidSelector, index_bytes, search_bytes
+from csattn.selectors.centroids import CentroidSelector, index_bytes, predictor_bytes, search_bytes
 from csattn.selectors.prepare import prepare, resolve_rest, selector_for
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Prepared",
     "Selector",
     "index_bytes",
+    "predictor_bytes",
     "prepare",
     "resolve_rest",
     "search_bytes",

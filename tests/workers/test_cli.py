@@ -227,6 +227,11 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     assert by_name["exact", 0]["kl"] < by_name["window", 0]["kl"]
     assert by_name["default", 0]["index_bytes_per_key"] > 0
     assert by_name["quest", 0]["index_bytes_per_key"] == 2 * 16 * 4 / 16, "two keys of 16 float32 for a page of 16"
+    predictors = 2 * 4 * 17 * 16 * 4  # of the two layers after the first: of 4 query heads, in float32
+    for name in ("default", "paper", "exact", "quest"):
+        own, ahead = by_name[name, 0], by_name[name, 1]
+        assert ahead["index_bytes_per_key"] - own["index_bytes_per_key"] == pytest.approx(predictors / 400 / 6)
+        assert ahead["search_bytes_per_step"] - own["search_bytes_per_step"] == pytest.approx(predictors, rel=0.02)
     searched = {name: of["search_bytes_per_step"] for (name, ahead), of in by_name.items() if ahead == 0}
     assert searched["window"] == searched["full"] == searched["h2o"] == 0
     assert 0 < searched["quest"] < searched["exact"]
@@ -264,10 +269,11 @@ def test_eval_says_how_the_rest_is_attended_to(capsys, place: Path) -> None:
     assert len({ours["kl"] for ours, _ in results.values()}) == 3
     moments = 4 * (2 * 16 + 2 * 16 * 16)  # two means and two matrices of float32, for each of 2 KV heads in 3 layers
     none, estimated, coded = (ours for ours, _ in results.values())
-    assert estimated["search_bytes_per_step"] - none["search_bytes_per_step"] == pytest.approx(3 * 2 * moments)
+    assert estimated["rest_bytes_per_step"] == pytest.approx(3 * 2 * moments)
     assert estimated["index_bytes_per_key"] - none["index_bytes_per_key"] == pytest.approx(moments / 400)
     assert coded["index_bytes_per_key"] == none["index_bytes_per_key"]
-    assert coded["search_bytes_per_step"] > none["search_bytes_per_step"]
+    assert len({ours["search_bytes_per_step"] for ours, _ in results.values()}) == 1
+    assert coded["rest_bytes_per_step"] > none["rest_bytes_per_step"] == 0
 
 
 def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> None:

@@ -172,10 +172,11 @@ def _results_table(title: str, nll_full: float, results: list[dict[str, Any]]) -
             f"{100 * result['rows_read_share']:.1f} %",
             f"{result['index_bytes_per_key']:.0f}",
             f"{result['search_bytes_per_step'] / 1e3:.0f}",
+            f"{result['rest_bytes_per_step'] / 1e3:.0f}",
             f"{result['search_ms_per_step']:.1f}",
         ]
         for result in results
     ]
     quality = ["NLL gap", "KL", "top-1", "recall", "mass", "error", "rows read"]
-    columns = ["", "rest", *quality, "bytes/key", "search KB/step", "search ms/step"]
+    columns = ["", "rest", *quality, "bytes/key", "search KB/step", "rest KB/step", "search ms/step"]
     return table(title, columns, rows)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from offload.codecs.formats import KvFormat
 from workers.observe import AttentionProbe
@@ -50,7 +51,11 @@ class Baseline:
 
 
 def full_attention(loaded: LoadedModel, artifact: Artifact, token_ids: NDArray[np.int32]) -> Baseline:
-    """Predictions after each of token_ids but the last, which is only predicted: [num_tokens + 1] ids."""
+    """Predictions after each of token_ids but the last, which is only predicted: [num_tokens + 1] ids.
+
+    Raises ConfigError where there is nothing to predict.
+    """
+    _require_successor(token_ids)
     with csattn_session(loaded, artifact, SearchConfig(), "full") as session:
         log_probs = _predict(session, session.request(), token_ids[:-1])
     return Baseline(log_probs, _nll(log_probs, token_ids[1:]))
@@ -70,6 +75,7 @@ def measure(
 
     kv_format: how the context's rows are kept for the selector; full attention has them as they were built.
     """
+    _require_successor(token_ids)
     num_tokens = len(token_ids) - 1
     probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:
@@ -97,6 +103,11 @@ def measure(
         rest_bytes_per_step=count.rest_bytes / num_tokens,
         search_ms_per_step=search_s * 1e3 / num_tokens,
     )
+
+
+def _require_successor(token_ids: NDArray[np.int32]) -> None:
+    if len(token_ids) < 2:
+        raise ConfigError(f"each token is judged by the one after it, and there are {len(token_ids)}; give two or more")
 
 
 @torch.inference_mode()

@@ -6,6 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from bench import pareto
 from bench.accuracy import selectors, tasks
@@ -193,6 +196,23 @@ def test_figures_of_version_2_are_counted_as_those_of_version_3(tmp_path):
     newer = stored | {"version": VERSION, "rest_bytes_per_step": 3.0, **others}
     file.write_text(json.dumps({"cases": [newer, *cases]}))
     assert selector_cases(file) == [newer, quest]
+
+
+def test_names_lie_beside_all_points():
+    """`lists`, say, whose neighbour on the right covered its name."""
+    figure = Figure(figsize=(5, 4), dpi=pareto._DPI)
+    canvas, axes = FigureCanvasAgg(figure), figure.subplots()
+    costs = {"lists": (34.0, 0.022), "magicpig": (43.0, 0.0221), "default": (30.0, 0.001), "exact": (44.0, 0.021)}
+    places = pareto._draw_panel(axes, costs, "")
+    figure.draw_without_rendering()
+    pareto._label(axes, places)
+    canvas.draw()
+    names = {label.get_text(): Text.get_window_extent(label, canvas.get_renderer()) for label in axes.texts}
+    for name, extent in names.items():
+        for place in axes.transData.transform(list(places.values())):
+            assert not extent.contains(*place), f"{name} lies on a point"
+        meeting = [of for of, other in names.items() if of != name and extent.overlaps(other)]
+        assert not meeting, f"{name} lies on {meeting}"
 
 
 def test_the_pareto_plot(measured, tmp_path, capsys):

@@ -71,7 +71,7 @@ def parts(options: argparse.Namespace) -> dict[str, list[str]]:
             *(("--context-len", "1500", "--own-len", "1400", *judged) if few else ()),
         ],
         "codecs": ["codecs", *of_model, "--texts", texts.split(",")[0]],
-        "rounding": ["rounding", *of_model, *(("--len", "256", "--texts", "speech") if few else ())],
+        "rounding": ["rounding", *of_model, *(("--len", "640", "--texts", "speech") if few else ())],
         "build": ["build", *of_model, "--device", device, "--context-len", "1023" if few else "8191"],
         "load": [*load, *serve],
         "load-full": [*load, "--selector", "full", *serve],

@@ -13,6 +13,7 @@ from pathlib import Path
 from bench.length_figures import kl_lengths, lengths, published, share_range, shares
 from bench.quality_figures import kl_range, lm_eval, needles, quality, quality_means, selectors
 from bench.records import measured
+from bench.search_figures import search, search_log
 from bench.step_figures import case, full, latents, layer, milliseconds, models, shared, steps
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +136,8 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("docs/compare.md", "shares"): shares,
     ("bench/README.md", "hisa"): hisa,
     ("bench/log.md", "builds"): builds,
+    ("bench/log.md", "search"): search_log,
+    ("docs/use.md", "search"): search,
     ("docs/operate.md", "plan"): capacity,
 }
 

@@ -15,22 +15,25 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bench.accuracy.selectors import VERSION
-from bench.records import Case, load_cases
+from bench.records import Case
+from bench.selector_cases import selector_cases
 from bench.timing import finish, gate
 from csattn.config import PRESET_NAMES
 
 # what is on the x axis -> its title, and how it is told from a case
 AXES: dict[str, tuple[str, Callable[[Case], float]]] = {
     "read": (
-        "MB read per step: search and fetched rows",
-        lambda c: (c["search_bytes_per_step"] + c["moved_bytes_per_step"]) / 1e6,
+        "MB read per step: search, the rest and fetched rows",
+        lambda c: (c["search_bytes_per_step"] + c["rest_bytes_per_step"] + c["moved_bytes_per_step"]) / 1e6,
     ),
     "moved": ("MB moved per step: fetched rows", lambda c: c["moved_bytes_per_step"] / 1e6),
     "index": ("bytes of index per token and KV head", lambda c: c["index_bytes_per_key"]),
     "time": ("ms of search per step", lambda c: c["search_ms_per_step"]),
 }
 _DPI = 110
+_MARKER, _LABEL_HEIGHT = 13, 17  # pixels
+_SHIFTS = sorted(range(-400, 400, 2), key=abs)  # pixels
+Box = tuple[float, float, float, float]  # from and to, across and up, in pixels
 _OUR_COLOUR, _COLOUR, _LINE = "#0b61a4", "#7a4b12", "#b3261e"
 
 
@@ -75,18 +78,22 @@ def draw(cases: list[Case], path: Path) -> None:
         "Down and left is better; red: nothing beats these.",
         fontsize=13, x=0.01, ha="left",
     )  # fmt: skip
-    panels = figure.subplots(len(keeps), len(AXES), squeeze=False, sharey="row")
+    panels, shown = figure.subplots(len(keeps), len(AXES), squeeze=False, sharey="row"), []
     for row, keep in enumerate(keeps):
         for column, axis in enumerate(AXES):
-            _draw_panel(panels[row][column], points(cases, keep, axis), AXES[axis][0])
+            axes = panels[row][column]
+            shown.append((axes, _draw_panel(axes, points(cases, keep, axis), AXES[axis][0])))
         texts = dict.fromkeys(case["text"] for case in cases if case["keep"] == keep)
         panels[row][0].set_ylabel(f"keep {100 * keep:g} %: KL (nats)\n{', '.join(texts)}")
+    figure.draw_without_rendering()  # which gives the panels their sizes
+    for axes, places in shown:
+        _label(axes, places)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)
 
 
-def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) -> None:
-    """Both axes logarithmic; what costs nothing stands at the left edge, under "0"."""
+def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) -> dict[str, tuple[float, float]]:
+    """Both axes logarithmic; what costs nothing stands at the left edge, under "0". Where each point is."""
     positive = [x for x, _ in costs.values() if x > 0]
     least, most = (min(positive), max(positive)) if positive else (1.0, 1.0)
     nothing = least / 4
@@ -94,11 +101,10 @@ def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) ->
     line = [places[name] for name in front(costs)]
     axes.plot(*zip(*line, strict=True), color=_LINE, linewidth=1.4, drawstyle="steps-post", alpha=0.7, zorder=1)
     axes.set(xscale="log", yscale="log", xlabel=title)
-    axes.set_xlim(nothing / 1.6, most * 3)
+    axes.set_xlim(nothing / 1.6, most * (most / nothing) ** 0.24)  # with room for the last one's name
     for name, (x, y) in places.items():
         colour = _OUR_COLOUR if _is_ours(name) else _COLOUR
         axes.plot(x, y, "D" if _is_ours(name) else "o", color=colour, markeredgecolor="white", markersize=8, zorder=2)
-    _label(axes, places)
     shown = _ticks(least, most)
     zero = [nothing] if any(x == 0 for x, _ in costs.values()) else []
     axes.set_xticks([*zero, *shown], [*("0" for _ in zero), *(f"{tick:g}" for tick in shown)])
@@ -107,6 +113,7 @@ def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) ->
     axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    return places
 
 
 def _is_ours(name: str) -> bool:
@@ -120,26 +127,34 @@ def _ticks(least: float, most: float) -> list[float]:
 
 
 def _label(axes: Any, places: dict[str, tuple[float, float]]) -> None:
-    """Names beside their points, moved up where they would lie on one another."""
-    taken: list[tuple[float, float]] = []
-    for name, place in sorted(places.items(), key=lambda item: item[1][1]):
-        x, y = axes.transData.transform(place)
-        shift = 0.0
-        while any(abs(y + shift - other_y) < 15 and abs(x - other_x) < 90 for other_x, other_y in taken):
-            shift += 4
-        taken.append((x, y + shift))
-        colour = _OUR_COLOUR if _is_ours(name) else "#333333"
-        axes.annotate(
-            name, place, (8, shift * 72 / _DPI - 3), textcoords="offset points", fontsize=9, color=colour, zorder=1.5,
+    """Names beside their points, moved up or down where they would lie on one another or on another's point."""
+    points = {name: axes.transData.transform(place) for name, place in places.items()}
+    taken = [_box(x - _MARKER / 2, y, _MARKER) for x, y in points.values()]
+    for name, (x, y) in sorted(points.items(), key=lambda item: float(item[1][1])):
+        x += _MARKER
+        shift = next(up for up in _SHIFTS if not any(_meet(_box(x, y + up, 8 * len(name)), box) for box in taken))
+        taken.append(_box(x, y + shift, 8 * len(name)))
+        label = axes.annotate(
+            name, places[name], (8, shift * 72 / _DPI - 3), textcoords="offset points", fontsize=9, zorder=1.5,
+            color=_OUR_COLOUR if _is_ours(name) else "#333333",
             bbox={"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.75},
-            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if shift > 8 else None,
+            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if abs(shift) > 8 else None,
         )  # fmt: skip
+        label.set_in_layout(False)  # axes stay where they were when places were found
+
+
+def _box(left: float, middle: float, width: float) -> Box:
+    return left, left + width, middle - _LABEL_HEIGHT / 2, middle + _LABEL_HEIGHT / 2
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
 
 
 def run(arguments: argparse.Namespace) -> None:
     missing = [str(file) for file in arguments.files if not file.is_file()]
     gate(not missing, f"there is no file {', '.join(missing)}; make it by `python -m bench.accuracy selectors --json`")
-    cases = [case for file in arguments.files for case in load_cases(file) if case.get("version") == VERSION]
+    cases = [case for file in arguments.files for case in selector_cases(file)]
     wanted = arguments.texts.split(",") if arguments.texts else None
     cases = [case for case in cases if wanted is None or case["text"] in wanted]
     gate(bool(cases), "there is nothing to show: no figures of these texts and this version")

@@ -1,6 +1,6 @@
 """How near a step's products come to the speed of the device's memory, with weights of 16, 8 and 4 bits.
 
-    python -m bench.products [--shape llama-3.1-8b] [--rows 1,4,16,32] [--formats bfloat16,fp8,int4,...] [--json]
+    python -m bench.products [--shape llama-3.1-8b] [--rows 1,4,16,32] [--formats bfloat16,fp8,int4,...] [--json FILE]
     python -m bench.products --shape gpt-oss-20b,qwen3-30b-a3b --formats bfloat16,fp8,int4,mxfp4
 
 Each product of a layer by itself, over as many copies of its weights as the L2 cache cannot hold, and the four one
@@ -9,11 +9,11 @@ against decoding first, before anything is timed. `share` is of the rate at whic
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product as each_with_each
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from bench.decode.gpu_timing import ceilings, device_machine, num_input_sets, time_graph
 from bench.random_weights import FEW, random_weights
 from bench.shapes import shape_named
+from bench.timing import finish
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import Linear
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16,32")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--seconds", type=float, default=0.1, help="of measuring, per figure")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch finds none")
@@ -66,8 +67,8 @@ def main() -> None:
                     **case
                 )
             )
-    if arguments.json:
-        print(json.dumps({"machine": device_machine(), "read_gbps": rate, "cases": cases}))
+    header = {"bench": "products", "machine": device_machine(), "read_gbps": rate}
+    finish({**header, "cases": cases}, arguments.json)
 
 
 def measured(shape: str, name: str, num_rows: int, read_gbps: float, seconds: float) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import statistics
 
 from bench.records import RESULTS, Case, measured
+from bench.selector_cases import selector_cases
 
 QUALITY = "quality.json", "quality-cpu.json", "kl-h100.json"  # the later ones are of the sketch as it is now
 TEXTS = {
@@ -160,15 +161,15 @@ def selectors() -> list[str]:
     """KL of other ways to choose rows, and what they hold and read: means over the texts, of KL the geometric ones."""
     lines = [
         "| | KL at 2 % (× exact) | KL at 5 % (× exact) | bytes a key and KV head to choose by "
-        "| MB a token reads to choose | and fetches, at 2 % |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| MB a token reads to choose | for the rest | and fetches, at 2 % |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for contender, name in SELECTORS.items():
         kls = [f"{selectors_kl(contender, keep):.4f} ({selectors_times(contender, keep)})" for keep in (0.02, 0.05)]
-        of = [c for c in measured("selectors.json") if c["contender"] == contender and c["keep"] == 0.02]
+        of = selectors_of(contender, 0.02)
         index, *read = (
             statistics.fmean(c[field] for c in of)
-            for field in ("index_bytes_per_key", "search_bytes_per_step", "moved_bytes_per_step")
+            for field in ("index_bytes_per_key", *(f"{what}_bytes_per_step" for what in ("search", "rest", "moved")))
         )
         cells = [*kls, f"{index:.0f}", *(f"{num_bytes / 1e6:.1f}" for num_bytes in read)]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -176,8 +177,12 @@ def selectors() -> list[str]:
 
 
 def selectors_kl(contender: str, keep: float) -> float:
-    cases = [c for c in measured("selectors.json") if c["contender"] == contender and c["keep"] == keep]
-    return statistics.geometric_mean(c["kl"] for c in cases)
+    return statistics.geometric_mean(c["kl"] for c in selectors_of(contender, keep))
+
+
+def selectors_of(contender: str, keep: float) -> list[Case]:
+    cases = selector_cases(RESULTS / "selectors.json")
+    return [c for c in cases if c["contender"] == contender and c["keep"] == keep]
 
 
 def selectors_times(contender: str, keep: float) -> str:

@@ -1,10 +1,11 @@
 """What it costs to round a model's weights to 8 or 4 bits: KL from its own next-token distributions.
 
 python -m bench.rounding [--model M] [--texts speech,code] [--weights fp8,int4] [--len 2048] [--json FILE]
+
+Predictions from a text's 513th token on are judged: those before have little to go by. Gate: that there are any.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.accuracy.texts import find_text, tokenize
+from bench.timing import finish, gate
 from csattn.models import load_model
 
 UNSEEN = 512  # first tokens, of which predictions are not judged
@@ -27,6 +29,8 @@ def main() -> None:
     arguments = parser.parse_args()
     loaded, cases = load_model(arguments.model), []
     texts = {name: tokenize(find_text(name), loaded.tokenizer)[: arguments.len] for name in arguments.texts.split(",")}
+    for name, token_ids in texts.items():
+        gate(len(token_ids) > UNSEEN, f"{name} has {len(token_ids)} tokens, and judged are those after {UNSEEN}")
     exact = {name: log_probs(loaded.model, token_ids) for name, token_ids in texts.items()}
     for weights in arguments.weights.split(","):
         rounded = load_model(arguments.model, weights=weights).model
@@ -34,13 +38,12 @@ def main() -> None:
             cases.append({"text": name, "weights": weights, **distance(exact[name], log_probs(rounded, token_ids))})
             line = "{text:8} {weights:5} KL {kl:.4f}, same most likely token {top1_agreement:.3f}"
             print(line.format(**cases[-1]), flush=True)
-    if arguments.json:
-        content = {"bench": "rounding", "model": loaded.name, "len": arguments.len, "cases": cases}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    header = {"bench": "rounding", "model": loaded.name, "len": arguments.len, "unjudged": UNSEEN}
+    finish({**header, "cases": cases}, arguments.json)
 
 
 def log_probs(model: Any, token_ids: Any) -> Tensor:
-    """[tokens, vocab_size], of those after the first."""
+    """[num_tokens - UNSEEN, vocab_size]"""
     with torch.no_grad():
         logits: Tensor = model(torch.tensor(token_ids).long()[None]).logits[0, UNSEEN:]
     return logits.float().log_softmax(-1)

@@ -34,7 +34,7 @@ from bench.decode.widened import Heads, Which
 from bench.decode.workload import Workload
 from bench.random_weights import random_weights
 from bench.shapes import shape_named
-from bench.timing import gate, numbers
+from bench.timing import finish, gate, numbers
 from csattn.config import IndexConfig, SearchConfig
 from csattn.models.share import share_of_head, share_of_layer, share_of_spec
 from csattn.models.weights import Linear, ModelWeights
@@ -90,10 +90,14 @@ def main() -> None:
     with torch.no_grad():
         found = _Bench(arguments, devices).run(counts)
     if rank == 0:
-        report = {"machine": device_machine(), "shape": arguments.shape, "devices": repr(devices), "cases": found}
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-        print(json.dumps(report))
+        report = {
+            "bench": "split",
+            "machine": device_machine(),
+            "shape": arguments.shape,
+            "devices": repr(devices),
+            "cases": found,
+        }
+        finish(report, arguments.json)
     devices.close()
 
 

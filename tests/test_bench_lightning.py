@@ -110,7 +110,8 @@ def test_tables_resume_where_they_stopped(tmp_path: Path, capsys: pytest.Capture
     assert all(set(KEY) <= set(case) for case in cases)
     capsys.readouterr()
     run_tables(out, {2}, 2048, 60, "cpu", TINY)
-    assert not capsys.readouterr().out
+    [said] = capsys.readouterr().out.splitlines()
+    assert json.loads(said)["cases"] == cases, "nothing is measured again"
     main(["show", str(out), "--markdown", str(tmp_path / "figures.md")])
     assert "| 2,048 | csattn, order as materialised | – | 512 |" in (tmp_path / "figures.md").read_text()
 

@@ -26,7 +26,8 @@ def test_what_is_measured_is_kept_and_not_measured_again(tmp_path: Path, capsys:
     assert all(case["p50_us"] > 0 for case in cases)
     capsys.readouterr()
     run(topk_suite.trials("cpu"), out)
-    assert capsys.readouterr().out == ""
+    [said] = capsys.readouterr().out.splitlines()
+    assert json.loads(said)["cases"] == cases
 
 
 def test_a_wrong_selection_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

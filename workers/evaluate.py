@@ -10,6 +10,7 @@ from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from offload.codecs.formats import KvFormat
 from workers.observe import AttentionProbe
@@ -33,8 +34,9 @@ class Quality:
     output_error: float  # |out - full out| / |full out| of a head
     rows_read_share: float  # rows read, as a share of all rows before the token
     moved_bytes_per_step: float  # rows fetched besides the resident ones, all layers; a group's shared ones count once
-    index_bytes_per_key: float  # and KV head; 0 for selectors without an index
-    search_bytes_per_step: float  # that the search and the rest read, all layers; keys as wide as the KV has them
+    index_bytes_per_key: float  # and KV head, of what choosing and the rest use; 0 for selectors without an index
+    search_bytes_per_step: float  # that the search reads, all layers; keys as wide as the KV has them
+    rest_bytes_per_step: float  # that attention to the rest reads, all layers
     search_ms_per_step: float  # all layers; a step that looks ahead does not wait for all of it
 
     def to_json(self) -> dict[str, float]:
@@ -50,7 +52,11 @@ class Baseline:
 
 
 def full_attention(loaded: LoadedModel, artifact: Artifact, token_ids: NDArray[np.int32]) -> Baseline:
-    """Predictions after each of token_ids but the last, which is only predicted: [num_tokens + 1] ids."""
+    """Predictions after each of token_ids but the last, which is only predicted: [num_tokens + 1] ids.
+
+    Raises ConfigError where there is nothing to predict.
+    """
+    _require_successor(token_ids)
     with csattn_session(loaded, artifact, SearchConfig(), "full") as session:
         log_probs = _predict(session, session.request(), token_ids[:-1])
     return Baseline(log_probs, _nll(log_probs, token_ids[1:]))
@@ -70,6 +76,7 @@ def measure(
 
     kv_format: how the context's rows are kept for the selector; full attention has them as they were built.
     """
+    _require_successor(token_ids)
     num_tokens = len(token_ids) - 1
     probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:
@@ -94,8 +101,14 @@ def measure(
         moved_bytes_per_step=probe.mean(probe.fetched) * num_lists * row_bytes,
         index_bytes_per_key=index_bytes / (spec.context_len * num_lists),
         search_bytes_per_step=count.search_bytes / num_tokens,
+        rest_bytes_per_step=count.rest_bytes / num_tokens,
         search_ms_per_step=search_s * 1e3 / num_tokens,
     )
+
+
+def _require_successor(token_ids: NDArray[np.int32]) -> None:
+    if len(token_ids) < 2:
+        raise ConfigError(f"each token is judged by the one after it, and there are {len(token_ids)}; give two or more")
 
 
 @torch.inference_mode()

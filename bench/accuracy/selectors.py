@@ -14,13 +14,12 @@ from bench.accuracy.contenders import Contender, find_contenders, shares
 from bench.accuracy.contexts import Context
 from bench.accuracy.texts import TEXTS, Cut, cut_text, find_text
 from bench.records import Case, Records
+from bench.selector_cases import VERSION
 from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
 from workers.evaluate import Baseline, full_attention, measure
 
-# Raise it when the same measurement means something else than before: older figures are then not taken for it.
-VERSION = 2
 KEY = ("version", "model", "text_sha256", "context_len", "eval_len", "contender", "keep")
 STORE = Path("build/bench-accuracy")
 _WARM_LEN = 512  # tokens of a context on which kernels are compiled
@@ -96,7 +95,7 @@ def table(cases: list[Case]) -> str:
 
 
 def _block(title: str, rows: list[Case]) -> list[str]:
-    columns = "KL | NLL gap | top-1 | recall | mass | error | moved MB | search MB | search ms | index B/key"
+    columns = "KL | NLL gap | top-1 | recall | mass | error | moved MB | search MB | rest MB | search ms | index B/key"
     return [
         f"| {title} | {columns} |",
         "|---|" + "---:|" * (columns.count("|") + 1),
@@ -104,6 +103,7 @@ def _block(title: str, rows: list[Case]) -> list[str]:
             f"| {r['contender']} | {r['kl']:.4f} | {r['nll'] - r['nll_full']:+.4f} | {r['top1_agreement']:.3f} | "
             f"{r['recall_at_k']:.3f} | {r['attention_mass']:.3f} | {r['output_error']:.3f} | "
             f"{r['moved_bytes_per_step'] / 1e6:.2f} | {r['search_bytes_per_step'] / 1e6:.2f} | "
+            f"{r['rest_bytes_per_step'] / 1e6:.2f} | "
             f"{r['search_ms_per_step']:.1f} | {r['index_bytes_per_key']:.0f} |"
             for r in rows
         ),

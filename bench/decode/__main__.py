@@ -23,7 +23,7 @@ from bench.decode.options import SCHEDULES, SLOTS
 from bench.decode.recording import default_path, load_recording, record_demo
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
-from bench.timing import gate, numbers
+from bench.timing import finish, gate, numbers
 from csattn.config import SearchConfig
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
@@ -109,12 +109,12 @@ def _measure(arguments: argparse.Namespace) -> None:
     which = results, recording, options, arguments.contexts, arguments.batches
     if arguments.command == "op":
         run_op_cases(*which, arguments.variants)
-        return
-    for name in names:
+    for name in names if arguments.command == "e2e" else ():
         if len(names) > 1:
             options = replace(options, shape=shape_named(name), shape_name=name)
         which = results, recording, options, arguments.contexts, arguments.batches
         run_end_to_end(*which, arguments.variants, arguments.placements, arguments.weights)
+    finish(results.content, None)  # the file has every case already, and the header of its last run
 
 
 def _show(arguments: argparse.Namespace) -> None:

@@ -29,6 +29,7 @@ from bench.lightning.report import as_markdown
 from bench.lightning.suite import run_suite
 from bench.lightning.suite_report import suites_as_markdown
 from bench.records import Records
+from bench.timing import finish
 
 SUITES = {"topk": topk_suite.trials, "decode": decode_suite.trials, "hisa": hisa_suite.trials}
 
@@ -64,10 +65,11 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.command in SUITES:
         run_suite(SUITES[chosen.command](device), chosen.out, _machine(device), chosen.seconds, device)
     elif chosen.command == "real":
-        cases = run_real(chosen.out, chosen.texts.split(","), chosen.context_len, chosen.seconds).cases
-        print("\n".join(real_tables(cases)))
+        records = run_real(chosen.out, chosen.texts.split(","), chosen.context_len, chosen.seconds)
+        print("\n".join(real_tables(records.cases)))
         if chosen.plot:
-            draw_real(cases, chosen.plot)
+            draw_real(records.cases, chosen.plot)
+        finish(records.content, None)
     elif chosen.command == "check":
         _check(device)
     elif chosen.command == "tune":
@@ -103,11 +105,12 @@ def run_tables(
             continue
         if time.monotonic() > deadline:
             print(f"time is up before {case}; call again to go on")
-            return
+            break
         if case.num_tokens != tokens:
             forget_inputs()
             tokens = case.num_tokens
         records.add({**case.key, **run_case(case, device, shape)})
+    finish(records.content, None)  # the file has every case already, and the header of its last run
 
 
 def _machine(device: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.records import Records
-from bench.timing import gate, measure
+from bench.timing import finish, gate, measure
 
 Call = Callable[[], object]
 KEY = ("suite", "name", "variant", "case")
@@ -51,11 +51,12 @@ def run_suite(trials: Iterable[Trial], out: Path | None, machine: dict[str, Any]
             continue
         if time.monotonic() > deadline:
             print(f"time is up before {trial.key}; call again to go on")
-            return
+            break
         try:
             records.add({**trial.key, **_figures(trial, device)})
         except torch.OutOfMemoryError as error:
             records.add({**trial.key, "refused": f"out of memory: {str(error).split('.')[0]}"})
+    finish(records.content, None)  # the file has every case already, and the header of its last run
 
 
 def _figures(trial: Trial, device: str) -> dict[str, Any]:

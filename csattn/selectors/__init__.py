@@ -2,7 +2,7 @@
 
 from csattn.selector_names import About
 from csattn.selectors.base import ContextLayer, ContextView, Prepared, Selector
-from csattn.selectors.centroids import CentroidSelector, index_bytes, search_bytes
+from csattn.selectors.centroids import CentroidSelector, index_bytes, predictor_bytes, search_bytes
 from csattn.selectors.prepare import prepare, register, resolve_rest, selector_for
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Prepared",
     "Selector",
     "index_bytes",
+    "predictor_bytes",
     "prepare",
     "register",
     "resolve_rest",

@@ -38,11 +38,15 @@ class CentroidSelector:
 
 
 def index_bytes(index: LayerIndex | SketchIndex) -> int:
-    """Of a layer's index, beside the KV."""
+    """Of a layer's index, beside the KV and without `predictor_bytes`."""
     if isinstance(index, SketchIndex):
-        return index.num_bytes + _num_bytes(index.next_query)
-    of_lists = _num_bytes(index.table.indices, index.table.scores)
-    return of_lists + _num_bytes(index.codebooks, index.key_mean, index.next_query)
+        return index.num_bytes
+    return _num_bytes(index.table.indices, index.table.scores, index.codebooks, index.key_mean)
+
+
+def predictor_bytes(index: LayerIndex | SketchIndex) -> int:
+    """Of what predicts the next layer's queries, which only choices a layer ahead hold and read."""
+    return _num_bytes(index.next_query)
 
 
 def search_bytes(index: LayerIndex | SketchIndex, num_q_heads: int) -> int:

@@ -57,8 +57,13 @@ def sketch_arrays(
     side_by_side: Map,  # of threads, for what runs on the CPU
     segment_starts: Sequence[int] | None = None,  # as the configuration has them unless said
 ) -> dict[str, Tensor]:
-    """The arrays of `SketchIndex` by name, on the device of q and kv."""
+    """The arrays of `SketchIndex` by name, on the device of q and kv.
+
+    There is at least one row, and callers see to it that all numbers are finite, as captures do: one NaN in a head's
+    spoils its choices or makes its attention to the rest NaN.
+    """
     num_heads, context_len, _, head_dim = kv.shape
+    assert context_len > 0, "a sketch has rows"
     queries = None if q is None else q.reshape(num_heads, -1, head_dim)
     starts = config.segment_starts(context_len) if segment_starts is None else segment_starts
     words = config.words(head_dim)

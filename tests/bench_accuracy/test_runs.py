@@ -6,6 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from bench import pareto
 from bench.accuracy import selectors, tasks
@@ -13,7 +16,8 @@ from bench.accuracy.answering import FULL
 from bench.accuracy.contenders import ALL, find_contenders
 from bench.accuracy.task_report import draw_depths, kept, table
 from bench.accuracy.texts import TEXTS, cut_text
-from bench.records import Records
+from bench.records import RESULTS, Records, load_cases
+from bench.selector_cases import VERSION, selector_cases
 from bench.timing import GateError
 from csattn.selector_names import SELECTOR_NAMES
 from tests.tiny import byte_tokenizer, loaded
@@ -164,6 +168,51 @@ def test_the_front_has_what_nothing_beats():
     assert pareto.front(points) == ["f", "a", "b", "d"]
     assert pareto.front({"a": (1.0, 1.0), "b": (1.0, 1.0)}) == ["a", "b"]  # neither is better
     assert pareto.front({}) == []
+
+
+def test_figures_of_version_2_are_counted_as_those_of_version_3(tmp_path):
+    """`default` on SmolLM2-135M: 16 bytes of codes a key, transforms of 48 coordinates, an 8th of a byte of marks."""
+    num_lists, context_len = 30 * 3, 7680
+    [stored] = [
+        case
+        for case in load_cases(RESULTS / "selectors.json")
+        if (case["contender"], case["text"], case["keep"], case["version"]) == ("default", "novel", 0.02, 2)
+    ]
+    others = {"index_bytes_per_key": 1.0, "search_bytes_per_step": 2.0}
+    cases = [
+        stored,
+        stored | {"contender": "quest", **others},
+        stored | {"contender": "exact", "version": 1, **others},
+        stored | {"contender": "default+ahead"},
+    ]
+    (file := tmp_path / "figures.json").write_text(json.dumps({"cases": cases}))
+    default, quest = selector_cases(file)
+    searched = 16 * context_len + 64 * 4 + 64 * 48 * 2
+    held = searched + context_len // 8 + 64 * 4 + 64 * 48 * 2
+    assert default["search_bytes_per_step"] == pytest.approx(num_lists * searched)
+    assert default["rest_bytes_per_step"] == pytest.approx(num_lists * held, rel=1e-4)
+    assert default["index_bytes_per_key"] == pytest.approx(held / context_len, rel=1e-4)
+    assert {name: quest[name] for name in others} == others and quest["rest_bytes_per_step"] == 0
+    newer = stored | {"version": VERSION, "rest_bytes_per_step": 3.0, **others}
+    file.write_text(json.dumps({"cases": [newer, *cases]}))
+    assert selector_cases(file) == [newer, quest]
+
+
+def test_names_lie_beside_all_points():
+    """`lists`, say, whose neighbour on the right covered its name."""
+    figure = Figure(figsize=(5, 4), dpi=pareto._DPI)
+    canvas, axes = FigureCanvasAgg(figure), figure.subplots()
+    costs = {"lists": (34.0, 0.022), "magicpig": (43.0, 0.0221), "default": (30.0, 0.001), "exact": (44.0, 0.021)}
+    places = pareto._draw_panel(axes, costs, "")
+    figure.draw_without_rendering()
+    pareto._label(axes, places)
+    canvas.draw()
+    names = {label.get_text(): Text.get_window_extent(label, canvas.get_renderer()) for label in axes.texts}
+    for name, extent in names.items():
+        for place in axes.transData.transform(list(places.values())):
+            assert not extent.contains(*place), f"{name} lies on a point"
+        meeting = [of for of, other in names.items() if of != name and extent.overlaps(other)]
+        assert not meeting, f"{name} lies on {meeting}"
 
 
 def test_the_pareto_plot(measured, tmp_path, capsys):

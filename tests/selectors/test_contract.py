@@ -1,6 +1,7 @@
 """What holds for every selector: valid rows, the same ones whoever asks beside it, everything where all is kept."""
 
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from csattn.search import SearchPool, empty_selection
 from csattn.search.reference import search
 from csattn.selection import Selection
 from csattn.selector_names import ABOUT, SELECTOR_NAMES
-from csattn.selectors import CentroidSelector, ContextLayer, index_bytes, prepare, search_bytes, selector_for
+from csattn.selectors import (
+    CentroidSelector,
+    ContextLayer,
+    index_bytes,
+    predictor_bytes,
+    prepare,
+    search_bytes,
+    selector_for,
+)
 from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.table.tail import ListTail
 from tests.search.synthetic import IndexSpec, make_index
@@ -175,7 +184,7 @@ def test_bytes_are_counted_as_the_papers_would_hold_them(name, held, read) -> No
 
 def test_a_search_of_a_sketch_reads_its_codes_and_less_than_all_of_it(rng) -> None:
     index = make_sketch(*make_heads(rng, NUM_KV_HEADS, 3, 300, HEAD_DIM), num_fine=1, num_coarse=0)
-    assert index_bytes(index) == index.num_bytes
+    assert index_bytes(index) == index.num_bytes and predictor_bytes(index) == 0
     assert index.codes.nbytes < search_bytes(index, 6) < index.num_bytes
 
 
@@ -185,6 +194,9 @@ def test_a_search_of_lists_reads_one_for_each_query_head_and_subspace() -> None:
     read = search_bytes(index, 6) - index.codebooks.nbytes
     assert read == 6 * spec.num_subspaces * index.table.list_len * (4 + 2)
     assert index_bytes(index) > index.table.indices.nbytes + index.table.scores.nbytes
+    with_predictor = replace(index, next_query=np.zeros((6, HEAD_DIM + 1, HEAD_DIM), np.float32))
+    assert index_bytes(with_predictor) == index_bytes(index)
+    assert predictor_bytes(with_predictor) == 6 * (HEAD_DIM + 1) * HEAD_DIM * 4
 
 
 def test_rows_of_the_tail_join_the_lists(rng) -> None:

@@ -66,6 +66,11 @@ def logits_of(q: Floats, index: SketchIndex, head: int) -> NDArray[np.float64]:
     return bases[0] + 2.0**exponent * scores[0]
 
 
+def test_a_sketch_of_no_rows_is_none() -> None:
+    with pytest.raises(AssertionError, match="a sketch has rows"):
+        sketch.sketch_arrays(torch.zeros(2, 0, 64), torch.zeros(1, 0, 2, 64), SketchConfig(), map)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "group_size", "num_rows", "segment_len"),
     [

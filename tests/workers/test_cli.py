@@ -153,6 +153,10 @@ ASKED = "generate", "{artifact}", "--prompt", "x"
         (("eval", "--text", "-"), "standard input holds no text"),
         (("eval", "--text", "{place}/text.txt", "--presets", "", "--selectors", ""), "there is nothing to evaluate"),
         (("eval", "--text", "{place}/text.txt", "--lookahead", ""), "give --lookahead 0, 1 or 0,1"),
+        (
+            ("eval", "--text", "{place}/text.txt", "--presets", "", "--selectors", "exact,quest", "--rest", "sketch"),
+            "rest sketch goes with the selectors csattn and exact; quest works as it was published",
+        ),
         (("build", "--context", "-"), "standard input holds no text"),
     ],
 )
@@ -212,15 +216,22 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     result = last_line(done)
     by_name = {(r.get("preset") or r["selector"], r["lookahead"]): r for r in result["results"]}
     assert set(by_name) == {
-        ("default", 0), ("default", 1), ("paper", 0), ("paper", 1), ("exact", 0), ("window", 0), ("full", 0),
-        ("quest", 0), ("magicpig", 0), ("h2o", 0),
+        *((name, ahead) for name in ("default", "paper", "exact", "quest", "magicpig", "h2o") for ahead in (0, 1)),
+        ("window", 0), ("full", 0),
     }  # fmt: skip
+    for name in ("default", "paper", "exact", "quest"):
+        assert by_name[name, 0]["kl"] != by_name[name, 1]["kl"]
     assert by_name["full", 0]["kl"] == pytest.approx(0, abs=1e-5)
     assert by_name["full", 0]["rows_read_share"] == pytest.approx(1)
     assert by_name["exact", 0]["recall_at_k"] == pytest.approx(1)
     assert by_name["exact", 0]["kl"] < by_name["window", 0]["kl"]
     assert by_name["default", 0]["index_bytes_per_key"] > 0
     assert by_name["quest", 0]["index_bytes_per_key"] == 2 * 16 * 4 / 16, "two keys of 16 float32 for a page of 16"
+    predictors = 2 * 4 * 17 * 16 * 4  # of the two layers after the first: of 4 query heads, in float32
+    for name in ("default", "paper", "exact", "quest"):
+        own, ahead = by_name[name, 0], by_name[name, 1]
+        assert ahead["index_bytes_per_key"] - own["index_bytes_per_key"] == pytest.approx(predictors / 400 / 6)
+        assert ahead["search_bytes_per_step"] - own["search_bytes_per_step"] == pytest.approx(predictors, rel=0.02)
     searched = {name: of["search_bytes_per_step"] for (name, ahead), of in by_name.items() if ahead == 0}
     assert searched["window"] == searched["full"] == searched["h2o"] == 0
     assert 0 < searched["quest"] < searched["exact"]
@@ -238,22 +249,31 @@ def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
     assert result["results"][0]["kl"] == pytest.approx(0, abs=1e-5)
 
 
-def test_eval_says_how_the_rest_is_attended_to_and_leaves_what_was_published_alone(capsys, place: Path) -> None:
+def test_eval_says_how_the_rest_is_attended_to(capsys, place: Path) -> None:
+    """Of a selector as of the preset that has the same index."""
     arguments = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 9
-    arguments += "--keep", 0.1, "--window-len", 8, "--presets", "default", "--selectors", "window", "--json"
-    done = {rest: in_process(*arguments, "--rest", rest, capsys=capsys) for rest in ("none", "moments", "sketch")}
+    arguments += "--keep", 0.1, "--window-len", 8, "--presets", "default", "--json"
+    done = {
+        rest: in_process(*arguments, "--selectors", "csattn,exact", "--rest", rest, capsys=capsys)
+        for rest in ("none", "moments", "sketch")
+    }
     results = {rest: last_line(said)["results"] for rest, said in done.items()}
-    for rest, (ours, window) in results.items():
-        assert (ours["rest"], window["rest"], ours["keep"], window["keep"]) == (rest, "none", 0.1, 0.1)
-        assert window["kl"] == results["none"][1]["kl"]
+    for rest, of_rest in results.items():
+        assert [(of["rest"], of["keep"]) for of in of_rest] == [(rest, 0.1)] * 3
+        assert of_rest[0]["kl"] == of_rest[1]["kl"]
         assert "keep 10 %" in done[rest].stdout and rest in done[rest].stdout
+    assert len({exact["kl"] for _, _, exact in results.values()}) == 3
+    unsaid = last_line(in_process(*arguments, "--selectors", "csattn,exact,quest", capsys=capsys))["results"]
+    assert [of["rest"] for of in unsaid] == ["sketch", "sketch", "none", "none"]
+    results = {rest: of_rest[:2] for rest, of_rest in results.items()}
     assert len({ours["kl"] for ours, _ in results.values()}) == 3
     moments = 4 * (2 * 16 + 2 * 16 * 16)  # two means and two matrices of float32, for each of 2 KV heads in 3 layers
     none, estimated, coded = (ours for ours, _ in results.values())
-    assert estimated["search_bytes_per_step"] - none["search_bytes_per_step"] == pytest.approx(3 * 2 * moments)
+    assert estimated["rest_bytes_per_step"] == pytest.approx(3 * 2 * moments)
     assert estimated["index_bytes_per_key"] - none["index_bytes_per_key"] == pytest.approx(moments / 400)
     assert coded["index_bytes_per_key"] == none["index_bytes_per_key"]
-    assert coded["search_bytes_per_step"] > none["search_bytes_per_step"]
+    assert len({ours["search_bytes_per_step"] for ours, _ in results.values()}) == 1
+    assert coded["rest_bytes_per_step"] > none["rest_bytes_per_step"] == 0
 
 
 def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> None:

@@ -20,6 +20,7 @@ from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
 from workers.engine.fidelity import Seen
+from workers.evaluate import full_attention, measure
 from workers.session import csattn_session
 
 CONTEXT_LEN = 400
@@ -94,6 +95,15 @@ def test_keeping_more_comes_nearer_to_full_attention(store, selector) -> None:
             sparse = logits_of(session, ids, [40]).log_softmax(-1)
         distance.append(float((full.exp() * (full - sparse)).sum(-1).mean()))
     assert distance[0] > 2 * distance[1] > 4 * distance[2]
+
+
+def test_an_evaluation_without_a_successor_is_refused(store) -> None:
+    one, sentence = token_ids(1, seed=3), "each token is judged by the one after it, and there are 1; give two or more"
+    with pytest.raises(ConfigError, match=sentence):
+        full_attention(loaded(), artifact_of(store), one)
+    baseline = full_attention(loaded(), artifact_of(store), token_ids(2, seed=3))
+    with pytest.raises(ConfigError, match=sentence):
+        measure(loaded(), artifact_of(store), SearchConfig(), "csattn", one, baseline)
 
 
 def test_window_reads_nothing_far_and_is_worse_than_the_index(store) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from csattn.build_options import BuildOptions
 from csattn.config import PRESET_NAMES, SearchConfig
-from csattn.selector_names import ABOUT, described
+from csattn.selector_names import ABOUT, described, selector_named
 from workers.cli.configuring import config
 from workers.cli.options import (
     ArtifactPath,
@@ -166,7 +166,7 @@ def evaluate(
     keep: Keep = _SEARCH.keep,
     presets: Annotated[str, typer.Option(help="Comma-separated, or empty.")] = "default,paper",
     selectors: Annotated[str, typer.Option(help=f"Comma-separated, or empty: {described()}.")] = "exact,window",
-    lookahead: Annotated[str, typer.Option(help="0, 1, or 0,1: for the presets.")] = "0",
+    lookahead: Annotated[str, typer.Option(help="0, 1, or 0,1: for all that choose.")] = "0",
     search_period: SearchPeriod = _SEARCH.search_period,
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
@@ -187,7 +187,7 @@ def evaluate(
         eval_len=eval_len,
         config=asking.search_config(keep, 0, search_period, window_len, rest),
         presets=comparing.names("presets", presets, PRESET_NAMES),
-        selectors=comparing.names("selectors", selectors, tuple(ABOUT)),
+        selectors=[selector_named(name) for name in comparing.names("selectors", selectors, tuple(ABOUT))],
         lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],
         kv_format=None if kv_codec is None else KvFormat.parse(kv_codec),
     )

@@ -4,7 +4,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from workers.cli.terminal import counting, err, out, table
 from workers.engine.own_choice import require_plain_rows
 from workers.evaluate import full_attention, measure
 
+_CHOOSE_NOTHING: tuple[SelectorName, ...] = ("window", "full")  # so there is nothing to look ahead for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -33,15 +35,44 @@ class Plan:
     eval_len: int  # tokens after them whose successors are predicted
     config: SearchConfig
     presets: list[str]
-    selectors: list[str]
-    lookaheads: list[int]  # of the presets
+    selectors: list[SelectorName]
+    lookaheads: list[int]  # of all that choose
     kv_format: KvFormat | None = None  # in which all but full attention have the context's rows
 
     def __post_init__(self) -> None:
         if not self.presets and not self.selectors:
             raise ConfigError("there is nothing to evaluate; give a preset with --presets, or one of --selectors")
-        if self.presets and not self.lookaheads:
-            raise ConfigError("presets look ahead or do not; give --lookahead 0, 1 or 0,1")
+        if not self.lookaheads:
+            raise ConfigError("a choice looks ahead or does not; give --lookahead 0, 1 or 0,1")
+
+    @property
+    def indexed(self) -> list[str]:
+        """The presets to build, at least one: selectors are measured over the first one's artifact."""
+        return self.presets or ["default"]
+
+    @property
+    def runs(self) -> list["Run"]:
+        """In the order in which they are shown. Raises ConfigError for what does not go together."""
+        of_presets = [Run("preset", name, name, "csattn", ahead) for name in self.presets for ahead in self.lookaheads]
+        of_selectors = [
+            Run("selector", name, self.indexed[0], name, ahead)
+            for name in self.selectors
+            for ahead in ((0,) if name in _CHOOSE_NOTHING else self.lookaheads)
+        ]
+        for run in (*of_presets, *of_selectors):
+            resolve_rest(self.config, run.selector, preset(run.preset).layout)
+        return of_presets + of_selectors
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One of those that are compared."""
+
+    kind: Literal["preset", "selector"]
+    name: str  # as it was asked for
+    preset: str  # whose artifact it reads
+    selector: SelectorName
+    lookahead: int
 
 
 def compare(
@@ -57,34 +88,30 @@ def compare(
     """Evaluate, and return the verb's JSON object."""
     use_threads(threads)
     content = read_text(str(text))
-    for name in plan.presets:  # what does not go together is refused before a model is loaded
-        resolve_rest(plan.config, "csattn", preset(name).layout)
+    runs = plan.runs  # what does not go together is refused before a model is loaded
     loaded = show_loading(model, dtype, stretch=stretch, weights=weights)
-    require_plain_rows(describe(loaded.model.config), "an evaluation")
+    spec = describe(loaded.model.config)
+    require_plain_rows(spec, "an evaluation")
+    is_capped = any(spec.layers[layer_idx].attention.logit_cap is not None for layer_idx in spec.indexed_layers)
     context, following = _cut(text, content, loaded, plan)
     results = []
     with ExitStack() as stack:
         place = store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="csattn-eval-")))
         artifacts = {}
-        # Selectors without an index need the context's KV only, which any preset's artifact has.
-        for name in plan.presets or ["default"]:
+        for name in plan.indexed:
             err.print(f"context, preset {name}")
             to_build = make_plan(loaded, context, preset(name), {"wrapping": "none", "preset": name})
             report = run_build(loaded, to_build, place)
             artifacts[name] = stack.enter_context(open_artifact(report.path))
-        any_artifact = next(iter(artifacts.values()))
         with counting("full attention", plan.eval_len, "tokens"):
-            baseline = full_attention(loaded, any_artifact, following)
-        runs = [("preset", name, artifacts[name], ahead) for name in plan.presets for ahead in plan.lookaheads]
-        runs += [("selector", name, any_artifact, 0) for name in plan.selectors]
-        for kind, name, artifact, ahead in runs:
-            selector: SelectorName = "csattn" if kind == "preset" else cast(SelectorName, name)
-            # as lookahead is, the rest is the presets'; selectors are measured as published
-            search = replace(plan.config, lookahead=ahead, rest=plan.config.rest if kind == "preset" else "none")
-            with counting(f"{name}, lookahead {ahead}", plan.eval_len, "tokens") as count:
-                quality = measure(loaded, artifact, search, selector, following, baseline, count, plan.kv_format)
-            rest = resolve_rest(search, selector, artifact.spec.index_config.layout)
-            results.append({kind: name, "lookahead": ahead, "keep": search.keep, "rest": rest, **quality.to_json()})
+            baseline = full_attention(loaded, artifacts[plan.indexed[0]], following)
+        for run in runs:
+            artifact, search = artifacts[run.preset], replace(plan.config, lookahead=run.lookahead)
+            with counting(f"{run.name}, lookahead {run.lookahead}", plan.eval_len, "tokens") as count:
+                quality = measure(loaded, artifact, search, run.selector, following, baseline, count, plan.kv_format)
+            rest = resolve_rest(search, run.selector, artifact.spec.index_config.layout, is_capped)
+            shown = {run.kind: run.name, "lookahead": run.lookahead, "keep": search.keep, "rest": rest}
+            results.append({**shown, **quality.to_json()})
     title = f"{_named(text)}: keep {100 * plan.config.keep:g} %; full attention has NLL {baseline.nll:.4f}"
     out.print(_results_table(title, baseline.nll, results))
     return {
@@ -145,10 +172,11 @@ def _results_table(title: str, nll_full: float, results: list[dict[str, Any]]) -
             f"{100 * result['rows_read_share']:.1f} %",
             f"{result['index_bytes_per_key']:.0f}",
             f"{result['search_bytes_per_step'] / 1e3:.0f}",
+            f"{result['rest_bytes_per_step'] / 1e3:.0f}",
             f"{result['search_ms_per_step']:.1f}",
         ]
         for result in results
     ]
     quality = ["NLL gap", "KL", "top-1", "recall", "mass", "error", "rows read"]
-    columns = ["", "rest", *quality, "bytes/key", "search KB/step", "search ms/step"]
+    columns = ["", "rest", *quality, "bytes/key", "search KB/step", "rest KB/step", "search ms/step"]
     return table(title, columns, rows)

@@ -54,6 +54,6 @@ Rest = Annotated[
     str | None,
     typer.Option(
         help="How rows that are not read count: sketch, by their codes; moments; or none.",
-        show_default="sketch where there is one",
+        show_default="sketch with csattn over a sketch, else none",
     ),
 ]

@@ -214,13 +214,15 @@ class StepCount:
     """What a request has read so far, over all layers."""
 
     searches: int = 0
-    search_bytes: int = 0  # that searches, and attention to the rest, had to read
+    search_bytes: int = 0  # that searches had to read
+    rest_bytes: int = 0  # that attention to the rest had to read
     far_rows: float = 0.0  # rows per head that were fetched, top_k of csattn, summed over layers and tokens
     near_rows: float = 0.0  # resident rows per head, likewise
 
     def add(self, more: "StepCount") -> None:
         self.searches += more.searches
         self.search_bytes += more.search_bytes
+        self.rest_bytes += more.rest_bytes
         self.far_rows += more.far_rows
         self.near_rows += more.near_rows
 
@@ -240,7 +242,8 @@ class CpuRequest:
     moments: list[Moments]
     # of all layers
     index_bytes: int  # that its selector, and attention to the rest, hold beside the KV
-    search_bytes: int  # that a search of csattn reads
+    search_bytes: int  # that a search of csattn reads, and what predicts queries for it
+    predictor_bytes: int  # of what predicts a layer's queries; 0 where nothing looks ahead
     rest_bytes: int  # that attention to the rest reads for a token
     own: OwnSegments | None = None  # where rows that have left the window are coded; else see `num_left`
     tail_len: int = 0

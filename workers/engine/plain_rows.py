@@ -67,7 +67,7 @@ class PlainRows:
                 q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[row]
                 choice.last = choice.selector.select(q, tail[:, num_left : tail_len - ahead])
                 count.searches += 1
-                count.search_bytes += choice.selector.search_bytes
+                count.search_bytes += choice.selector.search_bytes + (request.predictor_bytes if ahead else 0)
             elif choice.last is None:  # so far it was searched for together with others
                 of_search = self._plan.selection(row, layer_idx)
                 assert of_search is not None

@@ -8,7 +8,16 @@ from csattn.models import LoadedModel
 from csattn.rest import Moments
 from csattn.search import SearchPool
 from csattn.selector_names import SelectorName
-from csattn.selectors import CentroidSelector, ContextView, Prepared, Selector, index_bytes, prepare, search_bytes
+from csattn.selectors import (
+    CentroidSelector,
+    ContextView,
+    Prepared,
+    Selector,
+    index_bytes,
+    predictor_bytes,
+    prepare,
+    search_bytes,
+)
 from csattn.sketch import SketchIndex
 from offload.budget import require_host_memory
 from workers.context_layers import context_layers
@@ -59,6 +68,8 @@ class Preparation:
             lists = [index for index in indexes if not isinstance(index, SketchIndex)]
             return [CentroidSelector(index, pool(), num_q_heads, self.view) for index in lists]
 
+        looks_ahead = (self._has_selector or self.selector == "csattn") and bool(self.view.config.lookahead)
+        predictors = [predictor_bytes(index) for index in indexes] if looks_ahead else []
         indexed = [index_bytes(index) for index in searched] + [layer.index_bytes for layer in prepared]
         rest_bytes = sum(layer.num_bytes for layer in sketches) + sum(layer.num_bytes for layer in moments)
         shares_sketch = self.selector == "csattn" and self.rest == "sketch"  # chooses by what tells of the rest
@@ -71,8 +82,9 @@ class Preparation:
             make_selectors,
             sketches,
             moments,
-            index_bytes=sum(indexed) + (0 if shares_sketch else rest_bytes),
-            search_bytes=sum(search_bytes(index, num_q_heads) for index in searched),
+            index_bytes=sum(indexed) + sum(predictors) + (0 if shares_sketch else rest_bytes),
+            search_bytes=sum(search_bytes(index, num_q_heads) for index in searched) + sum(predictors),
+            predictor_bytes=max(predictors, default=0),
             rest_bytes=rest_bytes,
             own=None if self.of_own is None else own(self.of_own),
         )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from csattn.search import LayerSearch
 from csattn.search.workspace import TokenSelections, empty_token_selections
 from csattn.selection import Selection
+from csattn.selectors import search_bytes
 from csattn.sketch.own import own_top_k
 from workers.engine.cpu_context import CpuRequest, StepCount
 from workers.engine.own_segments import OwnSearch
@@ -97,10 +98,11 @@ class RowPlan:
     def count(self, tail_lens: NDArray[np.int64], num_layers: int) -> None:
         """Add to the requests' counts what is not counted where rows are attended to alone."""
         for row, (request, tail_len) in enumerate(zip(self.requests, tail_lens.tolist(), strict=True)):
-            more, (first, second) = StepCount(search_bytes=request.rest_bytes), request.near
+            more, (first, second) = StepCount(rest_bytes=request.rest_bytes), request.near
             own = self.owns[row]
             if own is not None:
-                more.search_bytes += sum(sketch.num_bytes for sketch in own.sketches)
+                more.search_bytes += sum(search_bytes(sketch, own.q.shape[1]) for sketch in own.sketches)
+                more.rest_bytes += sum(sketch.num_bytes for sketch in own.sketches)
             if not self.alone[row]:
                 more.far_rows = num_layers * (request.top_k + (own.top_k if own else 0))
                 resident = first + request.view.context_len - second + tail_len - (own.num_rows if own else 0)

@@ -178,10 +178,11 @@ def test_what_is_read_is_counted(tmp_path, selector, preset_name) -> None:
     assert reading.rows == (count.near_rows + count.far_rows) / (3 * 15)
     if selector == "csattn":
         searched, moments = sum(search_bytes(index, 4) for index in request.context.indexes), request.moments
-        assert count.search_bytes == 5 * searched + 15 * sum(layer.num_bytes for layer in moments)
+        assert count.search_bytes == 5 * searched
+        assert count.rest_bytes == 15 * sum(layer.num_bytes for layer in moments)
         assert request.index_bytes == sum(map(index_bytes, request.context.indexes)) + request.rest_bytes
     elif selector == "window":
-        assert count.search_bytes == request.index_bytes == 0
+        assert count.search_bytes == count.rest_bytes == request.index_bytes == 0
     else:
         bounds = sum(layer.index_bytes for layer in request.context.prepared["quest"])
         assert request.index_bytes == bounds

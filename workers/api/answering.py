@@ -131,9 +131,8 @@ class Answering:
                     self._measures.ttft.observe(now - self._arrived_at)
                 if (used := used_by(event)) is not None:
                     self.used[ask.request_id] = used
-                if isinstance(event, Done):
-                    if event.new_tokens > 1:
-                        self._measures.tpot.observe((now - first_at) / (event.new_tokens - 1))
+                if isinstance(event, Done) and event.new_tokens > 1:
+                    self._measures.tpot.observe((now - first_at) / (event.new_tokens - 1))
                 yield event
                 if isinstance(event, Done):
                     return

@@ -18,6 +18,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from workers.serving.beginnings import Beginning, Beginnings
 from workers.serving.context_build import Builder
+from workers.serving.context_counts import ContextCounts
 from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import Contexts, name_artifact
 from workers.serving.grammar import Grammar, Grammars
@@ -84,6 +85,7 @@ class LocalBackend:
             loaded, settings, engine, self._contexts, usable, self._residency, self._builder, self._tokenisers
         )
         self._measured.kept_counts = lambda: self._beginnings.kept.counts
+        self._measured.context_counts = self._context_counts
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
         self._steps: StepThread | None = None
         self._use = StoreUse(settings.store.path)
@@ -229,6 +231,16 @@ class LocalBackend:
                     counts = self._scheduler.inbox.call(self._engine.counts)
                     self._measured.engine_counts = await asyncio.wrap_future(counts)
         return self._measured.collect()
+
+    def _context_counts(self) -> ContextCounts:
+        own = self._beginnings.own_contexts
+        return ContextCounts(
+            builds={"registered": self._contexts.counts, "prompt": own.counts},
+            loaded_bytes=self._residency.held_bytes,
+            loaded_budget=self._settings.engine.context_bytes,
+            kept_bytes=own.num_bytes,
+            kept_budget=self._settings.kept.context_bytes,
+        )
 
     def _reserve(self) -> None:
         try:

@@ -244,7 +244,7 @@ def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
             for document in documents:
                 await answer(backend, document)
             own = backend._beginnings.own_contexts
-            return sum(own._sizes().values()), backend._context_counts()
+            return sum(own._sizes().values()), backend.context_counts()
 
     num_bytes, counts = asyncio.run(main())
     assert (counts.kept_bytes, counts.kept_budget) == (num_bytes, 0) and counts.builds["prompt"] == BuildCounts()

@@ -20,8 +20,8 @@ from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
 from workers.api import make_app
 from workers.serving import beginnings
-from workers.serving.local import LocalBackend
 from workers.serving.context_build import Builder
+from workers.serving.local import LocalBackend
 from workers.serving.messages import (
     Ask,
     BadRequestError,

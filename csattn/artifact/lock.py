@@ -49,6 +49,22 @@ class BuildLock:
         """Whether a process holds the lock, or died while holding it."""
         return self._path.exists()
 
+    def is_held(self) -> bool:
+        """Whether a process holds the lock now; its file is not made."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return False
+        finally:
+            os.close(descriptor)
+        return False
+
     def release(self) -> None:
         """Give the lock back and remove its file."""
         assert self._descriptor is not None, "released a lock that is not held"

@@ -60,6 +60,11 @@ def unfinished_builds(store: Path) -> list[Path]:
     return [store / name for name in sorted(names)]
 
 
+def is_being_built(work: Path) -> bool:
+    """Whether a process works on one of the `unfinished_builds`, or is about to."""
+    return BuildLock(work.with_name(f"{work.name}{LOCK_SUFFIX}")).is_held()
+
+
 def collect_garbage(store: Path) -> list[Path]:
     """Remove the work of builds that ended before they published, and return what was removed.
 

@@ -1,6 +1,8 @@
 """Many contexts in one go: checked as a whole, one model loaded once, nothing built twice, no failure in the way."""
 
 import json
+import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -179,6 +181,29 @@ def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_pa
     assert [(entry["line"], entry["outcome"]) for entry in report["jobs"]] == [(1, "failed"), (2, "built")]
     assert (report["built"], report["failed"]) == (1, 1)
     assert "0.txt built in" in printed.err
+
+
+def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, capsys, monkeypatch) -> None:
+    file = write_list(place, {"context": "0.txt"}, {"context": "1.txt"})
+    options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options)])
+    plan = index_build.batch.plan_job
+
+    def told_to_end(job: Job, *rest: Any) -> Any:
+        if job.context.name == "1.txt":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plan(job, *rest)
+
+    monkeypatch.setattr(index_build.batch, "plan_job", told_to_end)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("nobody took the signal"))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    printed = capsys.readouterr()
+    assert ended.value.code == 130 and "interrupted; a build goes on where it stopped when run again" in printed.err
+    assert "0.txt" in printed.out and "1.txt" not in printed.out and "1 built; " in printed.out
 
 
 def test_without_a_terminal_lines_tell_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from csattn.artifact.lock import BuildLock
 from tests.tiny import save
 from workers.cli import building, main
 
@@ -288,6 +289,12 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     work.mkdir()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
     assert last_line(shown)["unfinished"] == [str(work)] and "the same build goes on with it" in shown.stderr
+    lock = BuildLock(work.with_name(f"{work.name}.lock")).acquire()
+    shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
+    assert (last_line(shown)["unfinished"], last_line(shown)["building"]) == ([], [str(work)])
+    assert f"being built: {work.name}" in shown.stderr and "csattn gc" not in shown.stderr
+    assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == []
+    lock.release()
     for removed in ([str(work)], []):
         assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -180,6 +181,25 @@ def test_an_environment_that_says_nonsense_is_refused(environment: dict[str, str
     with pytest.raises(ConfigError) as refused:
         load_settings(None, environment, {})
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/store", "memory://", "file:///data/store", "gs:/bucket"])
+def test_a_store_behind_a_url_is_refused_wherever_it_is_named(tmp_path: Path, url: str) -> None:
+    file = written(tmp_path / "c.toml", f"[store]\npath = '{url}'")
+    wanted = re.escape(f"store.path must be a directory, for a service writes into its store, got the URL {url[:2]}")
+    for sources, origin in [
+        ((file, {}, {}), "c.toml"),
+        ((None, {"CSATTN_STORE_PATH": url}, {}), "environment"),
+        ((None, {}, {"store.path": url}), "flag"),
+        ((None, {}, {"store.path": Path(url)}), "flag"),  # as the command line has it
+    ]:
+        with pytest.raises(ConfigError, match=wanted + f".*{origin}"):
+            load_settings(*sources)
+
+
+@pytest.mark.parametrize("path", ["store", "/data/s3:/x", "./a:b/c", "c:/x"])
+def test_a_directory_with_a_colon_is_one(path: str) -> None:
+    assert load_settings(None, {}, {"store.path": path}).settings.store.path == Path(path)
 
 
 def test_an_unknown_flag_is_refused() -> None:

@@ -5,12 +5,13 @@ import json
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from workers.api.answers import Form
+from workers.api.answers import Form, used_by
 from workers.api.asking import Asked
 from workers.api.body import ClientGone
 from workers.api.errors import error_body, failed
@@ -18,7 +19,7 @@ from workers.api.measures import Measures
 from workers.api.request_log import log, request_line, tell_failure
 from workers.api.responses import ResponseAsked, ResponseForm
 from workers.serving.backend import Backend
-from workers.serving.messages import Ask, Done, Event, Piece, ServingError, TimedOutError, WorkerLostError
+from workers.serving.messages import Ask, Done, Event, Piece, ServingError, TimedOutError, Usage, WorkerLostError
 from workers.settings import LimitSettings
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class Answering:
         self, backend: Backend, asked: Asked, measures: Measures, arrived_at: float, limits: LimitSettings
     ) -> None:
         self._backend, self._asked, self._measures = backend, asked, measures
-        self.dones: list[Done] = []  # of answers that are complete
+        self.used: dict[str, Usage] = {}  # by each answer so far, as far as that is known
         self._arrived_at = arrived_at  # in seconds of time.monotonic()
         self._timeout_s = limits.request_timeout_s
         self._form: Form | ResponseForm = ResponseForm(asked) if isinstance(asked, ResponseAsked) else Form(asked)
@@ -108,7 +109,8 @@ class Answering:
         """The backend's events up to Done, within the request's time; closing this closes the backend's."""
         ends_at = time.monotonic() + self._timeout_s + GRACE_S  # from now on, as the backend counts
         first_at: float | None = None
-        async with aclosing(self._backend.generate(ask)) as events:
+        told = replace(ask, tells_usage=ask.tells_usage or self._asked.stream)  # the log has it where it breaks off
+        async with aclosing(self._backend.generate(told)) as events:
             while True:
                 try:
                     async with asyncio.timeout(ends_at - time.monotonic()):
@@ -127,10 +129,10 @@ class Answering:
                 if first_at is None:
                     first_at = now
                     self._measures.ttft.observe(now - self._arrived_at)
-                if isinstance(event, Done):
-                    self.dones.append(event)
-                    if event.new_tokens > 1:
-                        self._measures.tpot.observe((now - first_at) / (event.new_tokens - 1))
+                if (used := used_by(event)) is not None:
+                    self.used[ask.request_id] = used
+                if isinstance(event, Done) and event.new_tokens > 1:
+                    self._measures.tpot.observe((now - first_at) / (event.new_tokens - 1))
                 yield event
                 if isinstance(event, Done):
                     return
@@ -183,14 +185,15 @@ class EventStream(Response):
                 yield _event(chunk)
         except ServingError as error:
             tell_failure(scope, error)
-            yield self._broken_off(error)
+            yield self._broken_off(scope, error)
         except Exception:
             log.exception("%s failed", request_line(scope))
-            yield self._broken_off(failed())
+            yield self._broken_off(scope, failed())
         else:
             yield self._end
 
-    def _broken_off(self, error: ServingError) -> bytes:
+    def _broken_off(self, scope: Scope, error: ServingError) -> bytes:
+        scope["state"]["broken_off"] = error.code
         self._measures.stream_errors.labels(error.code).inc()
         return _event(error_body(error))
 

@@ -34,7 +34,7 @@ class Form:
         """What an answer's stream begins with, before what its first event says."""
         if not self._is_chat:
             return []
-        used = None if (so_far := _so_far(event)) is None else replace(so_far, new_tokens=0)
+        used = None if (so_far := used_by(event)) is None else replace(so_far, new_tokens=0)
         return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, used=used)]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ def gathered(pieces: list[Piece]) -> list[CallPart]:
     return calls
 
 
-def _so_far(event: Event) -> Usage | None:
+def used_by(event: Event) -> Usage | None:
     return event if isinstance(event, Done) else event.usage
 
 

@@ -174,7 +174,7 @@ class Routes:
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
         answering = Answering(self._backend, asked, self._measures, request.state.arrived_at, self._limits)
-        request.state.dones = answering.dones
+        request.state.used = answering.used
         if asked.stream:
             return EventStream(answering.chunks(), self._measures, *([b""] if asked.kind == "response" else []))
         return _json(await unless_gone(answering.whole(), request.receive))

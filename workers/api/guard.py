@@ -21,6 +21,7 @@ from workers.settings import Settings
 OPEN_PATHS = {"/health", "/ready", "/"}  # no key is asked for these, nor for static files
 OPEN_PREFIX = "/static/"
 ALWAYS_SERVED = {"/health", "/ready"}  # however many requests are open
+SCRAPED = "/metrics"  # a scrape does not count itself
 LINGER_S = 2.0  # to take in what a refused client still sends, so that it reads the refusal
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 CLIENT_GONE = 499
@@ -47,13 +48,14 @@ class Guard:
         request_id = given if REQUEST_ID.fullmatch(given) else state["request_id"]
         state["reply_id"] = request_id
         outgoing = _Outgoing(send, incoming, request_id, self._limits.stall_timeout_s)
+        is_scrape = _own_path(scope) == SCRAPED
         self._num_open += 1
-        self._measures.in_flight.inc()
+        self._measures.in_flight.inc(not is_scrape)
         try:
             status = await self._answer(scope, headers, incoming, outgoing)
         finally:
             self._num_open -= 1
-            self._measures.in_flight.dec()
+            self._measures.in_flight.dec(not is_scrape)
         self._measures.requests.labels(_route(scope), status).inc()
         if self._settings.server.access_log:
             tell_request(scope, status, time.monotonic() - state["arrived_at"])
@@ -77,7 +79,7 @@ class Guard:
         return outgoing.status
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
-        limits, path = self._limits, scope["path"].removeprefix(scope.get("root_path", ""))
+        limits, path = self._limits, _own_path(scope)
         if self._num_open > limits.max_open_requests and path not in ALWAYS_SERVED:
             raise HttpError(503, "overloaded", "too many requests are open; send it again later")
         header_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["query_string"])
@@ -175,6 +177,11 @@ async def _drain(receive: Receive, most_bytes: int, pace: Pace) -> None:
                 await pace.keep(len(message["body"]))
     except TimeoutError:
         return
+
+
+def _own_path(scope: MutableMapping[str, Any]) -> str:
+    """Without what a server in front of us has it below."""
+    return str(scope["path"].removeprefix(scope.get("root_path", "")))
 
 
 def _route(scope: MutableMapping[str, Any]) -> str:

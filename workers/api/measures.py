@@ -1,11 +1,18 @@
 """What the HTTP side counts of itself, in Prometheus' terms."""
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
+ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")  # routes whose failures are watched
+STATUSES = (200, 429, 500, 503, 504)
+STREAM_CODES = (
+    *("internal_error", "worker_lost", "timeout", "overloaded", "invalid_request", "context_length_exceeded"),
+    *("model_not_found", "context_not_ready"),
+)
 
 
 class Measures:
@@ -19,10 +26,18 @@ class Measures:
             ("route", "status"),
             registry=self.registry,
         )
-        self.in_flight = Gauge("csattn_http_requests_in_flight", "Requests not yet answered.", registry=self.registry)
+        self.in_flight = Gauge(
+            "csattn_http_requests_in_flight",
+            "Requests not yet answered, but for those of /metrics.",
+            registry=self.registry,
+        )
         self.stream_errors = Counter(
             "csattn_http_stream_errors", "Streams that ended with an error event.", ("code",), registry=self.registry
         )
+        for code in STREAM_CODES:  # at 0: an alarm sees the first one
+            self.stream_errors.labels(code)
+        for route, status in product(ANSWERING, STATUSES):
+            self.requests.labels(route, status)
         self.ttft = Histogram(
             "csattn_http_ttft_seconds",
             "From a request's arrival to its first piece of text.",

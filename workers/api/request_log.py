@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from workers.api.errors import clipped
-from workers.serving.messages import Done, ServingError
+from workers.serving.messages import ServingError, Usage
 
 log = logging.getLogger("csattn.api")
 
@@ -23,13 +23,16 @@ def tell_failure(scope: Scope, error: ServingError) -> None:
 
 def tell_request(scope: Scope, status: int, took_s: float) -> None:
     """Any of them, when it is over."""
-    dones: list[Done] = scope["state"].get("dones", [])
+    state = scope["state"]
+    broken_off = f", broken off: {state['broken_off']}," if "broken_off" in state else ""
+    used: list[Usage] = list(state.get("used", {}).values())
     tokens = ""
-    if dones:
-        prompt = sum(done.context_tokens + done.question_tokens for done in dones)
-        cached, new = (sum(getattr(done, name) for done in dones) for name in ("cached_tokens", "new_tokens"))
+    if used:
+        prompt = sum(of.context_tokens + of.question_tokens for of in used)
+        cached, new = (sum(getattr(of, name) for of in used) for name in ("cached_tokens", "new_tokens"))
         tokens = f", {prompt} prompt {cached} cached {new} new tokens"
-    log.info("%s: %d in %.0f ms%s (request %s)", request_line(scope), status, 1000 * took_s, tokens, _id(scope))
+    how = f"{status}{broken_off} in {1000 * took_s:.0f} ms{tokens}"
+    log.info("%s: %s (request %s)", request_line(scope), how, _id(scope))
 
 
 def request_line(scope: Scope) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
+from types import FrameType
 from typing import Any
 
 import h11
@@ -15,7 +17,17 @@ KEEP_ALIVE_S = 10  # between two requests of a connection
 SHUTDOWN_S = 30  # for requests that are being answered when the service is told to stop
 
 
-def server_of(app: Any, settings: Settings, **more: Any) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """Remembers which signal ended it."""
+
+    ended_by = ""  # none
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.ended_by = signal.Signals(sig).name
+        super().handle_exit(sig, frame)
+
+
+def server_of(app: Any, settings: Settings, **more: Any) -> Server:
     """A server of that application, where the settings say. `more`: uvicorn's own options."""
     stall_timeout_s = settings.limits.stall_timeout_s
 
@@ -34,7 +46,7 @@ def server_of(app: Any, settings: Settings, **more: Any) -> uvicorn.Server:
         "server_header": False,
         "access_log": False,
     }
-    return uvicorn.Server(uvicorn.Config(app, **{**options, **more}))
+    return Server(uvicorn.Config(app, **{**options, **more}))
 
 
 class PatientProtocol(H11Protocol):

@@ -1,11 +1,15 @@
 """`csattn build --jobs`: read the list, build it here or on a Ray cluster, show how far it is and what became of it."""
 
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from csattn.build_options import BuildOptions
-from index_build.batch import OUTCOMES, BatchReport, run_batch
-from index_build.job_list import read_jobs
+from index_build.batch import OUTCOMES, BatchReport, JobResult, OnJobProgress, OnJobResult, run_batch
+from index_build.job_list import Job, read_jobs
 from workers.cli.batch_display import BatchDisplay
 from workers.cli.building import use_threads
 from workers.cli.terminal import err, out, table
@@ -21,33 +25,52 @@ def build_jobs(
     device: str,
 ) -> dict[str, Any]:
     """Build and return the verb's JSON object."""
-    jobs = read_jobs(jobs_file, defaults)
+    jobs, started = read_jobs(jobs_file, defaults), time.perf_counter()
     err.print(f"{len(jobs)} contexts to build" + (f" on the Ray cluster {ray_address}" if ray_address else ""))
+    finished: dict[int, JobResult] = {}
     with BatchDisplay(jobs) as display:
-        if ray_address is None:
-            use_threads(threads)
-            report = run_batch(
-                jobs,
-                store,
-                device=device,
-                num_threads=threads,
-                on_progress=display.on_progress,
-                on_result=display.on_result,
-            )
-        else:
-            from index_build.jobs import run_on_ray
 
-            report = run_on_ray(
-                jobs,
-                store,
-                ray_address,
-                device=device,
-                num_threads=threads,
-                on_progress=display.on_progress,
-                on_result=display.on_result,
-            )
+        def on_result(idx: int, result: JobResult) -> None:
+            finished[idx] = result
+            display.on_result(idx, result)
+
+        try:
+            with _sigterm_as_interrupt():
+                report = _run(jobs, store, ray_address, threads, device, display.on_progress, on_result)
+        except KeyboardInterrupt:
+            results = tuple(finished[idx] for idx in sorted(finished))
+            show_summary(BatchReport(results, time.perf_counter() - started))
+            raise
     show_summary(report)
     return report.to_json()
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """What is built is told, and that the rest goes on: a supervisor's signal is no other than Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(
+    jobs: list[Job],
+    store: Path | str,
+    ray_address: str | None,
+    threads: int | None,
+    device: str,
+    on_progress: OnJobProgress,
+    on_result: OnJobResult,
+) -> BatchReport:
+    told: Any = {"device": device, "num_threads": threads, "on_progress": on_progress, "on_result": on_result}
+    if ray_address is None:
+        use_threads(threads)
+        return run_batch(jobs, store, **told)
+    from index_build.jobs import run_on_ray
+
+    return run_on_ray(jobs, store, ray_address, **told)
 
 
 def require_one_source(
@@ -80,4 +103,4 @@ def show_summary(report: BatchReport) -> None:
         if result.error is not None:
             out.print(f"line {result.job.line}, {result.job.context.name}: {result.error}", soft_wrap=True)
     counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in OUTCOMES if report.count(outcome))
-    out.print(f"{counts}; {report.seconds:.1f} s in all")
+    out.print(f"{counts or 'nothing finished'}; {report.seconds:.1f} s in all")

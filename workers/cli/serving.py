@@ -1,5 +1,6 @@
 """`csattn serve`: the settings, the service in one process or on Ray, and a line that says where it is."""
 
+import gc
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ def serve(
     if not is_ready:
         end()
     err.print("ended")
+    gc.freeze()  # else the interpreter looks for garbage in all that was loaded before it ends, for seconds
 
 
 def _require_packages(names: Sequence[str]) -> None:
@@ -97,7 +99,7 @@ def _serve_here(settings: Settings, named: Mapping[str, str], on_ready: Callable
 
 
 def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callable[[str, str], None]) -> None:
-    from workers.service.ray_app import Stopped, service_on_ray
+    from workers.service.ray_app import DRAIN_S, Stopped, service_on_ray
 
     with closing(listen(settings.server)) as listener:
         port: int = listener.getsockname()[1]  # free; Serve opens it itself
@@ -108,6 +110,7 @@ def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callab
         on_ready(url, found)
         with redirect_stdout(sys.stderr):  # where Ray tells of processes that died
             told.wait()
+            err.print(f"ending: requests that run have {DRAIN_S:.0f} s")
 
 
 def _on_signal(act: Callable[[], object]) -> None:

@@ -11,6 +11,7 @@ from csattn.artifact import (
     ArtifactSummary,
     cache_store,
     collect_garbage,
+    is_being_built,
     is_url,
     read_manifest,
     remote_store,
@@ -104,13 +105,17 @@ def listing(store: Path | str) -> dict[str, Any]:
         found, broken = scan_store(Path(store))
         faults = {path.name: error for path, error in broken.items()}
         kept = kept_files(Path(store))
+    building = [work for work in unfinished if is_being_built(work)]
     out.print(_shelf(store, found))
     if kept.num_bytes:
         out.print(f"{_told(store, kept)}; `csattn gc --kept` removes it", soft_wrap=True)
     for name, error in faults.items():
         err.print(f"not usable: {name}: {error}")
     for work in unfinished:
-        err.print(f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it")
+        if work in building:
+            err.print(f"being built: {work.name}")
+        else:
+            err.print(f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it")
     return {
         "store": str(store),
         "artifacts": [
@@ -126,7 +131,8 @@ def listing(store: Path | str) -> dict[str, Any]:
             for of in found
         ],
         "broken": {name: str(error) for name, error in faults.items()},
-        "unfinished": [str(work) for work in unfinished],
+        "unfinished": [str(work) for work in unfinished if work not in building],
+        "building": [str(work) for work in building],
         "kept": asdict(kept),
     }
 

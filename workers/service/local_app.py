@@ -1,13 +1,13 @@
 """The service in one process, without Ray: the same application over the same backend."""
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable, Mapping
 
-import uvicorn
-
 from workers.api import make_app, server_of
+from workers.api.server import Server
 from workers.searchers.process import ChildProcess
 from workers.service.addresses import url_of
 from workers.service.found import found_here
@@ -15,9 +15,11 @@ from workers.service.log_lines import log_to_stderr
 from workers.service.making import make_backend
 from workers.serving.local import LocalBackend
 from workers.settings import Settings
+from workers.words import counted
 
 DRAIN_S = 10.0  # for requests that still run when the service is told to end
 _POLL_S = 0.05
+_log = logging.getLogger(__name__)
 
 
 def serve_locally(
@@ -37,7 +39,7 @@ def serve_locally(
 
 
 async def _serve(
-    server: uvicorn.Server,
+    server: Server,
     backend: LocalBackend,
     named: Mapping[str, str],
     listener: socket.socket,
@@ -55,6 +57,17 @@ async def _serve(
             on_ready()
         while not (server.should_exit or serving.done()):
             await asyncio.sleep(_POLL_S)
+        _log.info("%s", _ending(server, backend))
     finally:
         await backend.close(DRAIN_S)
     await serving
+
+
+def _ending(server: Server, backend: LocalBackend) -> str:
+    """What the log is told when the service begins to end."""
+    builds = backend.context_counts().builds.values()
+    num_builds = sum(of.num_waiting + of.num_building for of in builds)
+    num_running = backend.standing().num_running
+    waited_for = f"{counted(num_running, 'request')} {'has' if num_running == 1 else 'have'} {DRAIN_S:.0f} s"
+    stopped = f"; builds that stop, and go on when it is back: {num_builds}" if num_builds else ""
+    return f"the service ends ({server.ended_by or 'no signal'}): {waited_for}{stopped}"

@@ -12,6 +12,7 @@ from csattn.artifact import find_artifact, open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
 from csattn.errors import ArtifactError, ConfigError
 from workers.serving.context_build import Builder
+from workers.serving.context_counts import BuildCounts
 from workers.serving.context_file import ContextFile, Record
 from workers.serving.context_texts import ContextTexts
 from workers.serving.messages import (
@@ -40,6 +41,7 @@ class _Build:
     task: asyncio.Task[None]
     progress: float = 0.0
     what: str = "waits for another build"
+    has_begun: bool = False
 
 
 class Contexts:
@@ -53,8 +55,14 @@ class Contexts:
         self._file = ContextFile(store)
         self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
         self._builds: dict[str, _Build] = {}
+        self._num_failed = 0
         self._is_closed = False
         self._unwritten: dict[Record, Record] = {}  # what became of builds, where the file could not be told
+
+    @property
+    def counts(self) -> BuildCounts:
+        num_begun = sum(build.has_begun for build in self._builds.values())
+        return BuildCounts(len(self._builds) - num_begun, num_begun, self._num_failed)
 
     async def start(self) -> None:
         """Go on with builds that were under way when a service ended."""
@@ -199,7 +207,7 @@ class Contexts:
     async def _run_build(self, record: Record) -> None:
         async with self._turn_to_build:
             build, started = self._builds[record.name], time.monotonic()
-            build.what = "starts"
+            build.has_begun, build.what = True, "starts"
             _log.info("the context %s is being built", record.name)
 
             def tell(progress: float, what: str) -> None:
@@ -213,6 +221,7 @@ class Contexts:
                 told = f"{result['context_len']:,} tokens", time.monotonic() - started
                 _log.info("the context %s, of %s, was built in %.1f s", record.name, *told)
             except Exception as error:  # whatever it is, who asks for the context is told
+                self._num_failed += 1
                 done = replace(record, error=str(error) or type(error).__name__)
                 _log.warning("the context %s could not be built: %s", record.name, done.error)
         try:

@@ -18,6 +18,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from workers.serving.beginnings import Beginning, Beginnings
 from workers.serving.context_build import Builder
+from workers.serving.context_counts import ContextCounts
 from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import Contexts, name_artifact
 from workers.serving.grammar import Grammar, Grammars
@@ -84,6 +85,7 @@ class LocalBackend:
             loaded, settings, engine, self._contexts, usable, self._residency, self._builder, self._tokenisers
         )
         self._measured.kept_counts = lambda: self._beginnings.kept.counts
+        self._measured.context_counts = self.context_counts
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
         self._steps: StepThread | None = None
         self._use = StoreUse(settings.store.path)
@@ -107,16 +109,17 @@ class LocalBackend:
         self._builder.start()
 
     async def close(self, drain_s: float = _DRAIN_S) -> None:
-        """Refuse new requests; running ones have so long to finish, then they end with an error.
+        """Refuse new requests; running ones have so long to finish from now on, then they end with an error.
 
         Those that wait for a context to be built end at once.
         """
+        ends_at = time.monotonic() + drain_s
         self._scheduler.flow.closed = closing()  # before builds end: who comes now would begin one
         await self._contexts.close()
         await self._beginnings.close()
         await self._builder.close()
         if self._steps is not None:
-            await asyncio.to_thread(self._steps.close, drain_s)
+            await asyncio.to_thread(self._steps.close, max(0.0, ends_at - time.monotonic()))
         self._residency.close()
         self._grammars.close()
         await asyncio.to_thread(self._beginnings.flush)
@@ -229,6 +232,16 @@ class LocalBackend:
                     counts = self._scheduler.inbox.call(self._engine.counts)
                     self._measured.engine_counts = await asyncio.wrap_future(counts)
         return self._measured.collect()
+
+    def context_counts(self) -> ContextCounts:
+        own = self._beginnings.own_contexts
+        return ContextCounts(
+            builds={"registered": self._contexts.counts, "prompt": own.counts},
+            loaded_bytes=self._residency.held_bytes,
+            loaded_budget=self._settings.engine.context_bytes,
+            kept_bytes=own.num_bytes,
+            kept_budget=self._settings.kept.context_bytes,
+        )
 
     def _reserve(self) -> None:
         try:

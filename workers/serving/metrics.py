@@ -16,12 +16,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from offload.blocks import BlockCounts
+from workers.serving.context_counts import ContextCounts
 from workers.serving.step_engine import EngineCounts, Fidelity
 
 MAX_CONTEXTS = 64
 MAX_FORGOTTEN = 1024  # names that are remembered for requests that still run
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_OUTCOMES = ("stop", "length", "tool_calls", "cancelled", "timeout", "failed", "refused")
+_ENGINE_WORDS = {  # of an engine's counts, what each is
+    "search_s": "Time that searches have taken, on a CPU.",
+    "attend_s": "Time that attention to chosen rows has taken, on a CPU.",
+    "slot_lookups": "Chosen rows that were looked for in the device's cache of rows.",
+    "slot_hits": "Chosen rows that were in the device's cache of rows.",
+    "kv_bytes": "KV of the contexts that are loaded, wherever it lies.",
+    "index_bytes": "Indexes of the contexts that are loaded.",
+    "device_bytes": "Memory of the GPU that is taken.",
+}
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
@@ -42,6 +53,9 @@ class Metrics:
         self.new_tokens = self._counter("new_tokens", "Tokens of answers.")
         self.context_tokens = self._counter("context_tokens", "Prefilled tokens that requests stood on.")
         self.context_requests = self._counter("context_requests", "Requests by where their context was.", ["found"])
+        for counter, labels in ((self.requests, _OUTCOMES), (self.context_requests, ("memory", "store"))):
+            for label in labels:
+                counter.labels(label)  # at 0: an alarm sees the first one
         self.restored_tokens = self._counter("restored_tokens", "Tokens of prompts whose rows were kept.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts that were there already.")
@@ -52,6 +66,7 @@ class Metrics:
         self._labels_lock = Lock()  # contexts are forgotten on another thread than the scheduler's
         self.engine_counts = EngineCounts()  # as the scheduler last saw them
         self.kept_counts: Callable[[], BlockCounts] = lambda: BlockCounts(0, 0, 0, 0, 0)
+        self.context_counts: Callable[[], ContextCounts] = ContextCounts
         self.registry.register(_EngineCollector(self))
 
     def saw_fidelity(self, context: str, arrived_at: float, fidelity: Fidelity) -> None:
@@ -100,16 +115,40 @@ class _EngineCollector(Collector):
         for item in fields(counts):
             name, value = f"csattn_{re.sub('_s$', '_seconds', item.name)}", getattr(counts, item.name)
             if name.endswith("_bytes"):
-                yield GaugeMetricFamily(name, f"{item.name} of the engine", value)
+                yield GaugeMetricFamily(name, _ENGINE_WORDS[item.name], value)
             else:
-                yield CounterMetricFamily(name, f"{item.name} of the engine", value)
+                yield CounterMetricFamily(name, _ENGINE_WORDS[item.name], value)
         yield from _kept_metrics(self._metrics.kept_counts())
+        yield from _context_metrics(self._metrics.context_counts())
 
 
 def _kept_metrics(counts: BlockCounts) -> Iterator[Metric]:
     for what in ("blocks", "bytes"):
-        family = GaugeMetricFamily(f"csattn_kept_{what}", f"{what} of kept rows", labels=["place"])
+        words = f"{what.capitalize()} of rows that are kept of turns, by where they lie."
+        family = GaugeMetricFamily(f"csattn_kept_{what}", words, labels=["place"])
         for place in ("memory", "disk"):
             family.add_metric([place], getattr(counts, f"{place}_{what}"))
         yield family
     yield CounterMetricFamily("csattn_kept_refused", "Blocks of rows that were not kept.", counts.refused)
+
+
+def _context_metrics(counts: ContextCounts) -> Iterator[Metric]:
+    states = GaugeMetricFamily(
+        "csattn_context_builds", "Contexts that are to be built, by who brought them.", labels=["of", "state"]
+    )
+    failed = CounterMetricFamily(
+        "csattn_context_builds_failed", "Contexts that could not be built, by who brought them.", labels=["of"]
+    )
+    for of, builds in counts.builds.items():
+        states.add_metric([of, "waiting"], builds.num_waiting)
+        states.add_metric([of, "building"], builds.num_building)
+        failed.add_metric([of], builds.num_failed)
+    yield from (states, failed)
+    for name, words, value in (
+        ("loaded_context_bytes", "Contexts that are loaded, coming or going.", counts.loaded_bytes),
+        ("loaded_context_budget_bytes", "What they may take: engine.context_bytes.", counts.loaded_budget),
+        ("kept_context_bytes", "Contexts of prompts on disk, when the last one was built.", counts.kept_bytes),
+        ("kept_context_budget_bytes", "What they may take: kept.context_bytes.", counts.kept_budget),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(f"csattn_{name}", words, value)

@@ -26,6 +26,7 @@ from csattn.config import preset
 from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
+from workers.serving.context_counts import BuildCounts
 from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, entries, remove_at_once
 from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
 from workers.serving.residency import Residency
@@ -71,7 +72,14 @@ class OwnContexts:
         self._builds: dict[_Key, _Build] = {}
         self._turn_to_build = asyncio.Semaphore(1)  # its own: who waits here is not behind builds that nobody waits for
         self.setbacks = Setbacks()
+        self.num_bytes: int | None = None  # of all on disk, as they were when the last was built here
+        self._num_failed = 0
         self._is_closed = False
+
+    @property
+    def counts(self) -> BuildCounts:
+        num_begun = sum(build.has_begun for build in self._builds.values())
+        return BuildCounts(len(self._builds) - num_begun, num_begun, self._num_failed)
 
     async def find(
         self, token_ids: Sequence[int], salt: str, registered: Sequence[Path], without: Collection[Path] = ()
@@ -174,6 +182,7 @@ class OwnContexts:
             source = ["--no-sync", "--tokens", str(ids_path)]  # who finds it later looks at every byte
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
+            self._num_failed += 1
             refusal = _refusal(self.setbacks.add(key, len(ids), str(error)))
             _log.warning("%s", refusal)
             raise refusal from error
@@ -196,12 +205,12 @@ class OwnContexts:
     async def _keep_to_budget(self, newest: Path) -> None:
         """Remove what nobody uses, the least recently used first, until all together take no more than they may."""
         sizes = await asyncio.to_thread(self._sizes)
-        too_many = sum(sizes.values()) - self._settings.kept.context_bytes
+        self.num_bytes, budget = sum(sizes.values()), self._settings.kept.context_bytes
         for path, num_bytes in sizes.items():
-            if too_many > 0 and path != newest and not self._residency.is_used(path):
+            if self.num_bytes > budget and path != newest and not self._residency.is_used(path):
                 await self._residency.forget(path)
                 await asyncio.to_thread(self._remove, path)
-                too_many -= num_bytes
+                self.num_bytes -= num_bytes
 
     def _remove(self, path: Path) -> None:
         """At once for all who look, then its bytes."""

@@ -18,6 +18,7 @@ from offload.codecs.formats import KvFormat
 from offload.errors import CodecError
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/|$)")  # of a path, which has lost one of two strokes
 _BUILD: Any = BuildOptions()  # the command line's defaults; its strings are literals here
 
 
@@ -231,6 +232,15 @@ class StoreSettings(_Part):
     """Where artifacts are."""
 
     path: Path = setting(Path("store"), "Directory that holds artifacts.")
+
+    def __post_init__(self) -> None:
+        _Part.__post_init__(self)
+        if url := _URL.match(str(self.path)):
+            rest = str(self.path)[url.end() :]
+            raise ConfigError(
+                f"path must be a directory, for a service writes into its store, got the URL {url[1]}://{rest}; name a "
+                "directory, and copy artifacts into it that lie elsewhere (docs/many-contexts.md says who reads URLs)"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,20 @@ def test_with_it_each_request_has_one(telling: Running, caplog: pytest.LogCaptur
     assert re.fullmatch(told, line), line
 
 
+def test_a_stream_that_broke_off_says_so_and_what_it_took(telling: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    telling.backend.scripts[PROMPT] = Script(fail_at=2, error=WorkerLostError("it ended"))
+    try:
+        assert ask(telling, stream=True).status_code == 200
+    finally:
+        telling.backend.scripts.clear()
+    why, line = lines(caplog, 2)
+    assert why == "POST /v1/completions: 503 worker_lost, it ended (request mine)"
+    tokens = "1007 prompt 1000 cached 2 new tokens"
+    told = rf"POST /v1/completions: 200, broken off: worker_lost, in \d+ ms, {tokens} \(request mine\)"
+    assert re.fullmatch(told, line), line
+
+
 def test_paths_that_clients_invent_stay_on_their_line(telling: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     httpx2.get(f"{telling.url}/no%0A2026%20INFO?key={KEY}", headers={"Authorization": "Bearer wrong"})

@@ -9,9 +9,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.workers.api.fake_backend import FakeBackend
 from tests.workers.api.running import KEY, serving
 from workers.api.app import PAGE_FILES, STATIC
-from workers.api.measures import Measures
+from workers.api.measures import STREAM_CODES, Measures
 from workers.api.status import HISTOGRAMS, NUMBERS, OF_CONTEXTS, status_object
-from workers.serving.messages import ContextInfo, FailedBuild, Health, Held, Standing
+from workers.serving.messages import (
+    ContextInfo,
+    ContextTooLongError,
+    FailedBuild,
+    Health,
+    Held,
+    OverloadedError,
+    Standing,
+    TimedOutError,
+    WorkerLostError,
+)
 from workers.serving.metrics import Metrics
 from workers.serving.step_engine import Fidelity
 
@@ -61,7 +71,17 @@ def test_metrics_are_prometheus_text_of_both_sides() -> None:
         reply = httpx2.get(f"{service.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     names = {family.name for family in text_string_to_metric_families(reply.text)}
+    assert "\ncsattn_http_requests_in_flight 0.0\n" in reply.text, "a scrape is no request of its own"
     assert {"csattn_http_requests", "csattn_http_ttft_seconds", "csattn_running_requests", "csattn_kv_bytes"} <= names
+
+
+def test_what_is_watched_has_a_sample_before_it_moves() -> None:
+    value = Measures().registry.get_sample_value
+    assert value("csattn_http_requests_total", {"route": "/v1/completions", "status": "429"}) == 0
+    assert all(value("csattn_http_stream_errors_total", {"code": code}) == 0 for code in STREAM_CODES)
+    assert {error.code for error in (WorkerLostError, TimedOutError, OverloadedError, ContextTooLongError)} <= set(
+        STREAM_CODES
+    )
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:

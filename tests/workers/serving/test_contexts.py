@@ -26,6 +26,7 @@ from tests.workers.serving.registry import registry, settings_of
 from tests.workers.serving.test_local import answer, ask
 from workers.serving import context_build
 from workers.serving.context_build import Builder, BuildFailedError
+from workers.serving.context_counts import BuildCounts
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
 from workers.serving.contexts import TEXTS, Contexts, name_artifact
 from workers.serving.local import LocalBackend
@@ -149,9 +150,11 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(
         await contexts.register("short", "too short")
         await contexts.register("waits", text_of("waits"))
         assert next(i for i in await contexts.infos() if i.name == "waits").what == "waits for another build"
+        assert contexts.counts == BuildCounts(num_waiting=1, num_building=1)
         deleted = await contexts.delete("waits")
         assert deleted is None and "waits" not in {info.name for info in await contexts.infos()}
         failed = await ended(contexts, "short")
+        assert contexts.counts == BuildCounts(num_failed=1)
         assert failed.state == "failed" and "an index needs at least" in failed.what
         assert f"the context short could not be built: {failed.what}" in caplog.text
         with pytest.raises(ContextNotReadyError, match="could not be built: the context has"):

@@ -20,6 +20,7 @@ from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
 from workers.api import make_app
 from workers.serving import beginnings
+from workers.serving.context_build import Builder
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
     Ask,
@@ -34,6 +35,7 @@ from workers.serving.messages import (
     UnknownModelError,
     WorkerLostError,
 )
+from workers.serving.step_thread import StepThread
 from workers.settings import KeptSettings, LimitSettings, Settings, StoreSettings
 
 
@@ -77,7 +79,7 @@ async def outcomes_of(backend: LocalBackend) -> dict[str, float]:
         for metric in await backend.metrics()
         if metric.name == "csattn_requests"
         for sample in metric.samples
-        if sample.name.endswith("_total")
+        if sample.name.endswith("_total") and sample.value
     }
 
 
@@ -314,6 +316,32 @@ def test_closing_lets_requests_finish_and_then_ends_them(built: Path) -> None:
                 await answer(backend, ask())
 
     asyncio.run(main())
+
+
+def test_the_time_to_finish_counts_from_the_beginning_of_the_end(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not from when builds have ended, which may take as long again."""
+    given: list[float] = []
+    end, end_builds = StepThread.close, Builder.close
+
+    async def slowly(self: Builder) -> None:
+        await asyncio.sleep(0.2)
+        await end_builds(self)
+
+    def noted(self: StepThread, drain_s: float) -> None:
+        given.append(drain_s)
+        end(self, drain_s)
+
+    monkeypatch.setattr(Builder, "close", slowly)
+    monkeypatch.setattr(StepThread, "close", noted)
+
+    async def main() -> None:
+        for drain_s in (5.0, 0.1):
+            backend = LocalBackend(FullEngine(loaded()), loaded(), settings_of(built))
+            await backend.start()
+            await backend.close(drain_s)
+
+    asyncio.run(main())
+    assert 0.0 < given[0] <= 4.8 and given[1] == 0.0
 
 
 def test_closing_ends_requests_that_no_step_has_seen(built: Path) -> None:

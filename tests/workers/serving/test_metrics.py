@@ -8,6 +8,7 @@ import pytest
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.requests import make_request, make_scheduler, run
 from workers.serving import scheduler as scheduling
+from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.metrics import MAX_CONTEXTS, MAX_FORGOTTEN, Metrics
 from workers.serving.step_engine import Fidelity
 
@@ -19,6 +20,32 @@ def labels_of(metrics: Metrics) -> set[str]:
     recall, mass = ({sample.labels["context"] for sample in family.samples} for family in families)
     assert recall == mass
     return recall
+
+
+def test_what_is_watched_has_a_sample_before_it_moves() -> None:
+    value = Metrics().registry.get_sample_value
+    for found in ("memory", "store"):
+        assert value("csattn_context_requests_total", {"found": found}) == 0
+    for outcome in ("stop", "cancelled", "timeout", "failed", "refused"):
+        assert value("csattn_requests_total", {"outcome": outcome}) == 0
+
+
+def test_each_metric_is_explained() -> None:
+    """Not by its name once more."""
+    for metric in Metrics().collect():
+        assert metric.documentation.endswith(".") and " " in metric.documentation, metric.name
+
+
+def test_contexts_that_are_built_and_held_have_gauges_beside_their_budgets() -> None:
+    metrics = Metrics()
+    builds = {"registered": BuildCounts(2, 1, 3), "prompt": BuildCounts(num_building=1)}
+    metrics.context_counts = lambda: ContextCounts(builds=builds, loaded_bytes=5, kept_budget=7)
+    value = metrics.registry.get_sample_value
+    assert value("csattn_context_builds", {"of": "registered", "state": "waiting"}) == 2
+    assert value("csattn_context_builds", {"of": "prompt", "state": "building"}) == 1
+    assert value("csattn_context_builds_failed_total", {"of": "registered"}) == 3
+    assert value("csattn_loaded_context_bytes") == 5 and value("csattn_loaded_context_budget_bytes") is None
+    assert value("csattn_kept_context_bytes") is None and value("csattn_kept_context_budget_bytes") == 7
 
 
 def test_deleted_contexts_leave_room_for_new_ones_whatever_still_runs() -> None:

@@ -15,6 +15,7 @@ from csattn.errors import ArtifactError
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
 from workers.serving.context_build import Builder
+from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
 from workers.serving.kept_rows import BLOCK_ROWS
 from workers.serving.kept_store import DIRECTORY
@@ -237,7 +238,16 @@ def test_what_the_model_has_no_positions_for_is_refused_before_anything_is_built
 
 def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
     documents = [ask(f"{n} {DOCUMENT}") for n in range(4)]
-    answers(tmp_path, *documents, context_bytes=0)
+
+    async def main() -> tuple[int, ContextCounts]:
+        async with make_backend(tmp_path, context_bytes=0) as backend:
+            for document in documents:
+                await answer(backend, document)
+            own = backend._beginnings.own_contexts
+            return sum(own._sizes().values()), backend.context_counts()
+
+    num_bytes, counts = asyncio.run(main())
+    assert (counts.kept_bytes, counts.kept_budget) == (num_bytes, 0) and counts.builds["prompt"] == BuildCounts()
     left = [path for path in builds[0].iterdir() if path.is_dir()]
     assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
 

@@ -171,6 +171,11 @@ def _render_turns(
         messages = [{"role": "system", "content": _PROBE}, *turns]
     else:
         first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), 0)
+        if turns[first]["role"] == "assistant":
+            raise ArtifactMismatchError(
+                "the context is in the first user message here, and these messages have none; send one before the "
+                "assistant's"
+            )
         opening = _BETWEEN.join([_PROBE, *(turn["content"] for turn in turns[: first + 1])])
         messages = [{"role": "user", "content": opening}, *turns[first + 1 :]]
     return _apply(tokenizer, messages, tools, options or {})

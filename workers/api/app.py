@@ -64,7 +64,7 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
         ("GET", "/metrics", routes.metrics),
         ("GET", "/v1/status", routes.status),
         ("GET", "/v1/models", routes.models),
-        ("GET", "/v1/models/{model}", routes.model),
+        ("GET", "/v1/models/{model:path}", routes.model),
         ("POST", "/v1/chat/completions", routes.chat),
         ("POST", "/v1/completions", routes.completion),
         ("POST", "/v1/responses", routes.response),

@@ -8,13 +8,12 @@ from workers.serving.messages import CONTEXT_NAME, UnknownModelError
 
 DEMO_MODEL = "smollm2-135m"  # the installed model, where the settings name none
 _DEMO_FILE = "smollm2-135m-instruct"  # as its file, and so the command line, has it
+_NAMELESS = "model"  # one whose name has no letter of a URL
 
 
 def short_model_name(name: str | None) -> str:
     """The model's name without directory, owner and suffix, in small letters; nothing in it needs quoting in a URL."""
-    last = PurePath(DEMO_MODEL if name is None else name).name
-    plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf")).strip("-.") or "model"
-    return DEMO_MODEL if plain == _DEMO_FILE else plain
+    return DEMO_MODEL if name in (None, _DEMO_FILE) else _plain(name) or _NAMELESS
 
 
 def model_id(model: str, context: str) -> str:
@@ -39,5 +38,11 @@ def context_or_own(asked: str, model: str) -> str:
 
 
 def names_model(asked: str, model: str) -> bool:
-    """In any usual spelling: with its owner or directory, in capitals, as the command line has it."""
-    return bool(asked) and short_model_name(asked) == model
+    """In any usual spelling: in capitals, with an owner or a directory, whichever; the demo's as its file has it."""
+    plain = _plain(asked)
+    return plain == model or (model == DEMO_MODEL and plain == _DEMO_FILE)
+
+
+def _plain(name: str) -> str:
+    last = PurePath(name).name.lower().removesuffix(".gguf")
+    return re.sub(r"[^a-z0-9._-]+", "-", last).strip("-.")

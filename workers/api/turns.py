@@ -1,15 +1,16 @@
 """The messages of a conversation as they come in."""
 
+import json
 from typing import Any, cast
 
 from workers.api.errors import quoted
-from workers.api.fields import Fields, told
+from workers.api.fields import Fields, has_lone_surrogate, told
 from workers.api.tools import read_calls, require_answered_calls
 from workers.serving.messages import ToolCall, Turn
 from workers.settings import LimitSettings
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-MAX_OPTIONS = 16
+MAX_OPTIONS, MAX_OPTION_CHARS = 16, 4096
 # what a template is given anyway, and what transformers takes beside it
 RESERVED = {
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
@@ -35,6 +36,9 @@ def read_template(fields: Fields) -> dict[str, Any]:
         options = {}
     if not isinstance(options, dict) or len(options) > MAX_OPTIONS:
         fields.refuse("chat_template_kwargs", f"is not an object of at most {MAX_OPTIONS} names and their values")
+    text = json.dumps(options, ensure_ascii=False)
+    if len(text) > MAX_OPTION_CHARS or has_lone_surrogate(text):
+        fields.refuse("chat_template_kwargs", f"has more than {MAX_OPTION_CHARS} characters, or half a surrogate pair")
     for name in options:
         if not name.isidentifier() or len(name) > 64:
             fields.refuse("chat_template_kwargs", f"has {quoted(name)}, which no template can name")

@@ -82,7 +82,9 @@ def build(
     chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = _BUILD.chat,
     threads: Threads = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
-    sync: Annotated[bool, typer.Option(help="Wait for the disk: what is built survives a loss of power.")] = True,
+    sync: Annotated[
+        bool, typer.Option(help="Wait for the disk; else let `csattn verify` look at it after a loss of power.")
+    ] = True,
     progress: Annotated[str, typer.Option(help="json: with --context, one JSON object a line on stderr.")] = "auto",
     json: Json = False,
 ) -> None:
@@ -90,7 +92,7 @@ def build(
     from workers.cli import batching, building, terminal
     from workers.words import size
 
-    batching.require_one_source(context, tokens, jobs, ray)
+    batching.require_one_source(context, tokens, jobs, ray, sync)
     building.require_progress(progress, jobs)
     changes: dict[str, Any] = {"num_fine": num_fine, "num_coarse": num_coarse, "segment_len": segment_len}
     changes |= {"num_subspaces": num_subspaces, "num_centroids": num_centroids, "list_len": list_len, "kmeans": kmeans}

@@ -74,13 +74,15 @@ def _run(
 
 
 def require_one_source(
-    context: str | None, tokens_file: Path | None, jobs_file: Path | None, ray_address: str | None
+    context: str | None, tokens_file: Path | None, jobs_file: Path | None, ray_address: str | None, sync: bool
 ) -> None:
-    """`build` takes one context or one list, and a cluster only for a list."""
+    """`build` takes one context or one list, a cluster only for a list, and no list without waiting for the disk."""
     if sum(source is not None for source in (context, tokens_file, jobs_file)) != 1:
         raise UsageError("build takes --context FILE, --tokens FILE or --jobs FILE; give one of them")
     if ray_address is not None and jobs_file is None:
         raise UsageError("--ray builds the contexts of a list; give --jobs FILE, or leave --ray out")
+    if jobs_file is not None and not sync:
+        raise UsageError("--no-sync is for one context; leave it out with --jobs")
 
 
 def show_summary(report: BatchReport) -> None:

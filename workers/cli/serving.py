@@ -86,7 +86,9 @@ def _named(settings: Settings, contexts: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--context takes NAME=ARTIFACT, such as handbook=3f2a, got {given!r}")
         from workers.serving.contexts import record_of
 
-        named[name] = str(record_of(settings.store.path, name, artifact_id, settings.build.dtype).artifact_id)
+        found = str(record_of(settings.store.path, name, artifact_id, settings.build.dtype).artifact_id)
+        if named.setdefault(name, found) != found:
+            raise ConfigError(f"--context gives {name!r} to {named[name]} and to {found}; give each a name of its own")
     return named
 
 

@@ -17,7 +17,7 @@ _PIECE_BYTES = 4 << 20  # of whole pages
 
 def read_index(artifact: Path) -> None:
     """All that is read of a context but its rows."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # who shortens a file, say
         for path in sorted(artifact.iterdir()):
             if ".kv." not in path.name:
                 _read(path, lambda: False)
@@ -25,7 +25,7 @@ def read_index(artifact: Path) -> None:
 
 def read_rows(artifact: Path, is_over: Callable[[], bool]) -> None:
     """Layer by layer, until they are no longer wanted."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # who shortens a file, say
         for path in sorted(artifact.glob("*.kv.*")):
             _read(path, is_over)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from csattn.artifact import open_artifact
-from csattn.artifact.durable import store_errors, write_bytes
+from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id
 from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below, used_at
 from csattn.config import preset
@@ -178,7 +178,7 @@ class OwnContexts:
         try:
             with store_errors(f"make {directory}", self._settings.store.path):
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-            await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
+            await asyncio.to_thread(ids_path.write_text, json.dumps(ids.tolist()))
             source = ["--no-sync", "--tokens", str(ids_path)]  # who finds it later looks at every byte
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started

@@ -238,7 +238,7 @@ def speech_of(ask: Ask, form: ChatForm) -> Speech | None:
         thinks=form.thinks,
         is_thinking=form.is_thinking,
         parallel_calls=ask.parallel_calls,
-        continues=ask.continues,
+        continues=ask.continues and not ask.must_call,  # a call is not the rest of what was said
     )
 
 

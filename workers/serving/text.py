@@ -27,6 +27,8 @@ class TextStream:
         self._in_bytes = False  # in a run of tokens that are bytes: decoders judge it as a whole
 
     def add(self, token_id: int) -> str:
+        if self._token_ids and token_id == self._token_ids[-1] and token_id in self._skipped:
+            return ""  # an end that is ignored comes again and again
         self._token_ids.append(token_id)
         if token_id not in self._skipped:
             self._in_bytes = bool(_BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""))

@@ -264,6 +264,7 @@ def test_the_verbs_take_a_url_for_a_store(place: Path, tmp_path: Path, capsys, m
         ([], "error: build takes --context FILE, --tokens FILE or --jobs FILE"),
         (["--context", "a", "--jobs", "b"], "error: build takes --context FILE, --tokens FILE or --jobs FILE"),
         (["--context", "a", "--ray", "auto"], "error: --ray builds the contexts of a list"),
+        (["--jobs", "a", "--no-sync"], "error: --no-sync is for one context"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: list[str], words: str, capsys, monkeypatch) -> None:

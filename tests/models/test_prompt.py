@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from csattn.errors import ModelError
-from csattn.models.prompt import choose_wrapping, context_ids, question_ids
+from csattn.errors import ArtifactMismatchError, ModelError
+from csattn.models.prompt import choose_wrapping, context_ids, conversation_ids, question_ids
 
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -56,6 +56,13 @@ def test_questions_follow_a_context_as_the_whole_conversation_is_tokenised(templ
         conversation = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         whole = tokenizer(conversation, add_special_tokens=False).input_ids
         assert prefix.tolist() + question_ids(tokenizer, prefix, question, wrapping).tolist() == whole
+
+
+def test_a_conversation_that_begins_with_an_answer_does_not_follow_a_context_in_the_first_question() -> None:
+    tokenizer = spaced_tokenizer(MISTRAL)
+    prefix, ending = context_ids(tokenizer, TEXT, "user"), {"continue_final_message": True}
+    with pytest.raises(ArtifactMismatchError, match="these messages have none"):
+        conversation_ids(tokenizer, prefix, [{"role": "assistant", "content": "It"}], "user", None, ending)
 
 
 def test_a_context_that_no_question_could_follow_is_refused_before_it_is_prefilled() -> None:

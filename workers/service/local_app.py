@@ -33,8 +33,8 @@ def serve_locally(
     found = found_here(settings, backend.loaded)
     url = url_of(settings.server.host, listener.getsockname()[1])
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn has its own handlers while it runs, and raises what it caught again afterwards
-        signal.signal(number, lambda *_: None)
+        # uvicorn has the same while it runs, and raises what it caught again afterwards
+        signal.signal(number, server.handle_exit)
     asyncio.run(_serve(server, backend, named, listener, lambda: on_ready(url, found)))
 
 
@@ -50,6 +50,8 @@ async def _serve(
     try:
         for name, artifact_id in named.items():
             await backend.name(name, artifact_id)
+        if server.should_exit:  # told to end before it began
+            return
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or serving.done()):
             await asyncio.sleep(_POLL_S)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.errors import error_body
-from workers.api.names import context_of, short_model_name
+from workers.api.names import context_of, context_or_own, short_model_name
 from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownModelError
 from workers.settings import LimitSettings
 
@@ -275,6 +275,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "is not an object of at most 16"),
     ({"chat_template_kwargs": {f"a{n}": n for n in range(17)}}, "chat_template_kwargs", "is not an object of at most"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "has tools, which the service itself gives"),
+    ({"chat_template_kwargs": {"a": "b" * 4096}}, "chat_template_kwargs", "has more than 4096 characters, or half"),
+    ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs", "or half a surrogate pair"),
     ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", 'has "a b", which no template can name'),
     ({"max_token": 5}, "max_token", "did you mean max_tokens?"),
     ({"cache_prompts": 5}, "cache_prompts", "is not a field that this service knows"),
@@ -377,6 +379,13 @@ def test_models_that_cannot_be(asked: str) -> None:
 )
 def test_short_names_of_models(name: str | None, short: str) -> None:
     assert short_model_name(name) == short
+
+
+@pytest.mark.parametrize("asked", ["日本語", "///", "..", "", "gpt/中文", "llama-3.1-8b-instruct", "llama"])
+@pytest.mark.parametrize("model", ["model", "llama-3.1-8b", "smollm2-135m"])
+def test_another_model_is_not_taken_for_the_one_that_is_there(asked: str, model: str) -> None:
+    with pytest.raises(UnknownModelError):
+        context_or_own(asked, model)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_models_are_the_model_alone_and_the_contexts_that_are_ready(service: Run
     for name in ("smollm2-135m", MODEL):
         assert client.models.retrieve(name).id == name
         assert client.models.retrieve(name.upper().replace("HANDBOOK", "handbook")).id == name
+        assert client.models.retrieve(f"HuggingFaceTB/{name}").id == name
     for name in ("smollm2-135m@later", "smollm2-135m@none", "gpt-4", "a/b"):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(name)

@@ -290,6 +290,13 @@ def test_what_cannot_be_served_is_a_sentence(
         serve(None, given, contexts, in_one_process=True, json=False)
 
 
+def test_a_name_for_two_artifacts_is_refused(place: Path) -> None:
+    contexts = [f"book={build(place / 'two', text_of(secret))}" for secret in ("heron", "crane")]
+    given = {"server.port": 0, "store.path": place / "two", "model.name": str(place / "chat")}
+    with pytest.raises(CsattnError, match=r"--context gives 'book' to [0-9a-f]+ and to [0-9a-f]+; give each"):
+        serve(None, given, contexts, in_one_process=True, json=False)
+
+
 def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path) -> None:
     """As requests would be, and it has no name then."""
     store = place / "of-another"

@@ -78,6 +78,13 @@ def test_old_tokens_are_not_decoded_again_and_again() -> None:
     assert max(seen) <= 40
 
 
+def test_an_end_that_is_ignored_and_comes_again_is_not_kept() -> None:
+    stream = TextStream(METASPACE)
+    for token_id in [256, *[262] * 100]:
+        stream.add(token_id)
+    assert len(stream._token_ids) <= 2
+
+
 def stopped_by_definition(text: str, stops: list[str]) -> str:
     """Read on until a stop string is whole; cut off the longest that is."""
     for end in range(len(text) + 1):

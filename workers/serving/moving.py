@@ -52,7 +52,7 @@ def _read(path: Path, is_over: Callable[[], bool]) -> None:
 def _missing(path: Path, num_bytes: int) -> list[int]:
     """Where pieces begin of which some pages are not in memory; all pieces, where that is not told."""
     starts = range(0, num_bytes, _PIECE_BYTES)
-    if not num_bytes or not os.access(path, os.W_OK):  # of files that are another's, Linux says that all are there
+    if not num_bytes or not _is_told(path):
         return list(starts)
     is_there = np.zeros(-(-num_bytes // mmap.PAGESIZE), np.uint8)
     mapped = np.memmap(path, np.uint8, "r", shape=num_bytes)
@@ -61,3 +61,8 @@ def _missing(path: Path, num_bytes: int) -> list[int]:
         return list(starts)
     in_piece = _PIECE_BYTES // mmap.PAGESIZE
     return [start for number, start in enumerate(starts) if not (is_there[number * in_piece :][:in_piece] & 1).all()]
+
+
+def _is_told(path: Path) -> bool:
+    """Linux tells a file's owner and who may write it which pages are in memory, and all others that all are."""
+    return path.stat().st_uid == os.geteuid() or os.access(path, os.W_OK)

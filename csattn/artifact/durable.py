@@ -97,11 +97,15 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 def fsync_dir(path: Path) -> None:
     """Make the names in a directory survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = open_directory(path)
     try:
         _sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_directory(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _sync(descriptor: int) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from csattn.artifact.durable import store_errors
+from csattn.artifact.durable import open_directory, store_errors
 
 _held: set[int] = set()  # descriptors of the locks that this process holds
 
@@ -56,14 +56,9 @@ class BuildLock:
         except OSError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # a file system without locks
-            return False
+            return _is_refused(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
-        return False
 
     def release(self) -> None:
         """Give the lock back and remove its file."""
@@ -105,7 +100,7 @@ class StoreUse:
             return
         with suppress(OSError):
             self._store.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _open_directory(self._store)
+            self._descriptor = open_directory(self._store)
             _held.add(self._descriptor)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
@@ -120,18 +115,19 @@ class StoreUse:
 def alone_in(store: Path) -> Iterator[bool]:
     """Whether nobody uses the store, as far as its file system tells; nobody begins to before the block ends."""
     with store_errors(f"look at {store}", store):
-        descriptor = _open_directory(store)
+        descriptor = open_directory(store)
     try:
-        is_alone = True
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                is_alone = False
-        yield is_alone
+        yield not _is_refused(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 
 
-def _open_directory(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _is_refused(descriptor: int, kind: int) -> bool:
+    """Whether another's lock keeps this kind from being taken; where a file system has no locks, none does."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -35,9 +35,16 @@ class Answering:
     """One request being answered: its events, timed."""
 
     def __init__(
-        self, backend: Backend, asked: Asked, measures: Measures, arrived_at: float, limits: LimitSettings
+        self,
+        backend: Backend,
+        asked: Asked,
+        measures: Measures,
+        arrived_at: float,
+        limits: LimitSettings,
+        is_logged: bool,  # what it took, also where a stream breaks off: each piece then tells
     ) -> None:
         self._backend, self._asked, self._measures = backend, asked, measures
+        self._tells_usage = is_logged and asked.stream
         self.used: dict[str, Usage] = {}  # by each answer so far, as far as that is known
         self._arrived_at = arrived_at  # in seconds of time.monotonic()
         self._timeout_s = limits.request_timeout_s
@@ -109,8 +116,9 @@ class Answering:
         """The backend's events up to Done, within the request's time; closing this closes the backend's."""
         ends_at = time.monotonic() + self._timeout_s + GRACE_S  # from now on, as the backend counts
         first_at: float | None = None
-        told = replace(ask, tells_usage=ask.tells_usage or self._asked.stream)  # the log has it where it breaks off
-        async with aclosing(self._backend.generate(told)) as events:
+        if self._tells_usage:
+            ask = replace(ask, tells_usage=True)
+        async with aclosing(self._backend.generate(ask)) as events:
             while True:
                 try:
                     async with asyncio.timeout(ends_at - time.monotonic()):

@@ -89,6 +89,7 @@ class Routes:
         self._backend, self._limits, self._measures = backend, settings.limits, measures
         self._bodies = BodyReader(settings.limits, pace)
         self._model = short_model_name(settings.model.name)
+        self._is_logged = settings.server.access_log
         self._since = int(time.time())
         self._max_positions = 0  # not known yet
 
@@ -173,7 +174,8 @@ class Routes:
         return ServedModel(self._model, self._since, self._max_positions)
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
-        answering = Answering(self._backend, asked, self._measures, request.state.arrived_at, self._limits)
+        of_request = self._backend, asked, self._measures, request.state.arrived_at, self._limits
+        answering = Answering(*of_request, is_logged=self._is_logged)
         request.state.used = answering.used
         if asked.stream:
             return EventStream(answering.chunks(), self._measures, *([b""] if asked.kind == "response" else []))

@@ -226,7 +226,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _groups() -> list[str]:
-    return sorted({contender.group for contender in contenders(64)})
+    return sorted({contender.group for contender in contenders()})
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -238,7 +238,7 @@ def run(arguments: argparse.Namespace) -> None:
         records.content["cases"] = merge([content["cases"] for content in shown], records)
         records.content |= {"gate": next((content["gate"] for content in shown if "gate" in content), None)}
     else:
-        runs = find_contenders(arguments.contenders, loaded.geometry.head_dim)
+        runs = find_contenders(arguments.contenders)
         if arguments.record:
             return _record(loaded, arguments)
         if arguments.gate:

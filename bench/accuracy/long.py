@@ -42,7 +42,7 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
 
 # Raise it when the same measurement means something else than before.
-VERSION = 3
+VERSION = 4
 KEY = ("version", "model", "stretch", "text", "text_sha256", "context_len", "eval_len", "contender", "keep")
 ONE_KEEP = SearchConfig().keep
 _LEAST_CONTEXT, _GATE_TOKENS = 1024, 48

@@ -20,7 +20,6 @@ Make = Callable[[ContextLayer], Codes]
 Group = Literal["ours", "sizes", "lists", "others", "low-bit"]
 
 FULL_KV_BYTES = 2 * 2  # of a dimension of a row: key and value, 16 bits each
-LOW_BIT_WINDOW = 128  # rows that low-bit KV keeps as they are, the last ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +34,15 @@ class LongContender:
     one_keep: bool = False  # measured at one share kept only
     has_keep: bool = True  # False: no share of rows is chosen; all are attended to by their codes, some drawn, or none
     per_query_head: bool = False  # chooses for each query head alone
-    sink_len: int = SearchConfig().sink_len
-    window_len: int = SearchConfig().window_len
 
     def codes(self, layer: ContextLayer) -> Codes | None:
         return None if self.make is None else self.make(heads_apart(layer) if self.per_query_head else layer)
 
     def reading(self, keep: float, context_len: int) -> Reading:
         top_k = max(1, round(keep * context_len)) if self.has_keep else 0
-        window_len = min(self.window_len, context_len - self.sink_len)
-        return Reading(top_k, self.sink_len, window_len, self.rest, per_query_head=self.per_query_head)
+        sink_len, window_len = SearchConfig().sink_len, SearchConfig().window_len  # of all: low-bit KV keeps them, too
+        near = sink_len, min(window_len, context_len - sink_len)
+        return Reading(top_k, *near, self.rest, per_query_head=self.per_query_head)
 
 
 def contenders() -> list[LongContender]:
@@ -63,29 +61,28 @@ def contenders() -> list[LongContender]:
         LongContender("lists", "lists", lists, one_keep=True),
         LongContender("paper", "lists", paper, one_keep=True, per_query_head=True),
         LongContender("lists+rest=moments", "lists", lists, "moments", one_keep=True),
-        *(
-            LongContender(name, "low-bit", make, "codes", has_keep=False, sink_len=sinks, window_len=LOW_BIT_WINDOW)
-            for name, make, sinks in LOW_BIT
-        ),
+        *(LongContender(name, "low-bit", make, "codes", has_keep=False) for name, make in LOW_BIT),
         *(LongContender(name, "others", make) for name, make in CHOOSING),
         *(LongContender(name, "others", make, has_keep=False) for name, make in DRAWING),
+        LongContender("pqcache, 16 bytes", "others", _pqcache_of_16_bytes, one_keep=True),
+        LongContender("pqcache, 16 bytes+rest=moments", "others", _pqcache_of_16_bytes, "moments", one_keep=True),
         LongContender("window", "others", None, has_keep=False),
     ]
 
 
-LOW_BIT: tuple[tuple[str, Make, int], ...] = (
-    ("KIVI, 2 bits", kivi(2), 0),
-    ("KIVI, 4 bits", kivi(4), 0),
-    ("TurboQuant, 3 bits", turbo_quant(3, 3), 0),
-    ("TurboQuant, 3.5 bits", turbo_quant(3, 4), 0),
-    ("TurboQuant, 4 bits", turbo_quant(4, 4), 0),
-    ("q4_0", q4_0, 0),
+LOW_BIT: tuple[tuple[str, Make], ...] = (
+    ("KIVI, 2 bits", kivi(2)),
+    ("KIVI, 4 bits", kivi(4)),
+    ("TurboQuant, 3.5 bits", turbo_quant(4, 3)),
+    ("TurboQuant, 4 bits", turbo_quant(4)),
+    ("q4_0", q4_0),
 )
 
 
 CHOOSING: tuple[tuple[str, Make], ...] = (
     ("quest", QuestCodes),
     ("sparq", SparqCodes),
+    ("sparq, no mean value", partial(SparqCodes, adds_mean=False)),
     ("pqcache", PqcacheCodes),
     ("h2o", H2oCodes),
 )
@@ -105,6 +102,11 @@ def find_contenders(names: str) -> list[LongContender]:
         listed, unknown = [names], []
     gate(not unknown, f"unknown contender {', '.join(unknown)}; choose from {'; '.join(sorted(known))}")
     return [c for c in every if {c.name, c.group, "all"} & set(listed)]
+
+
+def _pqcache_of_16_bytes(layer: ContextLayer) -> Codes:
+    """As many as the default's codes have at head_dim 64."""
+    return PqcacheCodes(layer, num_subspaces=16)
 
 
 def _sizes() -> list[LongContender]:

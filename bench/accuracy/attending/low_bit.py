@@ -3,7 +3,8 @@
 * KIVI (arXiv:2402.02750): keys per channel in groups of 32 rows, values per row in groups of 32 dimensions, by range,
   a float16 scale and zero point for each group.
 * TurboQuant (arXiv:2504.19874): a random rotation, then the best levels for a normal distribution; a float16 norm per
-  vector. Its 3.5 bits are 3 for one half of the coordinates and 4 for the other.
+  vector. Its 3.5 bits are 4 for the half of the channels that are largest in the context and 3 for the others, each
+  half with a rotation and norms of its own.
 * q4_0 of llama.cpp: blocks of 32 numbers, a float16 scale each.
 """
 
@@ -45,15 +46,12 @@ def kivi(bits: int) -> Callable[[ContextLayer], Codes]:
     return make
 
 
-def turbo_quant(low: int, high: int) -> Callable[[ContextLayer], Codes]:
-    """Half of the coordinates in `low` bits, half in `high`."""
+def turbo_quant(*bits: int) -> Callable[[ContextLayer], Codes]:
+    """Equal shares of the channels, the largest first, in so many bits each."""
 
     def make(layer: ContextLayer) -> Codes:
-        head_dim = layer.k.shape[2]
-        random = torch.randn(head_dim, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        turn = torch.linalg.qr(random)[0].float().to(layer.k.device)
-        rows = [_turned(rows, turn, low, high) for rows in (layer.k, layer.v)]
-        return LowBitRows(rows[0], rows[1], 2 * (head_dim * (low + high) / 16 + _HALF_BYTES))
+        num_bytes = layer.k.shape[2] * sum(bits) / len(bits) / 8 + len(bits) * _HALF_BYTES
+        return LowBitRows(_turned(layer.k, bits), _turned(layer.v, bits), 2 * num_bytes)
 
     return make
 
@@ -73,14 +71,19 @@ def _by_range(rows: Tensor, bits: int) -> Tensor:
     return (low + codes * scale).flatten(-2)[..., :length]
 
 
-def _turned(rows: Tensor, turn: Tensor, low: int, high: int) -> Tensor:
+def _turned(rows: Tensor, bits: tuple[int, ...]) -> Tensor:
+    order = rows.square().mean(1).argsort(dim=-1, descending=True)[:, None].expand_as(rows)
+    parts = zip(rows.gather(2, order).chunk(len(bits), dim=2), bits, strict=True)
+    return torch.empty_like(rows).scatter_(2, order, torch.cat([_turned_part(*part) for part in parts], dim=2))
+
+
+def _turned_part(rows: Tensor, bits: int) -> Tensor:
+    width = rows.shape[2]
+    random = torch.randn(width, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    turn = torch.linalg.qr(random)[0].float().to(rows.device)
     norm = rows.norm(dim=-1, keepdim=True).half().float()
-    scaled = rows / norm.clamp_min(1e-12) @ turn * rows.shape[-1] ** 0.5
-    half = rows.shape[-1] // 2
-    coded = torch.cat(
-        [_nearest(part, bits) for part, bits in ((scaled[..., :half], low), (scaled[..., half:], high))], -1
-    )
-    return coded / rows.shape[-1] ** 0.5 @ turn.T * norm
+    scaled = rows / norm.clamp_min(1e-12) @ turn * width**0.5
+    return _nearest(scaled, bits) / width**0.5 @ turn.T * norm
 
 
 def _nearest(numbers: Tensor, bits: int) -> Tensor:

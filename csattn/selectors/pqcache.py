@@ -16,7 +16,7 @@ from csattn.selectors.base import ContextLayer, ContextView
 from csattn.selectors.key_clusters import kmeans, nearest_centroids
 from csattn.selectors.top_rows import RowsSoFar, group_shares, joined, top_rows
 
-_ITERATIONS, _SEED = 15, 1234
+_SEED = 1234
 
 
 class PreparedPqcache:
@@ -25,13 +25,13 @@ class PreparedPqcache:
     And the keys' codes [num_kv_heads, context_len, num_subspaces] uint8.
     """
 
-    def __init__(self, layer: ContextLayer, num_subspaces: int = 2, num_centroids: int = 256):
+    def __init__(self, layer: ContextLayer, num_subspaces: int = 2, num_centroids: int = 256, num_iterations: int = 15):
         """num_centroids: at most 256; fewer where the context is shorter."""
         assert num_centroids <= 256, "a code is one byte"
         self.itemsize = layer.keys.itemsize
         num_centroids = min(num_centroids, layer.keys.shape[1])
         parts = split_parts(layer.keys.float(), num_subspaces).transpose(0, 1)
-        centroids = kmeans(parts.flatten(0, 1), num_centroids, _ITERATIONS, _SEED)
+        centroids = kmeans(parts.flatten(0, 1), num_centroids, num_iterations, _SEED)
         self.centroids = centroids.view(*parts.shape[:2], num_centroids, -1)
         self.codes = self.encode(layer.keys.float())
 

@@ -48,8 +48,8 @@ def read_tokens(path: Path) -> NDArray[np.int32]:
     return np.asarray(ids, np.int32)
 
 
-def given_text(option: str, value: str) -> str:
-    """The text that an option gives, or standard input for `-`.
+def given_prompt(value: str) -> str:
+    """The text that --prompt gives, or standard input for `-`.
 
     Raises ConfigError or ContextError where there is none, or where the shell's bytes were no text: they come as
     halves of characters.
@@ -59,9 +59,9 @@ def given_text(option: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{option} is not UTF-8 text (character {error.start}); convert it first") from None
+        raise ConfigError(f"--prompt is not UTF-8 text (character {error.start}); convert it first") from None
     if not value.strip():
-        raise ConfigError(f"{option} holds no text; give one that is not empty, or - for standard input")
+        raise ConfigError("--prompt holds no text; give one that is not empty, or - for standard input")
     return value
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from csattn.checks import require_text
 from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ConfigError, ContextError
 
@@ -56,12 +57,7 @@ def given_prompt(value: str) -> str:
     """
     if value == "-":
         return read_text(value)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"--prompt is not UTF-8 text (character {error.start}); convert it first") from None
-    if not value.strip():
-        raise ConfigError("--prompt holds no text; give one that is not empty, or - for standard input")
+    require_text("--prompt", value, ", or - for standard input")
     return value
 
 

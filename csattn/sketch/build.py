@@ -5,7 +5,8 @@ eigenvectors are found on the CPU, by many threads: at such small matrices that 
 has a thread of its own, because a library's sums depend on the number of threads and on how many heads it is given at
 once.
 
-From the same transform every device makes the same codes; transforms agree up to rounding.
+From the same transform every device makes the same codes. Transforms are fitted to the same queries and rows on every
+device and in the definition: they agree up to what sums of rows are rounded to.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +29,13 @@ from csattn.sketch.reference import (
     STEP_MULTIPLES,
     STEP_SAMPLES,
     TRANSFORM_BITS,
+    sample_of_queries,
 )
 from csattn.torch_threads import Map, alone, one_thread
 
 # of a head, held in floating point at a time: on a CPU so many that threads seldom wait for the interpreter's lock;
 # sums of codes' products have to fit a float32
 _BLOCK_ROWS, _BLOCK_ROWS_ON_GPU = 2**13, 2**15
-_QUERIES_PER_DIM = 64  # of a KV head's queries so many for each dimension, evenly spaced; more change nothing
 _WORD_KEYS = 32  # whose marks are in a word
 
 Part = tuple[slice, slice]  # of the segments and of the rows: as many rows of each of these segments
@@ -103,8 +104,11 @@ def _sketch_heads(
 
 
 def fit_queries(queries: Tensor, side_by_side: Map = map) -> tuple[Tensor, Tensor]:
-    """The root of the mean of q q^T over unit queries, and its inverse: [num_heads, head_dim, head_dim] float64."""
-    queries = queries[:, :: -(-queries.shape[1] // (_QUERIES_PER_DIM * queries.shape[2]))]
+    """The root of the mean of q q^T over unit queries, and its inverse: [num_heads, head_dim, head_dim] float64.
+
+    Of the queries [num_heads, num_queries, head_dim] a sample counts.
+    """
+    queries = queries[:, sample_of_queries(*queries.shape[1:])]
     total = _zeros(queries, queries.shape[2], queries.shape[2])
     for _, rows in _parts(queries, (0,)):
         of_rows = queries[:, rows].float()

@@ -1,6 +1,7 @@
 """The definition of the sketch, in numpy: slow, obviously right, and what every faster version must meet.
 
-A transform belongs to one KV head and one segment of its rows. With queries q of the group and keys k of the segment,
+A transform belongs to one KV head and one segment of its rows. With a sample q of the group's queries and keys k of the
+segment,
 let A be the root of the unit queries' mean of q q^T, and V the eigenvectors of A Cov(k) A, largest first. Then
 
     q . k  =  q . mean(k)  +  (q A^-1 V) . ((k - mean(k)) A V),
@@ -25,6 +26,7 @@ from csattn.sketch.index import MARKED_SHARE, SketchIndex
 
 Floats = NDArray[np.float64]
 
+QUERIES_PER_DIM = 64  # of a KV head's queries at most so many for each dimension, evenly spaced; more change nothing
 LEAST_QUERY_ENERGY = 1e-6  # of a direction, as a share of the greatest: A has to be inverted
 LEAST_KEY_ENERGY = 1e-6  # of a coordinate, likewise: below, its codes say nothing and count nothing
 RIDGE = 1e-3  # of the regression, as a share of the codes' mean variance and 1
@@ -65,8 +67,8 @@ def fit(
     v: NDArray[np.float32],  # [num_rows, head_dim]
     bits: NDArray[np.int64],  # [num_coords]: see `codes.coord_bits`
 ) -> Transform:
-    """The transform of these rows, as these queries see them."""
-    root, inverse = _query_metric(q.astype(np.float64))
+    """The transform of these rows, as a sample of these queries sees them."""
+    root, inverse = _query_metric(q[sample_of_queries(*q.shape)].astype(np.float64))
     mean = k.astype(np.float64).mean(0)
     centred = k - mean
     energies, directions = np.linalg.eigh(root @ (centred.T @ centred / len(k)) @ root)
@@ -95,6 +97,11 @@ def fit(
         _half(value_transform),
         _farthest(k - told),
     )
+
+
+def sample_of_queries(num_queries: int, head_dim: int) -> slice:
+    """Which of a KV head's queries, at least one, a transform is fitted to: at most QUERIES_PER_DIM * head_dim."""
+    return slice(None, None, -(-num_queries // (QUERIES_PER_DIM * head_dim)))
 
 
 def encode(

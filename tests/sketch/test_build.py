@@ -81,6 +81,7 @@ def test_a_sketch_of_no_rows_is_none() -> None:
         (80, 2, 1025, 1024),
         (96, 7, 300, 8192),
         (128, 4, 1500, 8192),
+        (128, 4, 2049, 8192),
         (256, 1, 1100, 8192),
         (512, 2, 1600, 8192),
     ],
@@ -220,10 +221,31 @@ def test_a_sample_of_the_queries_is_enough(rng, monkeypatch: pytest.MonkeyPatch)
     exact = SCALE * reference.LOG2_E * k[0] @ q[0, -1]
     errors = []
     for per_dim in (1000, 16):
-        monkeypatch.setattr(sketch, "_QUERIES_PER_DIM", per_dim)
+        monkeypatch.setattr(reference, "QUERIES_PER_DIM", per_dim)
         logits = logits_of(q[0, -1], build(q, k, v, SketchConfig()), 0)
         errors.append(np.square(logits - exact).mean() / exact.var())
     assert errors[1] < 1.2 * errors[0] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_queries", "step"),
+    [(128, 1, 1), (128, 8192, 1), (128, 8193, 2), (64, 8193, 3), (64, 3 * 131072, 96)],
+)
+def test_so_many_queries_are_fitted_to(head_dim, num_queries, step) -> None:
+    assert reference.sample_of_queries(num_queries, head_dim) == slice(None, None, step)
+
+
+def test_the_definition_is_fitted_to_the_same_sample_of_queries(rng) -> None:
+    """Of 8196 queries every other one is: the others, which ask for few directions, change nothing."""
+    q, k, v = make_heads(rng, 1, 4, 2049, 128)
+    mixed = q.copy()
+    mixed.reshape(-1, 128)[1::2, 1:] *= 0.01
+    config, queries = SketchConfig(), q[:, 0]
+    want = make_sketch(mixed, k, v, *config.words(128))
+    assert_gives_the_same(build(mixed, k, v, config), want, queries)
+    sampled = make_sketch(q, k, v, *config.words(128))
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(sampled, name), getattr(want, name))
 
 
 @pytest.mark.gpu

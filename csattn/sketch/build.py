@@ -22,6 +22,7 @@ from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS, FINE_CODES, 
 from csattn.sketch.index import MARKED_SHARE
 from csattn.sketch.reference import (
     KEY_BITS,
+    LEAST_ENERGY,
     LEAST_KEY_ENERGY,
     LEAST_QUERY_ENERGY,
     NORMAL_STEP,
@@ -60,8 +61,8 @@ def sketch_arrays(
 ) -> dict[str, Tensor]:
     """The arrays of `SketchIndex` by name, on the device of q and kv.
 
-    There is at least one row, and callers see to it that all numbers are finite, as captures do: one NaN in a head's
-    spoils its choices or makes its attention to the rest NaN.
+    There is at least one row, and callers see to it that no number is NaN or above LARGEST_NUMBER, as captures do: one
+    in a head's spoils its choices or makes its attention to the rest NaN.
     """
     num_heads, context_len, _, head_dim = kv.shape
     assert context_len > 0, "a sketch has rows"
@@ -140,7 +141,8 @@ def fit_keys(
     root, inverse = (array[:, None] for array in metric)
     energy, basis = _eigh(root @ covariance @ root, side_by_side)
     energy, basis = energy.flip(2)[:, :, : len(bits)], basis.flip(3)[..., : len(bits)]
-    deviation = torch.where(energy > LEAST_KEY_ENERGY * energy[:, :, :1], energy, 0.0).clamp_min(0.0).sqrt()
+    least = (LEAST_KEY_ENERGY * energy[:, :, :1]).clamp_min(LEAST_ENERGY)
+    deviation = torch.where(energy > least, energy, 0.0).sqrt()
     forward, step = root @ basis, torch.empty_like(deviation)
     for part in _runs(segment_starts, k.shape[1]):
         rows = _rows(k, part)

@@ -68,8 +68,8 @@ def build_artifact(
 ) -> BuildReport:
     """Prefill the context and write its KV and index to the store; go on where an interrupted build stopped.
 
-    Raises ContextError for a context that is too short or too long, CaptureError for NaN, ArtifactError or
-    StoreFullError when the store cannot be written.
+    Raises ContextError for a context that is too short or too long, CaptureError for NaN and numbers that no index
+    takes, ArtifactError or StoreFullError when the store cannot be written.
     """
     return build_plan(loaded, make_plan(loaded, token_ids, config, notes or {}), store, **options)
 

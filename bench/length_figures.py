@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.quality_figures import TEXTS
+from bench.quality_figures import TEXTS, is_like_others
 from bench.records import Case, header_of, measured, only
 from bench.shapes import shape_named
 from bench.step_figures import AHEAD, EVERY_STEP
@@ -16,6 +16,7 @@ PUBLISHED = {  # schedules: share kept -> what cases call it, and what readers d
     0.2: (f"{AHEAD}, at every 8th token", "20 % at every 8th"),
 }
 OTHERS = {"quest": "Quest", "sparq": "SparQ", "pqcache": "PQCache"}  # that choose a share of the rows
+NO_MEAN = "sparq, no mean value"  # as its steps are timed
 AS_GOOD = {"quest": 0.55, "sparq": 0.25, "pqcache": 0.25}  # shares at which their steps were timed, too
 SHAPE = "llama-3.1-8b"
 Contender = tuple[str, float]  # a name and a share kept
@@ -47,7 +48,8 @@ def _ways() -> list[Way]:
         return way(f"{name}, `{placement}`", (contender, 0.02), **of)
 
     def other(name: str, variant: str, placement: str, keep: float = 0.02) -> Way:
-        return way(name, (variant, keep), variant=variant, placement=placement, keep=keep)
+        contender = NO_MEAN if variant == "sparq" else variant
+        return way(name, (contender, keep), variant=variant, placement=placement, keep=keep)
 
     return [
         way("full attention", None, variant="full"),
@@ -127,8 +129,9 @@ def as_fast(steps: list[Case]) -> str:
 def kl_cell(of: Contender | None, text: str = "novel", context_len: int = 7680) -> str:
     if of is None:
         return "0"
-    contender, keep = of
-    return f"{only(KLS, text=text, context_len=context_len, contender=contender, keep=keep)['kl']:.4f}"
+    wanted = {"text": text, "context_len": context_len, "contender": of[0], "keep": of[1]}
+    found = [c for c in measured(KLS) if all(c[name] == value for name, value in wanted.items()) and is_like_others(c)]
+    return f"{found[0]['kl']:.4f}" if found else "–"
 
 
 def settings() -> list[tuple[str, int]]:
@@ -146,6 +149,9 @@ def kl_lengths() -> list[str]:
         ("exact Top-K, the others dropped", ("exact", 0.02)),
         ("full attention over KIVI's 4 bits", ("KIVI, 4 bits", 0.0)),
         ("full attention over TurboQuant's 4 bits", ("TurboQuant, 4 bits", 0.0)),
+        ("SparQ, with its mean value", ("sparq", 0.02)),
+        ("PQCache, 16 bytes a key", ("pqcache, 16 bytes", 0.02)),
+        ("PQCache, 16 bytes a key, and the rest by moments", ("pqcache, 16 bytes+rest=moments", 0.02)),
         *((way.name.removesuffix(", at least"), way.kl) for way in _ways() if way.kl is not None),
     ]
     seen: set[Contender] = set()
@@ -183,7 +189,8 @@ def share_needed(contender: str, text: str, context_len: int) -> float | None:
     """The least share that was tried and is enough; None: none is."""
     of_text = [of for of in measured(KLS) if (of["text"], of["context_len"]) == (text, context_len)]
     [wanted] = [of["kl"] for of in of_text if (of["contender"], of["keep"]) == ("default", 0.02)]
-    return min((of["keep"] for of in of_text if of["contender"] == contender and of["kl"] <= wanted), default=None)
+    forms = (contender, NO_MEAN) if contender == "sparq" else (contender,)
+    return min((of["keep"] for of in of_text if of["contender"] in forms and of["kl"] <= wanted), default=None)
 
 
 def share_text(share: float | None, contender: str) -> str:

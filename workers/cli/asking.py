@@ -81,8 +81,8 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         result = {**sparse.to_json(), **_asked_for(config, sparse, artifact), "compile_s": compile_s}
         if compile_s > _MUCH_S:
             out.print(
-                f"Compiling kernels took {compile_s:.0f} s, once for this machine: partly before the question was read, "
-                "partly in the time to its first token."
+                f"Compiling kernels took {compile_s:.0f} s, once for this machine: partly before the question was "
+                "read, partly in the time to its first token."
             )
         if options.compare:
             gc.collect()  # what the engine before has left on the device

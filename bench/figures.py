@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.length_figures import kl_lengths, lengths, published, share_range, shares
-from bench.quality_figures import kl_range, lm_eval, needles, quality, quality_means, selectors
+from bench.quality_figures import kl_range, lm_eval, needles, quality, quality_means, rest_mass, selectors
 from bench.records import measured
 from bench.search_figures import search, search_log
 from bench.step_figures import case, full, latents, layer, milliseconds, models, shared, steps
@@ -129,6 +129,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("docs/quality.md", "kl"): quality,
     ("docs/quality.md", "lm-eval"): lm_eval,
     ("docs/quality.md", "needles"): needles,
+    ("docs/quality.md", "rest"): rest_mass,
     ("docs/quality.md", "why"): why,
     ("docs/compare.md", "selectors"): selectors,
     ("docs/compare.md", "lengths"): lengths,

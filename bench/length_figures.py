@@ -56,7 +56,7 @@ def _ways() -> list[Way]:
         Way("full attention over KIVI's 2 bits, at least", lambda size: few_bits(size, 2 + 1), ("KIVI, 2 bits", 0.0)),
         Way(
             "full attention over TurboQuant's 3.5 bits, at least",
-            lambda size: few_bits(size, 3.5 + 16 / 128),
+            lambda size: few_bits(size, 3.5 + 2 * 16 / 128),
             ("TurboQuant, 3.5 bits", 0.0),
         ),
         ours("**`default`**", "default", "device"),

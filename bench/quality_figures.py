@@ -1,5 +1,6 @@
 """Tables of quality: KL and scores, by text and by way to choose."""
 
+import math
 import statistics
 
 from bench.records import RESULTS, Case, measured
@@ -126,6 +127,20 @@ def lm_eval() -> list[str]:
         cells = [score_cell(row[name]) if name in row else "–" for name in names]
         lines.append(f"| {of[0]}, {of[1] // 1024}K, {most[of]} samples | {' | '.join(cells)} |")
     return lines
+
+
+def rest_mass() -> list[str]:
+    """What codes make of the weight of the rows that are not read, over the texts."""
+    cases = measured("rest.json")
+    [(context_len, keep)] = {(case["context_len"], case["keep"]) for case in cases}
+    medians = [100 - 100 * math.exp(case["median"]) for case in cases]
+    below = [100 * case["below"] for case in cases]
+    return [
+        f"For {min(below):.0f} to {max(below):.0f} % of the queries of all heads codes tell too little of what the "
+        f"rows that are not chosen weigh together: in the median {min(medians):.0f} to {max(medians):.0f} % too little "
+        f"({', '.join(case['text'] for case in cases)}; {context_len} tokens, {100 * keep:g} % chosen; "
+        "`python -m bench.accuracy rest`). [A correction made KL worse](../bench/log.md#what-won-and-what-lost)."
+    ]
 
 
 def needles() -> list[str]:

@@ -27,7 +27,6 @@ from typing import Any
 import httpx2
 import torch
 
-from bench.build_cluster import cluster_of
 from bench.faults import processes, spread
 from bench.load import (
     Answers,
@@ -95,6 +94,21 @@ def service_of(workers: int, options: argparse.Namespace, own: list[str]) -> Ite
         serving(*settings, "--set", f"ray.address={cluster.address}") as service,
     ):
         yield service, cluster
+
+
+@contextlib.contextmanager
+def cluster_of(num_nodes: int, **of_node: int) -> Iterator[Any]:
+    """A cluster of nodes on this machine. of_node: as Ray takes it, such as num_cpus."""
+    os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={**of_node, "include_dashboard": False})
+    try:
+        for _ in range(num_nodes - 1):
+            cluster.add_node(**of_node)
+        yield cluster
+    finally:
+        cluster.shutdown()
 
 
 class Chaos:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import exact_kernel, readonly
 from csattn.cpu.lanes import sum_of_lanes
 from csattn.cpu.simd import I32x16, fill, load
+from workers.cli.version import commit
 
 PROBE_BYTES = 1 << 28  # far more than any cache
 
@@ -86,18 +87,24 @@ def _read(memory: NDArray[np.uint8], start: int, num_bytes: int) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures were measured on, and what was: a commit, which ends in -dirty where the tree has changes."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
     load_average = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    return {"cpu": model, "cpus": os.cpu_count(), "load_average": load_average, "numpy": np.__version__}
+    facts = {"cpu": model, "cpus": os.cpu_count(), "load_average": load_average, "numpy": np.__version__}
+    return {**facts, "commit": commit()}
 
 
 def finish(result: dict[str, Any], json_path: Path | None) -> None:
-    """Print the result as the last line, one JSON object, and keep it in a file if one is named."""
+    """Print the result as the last line, one JSON object, and keep it in a file if one is named.
+
+    One that tells of no machine tells the commit itself.
+    """
+    if "machine" not in result:
+        result = {"commit": commit(), **result}
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(result, indent=1) + "\n")

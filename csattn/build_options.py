@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from csattn.checks import require_model_name
+
 COUNTS = ("num_fine", "num_coarse", "segment_len", "num_subspaces", "num_centroids")
 _INDEX_OPTIONS = (*COUNTS, "list_len", "kmeans")
 
@@ -26,6 +28,9 @@ class BuildOptions:
     num_centroids: int | None = None
     list_len: float | None = None
     kmeans: str | None = None
+
+    def __post_init__(self) -> None:
+        require_model_name(self.model)
 
     @property
     def index_changes(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """How an index is made and how it is searched: frozen values, checked once, where they enter."""
 
 from dataclasses import asdict, dataclass, fields
-from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+from csattn.checks import require_at_least, require_one_of, require_share
 from csattn.errors import ConfigError
 
 Kmeans = Literal["faiss", "torch"]
@@ -22,10 +22,10 @@ class SketchConfig:
     layout: Literal["sketch"] = "sketch"
 
     def __post_init__(self) -> None:
-        _require_one_of("layout", self.layout, ("sketch",))
-        _require_at_least("num_fine", self.num_fine, 1)
-        _require_at_least("num_coarse", self.num_coarse, 0)
-        _require_at_least("segment_len", self.segment_len, SEGMENT_STEP)
+        require_one_of("layout", self.layout, ("sketch",))
+        require_at_least("num_fine", self.num_fine, 1)
+        require_at_least("num_coarse", self.num_coarse, 0)
+        require_at_least("segment_len", self.segment_len, SEGMENT_STEP)
         if 8 * self.num_fine + 16 * self.num_coarse > 64:
             raise ConfigError(
                 f"{self.num_fine} fine and {self.num_coarse} coarse words hold more than 64 coordinates; use fewer"
@@ -67,12 +67,12 @@ class ListConfig:
     layout: Literal["lists"] = "lists"
 
     def __post_init__(self) -> None:
-        _require_one_of("layout", self.layout, ("lists",))
-        _require_one_of("kmeans", self.kmeans, get_args(Kmeans))
-        _require_at_least("num_subspaces", self.num_subspaces, 1)
-        _require_at_least("num_centroids", self.num_centroids, 1)
-        _require_at_least("num_iterations", self.num_iterations, 1)
-        _require_share("list_len", self.list_len)
+        require_one_of("layout", self.layout, ("lists",))
+        require_one_of("kmeans", self.kmeans, get_args(Kmeans))
+        require_at_least("num_subspaces", self.num_subspaces, 1)
+        require_at_least("num_centroids", self.num_centroids, 1)
+        require_at_least("num_iterations", self.num_iterations, 1)
+        require_share("list_len", self.list_len)
 
     def require_head_dim(self, head_dim: int) -> None:
         """Refuse heads that cannot be split."""
@@ -125,12 +125,12 @@ class SearchConfig:
     rest: RestKind | None = None
 
     def __post_init__(self) -> None:
-        _require_share("keep", self.keep)
-        _require_at_least("sink_len", self.sink_len, 0)
-        _require_at_least("window_len", self.window_len, 1)
-        _require_at_least("search_period", self.search_period, 1)
-        _require_one_of("lookahead", self.lookahead, (0, 1))
-        _require_one_of("rest", self.rest, (*get_args(RestKind), None))
+        require_share("keep", self.keep)
+        require_at_least("sink_len", self.sink_len, 0)
+        require_at_least("window_len", self.window_len, 1)
+        require_at_least("search_period", self.search_period, 1)
+        require_one_of("lookahead", self.lookahead, (0, 1))
+        require_one_of("rest", self.rest, (*get_args(RestKind), None))
 
     def top_k(self, context_len: int) -> int:
         """K, the rows fetched per KV head from a context of that length."""
@@ -153,23 +153,3 @@ def preset(name: str) -> IndexConfig:
 
 
 PRESET_NAMES = ("default", "lists", "paper")
-
-
-def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        names = ", ".join(str(one) for one in allowed if one is not None)
-        raise ConfigError(f"{name} must be one of {names}, got {value!r}")
-
-
-def _require_at_least(name: str, value: int, lowest: int) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a whole number, got {value!r}")
-    if value < lowest:
-        raise ConfigError(f"{name} must be at least {lowest}, got {value}")
-
-
-def _require_share(name: str, value: float) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a number, got {value!r}")
-    if not 0.0 < value <= 1.0:
-        raise ConfigError(f"{name} must lie in (0, 1], got {value}")

@@ -22,7 +22,11 @@ class About:
 
 
 ABOUT: dict[str, About] = {
-    "csattn": About("the artifact's index: a sketch, or centroids and lists", "CSAttention, arXiv:2604.08584", True),
+    "csattn": About(
+        "the artifact's index: a sketch, or centroids and lists",
+        "the lists: CSAttention, arXiv:2604.08584; the sketch: nowhere else",
+        True,
+    ),
     "exact": About("the true top-k, by reading every key", "", True),
     "quest": About("bounds of pages of 16 keys", "Quest, arXiv:2406.10774", True),
     "sparq": About("a quarter of the components, mean value for the rest", "SparQ, arXiv:2312.04985", True),

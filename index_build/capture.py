@@ -8,7 +8,7 @@ states that enter it. Everything is held where the model is; layers that are not
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from inspect import signature
-from math import prod
+from math import inf, isfinite, prod
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from csattn.models.lending import lent
 from csattn.models.query import embed, layer_inputs
 from csattn.models.rope import position_embeddings
 from csattn.models.spec import AttentionSpec, ModelSpec
+from csattn.sketch.reference import LARGEST_NUMBER
 from index_build.latent_capture import LatentLayer
 
 CHUNK_LEN = 1024
@@ -138,7 +139,7 @@ def prefill(
 ) -> Generator[tuple[LayerCapture, Tensor]]:
     """Yield each layer's capture, with the hidden states that leave the layer.
 
-    Raises CaptureError when a layer produces NaN or infinity.
+    Raises CaptureError when a layer produces NaN, infinity or numbers that no index takes.
     """
     body, config = model.model, model.config
     context_len = token_ids.shape[0]
@@ -191,7 +192,7 @@ def prefill(
                     on_chunk(layer_idx, rows.stop - rows.start)
             if isinstance(cache, _StateCache):
                 capture.state = cache.arrays()
-            _require_finite(capture)
+            _require_sound(capture)
             yield capture, leaving
             hidden = leaving
 
@@ -286,13 +287,25 @@ def _attend_by_cudnn(
     return out[0], lse.view(q.shape[:2])
 
 
-def _require_finite(capture: LayerCapture) -> None:
+def _require_sound(capture: LayerCapture) -> None:
     if capture.kv.is_cuda:  # to wait for a number would keep the thread that makes indexes from the driver
         torch.cuda.current_stream(capture.kv.device).synchronize()
     made = {"queries": capture.q, "keys and values": capture.kv} if capture.state is None else capture.state
+    limit = LARGEST_NUMBER if capture.state is None else inf  # of a state no index is made
     for name, array in made.items():
-        if array.numel() and not torch.isfinite(torch.stack(torch.aminmax(array))).all():  # NaN is both
+        fault = _fault_of(array, limit)
+        if fault is not None:
             raise CaptureError(
-                f"layer {capture.layer_idx} produced NaN or infinity in its {name}; the model may be damaged or "
+                f"layer {capture.layer_idx} produced {fault} in its {name}; the model may be damaged or "
                 "overflow in its dtype: check its weights, or build with --dtype float32"
             )
+
+
+def _fault_of(array: Tensor, limit: float) -> str | None:
+    if not array.numel():
+        return None
+    least, most = torch.aminmax(array)  # NaN is both
+    largest = float(torch.maximum(-least, most))
+    if not isfinite(largest):
+        return "NaN or infinity"
+    return None if largest <= limit else f"numbers to {largest:.1e}, more than the {limit:.1e} that an index takes,"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from csattn.checks import require_text
 from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ConfigError, ContextError
 
@@ -48,20 +49,15 @@ def read_tokens(path: Path) -> NDArray[np.int32]:
     return np.asarray(ids, np.int32)
 
 
-def given_text(option: str, value: str) -> str:
-    """The text that an option gives, or standard input for `-`.
+def given_prompt(value: str) -> str:
+    """The text that --prompt gives, or standard input for `-`.
 
     Raises ConfigError or ContextError where there is none, or where the shell's bytes were no text: they come as
     halves of characters.
     """
     if value == "-":
         return read_text(value)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{option} is not UTF-8 text (character {error.start}); convert it first") from None
-    if not value.strip():
-        raise ConfigError(f"{option} holds no text; give one that is not empty, or - for standard input")
+    require_text("--prompt", value, ", or - for standard input")
     return value
 
 

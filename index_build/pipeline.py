@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.build_options import BuildOptions
+from csattn.checks import require_text
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
 from index_build.context_build import ContextBuild
 from index_build.pieces import OnProgress, PhaseTimes, perform
-from index_build.plan import Plan, make_plan
+from index_build.plan import Plan, make_plan, plan_text
 
 _POLL_S = 0.1  # while another process builds the same artifact
 
@@ -36,6 +38,25 @@ class BuildReport:
         return self.url or self.path
 
 
+def build_context(
+    loaded: LoadedModel,
+    text: str,
+    store: Path | str,  # a directory, or a URL that fsspec knows
+    *,
+    preset: str = "default",
+    chat: bool = True,  # wrap the text by the model's chat template, so that `Session.ask` continues it
+    source: str = "a text",  # its name, for the manifest
+) -> BuildReport:
+    """What `csattn build` makes of a text, on the device that the model is on; `report.place` is for `csattn_session`.
+
+    Raises ConfigError for what is no text, ContextError for one that is too short or too long, ArtifactError or
+    StoreFullError when the store cannot be written.
+    """
+    require_text("a context", text)
+    options = BuildOptions(preset=preset, chat=chat)
+    return build_plan(loaded, plan_text(text, source, options, loaded, loaded.device.type), store)
+
+
 def build_artifact(
     loaded: LoadedModel,
     token_ids: NDArray[np.int32],  # [context_len]
@@ -47,8 +68,8 @@ def build_artifact(
 ) -> BuildReport:
     """Prefill the context and write its KV and index to the store; go on where an interrupted build stopped.
 
-    Raises ContextError for a context that is too short or too long, CaptureError for NaN, ArtifactError or
-    StoreFullError when the store cannot be written.
+    Raises ContextError for a context that is too short or too long, CaptureError for NaN and numbers that no index
+    takes, ArtifactError or StoreFullError when the store cannot be written.
     """
     return build_plan(loaded, make_plan(loaded, token_ids, config, notes or {}), store, **options)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.artifact import Artifact, open_artifact
+from csattn.checks import require_at_least, require_text
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
@@ -23,6 +24,7 @@ from workers.engine.answer import question_tokens, require_positions
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.fidelity import Observer
 from workers.engine.opening import open_engine
+from workers.model.rows import require_tokens
 from workers.request_cache import RequestCache
 from workers.serving.step_engine import StepRow
 from workers.session_model import Forward, Generate
@@ -35,7 +37,7 @@ def csattn_session(
     config: SearchConfig | None = None,
     selector: str = "csattn",
     kv_format: KvFormat | str | None = None,
-    host_budget_bytes: int | None = None,
+    host_budget_bytes: int | str | None = None,
     placement: str = "cpu",
     **options: Any,
 ) -> Iterator["Session"]:
@@ -46,9 +48,11 @@ def csattn_session(
 
     artifact: an open one, or the directory or URL of one. Raises ArtifactError when it cannot be read or was made for
     another model. kv_format: how the context's rows are kept in memory, q8_0, say; None: as the artifact maps them.
-    host_budget_bytes: of the memory for them, for contexts that are larger than memory; None: all that they take.
-    placement: on a GPU, where index and KV lie: device, hybrid or host. options: num_slots, the requests at a time;
-    tail_capacity, the tokens of one, question and answer; and others of the engine.
+    host_budget_bytes: of the memory for them, or 64MiB, say, for contexts that are larger than memory; None: all that
+    they take. placement: on a GPU, where index and KV lie: device, hybrid or host. options: num_slots, the requests at
+    a time; tail_capacity, the tokens of one, question and answer; num_threads; with a placement on GPUs also
+    num_devices, that share out the heads; slot_share, of the context's rows, that the device keeps where KV is on the
+    host; and what else `GpuEngine` takes, as `CpuEngine` on the CPU.
     """
     opened = open_artifact(artifact) if isinstance(artifact, str | Path) else artifact
     try:
@@ -89,8 +93,7 @@ class Session:
 
     def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with a question, wrapped as the context was."""
-        if not isinstance(question, str):
-            raise ConfigError(f"a question is text, got {question!r}; ask one at a time, each is a request of its own")
+        require_text("a question", question)
         ids = question_tokens(self.loaded, self.artifact, question)
         return self.continue_with(np.array(ids, np.int32), observer)
 
@@ -100,6 +103,8 @@ class Session:
         prompt_len: of the context and what has been said since, question and all: input_ids.shape[1].
         """
         context_len, engine = self.artifact.spec.context_len, self.engine
+        require_at_least("prompt_len, the context included,", prompt_len, context_len)
+        require_at_least("max_new_tokens", max_new_tokens, 0)
         room = min(engine.max_positions, context_len + engine.tail_capacity + 1)  # the last is never fed back
         return max(0, min(max_new_tokens, room - prompt_len))
 
@@ -116,8 +121,11 @@ class Session:
 
     def continue_with(self, token_ids: NDArray[np.int32], observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with given ids [num_tokens]: a request of its own."""
-        require_positions(self.loaded, self.artifact, len(token_ids))
-        ids = torch.from_numpy(np.concatenate([self.artifact.token_ids, token_ids])).long()[None].to(self.loaded.device)
+        new = _ids_of(token_ids)
+        require_tokens(new.tolist(), self.loaded.geometry.vocab_size)
+        require_positions(self.loaded, self.artifact, len(new))
+        ids = torch.from_numpy(np.concatenate([self.artifact.token_ids, new.astype(np.int64)]))[None]
+        ids = ids.to(self.loaded.device)
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
@@ -207,3 +215,19 @@ class Session:
             f"this session has {self.engine.num_slots} requests, as many as it has slots; let one go, or open the "
             "session with more num_slots"
         )
+
+
+def _ids_of(given: Any) -> NDArray[Any]:
+    """Of an array or a list. Raises ConfigError for one that holds anything but whole numbers in one row."""
+    try:
+        ids = np.asarray(given)
+    except (ValueError, TypeError) as error:  # lists of several lengths, a tensor on a GPU
+        raise ConfigError(f"token ids are whole numbers in one row: {error}; give [num_tokens]") from error
+    if ids.size == 0:
+        raise ConfigError("no token ids were given to go on with; give at least one token")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ConfigError(
+            f"token ids are whole numbers in one row, [num_tokens] int32, got {ids.dtype} of shape {ids.shape}; give "
+            "those of one text, as a tokenizer makes them"
+        )
+    return ids

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from csattn.checks import require_at_least
 from csattn.errors import ConfigError
 from workers.request_cache import RequestCache
 
@@ -94,9 +95,11 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
         prompt_len = mask.shape[1]  # new ids alone, as transformers knows them by their mask
     else:
         cache.new_among(ids[0].tolist())
+    for name in ("max_new_tokens", "max_length"):
+        require_at_least(name, said.get(name, 0), 0)
     num_new = said.get("max_new_tokens")
     if num_new is None and "max_length" in in_call:
-        num_new = in_call["max_length"] - ids.shape[1]
+        num_new = max(0, in_call["max_length"] - ids.shape[1])
     cache.session.require_room(prompt_len, num_new)
 
 

@@ -4,21 +4,23 @@
     python -m bench.accuracy long [--texts ...] [--context-len 32K] [--stretch 4] [--device cuda] [--json FILE]
     python -m bench.accuracy tasks [--tasks ...] [--lengths ...] [--question sparse|dense] [--json FILE] [--plot FILE]
     python -m bench.accuracy why [--texts ...] [--ways ...] [--seconds 280] [--json FILE] [--plot FILE]
+    python -m bench.accuracy rest [--texts ...] [--json FILE]
     python -m bench.accuracy longbench FILE ... --prompts FILE [--question sparse|dense] [--json FILE]
 
 `selectors` compares what chooses rows by the predictions of texts; `long` does so at length and on any device, with
-low-bit KV beside it; `why` takes the published method to `default`, one change at a time; `tasks` finds things that
-were hidden in contexts, `longbench` answers the questions of the data set of that name.
+low-bit KV beside it; `why` takes the published method to `default`, one change at a time; `rest` measures what codes
+say that rows weigh which are not chosen; `tasks` finds things that were hidden in contexts, `longbench` answers the
+questions of the data set of that name.
 """
 
 import argparse
 import sys
 
-from bench.accuracy import long, longbench, selectors, tasks, why
+from bench.accuracy import long, longbench, rest, selectors, tasks, why
 from bench.timing import GateError
 from csattn.errors import CsattnError
 
-COMMANDS = {"selectors": selectors, "long": long, "tasks": tasks, "longbench": longbench, "why": why}
+COMMANDS = {"selectors": selectors, "long": long, "tasks": tasks, "longbench": longbench, "why": why, "rest": rest}
 
 
 def main(words: list[str]) -> None:

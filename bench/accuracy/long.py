@@ -42,7 +42,7 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
 
 # Raise it when the same measurement means something else than before.
-VERSION = 3
+VERSION = 4
 KEY = ("version", "model", "stretch", "text", "text_sha256", "context_len", "eval_len", "contender", "keep")
 ONE_KEEP = SearchConfig().keep
 _LEAST_CONTEXT, _GATE_TOKENS = 1024, 48
@@ -226,7 +226,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _groups() -> list[str]:
-    return sorted({contender.group for contender in contenders(64)})
+    return sorted({contender.group for contender in contenders()})
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -238,7 +238,7 @@ def run(arguments: argparse.Namespace) -> None:
         records.content["cases"] = merge([content["cases"] for content in shown], records)
         records.content |= {"gate": next((content["gate"] for content in shown if "gate" in content), None)}
     else:
-        runs = find_contenders(arguments.contenders, loaded.geometry.head_dim)
+        runs = find_contenders(arguments.contenders)
         if arguments.record:
             return _record(loaded, arguments)
         if arguments.gate:

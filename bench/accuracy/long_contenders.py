@@ -1,29 +1,25 @@
 """What `bench.accuracy long` compares: ways to keep a context small, each with what it takes on the device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
-
-import numpy as np
 
 from bench.accuracy.attending.attend import Codes, Reading
 from bench.accuracy.attending.context import ContextLayer, heads_apart
 from bench.accuracy.attending.lists import ListCodes
-from bench.accuracy.attending.low_bit import kivi, kvtc, q4_0, turbo_quant
+from bench.accuracy.attending.low_bit import kivi, q4_0, turbo_quant
 from bench.accuracy.attending.others import H2oCodes, MagicpigCodes, PqcacheCodes, QuestCodes, SparqCodes
 from bench.accuracy.attending.sketches import SketchCodes, build_sketch
-from bench.accuracy.attending.variants import Variant, VariantCodes
 from bench.decode.sampled import TABLES
 from bench.decode.variants import lists_by_torch
 from bench.timing import gate
 from csattn.config import SearchConfig, SketchConfig
 
 Make = Callable[[ContextLayer], Codes]
-Group = Literal["ours", "sizes", "lists", "others", "tried", "low-bit"]
+Group = Literal["ours", "sizes", "lists", "others", "low-bit"]
 
 FULL_KV_BYTES = 2 * 2  # of a dimension of a row: key and value, 16 bits each
-LOW_BIT_WINDOW = 128  # rows that low-bit KV keeps as they are, the last ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +34,18 @@ class LongContender:
     one_keep: bool = False  # measured at one share kept only
     has_keep: bool = True  # False: no share of rows is chosen; all are attended to by their codes, some drawn, or none
     per_query_head: bool = False  # chooses for each query head alone
-    sink_len: int = SearchConfig().sink_len
-    window_len: int = SearchConfig().window_len
 
     def codes(self, layer: ContextLayer) -> Codes | None:
         return None if self.make is None else self.make(heads_apart(layer) if self.per_query_head else layer)
 
     def reading(self, keep: float, context_len: int) -> Reading:
         top_k = max(1, round(keep * context_len)) if self.has_keep else 0
-        window_len = min(self.window_len, context_len - self.sink_len)
-        return Reading(top_k, self.sink_len, window_len, self.rest, per_query_head=self.per_query_head)
+        sink_len, window_len = SearchConfig().sink_len, SearchConfig().window_len  # of all: low-bit KV keeps them, too
+        near = sink_len, min(window_len, context_len - sink_len)
+        return Reading(top_k, *near, self.rest, per_query_head=self.per_query_head)
 
 
-def contenders(head_dim: int) -> list[LongContender]:
+def contenders() -> list[LongContender]:
     """All of them; those that share codes stand side by side."""
     default = partial(_sketch, SketchConfig())
     lists, paper = (partial(ListCodes, config=lists_by_torch(name)) for name in ("lists", "paper"))
@@ -66,37 +61,28 @@ def contenders(head_dim: int) -> list[LongContender]:
         LongContender("lists", "lists", lists, one_keep=True),
         LongContender("paper", "lists", paper, one_keep=True, per_query_head=True),
         LongContender("lists+rest=moments", "lists", lists, "moments", one_keep=True),
-        *(
-            LongContender(name, "low-bit", make, "codes", has_keep=False, sink_len=sinks, window_len=LOW_BIT_WINDOW)
-            for name, make, sinks in LOW_BIT
-        ),
+        *(LongContender(name, "low-bit", make, "codes", has_keep=False) for name, make in LOW_BIT),
         *(LongContender(name, "others", make) for name, make in CHOOSING),
         *(LongContender(name, "others", make, has_keep=False) for name, make in DRAWING),
+        LongContender("pqcache, 16 bytes", "others", _pqcache_of_16_bytes, one_keep=True),
+        LongContender("pqcache, 16 bytes+rest=moments", "others", _pqcache_of_16_bytes, "moments", one_keep=True),
         LongContender("window", "others", None, has_keep=False),
-        LongContender("default, without marks", "tried", _sketch_without_marks, "codes", one_keep=True),
-        *(
-            LongContender(name, "tried", partial(_variant, variant), "codes", one_keep=True)
-            for name, variant in variants(head_dim).items()
-        ),
     ]
 
 
-LOW_BIT: tuple[tuple[str, Make, int], ...] = (
-    ("KIVI, 2 bits", kivi(2), 0),
-    ("KIVI, 4 bits", kivi(4), 0),
-    ("TurboQuant, 3 bits", turbo_quant(3, 3), 0),
-    ("TurboQuant, 3.5 bits", turbo_quant(3, 4), 0),
-    ("TurboQuant, 4 bits", turbo_quant(4, 4), 0),
-    ("KVTC's transform, 1 bit", kvtc(1.0), 4),
-    ("KVTC's transform, 2 bits", kvtc(2.0), 4),
-    ("KVTC's transform, 4 bits", kvtc(4.0), 4),
-    ("q4_0", q4_0, 0),
+LOW_BIT: tuple[tuple[str, Make], ...] = (
+    ("KIVI, 2 bits", kivi(2)),
+    ("KIVI, 4 bits", kivi(4)),
+    ("TurboQuant, 3.5 bits", turbo_quant(4, 3)),
+    ("TurboQuant, 4 bits", turbo_quant(4)),
+    ("q4_0", q4_0),
 )
 
 
 CHOOSING: tuple[tuple[str, Make], ...] = (
     ("quest", QuestCodes),
     ("sparq", SparqCodes),
+    ("sparq, no mean value", partial(SparqCodes, adds_mean=False)),
     ("pqcache", PqcacheCodes),
     ("h2o", H2oCodes),
 )
@@ -106,36 +92,9 @@ DRAWING: tuple[tuple[str, Make], ...] = tuple(
 )
 
 
-def variants(head_dim: int) -> dict[str, Variant]:
-    """One change to the default at a time, in floating point."""
-    fine, coarse, half = head_dim // 4, head_dim // 2, head_dim // 2
-    base = Variant(bits=(4,) * fine + (2,) * coarse, measured=fine)
-    only_fine = Variant(bits=(4,) * half, measured=half)
-    return {
-        "default, in floating point": base,
-        "one transform for all rows": replace(base, segment_len=0),
-        "segments of 2K rows": replace(base, segment_len=base.segment_len // 4),
-        "segments of 1K rows": replace(base, segment_len=base.segment_len // 8),
-        "half the coordinates, 4 bits each": only_fine,
-        "half, values from half of them": replace(only_fine, measured=fine, respond=False),
-        "half, values from a quarter of them": replace(only_fine, measured=fine // 2, respond=False),
-        "values from all codes, measured": replace(base, measured=fine + coarse),
-        "values from the fine codes alone": replace(base, respond=False),
-        "values by their mean": replace(base, measured=0, respond=False),
-        "values have codes: 1 bit besides": replace(base, value_bits=(4,) * (fine // 2) + (2,) * fine),
-        "values have codes: 1 bit of the 2": replace(
-            base, bits=(4,) * (fine // 2) + (2,) * fine, value_bits=(4,) * (fine // 2) + (2,) * fine
-        ),
-        "0 to 4 bits by reverse water-filling": replace(base, deal_bits=True),
-        "half, 4 bits, levels by Lloyd": replace(only_fine, levels="lloyd"),
-        "mass corrected by what codes lose": replace(base, correct_mass=True),
-        "shares of a normal estimate's sum": replace(base, normal_shares=True),
-    }
-
-
-def find_contenders(names: str, head_dim: int) -> list[LongContender]:
+def find_contenders(names: str) -> list[LongContender]:
     """A comma-separated list of names and groups (their own names hold commas: separated by ';' then); or all."""
-    every = contenders(head_dim)
+    every = contenders()
     listed = [name.strip() for name in names.split(";" if ";" in names else ",")]
     known = {c.name for c in every} | {c.group for c in every} | {"all"}
     unknown = [name for name in listed if name not in known]
@@ -143,6 +102,11 @@ def find_contenders(names: str, head_dim: int) -> list[LongContender]:
         listed, unknown = [names], []
     gate(not unknown, f"unknown contender {', '.join(unknown)}; choose from {'; '.join(sorted(known))}")
     return [c for c in every if {c.name, c.group, "all"} & set(listed)]
+
+
+def _pqcache_of_16_bytes(layer: ContextLayer) -> Codes:
+    """As many as the default's codes have at head_dim 64."""
+    return PqcacheCodes(layer, num_subspaces=16)
 
 
 def _sizes() -> list[LongContender]:
@@ -161,12 +125,3 @@ def _sizes() -> list[LongContender]:
 
 def _sketch(config: SketchConfig, layer: ContextLayer) -> Codes:
     return SketchCodes(build_sketch(layer, config), layer)
-
-
-def _sketch_without_marks(layer: ContextLayer) -> Codes:
-    index = build_sketch(layer, SketchConfig())
-    return SketchCodes(replace(index, marks=np.zeros_like(index.marks)), layer)
-
-
-def _variant(variant: Variant, layer: ContextLayer) -> Codes:
-    return VariantCodes(layer, variant)

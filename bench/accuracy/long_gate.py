@@ -29,7 +29,7 @@ def require_product(
 ) -> dict[str, tuple[float, float]]:
     """KL and the product's KL by contender. Raises GateError where they differ."""
     read = read_context(loaded, context, following)
-    named = {c.name: c for c in contenders(loaded.geometry.head_dim)}
+    named = {c.name: c for c in contenders()}
     compared: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as store:
         report = build_artifact(loaded, context, preset("default"), Path(store))

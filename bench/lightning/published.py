@@ -62,14 +62,14 @@ def materialise_summed(operands: Operands, k: int) -> Tensor:
     return _score(operands, range(len(operands.k))).topk(k, dim=1).indices
 
 
-def exact_choice(operands: Operands, k: int, ratio: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def exact_choice(operands: Operands, k: int, ratio: int) -> Tensor:
     """What `materialise` chooses, a few queries at a time: [num_queries, k], -1 padded."""
     chosen = torch.full((len(operands.q), k), -1, dtype=torch.int64, device=operands.q.device)
     keys = range(len(operands.k))
     for first in range(0, len(operands.q), _EXACT_ROWS):
         rows = slice(first, min(first + _EXACT_ROWS, len(operands.q)))
-        per_head = torch.einsum("qhd,kd->qhk", operands.q[rows].to(dtype), operands.k.to(dtype)).relu_()
-        scores = torch.einsum("qhk,qh->qk", per_head, operands.weights[rows].to(dtype))
+        per_head = torch.einsum("qhd,kd->qhk", operands.q[rows].float(), operands.k.float()).relu_()
+        scores = torch.einsum("qhk,qh->qk", per_head, operands.weights[rows].float())
         if operands.key_scale is not None:
             scores *= operands.key_scale
         scores = scores.masked_fill(_illegal(rows, keys, ratio, scores.device), -torch.inf)

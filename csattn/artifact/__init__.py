@@ -20,7 +20,6 @@ from csattn.artifact.reader import Artifact
 from csattn.artifact.remote import RemoteStore, cache_store, shrink_cache
 from csattn.artifact.store import (
     ArtifactSummary,
-    broken_artifacts,
     collect_garbage,
     is_being_built,
     list_store,
@@ -41,7 +40,6 @@ __all__ = [
     "RemoteStore",
     "WorkDir",
     "artifact_bytes",
-    "broken_artifacts",
     "cache_store",
     "collect_garbage",
     "fetch_artifact",

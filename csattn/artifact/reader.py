@@ -134,9 +134,9 @@ class Artifact:
         if fingerprint != self.spec.model_fingerprint:
             raise ArtifactMismatchError(
                 f"the artifact {self.path} was built with {self.spec.model_name} in {self.spec.kv_dtype} (fingerprint "
-                f"{self.spec.model_fingerprint}) and the loaded model has fingerprint {fingerprint}; load the model "
-                f"that built it in {self.spec.kv_dtype}, {self._weights_then()}, or build the context again with this "
-                "one"
+                f"{self.spec.model_fingerprint[:12]}) and the loaded model has fingerprint {fingerprint[:12]}; load "
+                f"the model that built it in {self.spec.kv_dtype}, {self._weights_then()}, or build the context again "
+                "with this one"
             )
         sizes = replace(self.manifest.spec.model, max_positions=geometry.max_positions)
         if sizes != geometry:
@@ -152,15 +152,16 @@ class Artifact:
         if (rounding := self.manifest.weights) is None:
             return "its weights rounded as they were then"
         if rounding == AS_THEY_ARE:
-            return "its weights as they are (leave out --weights)"
-        return f"its weights rounded to {rounding} (add --weights {rounding})"
+            return "its weights as they are (leave out --weights, in Python weights=)"
+        return f"its weights rounded to {rounding} (add --weights {rounding}, in Python weights={rounding!r})"
 
     def require_tokenizer(self, tokenizer_hash: str) -> None:
         """Refuse a tokenizer that gives other ids to the same text."""
         if tokenizer_hash != self.spec.tokenizer_hash:
             raise ArtifactMismatchError(
-                f"the artifact {self.path} was built with tokenizer {self.spec.tokenizer_hash} and the loaded one "
-                f"is {tokenizer_hash}; load the tokenizer that built it, or build the context again with this one"
+                f"the artifact {self.path} was built with tokenizer {self.spec.tokenizer_hash[:12]} and the loaded "
+                f"one is {tokenizer_hash[:12]}; load the tokenizer that built it, or build the context again with this "
+                "one"
             )
 
     def close(self) -> None:

@@ -49,11 +49,6 @@ def list_store(store: Path) -> list[ArtifactSummary]:
     return scan_store(store)[0]
 
 
-def broken_artifacts(store: Path) -> dict[Path, ArtifactError]:
-    """What has the name of an artifact in a store but does not pass the cheap checks, with the reason."""
-    return scan_store(store)[1]
-
-
 def unfinished_builds(store: Path) -> list[Path]:
     """Where builds work that have not published: they run, or were interrupted and can go on."""
     names = {match[1] for name in store_entries(store) if (match := _WORK.fullmatch(name))}
@@ -85,7 +80,7 @@ def collect_garbage(store: Path) -> list[Path]:
 
 
 def scan_store(store: Path) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]]:
-    """What `list_store` and `broken_artifacts` tell, each artifact opened once."""
+    """What `list_store` lists; what has an artifact's name but does not pass the cheap checks, with the reason."""
     summaries: list[ArtifactSummary] = []
     broken: dict[Path, ArtifactError] = {}
     for path in (store / name for name in store_entries(store) if is_artifact_id(name)):

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
+from csattn.checks import require_model_name
 from csattn.errors import ConfigError, ModelError
 from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions
 from csattn.models.few_bits import experts_of_layers, keep, linears_of_layers, round_weights
@@ -77,7 +78,7 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | None = None,
+    name: str | Path | None = None,
     dtype: str = "float32",
     device: str = "cpu",
     stretch: float = 1.0,
@@ -90,14 +91,15 @@ def load_model(
     the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the model has (YaRN).
     weights: fp8 or int4, which those of linear layers and experts are rounded to; the model is then another, of these
     numbers. may_lend: its layers stay on the host where the device has no room for them, for `lending.lent`.
-    Raises ModelError when it cannot be found, loaded, or is of an unsupported kind.
+    Raises ModelError when it cannot be found, loaded, or is of an unsupported kind, ConfigError for a name that is
+    empty and a device that is not there.
     """
-    rounding = require_numbers(dtype, weights)
+    rounding, name = require_numbers(dtype, weights), model_name(name)
+    _require_device(device)
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    name = name or DEMO_MODEL
     source = _resolve(name)
     try:
         whole = AutoConfig.from_pretrained(source)
@@ -114,6 +116,25 @@ def load_model(
     return replace(wrap_model(model, tokenizer, name), rounding=rounding)
 
 
+def model_name(name: str | Path | None) -> str:
+    """Of what `load_model` takes. Raises ConfigError for what is no name, and for an empty one."""
+    require_model_name(name)
+    return DEMO_MODEL if name is None else str(name)
+
+
+def _require_device(device: str) -> None:
+    """Raise ConfigError before anything is loaded for one that is none, or is not there."""
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device must be cpu or cuda, got {device!r}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "this machine has no CUDA device, or torch is a build without CUDA; leave out the device to load the model "
+            "on the CPU"
+        )
+
+
 def require_numbers(dtype: str, weights: str | None) -> Rounding | None:
     """What `load_model` rounds weights to. Raises ConfigError for numbers that it knows none of by that name."""
     if dtype not in DTYPES:
@@ -125,8 +146,9 @@ def read_config(name: str | None) -> Any:
     """The `transformers` config of what `load_model` takes; no weight is read. Raises ModelError if there is none."""
     from transformers import AutoConfig
 
+    name = model_name(name)
     try:
-        return _text_config(AutoConfig.from_pretrained(_resolve(name or DEMO_MODEL)))
+        return _text_config(AutoConfig.from_pretrained(_resolve(name)))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{name} has no config that can be read: {first_line(error)}") from error
 

@@ -1,4 +1,5 @@
-"""The artifact's lists with a request's own rows in them: CSAttention (arXiv:2604.08584) as published.
+"""The artifact's lists with a request's own rows in them: CSAttention (arXiv:2604.08584), with the preset `paper` as
+published, with `lists` corrected. The sketch, which is not from there, is searched elsewhere.
 
 Requests that have no rows in the lists yet are searched for together, without a `Selector`: so are all over a sketch.
 """

@@ -5,7 +5,8 @@ eigenvectors are found on the CPU, by many threads: at such small matrices that 
 has a thread of its own, because a library's sums depend on the number of threads and on how many heads it is given at
 once.
 
-From the same transform every device makes the same codes; transforms agree up to rounding.
+From the same transform every device makes the same codes. Transforms are fitted to the same queries and rows on every
+device and in the definition: they agree up to what sums of rows are rounded to.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS, FINE_CODES, 
 from csattn.sketch.index import MARKED_SHARE
 from csattn.sketch.reference import (
     KEY_BITS,
+    LEAST_ENERGY,
     LEAST_KEY_ENERGY,
     LEAST_QUERY_ENERGY,
     NORMAL_STEP,
@@ -28,13 +30,13 @@ from csattn.sketch.reference import (
     STEP_MULTIPLES,
     STEP_SAMPLES,
     TRANSFORM_BITS,
+    sample_of_queries,
 )
 from csattn.torch_threads import Map, alone, one_thread
 
 # of a head, held in floating point at a time: on a CPU so many that threads seldom wait for the interpreter's lock;
 # sums of codes' products have to fit a float32
 _BLOCK_ROWS, _BLOCK_ROWS_ON_GPU = 2**13, 2**15
-_QUERIES_PER_DIM = 64  # of a KV head's queries so many for each dimension, evenly spaced; more change nothing
 _WORD_KEYS = 32  # whose marks are in a word
 
 Part = tuple[slice, slice]  # of the segments and of the rows: as many rows of each of these segments
@@ -59,8 +61,8 @@ def sketch_arrays(
 ) -> dict[str, Tensor]:
     """The arrays of `SketchIndex` by name, on the device of q and kv.
 
-    There is at least one row, and callers see to it that all numbers are finite, as captures do: one NaN in a head's
-    spoils its choices or makes its attention to the rest NaN.
+    There is at least one row, and callers see to it that no number is NaN or above LARGEST_NUMBER, as captures do: one
+    in a head's spoils its choices or makes its attention to the rest NaN.
     """
     num_heads, context_len, _, head_dim = kv.shape
     assert context_len > 0, "a sketch has rows"
@@ -103,8 +105,11 @@ def _sketch_heads(
 
 
 def fit_queries(queries: Tensor, side_by_side: Map = map) -> tuple[Tensor, Tensor]:
-    """The root of the mean of q q^T over unit queries, and its inverse: [num_heads, head_dim, head_dim] float64."""
-    queries = queries[:, :: -(-queries.shape[1] // (_QUERIES_PER_DIM * queries.shape[2]))]
+    """The root of the mean of q q^T over unit queries, and its inverse: [num_heads, head_dim, head_dim] float64.
+
+    Of the queries [num_heads, num_queries, head_dim] a sample counts.
+    """
+    queries = queries[:, sample_of_queries(*queries.shape[1:])]
     total = _zeros(queries, queries.shape[2], queries.shape[2])
     for _, rows in _parts(queries, (0,)):
         of_rows = queries[:, rows].float()
@@ -136,7 +141,8 @@ def fit_keys(
     root, inverse = (array[:, None] for array in metric)
     energy, basis = _eigh(root @ covariance @ root, side_by_side)
     energy, basis = energy.flip(2)[:, :, : len(bits)], basis.flip(3)[..., : len(bits)]
-    deviation = torch.where(energy > LEAST_KEY_ENERGY * energy[:, :, :1], energy, 0.0).clamp_min(0.0).sqrt()
+    least = (LEAST_KEY_ENERGY * energy[:, :, :1]).clamp_min(LEAST_ENERGY)
+    deviation = torch.where(energy > least, energy, 0.0).sqrt()
     forward, step = root @ basis, torch.empty_like(deviation)
     for part in _runs(segment_starts, k.shape[1]):
         rows = _rows(k, part)

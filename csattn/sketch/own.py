@@ -29,6 +29,7 @@ from csattn.errors import ConfigError
 from csattn.sketch.build import sketch_arrays
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.index import BY_HEAD, SketchIndex
+from csattn.sketch.reference import LARGEST_NUMBER
 from csattn.torch_threads import Map
 
 # Rows that came late weigh more than a context's; see bench/log.md.
@@ -75,15 +76,16 @@ def make_segments(
     config: SketchConfig,  # of the context
     side_by_side: Map = map,  # of threads, for what runs on the CPU
 ) -> list[SketchIndex]:
-    """The sketch of a segment in each of these layers. Where rows are not finite, neither is what is told of them.
+    """The sketch of a segment in each of these layers. What is told of a head is NaN where its rows hold NaN, infinity
+    or a number above LARGEST_NUMBER.
 
     On a GPU several layers take little more time than one; their last bits may depend on how many are made at once.
     """
     num_layers, num_heads, num_rows, _, head_dim = rows.shape
     heads = rows.flatten(0, 1)
-    arrays = sketch_arrays(None, heads.nan_to_num(0.0, 0.0, 0.0), config, side_by_side, [0])
-    finite = heads.isfinite().flatten(1).all(1)
-    arrays["value_mean"][~finite] = torch.nan
+    sound, is_told = _sound(heads)
+    arrays = sketch_arrays(None, sound, config, side_by_side, [0])
+    arrays["value_mean"][~is_told] = torch.nan
     host = {name: array.cpu().numpy() for name, array in arrays.items()}
     of_layers = (
         {name: host[name][first : first + num_heads] for name in BY_HEAD} | {"segment_starts": host["segment_starts"]}
@@ -91,6 +93,12 @@ def make_segments(
     )
     num_fine = config.words(head_dim)[0]
     return [SketchIndex(**of_layer, num_fine=num_fine, context_len=num_rows) for of_layer in of_layers]
+
+
+def _sound(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows with zeros for what a sketch cannot take, and which heads have none of that: [num_heads] bool."""
+    is_sound = heads.isfinite() & (heads.abs() <= LARGEST_NUMBER)  # a float16 takes that limit for infinity
+    return heads.where(is_sound, 0.0), is_sound.flatten(1).all(1)
 
 
 def making_bytes(rows_shape: Sequence[int], item_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """The definition of the sketch, in numpy: slow, obviously right, and what every faster version must meet.
 
-A transform belongs to one KV head and one segment of its rows. With queries q of the group and keys k of the segment,
-let A be the root of the unit queries' mean of q q^T, and V the eigenvectors of A Cov(k) A, largest first. Then
+A transform belongs to one KV head and one segment of its rows. With a sample q of the group's queries and keys k of the
+segment, let A be the root of the unit queries' mean of q q^T, and V the eigenvectors of A Cov(k) A, largest first. Then
 
     q . k  =  q . mean(k)  +  (q A^-1 V) . ((k - mean(k)) A V),
 
@@ -25,8 +25,11 @@ from csattn.sketch.index import MARKED_SHARE, SketchIndex
 
 Floats = NDArray[np.float64]
 
+QUERIES_PER_DIM = 64  # of a KV head's queries at most so many for each dimension, evenly spaced; more change nothing
 LEAST_QUERY_ENERGY = 1e-6  # of a direction, as a share of the greatest: A has to be inverted
 LEAST_KEY_ENERGY = 1e-6  # of a coordinate, likewise: below, its codes say nothing and count nothing
+LEAST_ENERGY = 2.0**-84  # of a coordinate, too: below, a float16 holds none of its step, and a float32 soon no energy
+LARGEST_NUMBER = 2.0**50  # of queries, keys and values: sums of squares over many rows, and dimensions, fit a float32
 RIDGE = 1e-3  # of the regression, as a share of the codes' mean variance and 1
 # in units of a coordinate's deviation: the step that is best for a normal distribution, by the bits; of these multiples
 # of it, that with the least squared error on the segment's rows is taken
@@ -65,13 +68,17 @@ def fit(
     v: NDArray[np.float32],  # [num_rows, head_dim]
     bits: NDArray[np.int64],  # [num_coords]: see `codes.coord_bits`
 ) -> Transform:
-    """The transform of these rows, as these queries see them."""
-    root, inverse = _query_metric(q.astype(np.float64))
+    """The transform of these rows, as a sample of these queries sees them.
+
+    Numbers are at most LARGEST_NUMBER: builds of larger ones are refused.
+    """
+    assert all(np.abs(rows).max() <= LARGEST_NUMBER for rows in (q, k, v)), "a number is NaN or too large"
+    root, inverse = _query_metric(q[sample_of_queries(*q.shape)].astype(np.float64))
     mean = k.astype(np.float64).mean(0)
     centred = k - mean
     energies, directions = np.linalg.eigh(root @ (centred.T @ centred / len(k)) @ root)
     energy, basis = energies[::-1][: len(bits)], directions[:, ::-1][:, : len(bits)]
-    deviation = np.sqrt(np.where(energy > LEAST_KEY_ENERGY * energy[0], energy, 0.0).clip(0.0))
+    deviation = np.sqrt(np.where(energy > max(LEAST_KEY_ENERGY * energy[0], LEAST_ENERGY), energy, 0.0))
     samples = centred[:: -(-len(k) // STEP_SAMPLES)] @ root @ basis
     step = np.array([_best_step(samples[:, j], deviation[j], int(of)) for j, of in enumerate(bits)])
     per_step = np.divide(1.0, step, out=np.zeros_like(step), where=step > 0)
@@ -95,6 +102,11 @@ def fit(
         _half(value_transform),
         _farthest(k - told),
     )
+
+
+def sample_of_queries(num_queries: int, head_dim: int) -> slice:
+    """Which of a KV head's queries, at least one, a transform is fitted to: at most QUERIES_PER_DIM * head_dim."""
+    return slice(None, None, -(-num_queries // (QUERIES_PER_DIM * head_dim)))
 
 
 def encode(
@@ -294,11 +306,11 @@ def _query_metric(q: Floats) -> tuple[Floats, Floats]:
 
 
 def _farthest(errors: Floats) -> NDArray[np.int64]:
-    """The rows [num_rows, head_dim] with the greatest squares, ascending; of equals the first.
+    """The rows [num_rows, head_dim] with the greatest squares, in float32, ascending; of equals the first.
 
     All directions count alike: what codes lose must not be missed by queries that are unlike the context's own.
     """
-    order = np.argsort(-np.square(errors).sum(axis=1), kind="stable")
+    order = np.argsort(-np.square(errors.astype(np.float32)).sum(axis=1), kind="stable")
     return np.sort(order[: len(errors) // MARKED_SHARE])
 
 

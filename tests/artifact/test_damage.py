@@ -104,6 +104,8 @@ def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
             artifact.require_model("model-b", geometry)
         with pytest.raises(ArtifactMismatchError, match=r"has num_q_heads \d+, .* loaded model num_q_heads 64"):
             artifact.require_model("model-a", replace(geometry, num_q_heads=64, head_dim=geometry.head_dim + 1))
+        with pytest.raises(ArtifactMismatchError, match="has fingerprint cccccccccccc; load"):
+            artifact.require_model(64 * "c", geometry)  # of which nobody compares more by eye
         with pytest.raises(ArtifactMismatchError, match="tokenizer-a and the loaded one is tokenizer-b"):
             artifact.require_tokenizer("tokenizer-b")
 
@@ -111,8 +113,8 @@ def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("noted", "words"),
     [
-        ("int4", r"in float32, its weights rounded to int4 \(add --weights int4\), or build"),
-        ("none", r"in float32, its weights as they are \(leave out --weights\), or build"),
+        ("int4", r"in float32, its weights rounded to int4 \(add --weights int4, in Python weights='int4'\), or build"),
+        ("none", r"in float32, its weights as they are \(leave out --weights, in Python weights=\), or build"),
         (None, "in float32, its weights rounded as they were then, or build"),
         ({"bits": 4}, "in float32, its weights rounded as they were then, or build"),
     ],

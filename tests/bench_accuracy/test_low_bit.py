@@ -1,7 +1,5 @@
 """Low-bit KV codes rows as it is published."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
@@ -20,15 +18,6 @@ def test_levels_are_those_of_the_normal_distribution():
     # Max, 1960
     torch.testing.assert_close(low_bit.normal_levels(1)[1:], torch.tensor([0.7979]), atol=1e-3, rtol=0)
     torch.testing.assert_close(low_bit.normal_levels(2)[2:], torch.tensor([0.4528, 1.510]), atol=1e-3, rtol=0)
-
-
-def test_the_dealt_bits_lose_least(rng):
-    errors = np.sort(rng.random((4, 3)), axis=1)[:, ::-1]
-    for budget in range(9):
-        dealt = low_bit.deal_bits(errors, budget)
-        assert dealt.sum() <= budget
-        every = [d for d in product(range(3), repeat=4) if sum(d) <= budget]
-        assert errors[range(4), dealt].sum() == min(errors[range(4), d].sum() for d in every)
 
 
 def test_q4_0_keeps_the_largest_number_of_a_block(rng):

@@ -94,6 +94,18 @@ def test_nan_in_captured_keys_is_refused_by_name() -> None:
         all_layers(model, ids)
 
 
+@pytest.mark.parametrize(("scale", "is_taken"), [(1e10, True), (1e18, False)])
+def test_keys_that_no_index_takes_are_refused_by_name(scale: float, is_taken: bool) -> None:
+    model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight *= scale
+    if is_taken:
+        all_layers(model, ids)
+        return
+    with pytest.raises(CaptureError, match=r"layer 1 produced numbers to \d\.\de\+1\d, more than .* keys and values;"):
+        all_layers(model, ids)
+
+
 def test_the_models_own_attention_is_put_back_even_after_an_error() -> None:
     model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
     before = model.config._attn_implementation

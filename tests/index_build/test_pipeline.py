@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.artifact import broken_artifacts, list_store, open_artifact, verify_artifact
+from csattn.artifact import list_store, open_artifact, scan_store, verify_artifact
 from csattn.attention.attend import attend_chunk
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.errors import CaptureError, ContextError, StoreFullError
@@ -168,7 +168,7 @@ def test_a_build_killed_at_any_moment_never_leaves_a_broken_artifact(tmp_path: P
         child.kill()
         child.join()
         listed = [summary.artifact_id for summary in list_store(store)]
-        assert broken_artifacts(store) == {}
+        assert scan_store(store)[1] == {}
         assert listed in ([], [want])
         num_interrupted += not listed
         report = build(store)

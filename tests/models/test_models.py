@@ -2,17 +2,18 @@
 
 import hashlib
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from bench.accuracy.attending.rotation import rotate_for
+from csattn.build_options import BuildOptions
 from csattn.errors import ArtifactMismatchError, ConfigError, ModelError
 from csattn.models import load_model
 from csattn.models.families import describe, stretch_positions
-from csattn.models.loader import wrap_model
+from csattn.models.loader import read_config, wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 from csattn.models.query import queries_before_rope
 from csattn.models.rope import model_frequencies
@@ -102,6 +103,28 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"cannot be written .* with CSATTN_CACHE"):
         load_model(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("name", ["", "  ", 5, b"model"])
+def test_a_name_that_is_none_is_not_the_demo_model(name: Any) -> None:
+    for load in (load_model, read_config, lambda name: BuildOptions(model=name)):
+        with pytest.raises(ConfigError, match=f"a .gguf file or a hub id, got {name!r}; give one, or leave it out"):
+            load(name)
+
+
+def test_a_model_may_be_named_by_its_path(tmp_path: Path) -> None:
+    assert load_model(save(tmp_path / "model")).name == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"), [("cuda", "no CUDA device, .*; leave out the device"), ("gpu", "'gpu'")]
+)
+def test_a_device_that_is_not_there_is_refused_before_a_load(
+    monkeypatch: pytest.MonkeyPatch, device: str, sentence: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=sentence):
+        load_model("/no/such/dir", device=device)
 
 
 def test_an_unknown_dtype_is_refused() -> None:

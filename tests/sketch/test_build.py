@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from csattn.artifact.layout import index_from_arrays
+from csattn.artifact.layout import fault_of_index, index_from_arrays
 from csattn.config import SketchConfig
 from csattn.sketch import SketchIndex, reference
 from csattn.sketch import build as sketch
@@ -81,6 +81,7 @@ def test_a_sketch_of_no_rows_is_none() -> None:
         (80, 2, 1025, 1024),
         (96, 7, 300, 8192),
         (128, 4, 1500, 8192),
+        (128, 4, 2049, 8192),
         (256, 1, 1100, 8192),
         (512, 2, 1600, 8192),
     ],
@@ -202,6 +203,39 @@ def test_what_is_constant_gives_what_the_definition_gives(zero, rng) -> None:
         np.testing.assert_allclose(bases, SCALE * reference.LOG2_E * queries[:2] @ k[0, 0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("largest", [1e-44, 1e-37, 1e-20, 1e-12, 1e-8, 1e4, reference.LARGEST_NUMBER])
+def test_keys_of_any_scale_give_what_the_definition_gives(largest, rng) -> None:
+    q, k, v = make_heads(rng, 2, 2, 900, 64)
+    k = (k / np.abs(k).max().astype(np.float64) * largest).astype(np.float32)
+    index = build(q, k, v, SketchConfig())
+    with np.errstate(all="raise", under="ignore"):
+        want = make_sketch(q, k, v, 2, 2)
+    assert fault_of_index(index) is None and fault_of_index(want) is None
+    if largest < 1e-12:  # codes would tell nothing: there are none
+        np.testing.assert_array_equal(index.codes, want.codes)
+        np.testing.assert_array_equal(index.marks, want.marks)
+        assert not index.query_transform.any() and not want.query_transform.any()
+    else:
+        assert_gives_the_same(index, want, q[:, -1] / max(1.0, largest))
+
+
+@pytest.mark.parametrize("largest", [1e-44, 1e-37, reference.LARGEST_NUMBER])
+def test_rows_of_any_scale_have_a_finite_sketch(largest, rng) -> None:
+    rows = (rows.astype(np.float64) for rows in make_heads(rng, 2, 2, 9000, 64))
+    q, k, v = ((x / np.abs(x).max() * largest).astype(np.float32) for x in rows)
+    assert fault_of_index(build(q, k, v, SketchConfig())) is None
+    assert fault_of_index(make_sketch(q, k, v, 2, 2)) is None
+
+
+@pytest.mark.parametrize("fault", [np.nan, np.inf, 1e18])
+def test_the_definition_takes_no_number_that_a_build_refuses(fault, rng) -> None:
+    for which in range(3):
+        rows = make_heads(rng, 1, 2, 100, 64)
+        rows[which][0, 3, 5] = fault
+        with pytest.raises(AssertionError, match="NaN or too large"):
+            make_sketch(*rows, 2, 2)
+
+
 def test_heads_do_not_depend_on_each_other_nor_on_the_threads(rng) -> None:
     q, k, v = make_heads(rng, 3, 2, 2500, 64)
     config = SketchConfig(segment_len=1024)
@@ -220,10 +254,31 @@ def test_a_sample_of_the_queries_is_enough(rng, monkeypatch: pytest.MonkeyPatch)
     exact = SCALE * reference.LOG2_E * k[0] @ q[0, -1]
     errors = []
     for per_dim in (1000, 16):
-        monkeypatch.setattr(sketch, "_QUERIES_PER_DIM", per_dim)
+        monkeypatch.setattr(reference, "QUERIES_PER_DIM", per_dim)
         logits = logits_of(q[0, -1], build(q, k, v, SketchConfig()), 0)
         errors.append(np.square(logits - exact).mean() / exact.var())
     assert errors[1] < 1.2 * errors[0] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_queries", "step"),
+    [(128, 1, 1), (128, 8192, 1), (128, 8193, 2), (64, 8193, 3), (64, 3 * 131072, 96)],
+)
+def test_so_many_queries_are_fitted_to(head_dim, num_queries, step) -> None:
+    assert reference.sample_of_queries(num_queries, head_dim) == slice(None, None, step)
+
+
+def test_the_definition_is_fitted_to_the_same_sample_of_queries(rng) -> None:
+    """Of 8196 queries every other one is: the others, which ask for few directions, change nothing."""
+    q, k, v = make_heads(rng, 1, 4, 2049, 128)
+    mixed = q.copy()
+    mixed.reshape(-1, 128)[1::2, 1:] *= 0.01
+    config, queries = SketchConfig(), q[:, 0]
+    want = make_sketch(mixed, k, v, *config.words(128))
+    assert_gives_the_same(build(mixed, k, v, config), want, queries)
+    sampled = make_sketch(q, k, v, *config.words(128))
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(sampled, name), getattr(want, name))
 
 
 @pytest.mark.gpu

@@ -76,8 +76,8 @@ def test_layers_together_have_the_sketches_that_each_has() -> None:
             np.testing.assert_array_equal(getattr(got, field.name), getattr(want, field.name))
 
 
-@pytest.mark.parametrize("fault", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_not_told_as_if_it_were(fault: float) -> None:
+@pytest.mark.parametrize("fault", [torch.nan, -torch.inf, 1e18, -1e18])
+def test_what_a_sketch_cannot_take_is_not_told_as_if_it_were(fault: float) -> None:
     rows = make_rows(64)
     rows[1, 5, 0, 7] = fault
     (made,) = make_segments(rows[None], SketchConfig())

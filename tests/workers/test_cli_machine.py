@@ -106,6 +106,23 @@ def test_a_prompt_that_is_no_text_is_a_sentence(capsys, verb) -> None:
     assert done.returncode == 1 and "--prompt is not UTF-8 text (character 1)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("build", "--context", "text.txt"),
+        ("generate", "store/0", "--prompt", "who?"),
+        ("eval", "--text", "text.txt"),
+        ("stream", "--prompt", "who?"),
+        ("serve", "--local"),
+        ("doctor",),
+    ],
+)
+def test_an_empty_model_is_not_the_demo_model(capsys, arguments) -> None:
+    given = [""] if arguments == ("doctor",) else ["--model", ""]
+    done = in_process(*arguments, *given, capsys=capsys)
+    assert done.returncode == 1 and "a hub id, got ''; give one, or leave it out" in done.stderr
+
+
 def test_what_is_shown_is_what_is_said(capsys) -> None:
     said = "pip install 'csattn[serve]' [/x] :smile:"
     for show in (terminal.out.print, lambda text: terminal.out.print(terminal.table(text, [text], [[text]]))):

@@ -458,10 +458,10 @@ def test_what_a_placement_cannot_do_is_refused(store, options, sentence) -> None
         ({"config": {}}, "config is a csattn.config.SearchConfig"),
         ({"kv_format": "q9"}, "'q9' is no format of keys or values; choose from float32"),
         ({"kv_format": 8}, "a KV format is a name as q8_0, or k=q8_0,v=q4_0, got 8"),
-        ({"num_slots": 0}, "num_slots is a whole number from 1 on, got 0"),
-        ({"num_slots": "2"}, "num_slots is a whole number from 1 on, got '2'"),
-        ({"tail_capacity": 0}, "tail_capacity is a whole number from 1 on, got 0"),
-        ({"tail_capacity": 8.5}, "tail_capacity is a whole number from 1 on, got 8.5"),
+        ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
+        ({"num_slots": "2"}, "num_slots must be a whole number, got '2'"),
+        ({"tail_capacity": 0}, "tail_capacity must be at least 1, got 0"),
+        ({"tail_capacity": 8.5}, "tail_capacity must be a whole number, got 8.5"),
     ],
 )
 def test_options_of_another_kind_are_refused(store, options, sentence) -> None:

@@ -3,6 +3,7 @@
 import difflib
 from typing import Any, NoReturn
 
+from csattn.checks import lone_surrogate
 from workers.api.errors import quoted
 from workers.serving.messages import BadRequestError
 
@@ -149,7 +150,7 @@ class Fields:
             self.refuse(name, f"is {told(value)}, wanted text")
         if len(value) > most_chars:
             self.refuse(name, f"has {len(value)} characters, wanted at most {most_chars}")
-        if has_lone_surrogate(value):
+        if lone_surrogate(value) is not None:
             self.refuse(name, "holds half a surrogate pair (\\ud800 to \\udfff), which is no text")
         return value
 
@@ -161,11 +162,3 @@ def kind_of(value: object) -> str:
 def told(value: object) -> str:
     """A value in a refusal: itself where that is short by nature, else its kind."""
     return kind_of(value) if isinstance(value, dict | list) else quoted(value)
-
-
-def has_lone_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False

@@ -3,8 +3,9 @@
 import json
 from typing import Any, cast
 
+from csattn.checks import lone_surrogate
 from workers.api.errors import quoted
-from workers.api.fields import Fields, has_lone_surrogate, told
+from workers.api.fields import Fields, told
 from workers.api.tools import read_calls, require_answered_calls
 from workers.serving.messages import ToolCall, Turn
 from workers.settings import LimitSettings
@@ -37,7 +38,7 @@ def read_template(fields: Fields) -> dict[str, Any]:
     if not isinstance(options, dict) or len(options) > MAX_OPTIONS:
         fields.refuse("chat_template_kwargs", f"is not an object of at most {MAX_OPTIONS} names and their values")
     text = json.dumps(options, ensure_ascii=False)
-    if len(text) > MAX_OPTION_CHARS or has_lone_surrogate(text):
+    if len(text) > MAX_OPTION_CHARS or lone_surrogate(text) is not None:
         fields.refuse("chat_template_kwargs", f"has more than {MAX_OPTION_CHARS} characters, or half a surrogate pair")
     for name in options:
         if not name.isidentifier() or len(name) > 64:

@@ -27,6 +27,7 @@ from workers.cli.options import (
     Threads,
     Weights,
     WindowLen,
+    named,
 )
 from workers.cli.streaming import stream
 from workers.cli.version import full_version
@@ -257,7 +258,7 @@ def demo(
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help="A directory, a .gguf file or a hub id: what it needs here.")
+        str | None, typer.Argument(callback=named, help="A directory, a .gguf file or a hub id: what it needs here.")
     ] = None,
     weights: Weights = None,
     store: LocalStore = Path("store"),

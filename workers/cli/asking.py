@@ -14,7 +14,7 @@ from csattn.config import RestKind, SearchConfig
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName, selector_named
 from csattn.selectors import resolve_rest
-from index_build.inputs import given_text
+from index_build.inputs import given_prompt
 from offload.codecs.formats import KvFormat
 from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
@@ -67,7 +67,7 @@ class AskOptions:
 
 def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOptions) -> dict[str, Any]:
     """Answer, and return the verb's JSON object."""
-    prompt = given_text("--prompt", prompt)
+    prompt = given_prompt(prompt)
     use_threads(options.threads)
     with open_artifact(place) as artifact:
         resolve_rest(config, selector_named(options.selector), artifact.spec.index_config.layout)  # before a load

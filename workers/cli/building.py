@@ -11,7 +11,7 @@ from csattn.build_options import BuildOptions
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
-from csattn.models.loader import DEMO_MODEL, require_numbers
+from csattn.models.loader import model_name, require_numbers
 from csattn.models.prompt import num_special
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from index_build.pipeline import BuildReport, build_plan
@@ -91,7 +91,7 @@ def show_loading(
 ) -> LoadedModel:
     """Load a model and say so: a first load may convert it."""
     require_numbers(dtype, weights)
-    err.print(f"loading {model or DEMO_MODEL}" + (" onto the GPU" if device == "cuda" else ""))
+    err.print(f"loading {model_name(model)}" + (" onto the GPU" if device == "cuda" else ""))
     return _load_model(model, dtype, device, stretch, weights, may_lend=True)
 
 

@@ -5,15 +5,26 @@ from typing import Annotated, Any
 
 import typer
 
+from csattn.checks import require_model_name
+
 
 def _place(text: Any) -> Path | str:
     """A directory, or a URL as it is."""
     return text if "://" in str(text) else Path(text)
 
 
+def named(model: str | None) -> str | None:
+    """A model's name, if one is given, that is not empty."""
+    require_model_name(model)
+    return model
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Model = Annotated[
-    str | None, typer.Option(help="Model directory, .gguf file or hub id.", show_default="the installed SmolLM2-135M")
+    str | None,
+    typer.Option(
+        callback=named, help="Model directory, .gguf file or hub id.", show_default="the installed SmolLM2-135M"
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Weights = Annotated[

@@ -65,7 +65,7 @@ def _stream(
     on_text: Callable[[str], None],
 ) -> dict[str, Any]:
     """Continue, and return the verb's JSON object, but for the text."""
-    from index_build.inputs import given_text
+    from index_build.inputs import given_prompt
     from workers.cli.building import show_loading, use_threads
     from workers.cli.terminal import err
     from workers.streaming.session import StreamSession
@@ -73,7 +73,7 @@ def _stream(
     from workers.words import size
 
     use_threads(threads)
-    text = given_text("--prompt", prompt)
+    text = given_prompt(prompt)
     loaded = show_loading(model, dtype)
     with StreamSession(loaded, config) as session:
         try:

@@ -9,11 +9,11 @@ import csattn
 
 def full_version() -> str:
     """`0.2.0 (commit 0123456789ab)`; in a checkout with changes, the commit ends in `-dirty`."""
-    commit = _commit()
-    return f"{csattn.__version__} (commit {commit})" if commit else csattn.__version__
+    told = commit()
+    return f"{csattn.__version__} (commit {told})" if told else csattn.__version__
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """What the wheel says, see hatch_build.py, or the checkout that this runs from; None: neither knows."""
     told = files(csattn) / "COMMIT"
     if told.is_file():

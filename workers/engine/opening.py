@@ -1,19 +1,26 @@
 """An engine for one artifact, wherever it is to decode."""
 
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from typing import Any
 
 from csattn.artifact import Artifact
+from csattn.checks import require_at_least
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName, selector_named
 from offload.codecs.formats import KvFormat
-from offload.errors import CodecError
+from offload.errors import CodecError, TierError
+from offload.sizes import parse_size
 from workers.engine.cpu_context import WITHOUT_ALL_KEYS, HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine, require_selector
 from workers.engine.memory import PLACEMENTS, Placement
 from workers.engine.split_engine import SplitEngine, require_tried
+
+_ALIASES = {"kv_codec": "kv_format"}  # of the command line, which are not much alike
 
 
 def open_engine(
@@ -24,7 +31,7 @@ def open_engine(
     *,
     placement: str = "cpu",  # or where index and KV lie for a GPU
     kv_format: KvFormat | str | None = None,  # of the context's rows, or its name; None: as the artifact maps them
-    host_budget_bytes: int | None = None,  # of host memory for the context's rows; None: all that they take
+    host_budget_bytes: int | str | None = None,  # of host memory for the context's rows, or 64MiB; None: all they take
     num_slots: int | None = None,  # requests at the same time; by the placement unless said
     tail_capacity: int | None = None,  # tokens of a request's own; as many as there may be, unless said
     num_devices: int = 1,  # GPUs that share out the heads
@@ -34,9 +41,14 @@ def open_engine(
 
     Raises a sentence for what does not go together.
     """
-    _require_kinds(config, num_slots, tail_capacity)
+    host_budget_bytes = _bytes_of(host_budget_bytes)
+    counts = {"num_slots": num_slots, "tail_capacity": tail_capacity, "num_devices": num_devices}
+    counts |= {"host_budget_bytes": host_budget_bytes, "num_threads": options.get("num_threads")}
+    _require_kinds(loaded, artifact, config, **counts)
     kv_format = _kv_format_of(kv_format)
     require_together(placement, selector, host_budget_bytes, num_devices, kv_format)
+    on_gpu = [GpuEngine] if num_devices == 1 else [GpuEngine, SplitEngine]
+    _require_options(options, *([CpuEngine] if placement == "cpu" else on_gpu))
     artifact.require_model(loaded.fingerprint, loaded.geometry)
     artifact.require_tokenizer(loaded.tokenizer_hash)
     engine: CpuEngine | GpuEngine | SplitEngine
@@ -112,13 +124,36 @@ def require_together(
         )
 
 
-def _require_kinds(config: object, num_slots: object, tail_capacity: object) -> None:
+def _require_kinds(loaded: object, artifact: object, config: object, **counts: object) -> None:
     """Raise ConfigError for what was never meant to be one."""
+    if not isinstance(loaded, LoadedModel):
+        kind = type(loaded).__name__
+        raise ConfigError(f"the model is what `load_model` returned, got a {kind}; give that, not its name or .model")
+    if not isinstance(artifact, Artifact):
+        raise ConfigError(f"an artifact is an open one, or its directory or URL as text, got {artifact!r}; give one")
     if not isinstance(config, SearchConfig):
         raise ConfigError(f"config is a csattn.config.SearchConfig, got {config!r}; write SearchConfig(keep=0.02), say")
-    for name, value in (("num_slots", num_slots), ("tail_capacity", tail_capacity)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{name} is a whole number from 1 on, got {value!r}; leave it out for the default")
+    for name, value in counts.items():
+        if value is not None:
+            require_at_least(name, value, 1)
+
+
+def _require_options(options: Iterable[str], *engines: Callable[..., object]) -> None:
+    """Raise ConfigError for a name that none of them knows."""
+    known = {
+        name
+        for takes in (open_engine, *engines)
+        for name, parameter in signature(takes).parameters.items()
+        if parameter.kind is Parameter.KEYWORD_ONLY and name != "host_budget"  # made here, of its bytes
+    }
+    for name in sorted(set(options) - known):
+        if name in signature(SearchConfig).parameters:
+            remedy = f"it belongs into config=SearchConfig({name}=...)"
+        elif near := get_close_matches(_ALIASES.get(name, name), known):
+            remedy = f"did you mean {near[0]}?"
+        else:
+            remedy = f"leave it out; there are {', '.join(sorted(known))}"
+        raise ConfigError(f"there is no option {name} with this placement: {remedy}")
 
 
 def _kv_format_of(given: KvFormat | str | None) -> KvFormat | None:
@@ -131,6 +166,16 @@ def _kv_format_of(given: KvFormat | str | None) -> KvFormat | None:
         return KvFormat.parse(given)
     except CodecError as error:
         raise ConfigError(str(error)) from error
+
+
+def _bytes_of(given: int | str | None) -> int | None:
+    """Of a size as the command line takes it, if it is one."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return parse_size(given)
+    except TierError as error:
+        raise ConfigError(f"host_budget_bytes: {error}") from error
 
 
 def _require_for_budget(selector: str, kv_format: KvFormat | None) -> None:

@@ -33,8 +33,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 def take_weights(
     model: Any,  # a transformers causal language model of a supported family
     device: torch.device | str,
-    dtype: torch.dtype | None = None,  # the model's own unless said
-    consume: bool = False,  # free each of the model's layers once it is copied: the model cannot run again
     share: Share | None = None,  # of the model, for one of several devices; None: all of it
 ) -> ModelWeights:
     """Copy a loaded model's weights to the device.
@@ -43,26 +41,20 @@ def take_weights(
     """
     there = weights_of(model)
     whole, centred = there.spec, there.spec.centred
-    require_dtype(dtype or model.dtype)
+    require_dtype(model.dtype)
 
     def move(*parts: Tensor) -> Tensor:
-        moved = [part.to(device, dtype or model.dtype, copy=len(parts) == 1) for part in parts]
+        moved = [part.to(device, model.dtype, copy=len(parts) == 1) for part in parts]
         return moved[0] if len(parts) == 1 else torch.cat(moved)
 
     layers = []
     waiting = list(there.layers)
     there = replace(there, layers=())  # whose weights are not to be held any longer than needed
-    for layer_idx, (layer, of_layer) in enumerate(zip(model.model.layers, whole.layers, strict=True)):
+    for layer_idx, of_layer in enumerate(whole.layers):
         part = waiting.pop(0)
         if share is not None:
             part = share_of_layer(part, whole.heads_of(layer_idx), of_layer, share)
         layers.append(_moved(part, move, device, centred))
-        if consume:
-            for parameter in layer.parameters():
-                parameter.data = parameter.data.new_empty(0)
-            for module in layer.modules():
-                if hasattr(module, "quantized"):
-                    del module.quantized
     embedding = move(there.embedding)
     tied = there.head.weight.data_ptr() == there.embedding.data_ptr()
     head = Linear(embedding) if tied else there.head

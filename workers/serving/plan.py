@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from workers.serving.request import Request
 
 # While others decode, questions make a step about so many times as long as it is without them, however long they are.
-STRETCH = 1.75
+STRETCH = 2.0
 _REMEMBERED = 256  # steps, at least
 _FIRST_TRIED, _FEWEST = 8, 4  # rows: a CPU's products take four in little more time than one
 _PATIENCE = 16  # steps

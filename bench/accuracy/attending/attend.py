@@ -68,10 +68,6 @@ class Codes:
         """
         return out
 
-    def log_total(self, q: Tensor) -> Tensor | None:
-        """What the log of the sum of all rows' weights is taken for, [num_kv_heads, n]; None: what the logits give."""
-        return None
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -143,8 +139,7 @@ def _attend_tokens(
                 by = scale * _flat(early) @ layer.k.mT if ahead else exact[..., :context_len]
             else:
                 by = scale * codes.logits(_flat(early)) if ahead or coded is None else coded
-            total = codes.log_total(_flat(early)) if codes is not None else None
-            group_scores = _group_share(by.unflatten(1, q.shape[1:3]), total)
+            group_scores = _group_share(by.unflatten(1, q.shape[1:3]))
         may_be_chosen = (seen & ~near)[:, : group_scores.shape[2]]
         best = group_scores.masked_fill_(~may_be_chosen, -torch.inf).topk(min(reading.top_k, context_len), dim=-1)
         on_chosen(best.indices)
@@ -193,13 +188,11 @@ def _sum_up(
     return (out / total).unflatten(1, q.shape[1:3])
 
 
-def _group_share(logits: Tensor, total: Tensor | None) -> Tensor:
+def _group_share(logits: Tensor) -> Tensor:
     """Each row's group score [num_kv_heads, num_tokens, context_len]; logits are not needed afterwards.
 
-    logits: [num_kv_heads, group_size, num_tokens, context_len]; total: [num_kv_heads, group_size * num_tokens].
+    logits: [num_kv_heads, group_size, num_tokens, context_len].
     """
-    if total is not None:
-        return (logits - total.unflatten(1, logits.shape[1:3])[..., None]).clamp_max(60.0).exp().sum(1)
     return logits[:, 0].clone() if logits.shape[1] == 1 else logits.softmax(-1).sum(1)
 
 

@@ -27,8 +27,6 @@ class ContextLayer:
     q: Tensor  # [num_kv_heads, group_size, context_len, head_dim] float32
     k: Tensor  # [num_kv_heads, context_len, head_dim] float32
     v: Tensor
-    cos: Tensor  # [context_len, head_dim]: shared by all layers
-    sin: Tensor
     softmax_scale: float
     predictor: Tensor | None  # [num_q_heads, head_dim + 1, head_dim]: see `index_build.predictor`; None in layer 0
 
@@ -102,8 +100,6 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
     rows, num_tokens = len(context), len(following) - 1
     body = model.model
     ids = torch.from_numpy(np.concatenate([context, following[:-1]])).long()
-    positions = torch.arange(rows, device=loaded.device)[None]
-    cos, sin = (t[0].float() for t in body.rotary_emb(body.embed_tokens.weight[:1, None], position_ids=positions))
     layers: list[ContextLayer] = []
     predictor: Tensor | None = None
     leaving = torch.empty(0)
@@ -111,7 +107,7 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
         grouped = capture.q[:, :rows].float().unflatten(0, (geometry.num_kv_heads, -1))
         k, v = capture.kv[:, :rows].float().unbind(2)
         scale = body.layers[capture.layer_idx].self_attn.scaling
-        layers.append(ContextLayer(grouped.clone(), k.clone(), v.clone(), cos, sin, scale, predictor))
+        layers.append(ContextLayer(grouped.clone(), k.clone(), v.clone(), scale, predictor))
         if capture.layer_idx + 1 < geometry.num_layers:
             following_layer = body.layers[capture.layer_idx + 1]
             sampled = sample_rows(rows, geometry.head_dim)

@@ -3,36 +3,32 @@
 * KIVI (arXiv:2402.02750): keys per channel in groups of 32 rows, values per row in groups of 32 dimensions, by range,
   a float16 scale and zero point for each group.
 * TurboQuant (arXiv:2504.19874): a random rotation, then the best levels for a normal distribution; a float16 norm per
-  vector. Its 3.5 bits are 3 for one half of the coordinates and 4 for the other.
-* KVTC (arXiv:2511.01815): principal axes of the keys before RoPE and of the values, all KV heads of a layer together,
-  bits by dynamic programming. Without its entropy coding, and with axes and the best ranges from the context itself.
+  vector. Its 3.5 bits are 4 for the half of the channels that are largest in the context and 3 for the others, each
+  half with a rotation and norms of its own.
 * q4_0 of llama.cpp: blocks of 32 numbers, a float16 scale each.
 """
 
 from collections.abc import Callable
 from functools import cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.accuracy.attending.attend import Codes
 from bench.accuracy.attending.context import ContextLayer
-from csattn.models.query import rotate
 
 _GROUP = 32  # numbers that share a scale
 _HALF_BYTES = 2
-_KVTC_BITS = range(9)  # a coordinate may have
-_RANGE_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.12)
 
 
 class LowBitRows(Codes):
     """Keys and values that were coded and decoded again."""
 
-    def __init__(self, k: Tensor, v: Tensor, bytes_per_key: float, fixed_bytes: int = 0):
+    fixed_bytes = 0
+
+    def __init__(self, k: Tensor, v: Tensor, bytes_per_key: float):
         self._k, self._v = k, v
-        self.bytes_per_key, self.fixed_bytes = bytes_per_key, fixed_bytes
+        self.bytes_per_key = bytes_per_key
 
     def logits(self, q: Tensor) -> Tensor:
         return q @ self._k.mT
@@ -50,15 +46,12 @@ def kivi(bits: int) -> Callable[[ContextLayer], Codes]:
     return make
 
 
-def turbo_quant(low: int, high: int) -> Callable[[ContextLayer], Codes]:
-    """Half of the coordinates in `low` bits, half in `high`."""
+def turbo_quant(*bits: int) -> Callable[[ContextLayer], Codes]:
+    """Equal shares of the channels, the largest first, in so many bits each."""
 
     def make(layer: ContextLayer) -> Codes:
-        head_dim = layer.k.shape[2]
-        random = torch.randn(head_dim, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        turn = torch.linalg.qr(random)[0].float().to(layer.k.device)
-        rows = [_turned(rows, turn, low, high) for rows in (layer.k, layer.v)]
-        return LowBitRows(rows[0], rows[1], 2 * (head_dim * (low + high) / 16 + _HALF_BYTES))
+        num_bytes = layer.k.shape[2] * sum(bits) / len(bits) / 8 + len(bits) * _HALF_BYTES
+        return LowBitRows(_turned(layer.k, bits), _turned(layer.v, bits), 2 * num_bytes)
 
     return make
 
@@ -66,21 +59,6 @@ def turbo_quant(low: int, high: int) -> Callable[[ContextLayer], Codes]:
 def q4_0(layer: ContextLayer) -> Codes:
     k, v = (_q4_0(rows) for rows in (layer.k, layer.v))
     return LowBitRows(k, v, 2 * layer.k.shape[2] * (4 / 8 + _HALF_BYTES / _GROUP))
-
-
-def kvtc(bits_per_number: float) -> Callable[[ContextLayer], Codes]:
-    def make(layer: ContextLayer) -> Codes:
-        num_heads, rows, head_dim = layer.k.shape
-        cos, sin = layer.cos[:rows], layer.sin[:rows]
-        squared = cos.square() + sin.square()  # of what YaRN scales them by
-        plain = rotate(layer.k, cos / squared, -sin / squared)
-        budget = round(bits_per_number * num_heads * head_dim)
-        k, v = (_transform_code(x.transpose(0, 1).flatten(1), budget) for x in (plain, layer.v))
-        k, v = (x.unflatten(1, (num_heads, head_dim)).transpose(0, 1).contiguous() for x in (k, v))
-        fixed = 2 * _HALF_BYTES * (num_heads * head_dim) ** 2
-        return LowBitRows(rotate(k, cos, sin), v, 2 * head_dim * bits_per_number / 8, fixed)
-
-    return make
 
 
 def _by_range(rows: Tensor, bits: int) -> Tensor:
@@ -93,14 +71,19 @@ def _by_range(rows: Tensor, bits: int) -> Tensor:
     return (low + codes * scale).flatten(-2)[..., :length]
 
 
-def _turned(rows: Tensor, turn: Tensor, low: int, high: int) -> Tensor:
+def _turned(rows: Tensor, bits: tuple[int, ...]) -> Tensor:
+    order = rows.square().mean(1).argsort(dim=-1, descending=True)[:, None].expand_as(rows)
+    parts = zip(rows.gather(2, order).chunk(len(bits), dim=2), bits, strict=True)
+    return torch.empty_like(rows).scatter_(2, order, torch.cat([_turned_part(*part) for part in parts], dim=2))
+
+
+def _turned_part(rows: Tensor, bits: int) -> Tensor:
+    width = rows.shape[2]
+    random = torch.randn(width, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    turn = torch.linalg.qr(random)[0].float().to(rows.device)
     norm = rows.norm(dim=-1, keepdim=True).half().float()
-    scaled = rows / norm.clamp_min(1e-12) @ turn * rows.shape[-1] ** 0.5
-    half = rows.shape[-1] // 2
-    coded = torch.cat(
-        [_nearest(part, bits) for part, bits in ((scaled[..., :half], low), (scaled[..., half:], high))], -1
-    )
-    return coded / rows.shape[-1] ** 0.5 @ turn.T * norm
+    scaled = rows / norm.clamp_min(1e-12) @ turn * width**0.5
+    return _nearest(scaled, bits) / width**0.5 @ turn.T * norm
 
 
 def _nearest(numbers: Tensor, bits: int) -> Tensor:
@@ -129,49 +112,3 @@ def _q4_0(rows: Tensor) -> Tensor:
     inverse = torch.where(scale != 0, 1 / scale, 0.0)
     codes = (blocks * inverse + 8.5).floor().clamp(0, 15) - 8
     return (codes * scale).flatten(-2)
-
-
-def _transform_code(rows: Tensor, budget: int) -> Tensor:
-    """Rows [num_rows, width] in so many bits each: principal axes, every coordinate evenly over its range."""
-    mean = rows.mean(0)
-    centred = (rows - mean).double()
-    axes = torch.linalg.eigh((centred.T @ centred).cpu())[1].flip(1).float().to(rows.device)
-    y = (rows - mean) @ axes
-    coded = torch.stack([_evenly(y, bits) for bits in _KVTC_BITS])
-    errors = (coded - y).square().mean(1)  # [choices, width]
-    bits = torch.from_numpy(deal_bits(errors.double().cpu().numpy().T, budget)).to(rows.device)
-    chosen = coded.gather(0, bits.expand(1, *y.shape))[0]
-    return chosen @ axes.T + mean
-
-
-def _evenly(y: Tensor, bits: int) -> Tensor:
-    """Every coordinate in 2**bits even levels, over the share of its range that loses least."""
-    best, least = torch.zeros_like(y), y.square().mean(0)
-    for share in _RANGE_SHARES if bits else ():
-        low, high = share * y.amin(0), share * y.amax(0)
-        scale = ((high - low) / (2**bits - 1)).clamp_min(1e-12)
-        coded = low + ((y - low) / scale).round().clamp(0, 2**bits - 1) * scale
-        error = (coded - y).square().mean(0)
-        best = torch.where(error < least, coded, best)
-        least = torch.minimum(error, least)
-    return best
-
-
-def deal_bits(
-    errors: NDArray[np.float64],  # [num_coords, choices]: of a coordinate, by its bits
-    budget: int,
-) -> NDArray[np.int64]:
-    """The bits of each coordinate [num_coords] with the least total error, at most `budget` in all."""
-    least = np.zeros(budget + 1)
-    choices = np.zeros((len(errors), budget + 1), np.int64)
-    for coord, of_coord in enumerate(errors):
-        totals = np.full((len(of_coord), budget + 1), np.inf)
-        for bits, error in enumerate(of_coord[: budget + 1]):
-            totals[bits, bits:] = least[: budget + 1 - bits] + error
-        choices[coord] = totals.argmin(0)
-        least = totals.min(0)
-    dealt, left = np.zeros(len(errors), np.int64), budget
-    for coord in reversed(range(len(errors))):
-        dealt[coord] = choices[coord, left]
-        left -= dealt[coord]
-    return dealt

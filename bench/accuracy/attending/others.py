@@ -38,10 +38,10 @@ class QuestCodes(Codes):
 
 
 class PqcacheCodes(Codes):
-    """Keys in the places of their nearest centroids."""
+    """Keys in the places of their nearest centroids, a byte for each subspace; as published there are two."""
 
-    def __init__(self, layer: ContextLayer):
-        prepared = PreparedPqcache(_rows(layer))
+    def __init__(self, layer: ContextLayer, num_subspaces: int = 2):
+        prepared = PreparedPqcache(_rows(layer), num_subspaces)
         parts = [
             of_part.gather(1, codes.long()[..., None].expand(-1, -1, of_part.shape[2]))
             for of_part, codes in zip(prepared.centroids.unbind(1), prepared.codes.unbind(-1), strict=True)
@@ -55,12 +55,12 @@ class PqcacheCodes(Codes):
 
 
 class SparqCodes(Codes):
-    """The largest components of the query alone, and the mean value for the rows that are left out."""
+    """The largest components of the query alone, and as published the mean value for the rows that are left out."""
 
     fixed_bytes = 0
 
-    def __init__(self, layer: ContextLayer):
-        self._layer, self._prepared = layer, PreparedSparq(_rows(layer))
+    def __init__(self, layer: ContextLayer, adds_mean: bool = True):
+        self._adds_mean, self._layer, self._prepared = adds_mean, layer, PreparedSparq(_rows(layer))
         self.bytes_per_key = float(layer.k.shape[2] * _ITEM_BYTES)  # the keys' second copy
 
     def group_scores(self, q: Tensor, top_k: int) -> Tensor:
@@ -68,6 +68,8 @@ class SparqCodes(Codes):
 
     def finish(self, out: Tensor, q: Tensor, step: Step, seen: Tensor, is_read: Tensor) -> Tensor:
         """Mixed with the mean of all values, by the approximate share of the rows that were not read."""
+        if not self._adds_mean:
+            return out
         context_len, part = self._layer.context_len, self._part_of(q).flatten(1, 2)
         logits = torch.cat([part @ self._layer.k.mT, part @ step.k.mT], dim=2)
         seen = seen.repeat(q.shape[1], 1)

@@ -38,12 +38,12 @@ def dequantise_fp8(values: Tensor, scales: Tensor) -> Tensor:
     return (_blocks(values, values.shape[-1] // scales.shape[-1]) * scales[..., None]).flatten(-2)
 
 
-def round_to_fp4(x: Tensor, *, block: int = FP4_BLOCK) -> Tensor:
+def round_to_fp4(x: Tensor) -> Tensor:
     """The nearest values on the FP4 grid, ties to even, times a power of two per block: like x, and of its dtype.
 
     The grid is 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Exact in bfloat16.
     """
-    blocks = _blocks(x, block)
+    blocks = _blocks(x, FP4_BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True).clamp(min=FP4_LEAST_AMAX)
     scales = round_up_to_power_of_two(amax / FP4_MAX)
     scaled = (blocks / scales).clamp(-FP4_MAX, FP4_MAX)

@@ -1,0 +1,56 @@
+"""Values that enter are of their kind, or refused with a sentence."""
+
+from numbers import Integral, Real
+from pathlib import Path
+
+from csattn.errors import ConfigError
+
+
+def require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        names = ", ".join(str(one) for one in allowed if one is not None)
+        raise ConfigError(f"{name} must be one of {names}, got {value!r}")
+
+
+def require_at_least(name: str, value: object, lowest: int) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    if value < lowest:
+        raise ConfigError(f"{name} must be at least {lowest}, got {value}")
+
+
+def require_share(name: str, value: float) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    if not 0.0 < value <= 1.0:
+        raise ConfigError(f"{name} must lie in (0, 1], got {value}")
+
+
+def require_text(name: str, value: object, otherwise: str = "") -> None:
+    """otherwise: what else may be given than one that is not empty."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is text, got {value!r}; give one, each by itself")
+    if (half := lone_surrogate(value)) is not None:
+        raise ConfigError(
+            f"{name} is not UTF-8 text (character {half}) but has half a surrogate pair there; convert it first"
+        )
+    if not value.strip():
+        raise ConfigError(f"{name} holds no text; give one that is not empty{otherwise}")
+
+
+def lone_surrogate(text: str) -> int | None:
+    """Where half a surrogate pair is, which is no text and has no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
+def require_model_name(value: object) -> None:
+    """None: the demo model. An empty one is a variable of a shell that is not set, and means another model."""
+    if value is not None and (not isinstance(value, str | Path) or not str(value).strip()):
+        raise ConfigError(
+            f"a model is a directory, a .gguf file or a hub id, got {value!r}; give one, or leave it out for the demo "
+            "model"
+        )

@@ -1,0 +1,53 @@
+"""A context built from Python, as docs/use.md shows it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csattn.artifact import read_manifest
+from csattn.errors import ConfigError, ContextError
+from index_build import build_context
+from tests.tiny import loaded
+from workers import csattn_session
+
+USE = Path(__file__).parents[2] / "docs" / "use.md"
+TEXT = "Lamp 7 is lit at 9 o'clock by keeper 12. " * 9
+
+
+def test_the_example_builds_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("report.txt").write_text(TEXT)
+    names: dict[str, Any] = {"loaded": loaded(), "csattn_session": csattn_session}
+    (example,) = [
+        code for code in re.findall(r"```python\n(.*?)```", USE.read_text(), re.DOTALL) if "_context(" in code
+    ]
+    exec(example, names)
+    report = names["report"]
+    notes = read_manifest(report.place).build_notes
+    assert notes["source"] == "report.txt" and notes["wrapping"] == "system" and notes["preset"] == "default"
+    assert names["token_ids"].shape[1] > read_manifest(report.place).spec.context_len
+    assert not report.reused and build_context(loaded(), TEXT, "store").reused
+    other = build_context(loaded(), TEXT, "store", preset="lists", chat=False)
+    assert read_manifest(other.place).spec.index_config.layout == "lists"
+    assert read_manifest(other.place).build_notes["wrapping"] == "none"
+
+
+def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:
+    for text, sentence in (
+        (tmp_path, "a context is text, got"),
+        (" ", "holds no text"),
+        ("\udcff", "is not UTF-8 text"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            build_context(loaded(), text, tmp_path / "store")  # type: ignore[arg-type]
+    with pytest.raises(ContextError, match="an index needs at least"):
+        build_context(loaded(), "short", tmp_path / "store")
+
+
+def test_what_is_not_exported_is_not_there() -> None:
+    import index_build
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = index_build.nothing

@@ -1,0 +1,182 @@
+"""What comes to a session by mistake is refused with a sentence, before anything is computed."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.errors import ConfigError, ContextError
+from index_build.pipeline import build_artifact, build_context
+from tests.tiny import loaded, token_ids
+from workers.engine.cpu_engine import CpuEngine
+from workers.engine.opening import open_engine
+from workers.session import Session, csattn_session
+
+CONTEXT_LEN = 400
+USE = Path(__file__).parents[2] / "docs" / "use.md"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory) -> Iterator[Artifact]:
+    path = build_artifact(loaded(), token_ids(CONTEXT_LEN), preset("default"), tmp_path_factory.mktemp("store")).path
+    with open_artifact(path) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def session(artifact) -> Iterator[Session]:
+    with csattn_session(loaded(), artifact) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        (np.array([1.9, 2.7], np.float32), r"whole numbers in one row, .* got float32 of shape \(2,\)"),
+        (np.array([np.nan]), "got float64"),
+        (np.array([True, False]), "got bool"),
+        (np.array([[1, 2]]), r"got int64 of shape \(1, 2\)"),
+        (torch.tensor([[1, 2]]), r"got int64 of shape \(1, 2\)"),
+        (np.int64(3), r"of shape \(\)"),
+        (None, r"got object of shape \(\)"),
+        ("abc", r"got <U3 of shape \(\)"),
+        ([[1], [2, 3]], "whole numbers in one row: "),
+        ([1, None], "got object"),
+        ([], "give at least one token"),
+        (np.zeros(0, np.int32), "give at least one token"),
+    ],
+)
+def test_what_are_no_token_ids_is_refused(session, ids, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        session.continue_with(ids)
+
+
+@pytest.mark.parametrize("far", [-1, 256, 1 << 31, 1 << 63])
+def test_a_token_that_the_model_does_not_have_is_refused(session, far) -> None:
+    with pytest.raises(ContextError, match=f"token id {far} is not in the model's vocabulary of 256"):
+        session.continue_with(np.array([far], np.uint64 if far > 0 else np.int64))
+
+
+@pytest.mark.parametrize("kind", [list, np.uint8, np.int64, np.uint64, torch.tensor])
+def test_token_ids_come_in_any_kind_of_row(session, kind) -> None:
+    ids = [3, 1, 4]
+    given = np.array(ids, kind) if isinstance(kind, type) and issubclass(kind, np.integer) else kind(ids)
+    got = session.continue_with(given)["input_ids"]
+    assert got.dtype == torch.long and got[0].tolist() == [*token_ids(CONTEXT_LEN).tolist(), *ids]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (lambda: loaded().model, "what `load_model` returned, got a LlamaForCausalLM; give that"),
+        (lambda: "smollm2", "what `load_model` returned, got a str"),
+        (lambda: None, "what `load_model` returned, got a NoneType"),
+    ],
+)
+def test_the_model_is_what_was_loaded(artifact, given, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence), csattn_session(given(), artifact):
+        pass
+
+
+@pytest.mark.parametrize("given", [None, 5, b"/tmp"])
+def test_an_artifact_is_one_or_a_place(given) -> None:
+    with pytest.raises(ConfigError, match=f"or its directory or URL as text, got {given!r}"):
+        csattn_session(loaded(), given).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"kv_codec": "q8_0"}, "no option kv_codec .*: did you mean kv_format"),
+        ({"keep": 0.1}, r"no option keep .*: it belongs into config=SearchConfig\(keep=...\)"),
+        ({"window_len": 64}, r"SearchConfig\(window_len=...\)"),
+        ({"host_budget": 1 << 20}, "did you mean host_budget_bytes"),
+        ({"threads": 2}, "did you mean num_threads"),
+        (
+            {"wrong": 1},
+            "leave it out; there are growth, host_budget_bytes, kv_format, max_rows, num_devices, num_slots",
+        ),
+        ({"slot_share": 0.1}, "no option slot_share with this placement"),
+        ({"slot_shares": 0.1, "placement": "hybrid"}, "did you mean slot_share"),
+        ({"module": "x", "placement": "hybrid"}, "no option module"),
+        ({"module_": "x", "placement": "hybrid", "num_devices": 2}, "did you mean module"),
+        ({"num_threads": "2"}, "num_threads must be a whole number, got '2'"),
+        ({"num_threads": 1.5}, "num_threads must be a whole number, got 1.5"),
+        ({"num_threads": -1}, "num_threads must be at least 1, got -1"),
+        ({"num_threads": 0}, "num_threads must be at least 1, got 0"),
+        ({"num_devices": "2"}, "num_devices must be a whole number, got '2'"),
+        (
+            {"host_budget_bytes": "much"},
+            "host_budget_bytes: 'much' is no size; give a number of bytes or one with a unit",
+        ),
+        ({"host_budget_bytes": 1.5}, "host_budget_bytes must be a whole number, got 1.5"),
+    ],
+)
+def test_an_option_that_is_none_is_refused(artifact, options, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence), csattn_session(loaded(), artifact, **options):
+        pass
+
+
+def test_a_budget_may_be_written_as_on_the_command_line(artifact) -> None:
+    with csattn_session(loaded(), artifact, SearchConfig(keep=0.1), host_budget_bytes="4MiB") as session:
+        assert session.engine._host_budget.num_bytes == 4 << 20
+
+
+@pytest.mark.parametrize(
+    ("question", "sentence"),
+    [
+        ("", "a question holds no text; give one that is not empty"),
+        (" \n", "a question holds no text"),
+        ("a\ud800", r"a question is not UTF-8 text \(character 1\) but has half a surrogate pair"),
+    ],
+)
+def test_a_question_without_text_is_refused(session, question, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        session.ask(question)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_new_tokens", "sentence"),
+    [
+        (None, 5, "prompt_len, the context included, must be a whole number, got None"),
+        (-5, 10, "the context included, must be at least 400, got -5"),
+        (CONTEXT_LEN - 1, 10, "must be at least 400, got 399"),
+        (CONTEXT_LEN + 9, 2.5, "max_new_tokens must be a whole number, got 2.5"),
+        (CONTEXT_LEN + 9, -1, "max_new_tokens must be at least 0, got -1"),
+    ],
+)
+def test_room_is_asked_for_in_whole_numbers(session, prompt_len, max_new_tokens, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        session.room_for(prompt_len, max_new_tokens)
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_length"])
+def test_an_answers_length_is_a_whole_number(session, name) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number, got '5'"):
+        loaded().model.generate(**session.continue_with(token_ids(9)), **{name: "5"})
+
+
+def test_a_length_that_the_prompt_has_already_is_for_transformers_to_refuse(session) -> None:
+    with pytest.raises(ValueError, match="max_length"):
+        loaded().model.generate(**session.continue_with(token_ids(9)), max_length=20)
+
+
+def test_a_place_may_be_a_path(artifact) -> None:
+    for place in (Path(artifact.path), str(artifact.path)):
+        with csattn_session(loaded(), place) as session:
+            assert session.artifact.spec == artifact.spec
+
+
+def test_the_documented_options_are_there() -> None:
+    table = USE.read_text().split("## The options that matter\n")[1].split("\n## ")[0]
+    named = re.findall(r"^\|[^|]*\| `(?:(\w+)\()?(\w+)=\)?`", table, re.MULTILINE)
+    takes = {"SearchConfig": [SearchConfig], "build_context": [build_context], "": [open_engine, CpuEngine]}
+    assert len(named) == len(re.findall(r"^\| ", table, re.MULTILINE)) - 1
+    for owner, name in named:
+        assert any(name in inspect.signature(one).parameters for one in takes[owner]), name

@@ -25,8 +25,13 @@ def resolve_artifact(path: Path) -> Path:
 
 def find_artifact(store: Path, prefix: str) -> Path:
     """The directory of the one artifact in the store whose id starts so. It is not opened."""
-    names = [name for name in store_entries(store) if is_artifact_id(name)]
-    return store / choose_artifact(names, store, prefix)
+    entries = store_entries(store)
+    if prefix in entries and not is_artifact_id(prefix):
+        raise ArtifactNotFoundError(
+            f"there is no artifact {prefix!r} in {store}: directories there have their artifact's id for a name, 16 "
+            f"digits from 0 to f; `csattn inspect {store / prefix}` tells which: give it that name"
+        )
+    return store / choose_artifact([name for name in entries if is_artifact_id(name)], store, prefix)
 
 
 def choose_artifact(names: list[str], store: Path | str, prefix: str) -> str:

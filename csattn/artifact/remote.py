@@ -141,7 +141,7 @@ class RemoteStore:
         if file.record != wanted:
             raise ArtifactCorruptError(
                 f"{self.url}/{artifact_id}/{name} is not what its manifest says: it is truncated or altered; delete "
-                f"{self.url}/{artifact_id} and build it again with `csattn build`"
+                f"{self.url}/{artifact_id}, and copy it again or build it again with `csattn build`"
             )
 
     def _manifest(self, artifact_id: str) -> tuple[Manifest, bytes, bytes]:
@@ -154,7 +154,8 @@ class RemoteStore:
                 )
             data = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_FILE)))
             hash_line = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_HASH_FILE)))
-        manifest = parse_manifest(place, data, hash_line, f"delete {place} and build it again with `csattn build`")
+        remedy = f"delete {place}, and copy it again or build it again with `csattn build`"
+        manifest = parse_manifest(place, data, hash_line, remedy)
         if manifest.spec.artifact_id != artifact_id:
             raise ArtifactCorruptError(f"{place} holds the artifact {manifest.spec.artifact_id}; delete it")
         return manifest, data, hash_line

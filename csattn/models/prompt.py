@@ -1,5 +1,6 @@
 """Token ids of a context and of the turns that continue it, so that the one is a prefix of the other."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -53,6 +54,13 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
             "cannot be shared; build with --no-chat"
         ) from error
     return ids
+
+
+def num_special(tokenizer: Any, text: str) -> int:
+    """How often a text holds what the tokenizer reads as special tokens, the end of a message, say."""
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    longest_first = sorted(special, key=len, reverse=True)
+    return sum(1 for _ in re.finditer("|".join(map(re.escape, longest_first)), text)) if special else 0
 
 
 def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded: LoadedModel) -> None:

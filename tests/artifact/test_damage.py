@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from csattn.artifact import ArtifactWriter, open_artifact, verify_artifact
+from csattn.artifact.find import find_artifact
 from csattn.artifact.layout import index_file, kv_file, plan
 from csattn.artifact.tensor_file import NUMPY_DTYPES
 from csattn.config import SketchConfig
@@ -38,7 +39,7 @@ def test_hundreds_of_random_changes_are_all_refused(tmp_path: Path, layout: str,
             flip_byte(file, position, int(rng.integers(1, 256)))
         else:
             os.truncate(file, position)
-        with pytest.raises(ArtifactError, match="build it again") as refusal:
+        with pytest.raises(ArtifactError, match="copy it again or build it again") as refusal:
             verify_artifact(path)
         assert str(path) in str(refusal.value)
         file.write_bytes(original)
@@ -308,6 +309,13 @@ def test_nobody_is_told_to_delete_a_store_or_a_home(artifact_dir: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match=r"csattn ls --store .* and how an id starts") as refusal:
         open_artifact(store)
     assert "delete" not in str(refusal.value)
+
+
+def test_a_renamed_directory_is_told_what_names_are(artifact_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(artifact_dir, tmp_path / "manual")
+    with pytest.raises(ArtifactNotFoundError, match="directories there have their artifact's id for a name"):
+        find_artifact(tmp_path, "manual")
+    assert open_artifact(tmp_path / "manual").spec.artifact_id == artifact_dir.name, "by its path it is read"
 
 
 def test_no_artifact_here(tmp_path: Path) -> None:

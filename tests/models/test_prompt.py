@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from csattn.errors import ArtifactMismatchError, ModelError
-from csattn.models.prompt import choose_wrapping, context_ids, conversation_ids, question_ids
+from csattn.models.prompt import choose_wrapping, context_ids, conversation_ids, num_special, question_ids
 
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -56,6 +56,15 @@ def test_questions_follow_a_context_as_the_whole_conversation_is_tokenised(templ
         conversation = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         whole = tokenizer(conversation, add_special_tokens=False).input_ids
         assert prefix.tolist() + question_ids(tokenizer, prefix, question, wrapping).tolist() == whole
+
+
+def test_special_tokens_of_a_text_are_counted() -> None:
+    tokenizer = spaced_tokenizer(ZEPHYR)
+    assert num_special(tokenizer, TEXT) == 2 and num_special(tokenizer, "A lamp < s>.") == 0
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<s>|", "a.c"]})
+    assert num_special(tokenizer, "<s>| abc a.c <s>") == 3, "the longest of those that begin alike, letter by letter"
+    ids = context_ids(tokenizer, "<s>| abc a.c <s>", "none").tolist()
+    assert sum(i in tokenizer.all_special_ids and i != tokenizer.unk_token_id for i in ids) == 3
 
 
 def test_a_conversation_that_begins_with_an_answer_does_not_follow_a_context_in_the_first_question() -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from csattn.artifact.lock import BuildLock
-from tests.tiny import save
+from tests.tiny import byte_tokenizer, save
 from workers.cli import building, main
 
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -73,6 +74,21 @@ def test_build_reports_what_it_made_and_reuses_it(capsys, place: Path, artifact:
         capsys=capsys, stdin=(place / "text.txt").read_bytes(),
     )  # fmt: skip
     assert last_line(again)["reused"] is True
+
+
+def test_build_tells_of_special_tokens_within_a_text(capsys, place: Path) -> None:
+    """They may be what ends a message, and whoever wrote the text may not be who asks."""
+    shutil.copytree(place / "model", place / "special")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "#"})
+    tokenizer.save_pretrained(place / "special")
+
+    def told(text: str) -> str:
+        build = "build", "--context", "-", "--model", place / "special", "--store", place / "few"
+        return in_process(*build, capsys=capsys, stdin=text.encode()).stderr
+
+    assert "the text holds 2 special tokens of the model" in told("#A lamp.# It is too short.")
+    assert "special" not in told("A lamp. It is too short.").replace(str(place / "special"), "")
 
 
 def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
@@ -400,6 +416,7 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
         (["verify", "{place}"], 1, "artifact"),
         (["frobnicate"], 2, "No such command"),
         (["build", "--keep", "3"], 2, "--keep belongs to generate, eval and serve; `csattn build --help` lists"),
+        (["verify", "{artifact}", "--set", "a=b"], 2, "--set belongs to serve and config show; `csattn verify --help`"),
         (["ls", "--ray", "auto"], 2, "--ray belongs to build; `csattn ls --help` lists"),
         (["config", "show", "--keep", "3"], 2, "`csattn config show --help` lists"),
         (["build", "--contxt", "a"], 2, "No such option: --contxt"),

@@ -46,6 +46,7 @@ def test_config_show_tells_where_each_value_comes_from(capsys, monkeypatch, file
 def test_config_example_is_a_file_that_config_show_reads(capsys, tmp_path: Path) -> None:
     done = in_process("config", "example", capsys=capsys)
     assert done.returncode == 0 and done.stdout == example()
+    assert last_line(in_process("config", "example", "--json", capsys=capsys)) == {"toml": example()}
     (tmp_path / "all.toml").write_text(done.stdout)
     shown = last_line(in_process("config", "show", "--config", tmp_path / "all.toml", "--json", capsys=capsys))
     assert shown["settings"]["server.port"]["value"] == 8000

@@ -80,7 +80,10 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         compile_s = compiling.duration if compiling.done else 0.0
         result = {**sparse.to_json(), **_asked_for(config, sparse, artifact), "compile_s": compile_s}
         if compile_s > _MUCH_S:
-            out.print(f"Of its time {compile_s:.0f} s went into kernels that are compiled once for this machine.")
+            out.print(
+                f"Compiling kernels took {compile_s:.0f} s, once for this machine: partly before the question was "
+                "read, partly in the time to its first token."
+            )
         if options.compare:
             gc.collect()  # what the engine before has left on the device
             full = _answer(loaded, artifact, config, "full", prompt, replace(options, kv_codec=None, num_devices=1))

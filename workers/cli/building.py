@@ -12,10 +12,12 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from csattn.models.loader import model_name, require_numbers
+from csattn.models.prompt import num_special
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from index_build.pipeline import BuildReport, build_plan
 from index_build.plan import Plan, plan_text, plan_tokens
 from workers.cli.terminal import BuildDisplay, JsonProgress, err
+from workers.words import counted
 
 
 def build(
@@ -39,6 +41,7 @@ def build(
     if ids is not None:
         plan = plan_tokens(ids, options, loaded, device)
     else:
+        _tell_special(loaded, text)
         plan = plan_text(text, "stdin" if context == "-" else Path(str(context)).name, options, loaded, device)
     with nullcontext() if sync else unsynced():
         report = run_build(loaded, plan, store, JsonProgress() if progress == "json" else None)
@@ -55,6 +58,15 @@ def build(
         "index_bytes": manifest.index_bytes,
         "seconds": {phase: round(seconds, 3) for phase, seconds in report.seconds.items()},
     }
+
+
+def _tell_special(loaded: LoadedModel, text: str) -> None:
+    """A text that somebody else has written may end its own message."""
+    if number := num_special(loaded.tokenizer, text):
+        err.print(
+            f"the text holds {counted(number, 'special token')} of the model, the end of a message, say; they are read "
+            "as such, not as text"
+        )
 
 
 def run_build(

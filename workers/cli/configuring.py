@@ -29,11 +29,13 @@ def show(
 
 
 @config.command()
-def example() -> None:
+def example(json: Json = False) -> None:
     """Print a TOML file with every setting at its default, and what each means."""
+    from workers.cli import terminal
     from workers.settings import example as text
 
     typer.echo(text(), nl=False)
+    terminal.end({"toml": text()}, json)
 
 
 def settings_table(file: Path | None, changes: list[str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Errors of how `csattn` was called, as typer has them, in words of its own."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -22,5 +23,12 @@ def sentence_of(error: Any, app: typer.Typer) -> str:
 
 
 def _verbs_with(app: typer.Typer, option: str) -> list[str]:
-    verbs: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]  # a group's
-    return [name for name, verb in verbs.items() if any(option in parameter.opts for parameter in verb.params)]
+    return [name for name, verb in _verbs(get_command(app)) if any(option in known.opts for known in verb.params)]
+
+
+def _verbs(group: Any) -> Iterator[tuple[str, Any]]:
+    for name, verb in group.commands.items():
+        if hasattr(verb, "commands"):  # `config` has verbs of its own
+            yield from ((f"{name} {inner}", found) for inner, found in _verbs(verb))
+        else:
+            yield name, verb

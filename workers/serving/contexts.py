@@ -218,8 +218,11 @@ class Contexts:
                 source = ["--context", str(self._text_path(record.text_sha256))]
                 result = await self._builder.build(source, self._store, tell)
                 done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
-                told = f"{result['context_len']:,} tokens", time.monotonic() - started
-                _log.info("the context %s, of %s, was built in %.1f s", record.name, *told)
+                what, seconds = f"{record.name}, of {result['context_len']:,} tokens,", time.monotonic() - started
+                if result["reused"]:
+                    _log.info("the context %s was there already, found in %.1f s", what, seconds)
+                else:
+                    _log.info("the context %s was built in %.1f s", what, seconds)
             except Exception as error:  # whatever it is, who asks for the context is told
                 self._num_failed += 1
                 done = replace(record, error=str(error) or type(error).__name__)

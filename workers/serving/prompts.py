@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from csattn.artifact import Artifact
 from csattn.errors import ArtifactMismatchError, CsattnError, ModelError
 from csattn.models.prompt import conversation_ids, question_ids
-from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, TokenizeAsk, Tokens
+from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, TokenizeAsk, Tokens, Turn
 from workers.serving.tools import ChatForm, messages_of, tool_specs
 
 _MAX_TOLD = 200  # characters of a template's own message
@@ -67,8 +68,16 @@ def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool = True) -
         raise BadRequestError("this service's model has no chat template; send a prompt", field)
     options = {"tools": tool_specs(ask.tools), "add_generation_prompt": speaks_next, **_options(ask)}
     with _template_errors(field):
-        text: str = tokenizer.apply_chat_template(messages_of(ask.turns), tokenize=False, **options)
+        messages = messages_of(_as_built(ask.turns))
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     return text
+
+
+def _as_built(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """With the first system message as builds have a context's text there, so that one that was built is found."""
+    if turns and turns[0].role == "system":
+        return (replace(turns[0], content=turns[0].content.strip()), *turns[1:])
+    return turns
 
 
 def _options(ask: Ask | TokenizeAsk) -> dict[str, Any]:
@@ -134,15 +143,16 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
 
 
 def _too_long(context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> str:
-    if context_len:
-        return (
-            f"context and question have {context_len:,} and {question_len:,} tokens, the model has {max_positions:,} "
-            f"positions and a request {tail_capacity:,} rows of its own; ask a shorter question"
-        )
-    room = f"the model {max_positions:,} positions"
-    if question_len < max_positions:
-        room = f"a request {tail_capacity:,} rows of its own"
-    return f"the prompt has {question_len:,} tokens and {room}, of which its answer needs some; shorten it"
+    if context_len + question_len >= max_positions:
+        asked, fewer = f"the prompt has {question_len:,}", "shorten it"
+        if context_len:
+            asked, fewer = f"context and question have {context_len:,} and {question_len:,}", "ask a shorter question"
+        return f"{asked} tokens, and the model takes {max_positions:,} in all, with the answer; {fewer}"
+    asked, fewer = ("question", "ask a shorter one") if context_len else ("prompt", "shorten it")
+    return (
+        f"the {asked} has {question_len:,} tokens, and this service has room for {tail_capacity:,} of {asked} and "
+        f"answer together; {fewer}"
+    )
 
 
 def _only_turn(ask: Ask) -> str:

@@ -104,6 +104,17 @@ def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(
     assert asyncio.run(again()) == before
     assert not list((place / "store" / TEXTS).iterdir()), "the text is not kept longer than its building"
 
+    async def renamed() -> None:
+        async with LocalBackend(FullEngine(loaded), loaded, settings) as backend:
+            await backend.register("mink", text)
+            while "building" in {info.state for info in await backend.contexts()}:
+                await asyncio.sleep(0.01)
+
+    caplog.clear()
+    asyncio.run(renamed())
+    told = caplog.records[-1].getMessage()
+    assert re.fullmatch(rf"the context mink, of {num_tokens:,} tokens, was there already, found in \d+\.\d s", told)
+
 
 KILLED = """
 import asyncio, sys
@@ -180,7 +191,7 @@ def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, mon
         assert Path(source[-1]).read_text() == "a text"
         if len(tries) == 1:
             raise BuildFailedError("the build was ended by signal 9")
-        return {"artifact": "0" * 16, "context_len": 300}
+        return {"artifact": "0" * 16, "context_len": 300, "reused": False}
 
     monkeypatch.setattr(Builder, "build", die)
 
@@ -204,7 +215,7 @@ def test_a_name_that_stands_for_another_text_since_is_built_of_that(
         begun.append(Path(source[-1]).read_text())
         tell(0.5, "layer 1 of 2")
         await asyncio.sleep(1000 if begun[-1] == "old text" else 0)
-        return {"artifact": "0" * 16, "context_len": 300}
+        return {"artifact": "0" * 16, "context_len": 300, "reused": False}
 
     monkeypatch.setattr(Builder, "build", build)
 

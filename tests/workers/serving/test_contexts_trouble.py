@@ -27,7 +27,7 @@ def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkey
 
     async def built_again(self: Builder, source: list[str], *args: Any) -> dict[str, Any]:
         builds.append(Path(source[-1]).read_text())
-        return {"artifact": artifact_id, "context_len": 300}
+        return {"artifact": artifact_id, "context_len": 300, "reused": False}
 
     monkeypatch.setattr(Builder, "build", built_again)
 

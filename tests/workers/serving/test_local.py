@@ -177,7 +177,7 @@ def test_overload_is_told_at_once_and_passes(built: Path) -> None:
         (
             ask("", question="x" * 5000),
             BadRequestError,
-            r"^the prompt has [\d,]+ tokens and the model [\d,]+ positions",
+            r"^the prompt has [\d,]+ tokens, and the model takes [\d,]+ in all",
         ),
     ],
 )

@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from csattn.errors import ArtifactError
+from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
 from workers.serving.context_build import Builder
@@ -19,7 +21,7 @@ from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
 from workers.serving.kept_rows import BLOCK_ROWS
 from workers.serving.kept_store import DIRECTORY
-from workers.serving.messages import ContextNotReadyError, ContextTooLongError, WorkerLostError
+from workers.serving.messages import ContextNotReadyError, ContextTooLongError, Turn, WorkerLostError
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency
 from workers.serving.setbacks import FIRST_WAIT_S, LONGEST_WAIT_S, Setbacks
@@ -127,6 +129,20 @@ def test_a_damaged_context_is_made_again(tmp_path, builds, name) -> None:
     [(said, again)] = answers(tmp_path, asked)
     assert said == want and len(builds) == 2
     assert again.cached_tokens < again.context_tokens
+
+
+def test_a_registered_context_is_found_by_its_file_as_the_system_message(tmp_path, builds) -> None:
+    """Files end with a newline, which builds leave out."""
+    text = text_of("heron")
+    name_artifact(tmp_path / "kept", "heron", build(tmp_path / "kept", text), "float32")
+    asked = [
+        replace(ask("who?"), turns=(Turn("system", system), Turn("user", "who?")))
+        for system in (text, f"{text}\n", f"\n {text}\r\n\n")
+    ]
+    for said, done in (got := answers(tmp_path / "kept", *asked)):
+        assert done.context_tokens > 256 and done.cached_tokens >= done.context_tokens
+        assert said == got[0][0]
+    assert not builds
 
 
 @pytest.mark.parametrize("damage", ["gone", "index"])

@@ -1,6 +1,8 @@
 """The decoding side in one process: an event loop's requests, answered by one engine on a thread of its own."""
 
 import asyncio
+import logging
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -54,6 +56,7 @@ from workers.serving.usable import Usable
 from workers.settings import Settings
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _NUM_TOKENISERS = 2  # threads
 _DRAIN_S = 5.0
 _COUNTS_S = 0.5  # that metrics wait for the engine's newest counts; a long step does not hold them up
@@ -104,6 +107,8 @@ class LocalBackend:
         Where the file of contexts cannot be read nothing has begun: it may be called again.
         """
         await asyncio.to_thread(self._use.begin)
+        if not await asyncio.to_thread(os.access, store := self._settings.store.path, os.W_OK):
+            _log.warning("%s cannot be written: nothing can be registered or deleted, and nothing is kept on disk", store)
         await self._contexts.start()
         self._steps = StepThread(self._scheduler, self._engine)
         self._builder.start()

@@ -139,7 +139,7 @@ class OwnContexts:
     def _tokens_of(self, path: Path) -> Tokens | None:
         """None: it cannot be used, or has not the index that engines want of all they load."""
         known = self._usable.recall(path)
-        return known.token_ids if known.index_config == self._index_config else None
+        return known.token_ids if known.spec and known.spec.index_config == self._index_config else None
 
     def _is_sound(self, path: Path) -> bool:
         """Every byte is looked at, once. One that is damaged goes, and is made again."""

@@ -274,6 +274,7 @@ def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
     ("flags", "contexts", "words"),
     [
         ({"model.name": "no/such/model"}, [], "no/such/model"),
+        ({"model.name": "n" * 300}, [], "there is no model at nnn"),
         ({}, ["book"], "--context takes NAME=ARTIFACT"),
         ({}, ["book=0123abcd"], "0123abcd"),
         ({}, ["../book=0123abcd"], "a context's name"),
@@ -295,6 +296,18 @@ def test_a_name_for_two_artifacts_is_refused(place: Path) -> None:
     given = {"server.port": 0, "store.path": place / "two", "model.name": str(place / "chat")}
     with pytest.raises(CsattnError, match=r"--context gives 'book' to [0-9a-f]+ and to [0-9a-f]+; give each"):
         serve(None, given, contexts, in_one_process=True, json=False)
+
+
+def test_a_context_that_can_never_be_loaded_is_refused_at_the_start(place: Path) -> None:
+    """By the command line; of one that has a name already, the log tells."""
+    store = place / "large"
+    artifact_id = build(store, text_of("heron"))
+    given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat"), "engine.context_bytes": 1000}
+    with pytest.raises(
+        CsattnError, match=r"'heron' takes \d[\d,]+ bytes when .* and engine.context_bytes is 1,000; set"
+    ):
+        serve(None, given, [f"heron={artifact_id}"], in_one_process=True, json=False)
+    assert not ContextFile(store).read()
 
 
 def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path) -> None:

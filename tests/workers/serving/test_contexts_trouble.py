@@ -113,7 +113,7 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(
             await contexts.artifact_path("a")
         assert "the context a could not be written: cannot write" in caplog.text and "Traceback" not in caplog.text
         for refused in (contexts.delete("a"), contexts.register("b", "a text")):
-            with pytest.raises(StorageUnavailableError, match="cannot be .*ed: .*No space left") as told:
+            with pytest.raises(StorageUnavailableError, match=r"cannot be .*ed: .*No space left") as told:
                 await refused
             sent = pickle.loads(pickle.dumps(told.value))  # it crosses processes
             assert str(tmp_path) not in sent.message and f"cannot write {tmp_path}" in sent.detail

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event
 
 from csattn.errors import ConfigError
+from workers.cli import ending
 from workers.cli.terminal import err, out, print_json
 from workers.service.addresses import listen
 from workers.settings import EngineSettings, Settings, load_settings
@@ -29,7 +30,7 @@ def serve(
     def end() -> None:
         if is_ready:
             sys.exit(0)
-        raise KeyboardInterrupt  # a supervisor is not to take it for one that has served
+        raise KeyboardInterrupt  # with the signal's exit code: a supervisor is not to take it for one that has served
 
     _on_signal(end)  # while nothing is under way
     settings = _settled(load_settings(file, os.environ, flags).settings)
@@ -113,7 +114,8 @@ def _serve_here(settings: Settings, named: Mapping[str, str], on_ready: Callable
         err.print("loading the model")
         from workers.service.local_app import serve_locally
 
-        serve_locally(settings, named, listener, on_ready)
+        if ended_by := serve_locally(settings, named, listener, on_ready):
+            ending.tell(signal.Signals[ended_by])
 
 
 def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callable[[str, str], None]) -> None:
@@ -132,5 +134,9 @@ def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callab
 
 
 def _on_signal(act: Callable[[], object]) -> None:
+    def told(number: int, _: object) -> None:
+        ending.tell(number)
+        act()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: act())
+        signal.signal(number, told)

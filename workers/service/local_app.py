@@ -25,8 +25,9 @@ _log = logging.getLogger(__name__)
 def serve_locally(
     settings: Settings, named: Mapping[str, str], listener: socket.socket, on_ready: Callable[[str, str], None]
 ) -> str:
-    """Serve until SIGTERM or SIGINT, and return which it was. named: artifacts by the names that they get. on_ready is told the URL, and what
-    was found here. Raises ContextNotReadyError where the model has not made an artifact that gets a name."""
+    """Serve until SIGTERM or SIGINT, and return which it was. named: artifacts by the names that they get. on_ready is
+    told the URL, and what was found here. Raises ContextNotReadyError where the model has not made an artifact that
+    gets a name."""
     log_to_stderr()
     backend = make_backend(settings, ChildProcess)
     server = server_of(make_app(backend, settings), settings, log_config=None)

@@ -18,6 +18,8 @@ _CONNECT_S = 5.0
 _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "workers.service.stream_guard.middlewares",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # a proxy that has ended is missed at the third of these: after 3 s; by default after 30
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     # workers have this process' packages; a second environment is neither wanted nor quick
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",

@@ -178,7 +178,8 @@ class OwnContexts:
         try:
             with store_errors(f"make {directory}", self._settings.store.path):
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-            await asyncio.to_thread(ids_path.write_text, json.dumps(ids.tolist()))
+            with store_errors(f"write {ids_path}", directory):
+                await asyncio.to_thread(ids_path.write_text, json.dumps(ids.tolist()))
             source = ["--no-sync", "--tokens", str(ids_path)]  # who finds it later looks at every byte
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started

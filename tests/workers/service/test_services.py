@@ -18,6 +18,7 @@ from typing import Any
 import httpx2
 import jsonschema
 import openai
+import psutil
 import pytest
 
 from bench.faults import TARGETS, Plan, prepare, processes, require_sound, try_kill
@@ -386,6 +387,27 @@ def test_killed_in_the_middle_of_answers(on_ray: Service, plan: Plan, target: st
     require_sound(target, trial)
     if target == "search worker":
         assert trial.outcomes == ["answered"] * len(QUESTIONS)
+
+
+@pytest.mark.ray
+def test_a_proxy_that_has_ended_is_missed_soon(on_ray: Service) -> None:
+    """After three looks for it. A killed one is started again."""
+
+    def started(title: str) -> psutil.Process:
+        children = psutil.Process(on_ray.process.pid).children(recursive=True)
+        return next(child for child in children if (child.cmdline() or [""])[0].startswith(title))
+
+    assert started("ray::ServeController").environ()["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "1"
+    started("ray::ProxyActor").kill()
+    assert eventually(lambda: not is_ready(on_ray), 10.0)
+    on_ray.wait_until_ready(120.0)
+
+
+def is_ready(service: Service) -> bool:
+    try:
+        return service.get("/ready").status_code == 200
+    except httpx2.HTTPError:
+        return False
 
 
 def test_a_running_answer_ends_before_the_service(local: Service) -> None:

@@ -11,7 +11,7 @@ _OURS = ("csattn", "offload", "workers")
 def log_to_stderr() -> None:
     """What the service's own packages say of their work, and others' warnings. A process that logs already does so as
     it was set up. A signal that ends it at once, where a file has lost what is mapped of it, say, leaves a trace."""
-    if not faulthandler.is_enabled():  # Ray has it in its workers
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():  # Ray has it in its workers
         faulthandler.enable(sys.__stderr__)
     logging.basicConfig(format=FORM, level=logging.WARNING, stream=sys.__stderr__)  # Serve puts its own in its place
     for name in _OURS:

@@ -230,8 +230,8 @@ class Contexts:
             await asyncio.to_thread(self._finish, record, done)
         except Exception as error:  # a full disk, say: who waits for the build is told as long as this service lives
             trace = None if isinstance(error, ArtifactError | OSError) else error
-            told = "what became of the context %s could not be written: %s"
-            _log.warning(told, record.name, error, exc_info=trace)
+            why = "what became of the context %s could not be written: %s"
+            _log.warning(why, record.name, error, exc_info=trace)
             self._unwritten[record] = done
 
     def _finish(self, record: Record, done: Record) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from csattn.artifact import ArtifactWriter, cache_store, remote_store, require_space
+from csattn.artifact import ArtifactWriter, cache_store, remote_store
 from index_build.pieces import Piece, is_ready
 from index_build.plan import Plan
 
@@ -195,7 +195,7 @@ class ContextBuild:
         if writer.finished_path is not None:
             self._publish("reused")
             return False
-        require_space(self.store, writer.remaining_bytes)
+        writer.require_space()
         self._look()
         self._first_share = self._share
         missing = (layer_idx for layer_idx in range(self._num_layers) if layer_idx not in self._ready)

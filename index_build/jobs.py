@@ -8,6 +8,7 @@ was interrupted goes on where it stopped.
 """
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from csattn.artifact import remote_store
 from csattn.config import SketchConfig, preset
 from csattn.errors import ConfigError, CsattnError
+from csattn.signals import own_handlers
 from index_build.batch import BatchReport, OnJobProgress, OnJobResult, by_model, failing, result_of, sentence
 from index_build.board import Board
 from index_build.context_build import ContextBuild
@@ -82,12 +84,17 @@ def _connected(address: str) -> Iterator[Any]:
     here = {"include_dashboard": False} if address == "local" else {}
     try:
         _require_listener(address)
-        ray.init(address=address, log_to_driver=False, configure_logging=False, **here)
+        with own_handlers():
+            ray.init(address=address, log_to_driver=False, configure_logging=False, **here)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"cannot reach a Ray cluster at {address!r} ({sentence(error)}); start one with `ray start --head`, "
             "or use --ray local"
         ) from error
+    except SystemExit:  # by Ray's own handler of SIGTERM, which nobody has heard of then
+        ray.shutdown()
+        signal.raise_signal(signal.SIGTERM)
+        raise
     try:
         yield ray
     finally:

@@ -7,6 +7,7 @@ power may. Either way it is read with its checksum, and what is not as it was wr
 
 import hashlib
 import logging
+import math
 import os
 import secrets
 import struct
@@ -21,6 +22,7 @@ SUFFIX, PARTIAL = ".block", ".partial"
 _HEAD = struct.Struct("<8sIQ32s12x")  # what this is, bytes of the label and of the data, SHA-256 of all that follows
 _MAGIC = b"csblock1"
 _STALE_S = 3600.0  # a file that nobody has finished in so long never will be
+_SILENT_S = 600.0  # from one line of the log on what the disk does not take to the next
 _ROOM = 0.9  # of the budget, that is kept when something has to go: so that not every write looks at all files
 _log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class BlockFiles:
         self._directory, self._budget_bytes = directory, budget_bytes
         self._sizes: dict[Path, int] = {}  # as last looked at, and what was written since
         self.num_refused = 0  # blocks that the disk did not take
+        self._told_at = -math.inf  # when the log was told of one
         self._look()
 
     def __repr__(self) -> str:
@@ -103,9 +106,11 @@ class BlockFiles:
         except OSError as error:
             with suppress(OSError):
                 partial.unlink()
-            if not self.num_refused:
-                _log.warning("blocks are not written to %s: %s", self._directory, error.strerror or error)
             self.num_refused += 1
+            if (now := time.monotonic()) >= self._told_at + _SILENT_S:
+                self._told_at = now
+                told = "blocks are not written to %s: %s (%d so far)"
+                _log.warning(told, self._directory, error.strerror or error, self.num_refused)
             return False
         self._sizes[path] = num_bytes
         return True

@@ -14,14 +14,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.artifact.durable import FileRecord, fsync_dir, store_errors, write_bytes
+from csattn.artifact.durable import FileRecord, fsync_dir, require_space, store_errors, write_bytes
 from csattn.artifact.handover import intact_handover
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names, kv_file
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.reader import manifest_hash_line, open_artifact
 from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, LOCK_SUFFIX, WorkDir, remove, remove_others
-from csattn.errors import ArtifactError
+from csattn.errors import ArtifactError, StoreFullError
 
 
 class ArtifactWriter:
@@ -95,6 +95,17 @@ class ArtifactWriter:
 
     def __repr__(self) -> str:
         return f"<ArtifactWriter {self.spec.artifact_id}: {self.finished_layers}/{self.spec.model.num_layers} layers>"
+
+    def require_space(self) -> None:
+        """Refuse early what the store has no room for. Of a build that has not begun nothing stays."""
+        try:
+            require_space(self._store, self.remaining_bytes)
+        except StoreFullError:
+            with suppress(OSError):
+                if os.listdir(self.work.path) == [self.work.parts.name]:
+                    self.work.parts.rmdir()
+                    self.work.path.rmdir()
+            raise
 
     def take_layer(self, layer_idx: int) -> bool:
         """Count a layer that has been finished in the work directory; False when there is none."""

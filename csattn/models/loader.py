@@ -294,11 +294,11 @@ def _resolve(name: str) -> str:
     if name == DEMO_MODEL:
         return str(_converted(_demo_gguf()))
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # False of what no path can be, too
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
         return str(path)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is a file but not a .gguf file; give a model directory or a .gguf file")
         return str(_converted(path))

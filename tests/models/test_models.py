@@ -81,6 +81,7 @@ def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
         ("/no/such/dir", "no model at"),
         ("./missing.gguf", "no model at"),
         ("nonsense", "no model at"),
+        ("n" * 300, "no model at"),
         ("{tmp}", "no config.json"),
         ("{tmp}/notes.txt", "not a .gguf"),
         ("{tmp}/bad.gguf", "could not be"),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload import block_files
 from offload.block_files import BlockFiles
 from offload.blocks import BlockName, Blocks, Label
 
@@ -265,6 +266,10 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(tmp_path, monkeypatch, 
         assert found(blocks, name(0), name(1)) == lists(0, 1), "memory has them still"
         assert files_of(tmp_path) == [] and blocks.counts.refused == 2
         assert caplog.text.count("No space left") == 1
+        patch.setattr(block_files, "_SILENT_S", 0.0)
+        assert blocks.put(name(2), data(2))
+        blocks.flush()
+        assert caplog.text.count("No space left") == 2 and "(3 so far)" in caplog.text
     blocks.put(name(3), data(3))
     blocks.close()
     assert len(files_of(tmp_path)) == 1

@@ -166,7 +166,7 @@ def test_a_service_that_ends_before_it_is_ready_is_no_success(tmp_path: Path, nu
         assert process.stderr is not None and process.stdout is not None
         assert "loading the model" in process.stderr.readline()
         process.send_signal(number)
-        assert process.wait(60) == 130
+        assert process.wait(60) == 128 + number
         assert json.loads(process.stdout.read().splitlines()[-1])["error"]["type"] == "Interrupted"
 
 

@@ -1,9 +1,6 @@
 """`csattn build --jobs`: read the list, build it here or on a Ray cluster, show how far it is and what became of it."""
 
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +32,13 @@ def build_jobs(
             display.on_result(idx, result)
 
         try:
-            with _sigterm_as_interrupt():
-                report = _run(jobs, store, ray_address, threads, device, display.on_progress, on_result)
+            report = _run(jobs, store, ray_address, threads, device, display.on_progress, on_result)
         except KeyboardInterrupt:
             results = tuple(finished[idx] for idx in sorted(finished))
             show_summary(BatchReport(results, time.perf_counter() - started))
             raise
     show_summary(report)
     return report.to_json()
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """What is built is told, and that the rest goes on: a supervisor's signal is no other than Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _run(

@@ -1,13 +1,16 @@
 """The entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
 
 import gc
+import signal
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import typer
 
 from csattn.errors import CsattnError
 from offload.errors import OffloadError, is_out_of_memory
+from workers.cli import ending
 from workers.cli.app import app
 from workers.cli.usage import ClickError, sentence_of
 
@@ -20,6 +23,13 @@ _REMEDIES = (
 
 
 def main() -> None:
+    ending.tell(signal.SIGINT)
+    with ending.sigterm_as_interrupt() if sys.argv[1:2] in _BUILDING else nullcontext():
+        run()
+
+
+def run() -> None:
+    """Without a say in signals: a service that ends its builds waits for no last words."""
     gc.set_threshold(10_000)  # of 700, looking for garbage takes a sixth of the seconds in which torch is imported
     try:
         if app(standalone_mode=False, prog_name="csattn") == 130:  # typer takes Ctrl-C for itself, and returns this
@@ -32,7 +42,7 @@ def main() -> None:
         _fail({"type": "UsageError", "message": message}, error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         goes_on = "; a build goes on where it stopped when run again" if sys.argv[1:2] in _BUILDING else ""
-        _fail({"type": "Interrupted", "message": f"interrupted{goes_on}"}, 130)
+        _fail({"type": "Interrupted", "message": f"interrupted{goes_on}"}, ending.exit_code())
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
             raise

@@ -12,9 +12,10 @@ from pathlib import Path
 from threading import Event
 
 from csattn.errors import ConfigError
+from workers.cli import ending
 from workers.cli.terminal import err, out, print_json
 from workers.service.addresses import listen
-from workers.settings import Settings, load_settings
+from workers.settings import EngineSettings, Settings, load_settings
 
 _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # whatever serves
 
@@ -29,7 +30,7 @@ def serve(
     def end() -> None:
         if is_ready:
             sys.exit(0)
-        raise KeyboardInterrupt  # a supervisor is not to take it for one that has served
+        raise KeyboardInterrupt  # with the signal's exit code: a supervisor is not to take it for one that has served
 
     _on_signal(end)  # while nothing is under way
     settings = _settled(load_settings(file, os.environ, flags).settings)
@@ -72,7 +73,7 @@ def _settled(settings: Settings) -> Settings:
             f"the store {path} cannot be used ({error.strerror}); name a directory that can be written with --store"
         ) from error
     model = settings.model
-    if model.name is not None and Path(model.name).exists():
+    if model.name is not None and os.path.exists(model.name):  # False of what no path can be
         model = replace(model, name=str(Path(model.name).absolute()))
     return replace(settings, store=replace(settings.store, path=path), model=model)
 
@@ -87,9 +88,25 @@ def _named(settings: Settings, contexts: Sequence[str]) -> dict[str, str]:
         from workers.serving.contexts import record_of
 
         found = str(record_of(settings.store.path, name, artifact_id, settings.build.dtype).artifact_id)
+        _require_room(name, settings.store.path / found, settings.engine)
         if named.setdefault(name, found) != found:
             raise ConfigError(f"--context gives {name!r} to {named[name]} and to {found}; give each a name of its own")
     return named
+
+
+def _require_room(name: str, artifact: Path, engine: EngineSettings) -> None:
+    """A service is not to be ready for a context that it can never load."""
+    if engine.context_bytes is None:
+        return
+    from csattn.artifact import read_manifest
+    from workers.capacity import context_bytes
+
+    num_bytes = sum(context_bytes(read_manifest(artifact).spec, engine.kv_format))
+    if num_bytes > engine.context_bytes:
+        raise ConfigError(
+            f"the context {name!r} takes {num_bytes:,} bytes when it is loaded and engine.context_bytes is "
+            f"{engine.context_bytes:,}; set it to as much at least, or leave it out"
+        )
 
 
 def _serve_here(settings: Settings, named: Mapping[str, str], on_ready: Callable[[str, str], None]) -> None:
@@ -97,7 +114,8 @@ def _serve_here(settings: Settings, named: Mapping[str, str], on_ready: Callable
         err.print("loading the model")
         from workers.service.local_app import serve_locally
 
-        serve_locally(settings, named, listener, on_ready)
+        if ended_by := serve_locally(settings, named, listener, on_ready):
+            ending.tell(signal.Signals[ended_by])
 
 
 def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callable[[str, str], None]) -> None:
@@ -116,5 +134,9 @@ def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callab
 
 
 def _on_signal(act: Callable[[], object]) -> None:
+    def told(number: int, _: object) -> None:
+        ending.tell(number)
+        act()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: act())
+        signal.signal(number, told)

@@ -10,7 +10,7 @@ def main() -> None:
 
     import index_build.capture  # noqa: F401  # with it transformers, which takes longest
     from workers.cli import building
-    from workers.cli import main as run
+    from workers.cli.entry import run
     from workers.serving.context_build import BUILT
 
     building.keep_model()

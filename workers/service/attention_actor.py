@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -96,11 +97,15 @@ class AttentionActor:
         """Why it could not start, if so. Until this can be asked, it is starting."""
         return self._failure
 
-    async def found(self) -> str:
-        """What its machine has."""
+    async def host(self) -> str:
+        """The name of its machine."""
+        return socket.gethostname()
+
+    async def found(self, num_workers: int) -> str:
+        """What its machine has; so many workers are on it."""
         from workers.service.found import found_here
 
-        return await asyncio.to_thread(found_here, self._settings, self._backend.loaded)
+        return await asyncio.to_thread(found_here, self._settings, self._backend.loaded, num_workers)
 
     async def _told(self, answer: Callable[[], Awaitable[T]]) -> T | ServingError:
         try:

@@ -14,8 +14,8 @@ from workers.doctor.findings import gib
 from workers.settings import Settings
 
 
-def found_here(settings: Settings, loaded: LoadedModel) -> str:
-    """By the process that decodes, once its model is loaded."""
+def found_here(settings: Settings, loaded: LoadedModel, num_workers: int = 1) -> str:
+    """By the process that decodes, once its model is loaded; so many of the service's share the machine's memory."""
     device_bytes, host_bytes = 0, host_memory_bytes()
     if settings.engine.placement != "cpu":
         weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
@@ -23,11 +23,12 @@ def found_here(settings: Settings, loaded: LoadedModel) -> str:
     rooms, model = [], describe(loaded.model.config)
     for context_len in told_lens(loaded.geometry):
         spec = spec_of(loaded.geometry, context_len, settings.build.dtype, settings.build.preset)
-        room = room_for_contexts(spec, settings.engine, host_bytes, device_bytes, model)
+        room = room_for_contexts(spec, settings.engine, host_bytes // num_workers, device_bytes, model)
         rooms.append(f"{room} contexts of {context_len:,} tokens")
     free_bytes = shutil.disk_usage(settings.store.path).free
+    memory = f"{gib(host_bytes)} of memory" + (f", shared by {num_workers} workers," if num_workers > 1 else "")
     return (
-        f"{_gpus(visible_gpus())}, {available_cpus()} CPUs, {gib(host_bytes)} of memory and {gib(free_bytes)} of disk "
+        f"{_gpus(visible_gpus())}, {available_cpus()} CPUs, {memory} and {gib(free_bytes)} of disk "
         f"for the store; room at the same time for {' or '.join(rooms)}"
     )
 

@@ -24,9 +24,10 @@ _log = logging.getLogger(__name__)
 
 def serve_locally(
     settings: Settings, named: Mapping[str, str], listener: socket.socket, on_ready: Callable[[str, str], None]
-) -> None:
-    """Serve until SIGTERM or SIGINT. named: artifacts by the names that they get. on_ready is told the URL, and what
-    was found here. Raises ContextNotReadyError where the model has not made an artifact that gets a name."""
+) -> str:
+    """Serve until SIGTERM or SIGINT, and return which it was. named: artifacts by the names that they get. on_ready is
+    told the URL, and what was found here. Raises ContextNotReadyError where the model has not made an artifact that
+    gets a name."""
     log_to_stderr()
     backend = make_backend(settings, ChildProcess)
     server = server_of(make_app(backend, settings), settings, log_config=None)
@@ -36,6 +37,7 @@ def serve_locally(
         # uvicorn has the same while it runs, and raises what it caught again afterwards
         signal.signal(number, server.handle_exit)
     asyncio.run(_serve(server, backend, named, listener, lambda: on_ready(url, found)))
+    return server.ended_by
 
 
 async def _serve(

@@ -1,5 +1,6 @@
 """Where a process of the service logs: lines of one form on stderr."""
 
+import faulthandler
 import logging
 import sys
 
@@ -9,7 +10,9 @@ _OURS = ("csattn", "offload", "workers")
 
 def log_to_stderr() -> None:
     """What the service's own packages say of their work, and others' warnings. A process that logs already does so as
-    it was set up."""
+    it was set up. A signal that ends it at once, where a file has lost what is mapped of it, say, leaves a trace."""
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():  # Ray has it in its workers
+        faulthandler.enable(sys.__stderr__)
     logging.basicConfig(format=FORM, level=logging.WARNING, stream=sys.__stderr__)  # Serve puts its own in its place
     for name in _OURS:
         logging.getLogger(name).setLevel(logging.INFO)

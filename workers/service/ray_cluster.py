@@ -10,6 +10,7 @@ from typing import Any
 
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
+from csattn.signals import own_handlers
 from workers.settings import Settings
 
 _PLACING_S = 60.0
@@ -17,6 +18,8 @@ _CONNECT_S = 5.0
 _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "workers.service.stream_guard.middlewares",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # a proxy that has ended is missed at the third of these: after 3 s; by default after 30
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     # workers have this process' packages; a second environment is neither wanted nor quick
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -48,10 +51,10 @@ def connected(settings: Settings) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         _require_listener(settings.ray.address)
-        ray.init(log_to_driver=False, configure_logging=False, **_cluster(settings))
+        with own_handlers():
+            ray.init(log_to_driver=False, configure_logging=False, **_cluster(settings))
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -60,10 +63,8 @@ def connected(settings: Settings) -> Iterator[Any]:
         ) from error
     except SystemExit:  # by Ray's own handler of SIGTERM
         ray.shutdown()
-        raise SystemExit(0) from None
+        raise SystemExit(128 + signal.SIGTERM) from None
     try:
-        for number, handler in handlers.items():  # Ray has put its own in their place
-            signal.signal(number, handler)
         yield ray
     finally:
         ray.shutdown()

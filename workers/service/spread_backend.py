@@ -121,7 +121,7 @@ class SpreadBackend:
         """Ready while any worker is."""
         self._keep_beating()
         answers = await asyncio.gather(*(worker.health() for worker in self._workers))
-        why = " ".join(answer.why for answer in answers if not answer.ready)
+        why = ". ".join(answer.why for answer in answers if not answer.ready)
         return Health(any(answer.ready for answer in answers), why)
 
     async def metrics(self) -> list[Metric]:

@@ -22,6 +22,7 @@ from workers.serving.messages import (
     ContextInfo,
     ContextNotReadyError,
     ServingError,
+    StorageUnavailableError,
     UnknownContextError,
     UnknownModelError,
     closing,
@@ -30,6 +31,7 @@ from workers.serving.usable import Known
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
 MAX_BUILDS = 1  # at the same time
+_DISK_S = 30.0  # until one who was told of the disk may ask again
 
 Look = Callable[[Path], Known]  # at an artifact
 _log = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ class Contexts:
         try:
             record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
-            raise ServingError(f"the context cannot be registered: {error}") from error
+            raise _refusal("registered", error) from error
         if record.state == "building":
             if self._build_of(record) is None:
                 await self._end_build(name)  # of another text: it was deleted, and registered again, elsewhere
@@ -123,7 +125,7 @@ class Contexts:
         try:
             record = await asyncio.to_thread(self._file.change, lambda records: records.pop(name, None))
         except ArtifactError as error:
-            raise ServingError(f"the context cannot be deleted: {error}") from error
+            raise _refusal("deleted", error) from error
         if record is None:
             raise UnknownContextError(f"there is no context {name[:64]!r} to delete")
         await self._end_build(name)
@@ -229,8 +231,10 @@ class Contexts:
                 _log.warning("the context %s could not be built: %s", record.name, done.error)
         try:
             await asyncio.to_thread(self._finish, record, done)
-        except Exception:  # a full disk, say: who waits for the build is told as long as this service lives
-            _log.exception("what became of the context %s could not be written", record.name)
+        except Exception as error:  # a full disk, say: who waits for the build is told as long as this service lives
+            trace = None if isinstance(error, ArtifactError | OSError) else error
+            why = "what became of the context %s could not be written: %s"
+            _log.warning(why, record.name, error, exc_info=trace)
             self._unwritten[record] = done
 
     def _finish(self, record: Record, done: Record) -> None:
@@ -275,6 +279,15 @@ class Contexts:
             progress=self._progress(record),
             what=record.error or fault or (build.what if build else ""),
         )
+
+
+def _refusal(done: str, error: ArtifactError) -> ServingError:
+    """Of a disk that is full or read-only, say, a client is told no more than that."""
+    told = f"the context cannot be {done}"
+    if not isinstance(cause := error.__cause__, OSError):
+        return ServingError(f"{told}: {error}")
+    why = f"{told}: the service's store does not take it ({cause.strerror}); send it again when its operator has helped"
+    return StorageUnavailableError(why, None, _DISK_S, f"{told}: {error}")
 
 
 def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:

@@ -1,6 +1,8 @@
 """The decoding side in one process: an event loop's requests, answered by one engine on a thread of its own."""
 
 import asyncio
+import logging
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -16,6 +18,7 @@ from csattn.artifact.lock import StoreUse
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from workers.capacity import context_bytes
 from workers.serving.beginnings import Beginning, Beginnings
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import ContextCounts
@@ -54,6 +57,7 @@ from workers.serving.usable import Usable
 from workers.settings import Settings
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _NUM_TOKENISERS = 2  # threads
 _DRAIN_S = 5.0
 _COUNTS_S = 0.5  # that metrics wait for the engine's newest counts; a long step does not hold them up
@@ -104,7 +108,13 @@ class LocalBackend:
         Where the file of contexts cannot be read nothing has begun: it may be called again.
         """
         await asyncio.to_thread(self._use.begin)
+        if not await asyncio.to_thread(os.access, store := self._settings.store.path, os.W_OK):
+            _log.warning(
+                "%s cannot be written: nothing can be registered or deleted, and nothing is kept on disk", store
+            )
         await self._contexts.start()
+        if self._settings.engine.context_bytes is not None:
+            await self._tell_too_large(self._settings.engine.context_bytes)
         self._steps = StepThread(self._scheduler, self._engine)
         self._builder.start()
 
@@ -242,6 +252,17 @@ class LocalBackend:
             kept_bytes=own.num_bytes,
             kept_budget=self._settings.kept.context_bytes,
         )
+
+    async def _tell_too_large(self, budget: int) -> None:
+        """The log, of contexts of which every request will be refused."""
+        names = {info.artifact_id: info.name for info in await self._contexts.infos() if info.state == "ready"}
+        for path in await self._contexts.paths():
+            spec = self._usable.recall(path).spec
+            if path.name not in names or spec is None:
+                continue
+            if (num_bytes := sum(context_bytes(spec, self._settings.engine.kv_format))) > budget:
+                told = "the context %s takes %s bytes and engine.context_bytes is %s: no request of it can be answered"
+                _log.warning(told, names[path.name], f"{num_bytes:,}", f"{budget:,}")
 
     def _reserve(self) -> None:
         try:

@@ -249,6 +249,7 @@ class ServingError(CsattnError):
 
     code = "internal_error"
     status = 500
+    detail = ""  # what the log is told in the message's place
 
     def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -325,6 +326,22 @@ class WorkerLostError(ServingError):
 
     code = "worker_lost"
     status = 503
+
+
+class StorageUnavailableError(ServingError):
+    """The store's disk is full or cannot be written; `detail` says where and why, to the log alone."""
+
+    code = "storage_unavailable"
+    status = 503
+
+    def __init__(
+        self, message: str, param: str | None = None, retry_after_s: float | None = None, detail: str = ""
+    ) -> None:
+        super().__init__(message, param, retry_after_s)
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.param, self.retry_after_s, self.detail)
 
 
 def closing() -> WorkerLostError:

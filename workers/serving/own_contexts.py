@@ -139,7 +139,7 @@ class OwnContexts:
     def _tokens_of(self, path: Path) -> Tokens | None:
         """None: it cannot be used, or has not the index that engines want of all they load."""
         known = self._usable.recall(path)
-        return known.token_ids if known.index_config == self._index_config else None
+        return known.token_ids if known.spec and known.spec.index_config == self._index_config else None
 
     def _is_sound(self, path: Path) -> bool:
         """Every byte is looked at, once. One that is damaged goes, and is made again."""
@@ -178,7 +178,8 @@ class OwnContexts:
         try:
             with store_errors(f"make {directory}", self._settings.store.path):
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-            await asyncio.to_thread(ids_path.write_text, json.dumps(ids.tolist()))
+            with store_errors(f"write {ids_path}", directory):
+                await asyncio.to_thread(ids_path.write_text, json.dumps(ids.tolist()))
             source = ["--no-sync", "--tokens", str(ids_path)]  # who finds it later looks at every byte
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started

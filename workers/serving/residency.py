@@ -22,6 +22,7 @@ from offload.errors import MemoryPlanError, OffloadError, is_out_of_memory
 from workers.capacity import context_bytes
 from workers.serving.messages import (
     BadRequestError,
+    ContextNotReadyError,
     ContextTooLongError,
     Held,
     OverloadedError,
@@ -91,6 +92,7 @@ class Residency:
         if path is None:
             yield Resident(NO_CONTEXT, None)
             return
+        await self._require_whole(path)
         there = (known := self._residents.get(path)) is not None and not known.is_leaving
         self._scheduler.metrics.context_requests.labels("memory" if there else "store").inc()
         resident = await self._resident(path)
@@ -138,6 +140,18 @@ class Residency:
         numbers = [resident.context_id for resident in self._residents.values()]
         assert len(set(numbers)) == len(numbers), f"{self!r} has two contexts of one number"
         assert all(resident.num_users >= 0 for resident in self._residents.values()), f"{self!r} lost a user"
+
+    async def _require_whole(self, path: Path) -> None:
+        """If it is loaded. Rows are mapped: to read one that a file has lost ends the process, without an error.
+
+        One that has lost something is no longer loaded for anybody new, whatever its files become.
+        """
+        if (resident := self._residents.get(path)) is None:
+            return
+        resident.fault = resident.fault or (await asyncio.to_thread(self._usable.look, path)).fault
+        if resident.fault:
+            await self.forget(path)
+            raise ContextNotReadyError(resident.fault)
 
     async def _resident(self, path: Path) -> Resident:
         """Counted as used already: between two awaits, nothing can unload it."""

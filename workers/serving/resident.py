@@ -25,6 +25,7 @@ class Resident:
     is_leaving: bool = False  # takes no new requests: it has had its turn, and others wait
     is_forgotten: bool = False  # unload it when its last user leaves
     is_gone: bool = False
+    fault: str = ""  # what its files have lost since it was loaded
     asked_for: dict[str, None] = field(default_factory=dict)
 
     def begin_turn(self, now: float, loading_s: float) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.artifact import Artifact, open_artifact
-from csattn.config import IndexConfig
+from csattn.artifact import Artifact, ArtifactSpec, open_artifact
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
 from workers.serving.messages import ContextNotReadyError
@@ -24,7 +23,7 @@ class Known:
     fault: str = ""  # why it cannot be answered from
     is_lost: bool = False  # it is missing or damaged, as far as opening it tells: it can be built there again
     token_ids: Tokens | None = None  # [context_len], of one without a fault
-    index_config: IndexConfig | None = None
+    spec: ArtifactSpec | None = None  # likewise
     stamp: int = 0  # of its files, as they were then
 
 
@@ -91,7 +90,7 @@ class Usable:
             artifact.require_tokenizer(self._tokenizer_hash)
         except ArtifactMismatchError as error:
             return Known(f"{_CANNOT}: {error}", stamp=stamp)
-        return Known("", False, np.array(artifact.token_ids), spec.index_config, stamp)
+        return Known("", False, np.array(artifact.token_ids), spec, stamp)
 
 
 def _stamp(path: Path) -> int:

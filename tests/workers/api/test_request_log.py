@@ -12,7 +12,14 @@ import pytest
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
 from workers.api import answering
-from workers.serving.messages import BadRequestError, OverloadedError, ServingError, TimedOutError, WorkerLostError
+from workers.serving.messages import (
+    BadRequestError,
+    OverloadedError,
+    ServingError,
+    StorageUnavailableError,
+    TimedOutError,
+    WorkerLostError,
+)
 
 PROMPT, SALT = "what nobody else may read", "pepper"
 
@@ -48,6 +55,7 @@ def ask(service: Running, **more: Any) -> httpx2.Response:
         (OverloadedError("it is\nfull"), "429 overloaded, it is full"),
         (TimedOutError("it took too long"), "504 timeout, it took too long"),
         (WorkerLostError("it ended"), "503 worker_lost, it ended"),
+        (StorageUnavailableError("it is full", detail="/srv is full"), "503 storage_unavailable, /srv is full"),
         (ServingError("it broke"), "500 internal_error, it broke"),
         (BadRequestError("it is wrong"), None),
     ],

@@ -36,6 +36,12 @@ def test_it_is_one_line(settings: Settings) -> None:
     assert line.endswith(f" 7 contexts of {loaded().geometry.max_positions:,} tokens") and "\n" not in line
 
 
+def test_workers_of_one_machine_share_its_memory(settings: Settings) -> None:
+    """Of nearly eight contexts, each of three has room for two."""
+    line = found_here(settings, loaded(), 3)
+    assert " 0.0 GiB of memory, shared by 3 workers, and " in line and " 2 contexts of " in line
+
+
 def test_a_budget_is_kept(settings: Settings) -> None:
     engine = EngineSettings(context_bytes=1)
     assert " 0 contexts of " in found_here(replace(settings, engine=engine), loaded())

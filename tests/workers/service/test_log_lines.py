@@ -1,6 +1,7 @@
 """What a process of the service logs, in a process of its own: logging is set up once."""
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -21,3 +22,10 @@ def test_lines_of_one_form_on_stderr_alone() -> None:
     form = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING) (\S+): (info|warning) of \2"
     assert not ended.stdout and all(re.fullmatch(form, line) for line in lines)
     assert len(lines) == 7 and "info of others" not in ended.stderr
+
+
+def test_a_signal_that_ends_it_leaves_a_trace() -> None:
+    ends = "import os, signal; os.kill(os.getpid(), signal.SIGBUS)"
+    ended = subprocess.run([sys.executable, "-c", f"{SAYS}\n{ends}"], capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in ended.stderr and 'File "<string>", line' in ended.stderr

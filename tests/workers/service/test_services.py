@@ -18,6 +18,7 @@ from typing import Any
 import httpx2
 import jsonschema
 import openai
+import psutil
 import pytest
 
 from bench.faults import TARGETS, Plan, prepare, processes, require_sound, try_kill
@@ -274,6 +275,7 @@ def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
     ("flags", "contexts", "words"),
     [
         ({"model.name": "no/such/model"}, [], "no/such/model"),
+        ({"model.name": "n" * 300}, [], "there is no model at nnn"),
         ({}, ["book"], "--context takes NAME=ARTIFACT"),
         ({}, ["book=0123abcd"], "0123abcd"),
         ({}, ["../book=0123abcd"], "a context's name"),
@@ -295,6 +297,18 @@ def test_a_name_for_two_artifacts_is_refused(place: Path) -> None:
     given = {"server.port": 0, "store.path": place / "two", "model.name": str(place / "chat")}
     with pytest.raises(CsattnError, match=r"--context gives 'book' to [0-9a-f]+ and to [0-9a-f]+; give each"):
         serve(None, given, contexts, in_one_process=True, json=False)
+
+
+def test_a_context_that_can_never_be_loaded_is_refused_at_the_start(place: Path) -> None:
+    """By the command line; of one that has a name already, the log tells."""
+    store = place / "large"
+    artifact_id = build(store, text_of("heron"))
+    given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat"), "engine.context_bytes": 1000}
+    with pytest.raises(
+        CsattnError, match=r"'heron' takes \d[\d,]+ bytes when .* and engine.context_bytes is 1,000; set"
+    ):
+        serve(None, given, [f"heron={artifact_id}"], in_one_process=True, json=False)
+    assert not ContextFile(store).read()
 
 
 def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path) -> None:
@@ -373,6 +387,27 @@ def test_killed_in_the_middle_of_answers(on_ray: Service, plan: Plan, target: st
     require_sound(target, trial)
     if target == "search worker":
         assert trial.outcomes == ["answered"] * len(QUESTIONS)
+
+
+@pytest.mark.ray
+def test_a_proxy_that_has_ended_is_missed_soon(on_ray: Service) -> None:
+    """After three looks for it. A killed one is started again."""
+
+    def started(title: str) -> psutil.Process:
+        children = psutil.Process(on_ray.process.pid).children(recursive=True)
+        return next(child for child in children if (child.cmdline() or [""])[0].startswith(title))
+
+    assert started("ray::ServeController").environ()["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "1"
+    started("ray::ProxyActor").kill()
+    assert eventually(lambda: not is_ready(on_ray), 10.0)
+    on_ray.wait_until_ready(120.0)
+
+
+def is_ready(service: Service) -> bool:
+    try:
+        return service.get("/ready").status_code == 200
+    except httpx2.HTTPError:
+        return False
 
 
 def test_a_running_answer_ends_before_the_service(local: Service) -> None:

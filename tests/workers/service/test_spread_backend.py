@@ -68,7 +68,7 @@ class Here:
         return self.answers.get(method)
 
     async def health(self) -> Health:
-        return Health(self.error is None, "" if self.error is None else f"{self.name} is not there.")
+        return Health(self.error is None, "" if self.error is None else f"{self.name} is not there")
 
     async def beat(self, ingress: str) -> None:
         self.num_beats += 1
@@ -173,10 +173,10 @@ def test_ready_while_any_worker_is() -> None:
     backend = SpreadBackend(given)
     assert asyncio.run(backend.health()) == Health(True)
     given[0].error = LOST
-    assert asyncio.run(SpreadBackend(given).health()) == Health(True, "attention-0 is not there.")
+    assert asyncio.run(SpreadBackend(given).health()) == Health(True, "attention-0 is not there")
     given[1].error = LOST
     assert asyncio.run(SpreadBackend(given).health()) == Health(
-        False, "attention-0 is not there. attention-1 is not there."
+        False, "attention-0 is not there. attention-1 is not there"
     )
 
 

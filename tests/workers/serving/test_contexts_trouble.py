@@ -1,6 +1,8 @@
 """Contexts of a store in which something is missing, or that cannot be written any more."""
 
 import asyncio
+import errno
+import pickle
 import shutil
 import threading
 from pathlib import Path
@@ -14,10 +16,10 @@ from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.registry import registry, settings_of
 from tests.workers.serving.test_contexts import ended
-from workers.serving import context_file
+from workers.serving import context_file, local
 from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.local import LocalBackend
-from workers.serving.messages import ContextNotReadyError, ServingError
+from workers.serving.messages import ContextNotReadyError, ServingError, StorageUnavailableError
 
 
 def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +78,22 @@ def test_a_service_begins_once_the_damaged_file_has_been_moved_away(tmp_path: Pa
     asyncio.run(main())
 
 
-def test_a_build_whose_end_cannot_be_written_down_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_on_a_store_that_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lines() -> list[str]:
+        async with LocalBackend(FullEngine(model := loaded()), model, settings_of(tmp_path)):
+            return [line.getMessage() for line in caplog.records if line.name == local.__name__]
+
+    assert asyncio.run(lines()) == []
+    monkeypatch.setattr(local.os, "access", lambda *_: False)  # root may write what the mode forbids
+    [line] = asyncio.run(lines())
+    assert line.startswith(f"{tmp_path / 'store'} cannot be written: nothing can be registered")
+
+
+def test_a_build_whose_end_cannot_be_written_down_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A disk that is full stops the build and the file of contexts alike: nobody may wait for ever."""
 
     async def fill_the_disk(*args: Any) -> dict[str, Any]:
@@ -84,7 +101,7 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(tmp_path: Path, mon
         raise BuildFailedError("no space is left")
 
     def no_room(path: Path, data: bytes) -> None:
-        raise StoreFullError(f"cannot write {path}")
+        raise StoreFullError(f"cannot write {path}") from OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Builder, "build", fill_the_disk)
 
@@ -94,8 +111,13 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(tmp_path: Path, mon
         assert (await ended(contexts, "a")).what == "no space is left"
         with pytest.raises(ContextNotReadyError, match="no space is left"):
             await contexts.artifact_path("a")
-        with pytest.raises(ServingError, match="cannot be deleted: cannot write"):
-            await contexts.delete("a")
+        assert "the context a could not be written: cannot write" in caplog.text and "Traceback" not in caplog.text
+        for refused in (contexts.delete("a"), contexts.register("b", "a text")):
+            with pytest.raises(StorageUnavailableError, match=r"cannot be .*ed: .*No space left") as told:
+                await refused
+            sent = pickle.loads(pickle.dumps(told.value))  # it crosses processes
+            assert str(tmp_path) not in sent.message and f"cannot write {tmp_path}" in sent.detail
+            assert (sent.status, sent.retry_after_s) == (503, 30.0)
         assert (await contexts.register("a", "a text")).state == "building"
         await contexts.close()
 

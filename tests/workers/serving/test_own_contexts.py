@@ -1,6 +1,7 @@
 """Contexts that prompts bring: found by those who begin alike, built once, within a budget, made again when damaged."""
 
 import asyncio
+import errno
 import itertools
 import logging
 import os
@@ -8,6 +9,7 @@ import re
 import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +187,16 @@ def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> 
     with pytest.raises(ContextNotReadyError, match="made of the prompt's beginning: the disk is full"):
         answers(tmp_path, ask(DOCUMENT))
     assert not list((tmp_path / DIRECTORY).rglob("*.json"))
+
+
+def test_a_full_disk_is_told_of_with_the_file_and_what_to_do(tmp_path, monkeypatch, caplog) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ContextNotReadyError, match=r"cannot write .*tokens-.*: No space left .* Free some space"):
+        answers(tmp_path, ask(DOCUMENT))
+    assert "Free some space" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_path, builds, monkeypatch, caplog) -> None:

@@ -14,7 +14,7 @@ from csattn.models.loader import wrap_model
 from tests.tiny import byte_tokenizer, loaded, make_model
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
-from tests.workers.serving.test_local import answer, ask, settings_of
+from tests.workers.serving.test_local import answer, ask, settings_of, until
 from workers.serving import usable
 from workers.serving.context_file import FILE_NAME
 from workers.serving.contexts import name_artifact
@@ -99,6 +99,34 @@ def test_a_file_that_lost_bytes_since_it_was_looked_at_is_told_of(store: Path) -
             assert info.state == "failed" and f"{index.name} has" in info.what
             index.write_bytes(whole)
             assert (await only(backend)).state == "ready"
+
+    asyncio.run(main())
+
+
+def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store: Path) -> None:
+    """Its rows are mapped: to read one that is gone ends the process. Who uses it already does not keep it for others,
+    and the one that is loaded then is another, for the bytes may lie in other files."""
+    rows = next(store.glob("*/layer-001.kv.safetensors"))
+    whole = rows.read_bytes()
+    rows.chmod(0o644)
+
+    async def main() -> None:
+        engine = FullEngine(loaded())
+        async with LocalBackend(engine, loaded(), settings_of(store)) as backend:
+            want = await answer(backend, ask("heron"))
+            going = backend.generate(ask("heron", max_new_tokens=200))
+            await anext(going)
+            rows.write_bytes(whole[:1000])
+            for _ in range(2):
+                with pytest.raises(ContextNotReadyError, match=f"{rows.name} has"):
+                    await answer(backend, ask("heron"))
+            assert (await only(backend)).state == "failed"
+            rows.write_bytes(whole)
+            with pytest.raises(ContextNotReadyError, match=f"{rows.name} has"):
+                await answer(backend, ask("heron"))
+            await going.aclose()
+            await until(lambda: not engine.contexts)
+            assert await answer(backend, ask("heron")) == want
 
     asyncio.run(main())
 

@@ -128,7 +128,7 @@ _BY_SHARE: Series = (
     ("csattn, default: the rest by codes", ("default",), "tab:blue", "*"),
     ("exact Top-K, the rest dropped", ("exact",), "black", "x"),
     ("PQCache", ("pqcache",), "tab:green", "^"),
-    ("SparQ", ("sparq",), "tab:orange", "s"),
+    ("SparQ, with its mean value", ("sparq",), "tab:orange", "s"),
     ("Quest", ("quest",), "tab:red", "D"),
     ("H2O", ("h2o",), "tab:purple", "P"),
     ("preset paper: CSAttention's lists", ("paper",), "tab:brown", "v"),

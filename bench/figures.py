@@ -64,8 +64,9 @@ def first_screen() -> list[str]:
         "Times are of random weights, over recorded rows and copies of them with noise. Quality is of a small model, "
         "SmolLM2-135M, on [real texts of 6K to 116K tokens](docs/quality.md): KL to full attention, in nats of the "
         f"next token, {kl_range('default')}, where exact Top-K with the others dropped has {kl_range('exact')}.",
-        f"To be as good, Quest has to read {share_range('quest')} of the rows, SparQ {share_range('sparq')}, PQCache "
-        f"{share_range('pqcache')}, by text and length: [beside others](docs/compare.md#in-time-at-every-length).",
+        f"To be as good, Quest has to read {share_range('quest')} of the rows, SparQ, with its mean value or without, "
+        f"{share_range('sparq')}, PQCache {share_range('pqcache')}, by text and length: "
+        "[beside others](docs/compare.md#in-time-at-every-length).",
         f"A context of a million tokens, 137 GB of KV, decodes at {1e3 / milliseconds(million):.0f} tokens a second.",
     ]
     return lines

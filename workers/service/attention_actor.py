@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -97,9 +96,11 @@ class AttentionActor:
         """Why it could not start, if so. Until this can be asked, it is starting."""
         return self._failure
 
-    async def host(self) -> str:
-        """The name of its machine."""
-        return socket.gethostname()
+    async def node(self) -> str:
+        """Which machine of the cluster it is on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
     async def found(self, num_workers: int) -> str:
         """What its machine has; so many workers are on it."""

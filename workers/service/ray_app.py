@@ -48,9 +48,9 @@ def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told
             for name, (actor, _) in zip(names, workers, strict=True):
                 _require_started(ray, name, actor, told)
             _name(ray, workers[0][0], named)
-            hosts = ray.get([actor.host.remote() for actor, _ in workers])
+            nodes = ray.get([actor.node.remote() for actor, _ in workers])
             found = ray.get(
-                [actor.found.remote(hosts.count(host)) for (actor, _), host in zip(workers, hosts, strict=True)]
+                [actor.found.remote(nodes.count(node)) for (actor, _), node in zip(workers, nodes, strict=True)]
             )
             yield _start_ingress(settings, port, names, namespace), _together(names, found)
         finally:

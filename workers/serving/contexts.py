@@ -1,6 +1,7 @@
 """The contexts of a service by name: registered, built in the background, kept in the store, forgotten."""
 
 import asyncio
+import errno
 import hashlib
 import logging
 import time
@@ -31,6 +32,7 @@ from workers.serving.usable import Known
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
 MAX_BUILDS = 1  # at the same time
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _DISK_S = 30.0  # until one who was told of the disk may ask again
 
 Look = Callable[[Path], Known]  # at an artifact
@@ -284,7 +286,7 @@ class Contexts:
 def _refusal(done: str, error: ArtifactError) -> ServingError:
     """Of a disk that is full or read-only, say, a client is told no more than that."""
     told = f"the context cannot be {done}"
-    if not isinstance(cause := error.__cause__, OSError):
+    if not (isinstance(cause := error.__cause__, OSError) and cause.errno in _UNWRITTEN):
         return ServingError(f"{told}: {error}")
     why = f"{told}: the service's store does not take it ({cause.strerror}); send it again when its operator has helped"
     return StorageUnavailableError(why, None, _DISK_S, f"{told}: {error}")

@@ -18,7 +18,6 @@ from csattn.artifact.lock import StoreUse
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from workers.capacity import context_bytes
 from workers.serving.beginnings import Beginning, Beginnings
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import ContextCounts
@@ -113,8 +112,6 @@ class LocalBackend:
                 "%s cannot be written: nothing can be registered or deleted, and nothing is kept on disk", store
             )
         await self._contexts.start()
-        if self._settings.engine.context_bytes is not None:
-            await self._tell_too_large(self._settings.engine.context_bytes)
         self._steps = StepThread(self._scheduler, self._engine)
         self._builder.start()
 
@@ -252,17 +249,6 @@ class LocalBackend:
             kept_bytes=own.num_bytes,
             kept_budget=self._settings.kept.context_bytes,
         )
-
-    async def _tell_too_large(self, budget: int) -> None:
-        """The log, of contexts of which every request will be refused."""
-        names = {info.artifact_id: info.name for info in await self._contexts.infos() if info.state == "ready"}
-        for path in await self._contexts.paths():
-            spec = self._usable.recall(path).spec
-            if path.name not in names or spec is None:
-                continue
-            if (num_bytes := sum(context_bytes(spec, self._settings.engine.kv_format))) > budget:
-                told = "the context %s takes %s bytes and engine.context_bytes is %s: no request of it can be answered"
-                _log.warning(told, names[path.name], f"{num_bytes:,}", f"{budget:,}")
 
     def _reserve(self) -> None:
         try:

@@ -150,7 +150,7 @@ def _too_long(context_len: int, question_len: int, max_positions: int, tail_capa
         return f"{asked} tokens, and the model takes {max_positions:,} in all, with the answer; {fewer}"
     asked, fewer = ("question", "ask a shorter one") if context_len else ("prompt", "shorten it")
     return (
-        f"the {asked} has {question_len:,} tokens, and this service has room for {tail_capacity:,} of {asked} and "
+        f"the {asked} has {question_len:,} tokens, and this service has room for {tail_capacity + 1:,} of {asked} and "
         f"answer together; {fewer}"
     )
 

@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from csattn.artifact import Artifact
+from csattn.artifact.tensor_file import how_to_heal
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError, CsattnError
 from offload.errors import MemoryPlanError, OffloadError, is_out_of_memory
@@ -32,13 +33,14 @@ from workers.serving.messages import (
     closing,
 )
 from workers.serving.moving import drop_pages, read_index, read_rows
-from workers.serving.resident import Resident, choose_leaving
+from workers.serving.resident import Resident, choose_leaving, files_of, lost_bytes
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import NO_CONTEXT, StepEngine
 from workers.serving.usable import Usable
 from workers.settings import EngineSettings
 
 _RETRY_S = 5.0
+_LOOK_S = 1.0  # at most so often files are asked whether they are whole
 
 
 class _Unwanted(Exception):
@@ -51,6 +53,7 @@ class Residency:
     def __init__(self, scheduler: Scheduler, engine: StepEngine, usable: Usable, settings: EngineSettings) -> None:
         self._scheduler, self._engine, self._usable, self._settings = scheduler, engine, usable, settings
         self._reads_in_place = settings.placement == "cpu" and settings.kv_codec is None
+        self._maps_rows = settings.placement != "device" and settings.kv_codec is None
         self._residents: dict[Path, Resident] = {}
         self._loading: dict[Path, asyncio.Task[Resident]] = {}
         self._wanted: Counter[Path] = Counter()  # how many wait for it
@@ -148,10 +151,15 @@ class Residency:
         """
         if (resident := self._residents.get(path)) is None:
             return
-        resident.fault = resident.fault or (await asyncio.to_thread(self._usable.look, path)).fault
+        now = time.monotonic()
+        if not resident.fault and now - resident.looked_at >= _LOOK_S:
+            resident.looked_at = now
+            resident.fault = await asyncio.to_thread(lost_bytes, resident.files)
         if resident.fault:
             await self.forget(path)
-            raise ContextNotReadyError(resident.fault)
+            raise ContextNotReadyError(
+                f"the context's artifact {path} cannot be used: {resident.fault}; {how_to_heal(path)}"
+            )
 
     async def _resident(self, path: Path) -> Resident:
         """Counted as used already: between two awaits, nothing can unload it."""
@@ -262,11 +270,12 @@ class Residency:
         try:
             await asyncio.to_thread(self._usable.require_sound, artifact)
             await asyncio.to_thread(read_index, artifact.path)
+            files = await asyncio.to_thread(files_of, path) if self._maps_rows else {}
             if not self._reads_in_place:
                 await asyncio.to_thread(read_rows, artifact.path, lambda: False)
             while not await self._has_found_room(lambda: asyncio.wrap_future(scheduler.inbox.call(add)), waits=True):
                 pass
-            resident = Resident(context_id, artifact, num_bytes, last_used=next(self._uses))
+            resident = Resident(context_id, artifact, num_bytes, last_used=next(self._uses), files=files)
             self._residents[path] = resident
         finally:
             self._moving_bytes -= num_bytes

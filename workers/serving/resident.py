@@ -1,14 +1,17 @@
 """A context that the engine holds, and which of them have had their turn."""
 
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from csattn.artifact import Artifact
 from workers.serving.messages import Held
 
 TURN_S, TURN_LOADS = 2.0, 8.0  # for how long a context stays while others wait: at least; times what loading it took
 MAX_NAMES = 64  # that are remembered of who asked for a context
+Files = Mapping[Path, tuple[int, int]]  # inode and size
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +28,9 @@ class Resident:
     is_leaving: bool = False  # takes no new requests: it has had its turn, and others wait
     is_forgotten: bool = False  # unload it when its last user leaves
     is_gone: bool = False
-    fault: str = ""  # what its files have lost since it was loaded
+    files: "Files" = field(default_factory=dict)  # that its rows are mapped of
+    looked_at: float = field(default_factory=time.monotonic)  # at the files
+    fault: str = ""  # what these have lost since it was loaded
     asked_for: dict[str, None] = field(default_factory=dict)
 
     def begin_turn(self, now: float, loading_s: float) -> None:
@@ -43,6 +48,24 @@ class Resident:
     def told(self, path: str, now: float) -> Held:
         idle_s = 0.0 if self.num_users else now - self.left_at
         return Held(path, tuple(self.asked_for), self.num_bytes, self.num_users, idle_s)
+
+
+def files_of(path: Path) -> Files:
+    """Of an artifact's directory."""
+    with os.scandir(path) as entries:
+        return {Path(entry.path): (of.st_ino, of.st_size) for entry in entries for of in [entry.stat()]}
+
+
+def lost_bytes(files: Files) -> str:
+    """What one of these has lost that is still there; empty: nothing has. One that is gone is mapped as it was."""
+    for path, (inode, size) in files.items():
+        try:
+            now = path.stat()
+        except OSError:
+            continue
+        if now.st_ino == inode and now.st_size < size:
+            return f"{path.name} has {now.st_size} bytes instead of {size}"
+    return ""
 
 
 def choose_leaving(residents: Iterable[Resident], num_bytes: int, now: float) -> float | None:

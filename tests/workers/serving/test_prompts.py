@@ -124,8 +124,8 @@ def test_room_is_what_positions_and_rows_leave() -> None:
     assert room_for(asked, 0, 24, 1024, 30) == 7
     for sizes, words in (
         ((1000, 24, 1024, 200), "^context and question have 1,000 and 24 tokens, and the model takes 1,024 in all"),
-        ((900, 31, 1024, 30), "^the question has 31 tokens, .* room for 30 of question and answer together; ask"),
-        ((0, 31, 1024, 30), "^the prompt has 31 tokens, .* room for 30 of prompt and answer together; shorten it"),
+        ((900, 31, 1024, 30), "^the question has 31 tokens, .* room for 31 of question and answer together; ask"),
+        ((0, 31, 1024, 30), "^the prompt has 31 tokens, .* room for 31 of prompt and answer together; shorten it"),
         ((0, 1024, 1024, 30), "^the prompt has 1,024 tokens, and the model takes 1,024 in all, .*; shorten it"),
     ):
         with pytest.raises(ContextTooLongError, match=words) as refused:

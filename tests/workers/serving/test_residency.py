@@ -21,7 +21,7 @@ from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.test_local import answer, ask, running, settings_of, until
 from tests.workers.serving.test_preparation import path_of
 from workers.capacity import context_bytes, room_for_contexts
-from workers.serving import local, moving, resident
+from workers.serving import moving, resident
 from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextTooLongError, Held
 from workers.settings import EngineSettings
@@ -89,23 +89,6 @@ def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyP
             assert sum(sample.value for sample in requests.samples if sample.name.endswith("_total")) == len(names)
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("spare", [0, -1])
-def test_the_log_tells_of_contexts_that_can_never_be_loaded(
-    built: Path, caplog: pytest.LogCaptureFixture, spare: int
-) -> None:
-    size = max(size_of(built, name) for name in SECRETS)
-    large = {name for name in (*SECRETS, "bare") if size_of(built, name) > size + spare}
-
-    async def main() -> None:
-        async with within(built, Counting(), size + spare):
-            pass
-
-    asyncio.run(main())
-    lines = [line.getMessage() for line in caplog.records if line.name == local.__name__]
-    assert {line.split()[2] for line in lines} == large and len(lines) == len(large)
-    assert all(f"engine.context_bytes is {size + spare:,}: no request" in line for line in lines)
 
 
 def test_contexts_that_are_always_in_use_take_turns(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:

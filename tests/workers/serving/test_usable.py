@@ -15,7 +15,7 @@ from tests.tiny import byte_tokenizer, loaded, make_model
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.test_local import answer, ask, settings_of, until
-from workers.serving import usable
+from workers.serving import residency, resident, usable
 from workers.serving.context_file import FILE_NAME
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
@@ -111,9 +111,10 @@ class Copying(FullEngine):
         self.contexts[context_id] = [layer.copy() for layer in self.contexts[context_id]]
 
 
-def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store: Path) -> None:
+def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store: Path, monkeypatch) -> None:
     """Its rows are mapped: to read one that is gone ends the process. Who uses it already does not keep it for others,
     and the one that is loaded then is another, for the bytes may lie in other files."""
+    monkeypatch.setattr(residency, "_LOOK_S", 0.0)
     rows = next(store.glob("*/layer-001.kv.safetensors"))
     whole = rows.read_bytes()
     rows.chmod(0o644)
@@ -135,6 +136,24 @@ def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store:
             await going.aclose()
             await until(lambda: not engine.contexts)
             assert await answer(backend, ask("heron")) == want
+
+    asyncio.run(main())
+
+
+def test_a_loaded_context_whose_files_cannot_be_asked_is_answered_from(store: Path, monkeypatch) -> None:
+    """What is mapped of a file that is gone is there."""
+    monkeypatch.setattr(residency, "_LOOK_S", 0.0)
+    rows = next(store.glob("*/layer-001.kv.safetensors"))
+
+    async def main() -> None:
+        async with LocalBackend(FullEngine(loaded()), loaded(), settings_of(store)) as backend:
+            want = await answer(backend, ask("heron"))
+            place = rows.parent
+            place.rename(store / "elsewhere")
+            moved = backend._residency._residents[place]
+            assert resident.lost_bytes(moved.files) == ""
+            (store / "elsewhere").rename(place)
+            assert await answer(backend, ask("heron")) == want and backend._residency._residents[place] is moved
 
     asyncio.run(main())
 

@@ -29,10 +29,11 @@ def require_share(name: str, value: float) -> None:
 def require_text(name: str, value: object, otherwise: str = "") -> None:
     """otherwise: what else may be given than one that is not empty."""
     if not isinstance(value, str):
-        raise ConfigError(f"{name} is text, got {value!r}; give one, each by itself")
+        raise ConfigError(f"{name} must be text, got a value of type {type(value).__name__}; give a str")
     if (half := lone_surrogate(value)) is not None:
         raise ConfigError(
-            f"{name} is not UTF-8 text (character {half}) but has half a surrogate pair there; convert it first"
+            f"{name} is not UTF-8 text (character {half}): it has half a surrogate pair; read it as UTF-8, or leave "
+            "that character out"
         )
     if not value.strip():
         raise ConfigError(f"{name} holds no text; give one that is not empty{otherwise}")

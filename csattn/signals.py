@@ -2,17 +2,26 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+TERMINATED = 128 + signal.SIGTERM  # the exit code
 
 
 @contextmanager
-def own_handlers() -> Iterator[None]:
-    """SIGTERM and SIGINT are handled behind the block as before it."""
+def own_handlers(undo: Callable[[], object]) -> Iterator[None]:
+    """SIGTERM and SIGINT are handled behind the block as before it. Where an exit leaves it, undo is called; one by the
+    library's own handler of SIGTERM, as Ray has it, has the code that shells give that signal."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():  # no other may, nor has the library
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        try:
+            yield
+        finally:
+            if threading.current_thread() is threading.main_thread():  # no other may, nor has the library
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+    except SystemExit as ended:
+        undo()
+        if ended.code == signal.SIGTERM:
+            raise SystemExit(TERMINATED) from None
+        raise

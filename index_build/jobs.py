@@ -8,7 +8,6 @@ was interrupted goes on where it stopped.
 """
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -49,7 +48,8 @@ def run_on_ray(
     address: of the cluster; `auto` finds the one this process belongs to, `local` starts one on this machine for as
     long as the batch takes. Where this process is connected already, that connection is used.
     num_threads: CPUs of each task. [default: the smallest node's, on a GPU its share of them, at most 8]
-    Raises ConfigError when there is no ray, no such cluster, or no node in it that a task fits on.
+    Raises ConfigError when there is no ray, no such cluster, or no node in it that a task fits on, and SystemExit with
+    code 143 for a SIGTERM that comes while Ray starts, which takes it for itself.
     """
     started = time.perf_counter()
     with _connected(address) as ray:
@@ -84,17 +84,13 @@ def _connected(address: str) -> Iterator[Any]:
     here = {"include_dashboard": False} if address == "local" else {}
     try:
         _require_listener(address)
-        with own_handlers():
+        with own_handlers(undo=ray.shutdown):
             ray.init(address=address, log_to_driver=False, configure_logging=False, **here)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"cannot reach a Ray cluster at {address!r} ({sentence(error)}); start one with `ray start --head`, "
             "or use --ray local"
         ) from error
-    except SystemExit:  # by Ray's own handler of SIGTERM, which nobody has heard of then
-        ray.shutdown()
-        signal.raise_signal(signal.SIGTERM)
-        raise
     try:
         yield ray
     finally:

@@ -1,7 +1,10 @@
 """What a library that starts leaves of our handlers."""
 
 import signal
+import sys
 import threading
+
+import pytest
 
 from csattn.signals import own_handlers
 
@@ -17,7 +20,7 @@ def library() -> None:
 
 def test_handlers_are_ours_again() -> None:
     before = handlers()
-    with own_handlers():
+    with own_handlers(undo=lambda: pytest.fail("nothing ended it")):
         library()
         assert handlers() != before
     assert handlers() == before
@@ -27,7 +30,7 @@ def test_another_thread_may_start_it_too() -> None:
     told: list[str] = []
 
     def start() -> None:
-        with own_handlers():
+        with own_handlers(undo=told.clear):
             told.append("started")
         told.append("went on")
 
@@ -35,3 +38,16 @@ def test_another_thread_may_start_it_too() -> None:
     thread.start()
     thread.join()
     assert told == ["started", "went on"]
+
+
+def exit_within(code: int) -> None:
+    library()
+    sys.exit(code)
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(signal.SIGTERM, 143), (3, 3)])
+def test_an_exit_from_within_is_undone_and_has_the_signals_code(code: int, wanted: int) -> None:
+    before, undone = handlers(), []
+    with pytest.raises(SystemExit) as ended, own_handlers(undo=lambda: undone.append(handlers())):
+        exit_within(code)
+    assert ended.value.code == wanted and undone == [before]

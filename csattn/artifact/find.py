@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from csattn.artifact.layout import MANIFEST_FILE
 from csattn.errors import ArtifactError, ArtifactNotFoundError
 
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -26,12 +27,14 @@ def resolve_artifact(path: Path) -> Path:
 def find_artifact(store: Path, prefix: str) -> Path:
     """The directory of the one artifact in the store whose id starts so. It is not opened."""
     entries = store_entries(store)
-    if prefix in entries and not is_artifact_id(prefix):
+    names = [name for name in entries if is_artifact_id(name)]
+    is_one = prefix in entries and (store / prefix / MANIFEST_FILE).is_file()
+    if is_one and not any(name.startswith(prefix) for name in names):
         raise ArtifactNotFoundError(
             f"there is no artifact {prefix!r} in {store}: directories there have their artifact's id for a name, 16 "
             f"digits from 0 to f; `csattn inspect {store / prefix}` tells which: give it that name"
         )
-    return store / choose_artifact([name for name in entries if is_artifact_id(name)], store, prefix)
+    return store / choose_artifact(names, store, prefix)
 
 
 def choose_artifact(names: list[str], store: Path | str, prefix: str) -> str:

@@ -125,14 +125,18 @@ def model_name(name: str | Path | None) -> str:
 def _require_device(device: str) -> None:
     """Raise ConfigError before anything is loaded for one that is none, or is not there."""
     try:
-        kind = torch.device(device).type
+        wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device must be cpu or cuda, got {device!r}") from error
-    if kind == "cuda" and not torch.cuda.is_available():
+    if wanted.type != "cuda":
+        return
+    if not torch.cuda.is_available():
         raise ConfigError(
             "this machine has no CUDA device, or torch is a build without CUDA; leave out the device to load the model "
             "on the CPU"
         )
+    if (wanted.index or 0) >= (there := torch.cuda.device_count()):
+        raise ConfigError(f"this machine has no {wanted}; the last of its CUDA devices is cuda:{there - 1}")
 
 
 def require_numbers(dtype: str, weights: str | None) -> Rounding | None:
@@ -293,7 +297,7 @@ def _resolve(name: str) -> str:
     """The directory (or hub id) that `transformers` can load."""
     if name == DEMO_MODEL:
         return str(_converted(_demo_gguf()))
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # as it is where nobody has such a home
     if os.path.isdir(path):  # False of what no path can be, too
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")

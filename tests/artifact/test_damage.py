@@ -316,6 +316,14 @@ def test_a_renamed_directory_is_told_what_names_are(artifact_dir: Path, tmp_path
     with pytest.raises(ArtifactNotFoundError, match="directories there have their artifact's id for a name"):
         find_artifact(tmp_path, "manual")
     assert open_artifact(tmp_path / "manual").spec.artifact_id == artifact_dir.name, "by its path it is read"
+    (tmp_path / "report.txt").touch()
+    (tmp_path / "empty").mkdir()
+    for name in ("report.txt", "empty"):
+        with pytest.raises(ArtifactNotFoundError, match="csattn ls --store"):
+            find_artifact(tmp_path, name)
+    shutil.copytree(artifact_dir, tmp_path / artifact_dir.name)
+    (tmp_path / "manual").rename(tmp_path / artifact_dir.name[:4])
+    assert find_artifact(tmp_path, artifact_dir.name[:4]) == tmp_path / artifact_dir.name
 
 
 def test_no_artifact_here(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_the_example_builds_and_answers(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:
     for text, sentence in (
-        (tmp_path, "a context is text, got"),
+        (tmp_path, "a context must be text, got a value of type PosixPath; give a str"),
         (" ", "holds no text"),
         ("\udcff", "is not UTF-8 text"),
     ):

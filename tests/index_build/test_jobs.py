@@ -1,9 +1,11 @@
 """The batch over a Ray cluster of this machine: a node dies half-way, four build the same, nothing is lost."""
 
+import signal
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -58,6 +60,19 @@ def test_without_ray_the_sentence_says_how_to_get_it(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'csattn\[serve\]'"):
         run_on_ray([], tmp_path)
+
+
+def test_a_sigterm_that_ray_takes_while_it_starts_ends_no_host(tmp_path: Path, monkeypatch) -> None:
+    """It is an exit that whoever calls may catch."""
+    done: list[str] = []
+    ray = ModuleType("ray")
+    ray.is_initialized = lambda: False
+    ray.init = lambda **_: sys.exit(signal.SIGTERM)
+    ray.shutdown = lambda: done.append("shutdown")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(SystemExit) as ended:
+        run_on_ray([], tmp_path, "local")
+    assert ended.value.code == 143 and done == ["shutdown"]
 
 
 @pytest.fixture(scope="module")

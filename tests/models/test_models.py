@@ -128,6 +128,22 @@ def test_a_device_that_is_not_there_is_refused_before_a_load(
         load_model("/no/such/dir", device=device)
 
 
+def test_of_some_devices_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="this machine has no cuda:2; the last of its CUDA devices is cuda:1"):
+        load_model("/no/such/dir", device="cuda:2")
+    for there in ("cuda", "cuda:1"):
+        with pytest.raises(ModelError, match="there is no model"):
+            load_model("/no/such/dir", device=there)
+
+
+def test_a_home_that_nobody_has_is_a_sentence() -> None:
+    for load in (load_model, read_config):
+        with pytest.raises(ModelError, match="there is no model at ~nosuchuser9/x"):
+            load("~nosuchuser9/x")
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="float8"):
         load_model("x/y", "float8")

@@ -67,6 +67,14 @@ def test_special_tokens_of_a_text_are_counted() -> None:
     assert sum(i in tokenizer.all_special_ids and i != tokenizer.unk_token_id for i in ids) == 3
 
 
+def test_a_special_token_that_begins_as_others_do_is_counted() -> None:
+    tokenizer = spaced_tokenizer(ZEPHYR)
+    reserved = [f"<|r_{number}|>" for number in range(30)]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*reserved, "<|r_1", "<|r"]})
+    assert num_special(tokenizer, "".join(reserved)) == 30
+    assert num_special(tokenizer, "<|r_12|>, <|r_12, <|r_2, <|, <|r_") == 4
+
+
 def test_a_conversation_that_begins_with_an_answer_does_not_follow_a_context_in_the_first_question() -> None:
     tokenizer = spaced_tokenizer(MISTRAL)
     prefix, ending = context_ids(tokenizer, TEXT, "user"), {"continue_final_message": True}

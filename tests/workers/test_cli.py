@@ -83,11 +83,13 @@ def test_build_tells_of_special_tokens_within_a_text(capsys, place: Path) -> Non
     tokenizer.add_special_tokens({"eos_token": "#"})
     tokenizer.save_pretrained(place / "special")
 
-    def told(text: str) -> str:
-        build = "build", "--context", "-", "--model", place / "special", "--store", place / "few"
+    def told(text: str, *more: str) -> str:
+        build = "build", "--context", "-", "--model", place / "special", "--store", place / "few", *more
         return in_process(*build, capsys=capsys, stdin=text.encode()).stderr
 
     assert "the text holds 2 special tokens of the model" in told("#A lamp.# It is too short.")
+    quiet = "--progress", "json"
+    assert "special token" not in told("#A lamp.# It is too short.", *quiet), "they would be why a build has ended"
     assert "special" not in told("A lamp. It is too short.").replace(str(place / "special"), "")
 
 

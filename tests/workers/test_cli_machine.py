@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -168,6 +170,29 @@ def test_a_service_that_ends_before_it_is_ready_is_no_success(tmp_path: Path, nu
         process.send_signal(number)
         assert process.wait(60) == 128 + number
         assert json.loads(process.stdout.read().splitlines()[-1])["error"]["type"] == "Interrupted"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("serve", "--port", "0"), ("build", "--jobs", "jobs.jsonl", "--ray", "local")], ids=lambda of: of[0]
+)
+def test_so_does_one_that_ray_took_the_signal_of(capsys, tmp_path: Path, monkeypatch, arguments) -> None:
+    """While it starts, Ray has a handler of its own that exits."""
+    (tmp_path / "jobs.jsonl").write_text('{"context": "0.txt"}\n')
+    monkeypatch.chdir(tmp_path)
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    ray = sys.modules["ray"]
+    ray.__spec__, ray.serve = ModuleSpec("ray", None), sys.modules["ray.serve"]
+    ray.is_initialized, ray.shutdown = lambda: False, lambda: None
+    ray.init = lambda **_: sys.exit(signal.SIGTERM)
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        done = in_process(*arguments, "--store", tmp_path / "store", "--json", capsys=capsys)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert done.returncode == 143 and "error: interrupted" in done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
 
 
 def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:

@@ -100,12 +100,14 @@ def test_an_artifact_is_one_or_a_place(given) -> None:
         ({"threads": 2}, "did you mean num_threads"),
         (
             {"wrong": 1},
-            "leave it out; there are growth, host_budget_bytes, kv_format, max_rows, num_devices, num_slots",
+            "leave it out; there are host_budget_bytes, kv_format, num_devices, num_slots, num_threads, placement",
         ),
-        ({"slot_share": 0.1}, "no option slot_share with this placement"),
+        ({"slot_share": 0.1}, "it is for a placement on a GPU, one of device, hybrid, host; leave it out"),
         ({"slot_shares": 0.1, "placement": "hybrid"}, "did you mean slot_share"),
         ({"module": "x", "placement": "hybrid"}, "no option module"),
-        ({"module_": "x", "placement": "hybrid", "num_devices": 2}, "did you mean module"),
+        ({"module_": "x", "placement": "hybrid", "num_devices": 2}, "slot_share, tail_capacity$"),
+        ({"devices": 2}, "did you mean num_devices"),
+        ({"devices": 2, "placement": "hybrid"}, "did you mean num_devices"),
         ({"num_threads": "2"}, "num_threads must be a whole number, got '2'"),
         ({"num_threads": 1.5}, "num_threads must be a whole number, got 1.5"),
         ({"num_threads": -1}, "num_threads must be at least 1, got -1"),
@@ -133,7 +135,8 @@ def test_a_budget_may_be_written_as_on_the_command_line(artifact) -> None:
     [
         ("", "a question holds no text; give one that is not empty"),
         (" \n", "a question holds no text"),
-        ("a\ud800", r"a question is not UTF-8 text \(character 1\) but has half a surrogate pair"),
+        ("a\ud800", r"a question is not UTF-8 text \(character 1\): it has half a surrogate pair"),
+        (["who?"], "a question must be text, got a value of type list; give a str"),
     ],
 )
 def test_a_question_without_text_is_refused(session, question, sentence) -> None:

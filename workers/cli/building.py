@@ -41,7 +41,8 @@ def build(
     if ids is not None:
         plan = plan_tokens(ids, options, loaded, device)
     else:
-        _tell_special(loaded, text)
+        if progress != "json":  # there the last words on stderr are why it ended
+            _tell_special(loaded, text)
         plan = plan_text(text, "stdin" if context == "-" else Path(str(context)).name, options, loaded, device)
     with nullcontext() if sync else unsynced():
         report = run_build(loaded, plan, store, JsonProgress() if progress == "json" else None)

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from csattn.errors import CsattnError
+from csattn.signals import TERMINATED
 from offload.errors import OffloadError, is_out_of_memory
 from workers.cli import ending
 from workers.cli.app import app
@@ -41,13 +42,22 @@ def run() -> None:
             sys.exit(error.exit_code)
         _fail({"type": "UsageError", "message": message}, error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        goes_on = "; a build goes on where it stopped when run again" if sys.argv[1:2] in _BUILDING else ""
-        _fail({"type": "Interrupted", "message": f"interrupted{goes_on}"}, ending.exit_code())
+        _interrupted()
+    except SystemExit as ended:
+        if ended.code != TERMINATED:
+            raise
+        ending.tell(signal.SIGTERM)
+        _interrupted()
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
             raise
         wanted = " ".join(str(error).split())[:_MAX_TOLD] or "nothing says how much was wanted"
         _fail({"type": "MemoryError", "message": f"there is not enough memory ({wanted}); {_REMEDIES}"}, 1)
+
+
+def _interrupted() -> None:
+    goes_on = "; a build goes on where it stopped when run again" if sys.argv[1:2] in _BUILDING else ""
+    _fail({"type": "Interrupted", "message": f"interrupted{goes_on}"}, ending.exit_code())
 
 
 def _fail(error: dict[str, Any], exit_code: int) -> None:

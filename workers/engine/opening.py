@@ -21,6 +21,16 @@ from workers.engine.memory import PLACEMENTS, Placement
 from workers.engine.split_engine import SplitEngine, require_tried
 
 _ALIASES = {"kv_codec": "kv_format"}  # of the command line, which are not much alike
+_DOCUMENTED = {  # of `csattn_session`
+    "host_budget_bytes",
+    "kv_format",
+    "num_devices",
+    "num_slots",
+    "num_threads",
+    "placement",
+    "slot_share",
+    "tail_capacity",
+}
 
 
 def open_engine(
@@ -149,10 +159,12 @@ def _require_options(options: Iterable[str], *engines: Callable[..., object]) ->
     for name in sorted(set(options) - known):
         if name in signature(SearchConfig).parameters:
             remedy = f"it belongs into config=SearchConfig({name}=...)"
-        elif near := get_close_matches(_ALIASES.get(name, name), known):
+        elif name in _DOCUMENTED:
+            remedy = f"it is for a placement on a GPU, one of {', '.join(PLACEMENTS)}; leave it out, or add one"
+        elif near := get_close_matches(_ALIASES.get(name, name), _DOCUMENTED):
             remedy = f"did you mean {near[0]}?"
         else:
-            remedy = f"leave it out; there are {', '.join(sorted(known))}"
+            remedy = f"leave it out; there are {', '.join(sorted(known & _DOCUMENTED))}"
         raise ConfigError(f"there is no option {name} with this placement: {remedy}")
 
 

@@ -3,6 +3,7 @@
 import faulthandler
 import logging
 import sys
+from contextlib import suppress
 
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = ("csattn", "offload", "workers")
@@ -12,7 +13,8 @@ def log_to_stderr() -> None:
     """What the service's own packages say of their work, and others' warnings. A process that logs already does so as
     it was set up. A signal that ends it at once, where a file has lost what is mapped of it, say, leaves a trace."""
     if sys.__stderr__ is not None and not faulthandler.is_enabled():  # Ray has it in its workers
-        faulthandler.enable(sys.__stderr__)
+        with suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
+            faulthandler.enable(sys.__stderr__)
     logging.basicConfig(format=FORM, level=logging.WARNING, stream=sys.__stderr__)  # Serve puts its own in its place
     for name in _OURS:
         logging.getLogger(name).setLevel(logging.INFO)

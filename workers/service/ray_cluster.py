@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +52,7 @@ def connected(settings: Settings) -> Iterator[Any]:
         return
     try:
         _require_listener(settings.ray.address)
-        with own_handlers():
+        with own_handlers(undo=ray.shutdown):
             ray.init(log_to_driver=False, configure_logging=False, **_cluster(settings))
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -61,9 +60,6 @@ def connected(settings: Settings) -> Iterator[Any]:
             f"ray.address is {settings.ray.address!r}, where no Ray cluster can be reached ({reason}); start one with "
             "`ray start --head`, or leave the setting out to have one on this machine"
         ) from error
-    except SystemExit:  # by Ray's own handler of SIGTERM
-        ray.shutdown()
-        raise SystemExit(128 + signal.SIGTERM) from None
     try:
         yield ray
     finally:

@@ -29,3 +29,9 @@ def test_a_signal_that_ends_it_leaves_a_trace() -> None:
     ended = subprocess.run([sys.executable, "-c", f"{SAYS}\n{ends}"], capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGBUS
     assert "Fatal Python error: Bus error" in ended.stderr and 'File "<string>", line' in ended.stderr
+
+
+def test_a_stream_without_a_descriptor_is_logged_to() -> None:
+    says = f"import io, sys\nsys.__stderr__ = io.StringIO()\n{SAYS}\nprint(sys.__stderr__.getvalue())"
+    ended = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    assert "warning of others" in ended.stdout

@@ -178,6 +178,7 @@ def test_a_service_that_ends_before_it_is_ready_is_no_success(tmp_path: Path, nu
 def test_so_does_one_that_ray_took_the_signal_of(capsys, tmp_path: Path, monkeypatch, arguments) -> None:
     """While it starts, Ray has a handler of its own that exits."""
     (tmp_path / "jobs.jsonl").write_text('{"context": "0.txt"}\n')
+    (tmp_path / "0.txt").write_text("A lamp.")
     monkeypatch.chdir(tmp_path)
     for name in ("ray", "ray.serve"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

@@ -473,7 +473,7 @@ def test_options_of_another_kind_are_refused(store, options, sentence) -> None:
 def test_a_question_is_text(store, question) -> None:
     with (
         csattn_session(loaded(), artifact_of(store)) as session,
-        pytest.raises(ConfigError, match="a question is text"),
+        pytest.raises(ConfigError, match="a question must be text"),
     ):
         session.ask(question)
 

@@ -265,7 +265,7 @@ def test_every_token_of_a_long_prompt_has_its_score(tmp_path, builds) -> None:
 
     asyncio.run(main())
     assert not builds
-    with pytest.raises(ContextTooLongError, match="room for 700 of prompt and answer together"):
+    with pytest.raises(ContextTooLongError, match="room for 701 of prompt and answer together"):
         answers(tmp_path, ask(prompt=DOCUMENT, echo=True, top_logprobs=0))
 
 

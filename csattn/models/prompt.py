@@ -1,9 +1,6 @@
 """Token ids of a context and of the turns that continue it, so that the one is a prefix of the other."""
 
-import re
-from collections.abc import Iterable, Iterator
-from itertools import groupby
-from os.path import commonprefix
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -60,18 +57,8 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
 
 def num_special(tokenizer: Any, text: str) -> int:
     """How often a text holds what the tokenizer reads as special tokens, the end of a message, say."""
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
-    return sum(1 for _ in re.finditer(_any_of(special), text)) if special else 0
-
-
-def _any_of(words: Iterable[str]) -> str:
-    """A pattern of the longest of them; what begins alike is looked at once, of hundreds of reserved tokens, say."""
-    ways = []
-    for _, alike in groupby(sorted(words), key=lambda word: word[0]):
-        start = commonprefix(group := list(alike))  # noqa: RUF071 - by characters
-        longer = [word[len(start) :] for word in group if word != start]
-        ways.append(re.escape(start) + (_any_of(longer) + "?" * (start in group) if longer else ""))
-    return f"(?:{'|'.join(ways)})"
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - {tokenizer.unk_token_id}
+    return sum(i in special for i in tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded: LoadedModel) -> None:

@@ -8,7 +8,6 @@ was interrupted goes on where it stopped.
 """
 
 import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from csattn.artifact import remote_store
+from csattn.cluster import join
 from csattn.config import SketchConfig, preset
 from csattn.errors import ConfigError, CsattnError
-from csattn.signals import own_handlers
 from index_build.batch import BatchReport, OnJobProgress, OnJobResult, by_model, failing, result_of, sentence
 from index_build.board import Board
 from index_build.context_build import ContextBuild
@@ -28,7 +27,6 @@ from index_build.pieces import Piece
 from index_build.tasks import NEEDS_MODEL, GpuBuilder, run_piece
 
 NO_ROOM_S = 600.0  # how long a cluster may be without a node for a task
-_CONNECT_S = 5.0
 _POLL_S = 0.1
 _MOST_LOST = 20  # processes on GPUs, in a row
 
@@ -83,9 +81,7 @@ def _connected(address: str) -> Iterator[Any]:
         return
     here = {"include_dashboard": False} if address == "local" else {}
     try:
-        _require_listener(address)
-        with own_handlers(undo=ray.shutdown):
-            ray.init(address=address, log_to_driver=False, configure_logging=False, **here)
+        join(ray, address, address=address, **here)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"cannot reach a Ray cluster at {address!r} ({sentence(error)}); start one with `ray start --head`, "
@@ -95,13 +91,6 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _require_listener(address: str) -> None:
-    """Knock at `host:port` before Ray does, which would go on knocking for many minutes."""
-    if address not in ("auto", "local"):
-        host, _, port = address.rpartition("://")[2].rpartition(":")
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 
 def _nodes(ray: Any) -> list[dict[str, float]]:

@@ -2,18 +2,16 @@
 
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from csattn.cluster import join
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
-from csattn.signals import own_handlers
 from workers.settings import Settings
 
 _PLACING_S = 60.0
-_CONNECT_S = 5.0
 _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "workers.service.stream_guard.middlewares",
     "RAY_SERVE_LOG_TO_STDERR": "0",
@@ -51,9 +49,7 @@ def connected(settings: Settings) -> Iterator[Any]:
         yield ray
         return
     try:
-        _require_listener(settings.ray.address)
-        with own_handlers(undo=ray.shutdown):
-            ray.init(log_to_driver=False, configure_logging=False, **_cluster(settings))
+        join(ray, settings.ray.address, **_cluster(settings))
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -64,13 +60,6 @@ def connected(settings: Settings) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _require_listener(address: str | None) -> None:
-    """Knock at `host:port` before Ray does, which would go on knocking for many minutes."""
-    if address not in (None, "auto", "local"):
-        host, _, port = address.rpartition("://")[2].rpartition(":")
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 
 def bundles(settings: Settings) -> list[dict[str, int]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +56,7 @@ from workers.engine.slots import (
 )
 from workers.engine.some_or_all import all_are_faster
 from workers.engine.step_model import StepModel, step_model
+from workers.engine.step_results import LogitsOnHost, joined, kept
 from workers.engine.watch import Watch
 from workers.model.devices import require_device
 from workers.searchers.step_searches import StepSearches
@@ -161,6 +161,7 @@ class GpuEngine:
         self._placing = Placing(sizing, index_config, self._searcher, device, on_progress)
         self._places: dict[int, int] = {}  # of the scheduler's contexts among the placed ones
         self._requests: dict[int, _Request] = {}  # by slot
+        self._logits = LogitsOnHost(self.max_rows)
 
     def __repr__(self) -> str:
         return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
@@ -246,9 +247,9 @@ class GpuEngine:
             self._take_over(slot)
             self._grow(slot, lens[next(i for i, row in enumerate(rows) if row.slot == slot)])
         if stop := self._end_of_step(rows, lens):
-            first = _kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
+            first = kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
             late = (watch[0] - stop, watch[1]) if watch and watch[0] >= stop else None
-            return _joined(first, self.step(rows[stop:], want_logits, late))
+            return joined(first, self.step(rows[stop:], want_logits, late))
         runner = self._placing.ready().runner
         batch_size = runner.batch_size_for(len(rows))
         requests = [self._requests[row.slot] for row in rows]
@@ -269,7 +270,7 @@ class GpuEngine:
             output = runner.step_by_calls(batch_size)
         finish_beside(output.next_ids.device)  # a copy that waits by itself lets no other thread call the driver
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
-        logits = output.logits[: len(rows)].float().cpu().numpy() if want_logits else None
+        logits = self._logits.take(rows, output.logits) if want_logits else None
         for request, length, own_len in zip(requests, lens, own_lens, strict=True):
             request.tail_len = length
             request.own_read += length if reads_all else length - own_len + own_top_k(request.config, own_len)
@@ -450,19 +451,6 @@ class GpuEngine:
 
     def _request(self, slot: int) -> _Request:
         return open_request(slot, self._requests)
-
-
-def _kept(result: StepResult) -> StepResult:
-    """Valid after the next step."""
-    logits = None if result.logits is None else result.logits.copy()
-    return replace(result, next_ids=result.next_ids.copy(), logits=logits)
-
-
-def _joined(first: StepResult, second: StepResult) -> StepResult:
-    logits = None
-    if first.logits is not None and second.logits is not None:
-        logits = np.concatenate([first.logits, second.logits])
-    return StepResult(np.concatenate([first.next_ids, second.next_ids]), logits, first.fidelity or second.fidelity)
 
 
 def require_selector(selector: str, placement: str, kv_format: KvFormat | None) -> None:

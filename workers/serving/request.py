@@ -13,7 +13,7 @@ from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore, Usage
 from workers.serving.outlet import Outlet
-from workers.serving.sampling import adjusted, allowed_without, draw, likeliest, log_probabilities
+from workers.serving.sampling import adjusted, allowed_without, draw, likeliest, log_total
 from workers.serving.speech import Parts, Speech
 from workers.serving.text import StopFinder, TextStream, token_bytes
 
@@ -199,12 +199,11 @@ class Writer:
         text = token_bytes(self._tokenizer, token_id).decode(errors="replace")
         if logits is None:
             return TokenScore(token_id, text, None)
-        logprobs = log_probabilities(logits)
-        top = []
-        for other_id in likeliest(logprobs, num_top).tolist():
+        total, top = log_total(logits), []
+        for other_id in likeliest(logits, num_top).tolist():
             data = token_bytes(self._tokenizer, other_id)
-            top.append((data.decode(errors="replace"), data, float(logprobs[other_id])))
-        return TokenScore(token_id, text, float(logprobs[token_id]), tuple(top))
+            top.append((data.decode(errors="replace"), data, float(logits[other_id]) - total))
+        return TokenScore(token_id, text, float(logits[token_id]) - total, tuple(top))
 
     def _tell(self, decoded: str) -> Piece | None:
         return self._piece(*self._told(decoded))

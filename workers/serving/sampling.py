@@ -5,9 +5,11 @@ from collections.abc import Sequence, Set
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.jit import readonly
+from workers.serving.draw_kernel import draw_kernel
 from workers.serving.messages import Sampling
 
-_FIRST_LOOK = 256  # likeliest tokens that are sorted before more are
+_COLDEST = np.float32(1e-30)  # temperature: below, only the likeliest have any weight all the same
 
 
 def adjusted(
@@ -23,14 +25,14 @@ def adjusted(
     has no effect.
     """
     out = logits
-    seen, counts = np.unique(np.asarray(token_ids, np.int64), return_counts=True)
     if in_prompt is not None and sampling.repetition_penalty != 1.0:
         repeated = in_prompt.copy()
-        repeated[seen] = True
+        repeated[np.asarray(token_ids, np.int64)] = True
         factor = np.float32(sampling.repetition_penalty)
         out = np.where(repeated, np.where(out > 0, out / factor, out * factor), out)
-    if len(seen) and (sampling.frequency_penalty or sampling.presence_penalty):
+    if token_ids and (sampling.frequency_penalty or sampling.presence_penalty):
         out = out.copy()
+        seen, counts = np.unique(np.asarray(token_ids, np.int64), return_counts=True)
         out[seen] -= (sampling.frequency_penalty * counts + sampling.presence_penalty).astype(np.float32)
     if sampling.logit_bias:
         out = out.copy()
@@ -70,45 +72,37 @@ def draw(
         raise ValueError(f"the greatest is {greatest}")
     if sampling.temperature == 0:
         return int(logits.argmax())
-    with np.errstate(over="ignore"):  # a temperature near 0 sends all but the best to -inf, as it should
-        weights = np.exp((logits.astype(np.float64) - greatest) / sampling.temperature)
-    if sampling.min_p > 0:
-        weights[weights < sampling.min_p] = 0.0  # the likeliest one's weight is 1
-    if 0 < sampling.top_k < len(weights):
-        kept = likeliest(weights, sampling.top_k)
-        weights = np.where(np.isin(np.arange(len(weights)), kept), weights, 0.0)
-    token_ids, shares = _nucleus(weights / weights.sum(), sampling.top_p)
-    cumulative = np.cumsum(shares)
-    at = np.random.Generator(np.random.Philox(key=seed, counter=position)).random() * cumulative[-1]
-    return int(token_ids[np.searchsorted(cumulative, at, side="right")])
+    return int(
+        draw_kernel(
+            readonly(logits),
+            np.float32(greatest),
+            max(np.float32(sampling.temperature), _COLDEST),
+            np.float32(sampling.min_p),
+            sampling.top_k,
+            sampling.top_p,
+            np.random.Generator(np.random.Philox(key=seed, counter=position)).random(),
+        )
+    )
 
 
-def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """log-softmax, before temperature. logits: [vocab_size] -> the same shape."""
-    shifted = logits.astype(np.float64) - float(logits.max())
-    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+def prepare_draws() -> None:
+    """Have what draws compiled before the first token waits for it."""
+    draw(np.zeros(2, np.float32), Sampling(max_new_tokens=1, temperature=1.0), seed=0, position=0)
 
 
-def likeliest(values: NDArray[np.float64], num: int) -> NDArray[np.int64]:
+def log_total(logits: NDArray[np.float32]) -> float:
+    """What to take off a logit for its log-probability, before temperature. logits: [vocab_size]."""
+    greatest = logits.max()
+    weights = logits - greatest
+    return float(greatest) + float(np.log(np.exp(weights, out=weights).sum(dtype=np.float64)))
+
+
+def likeliest(values: NDArray[np.float32], num: int) -> NDArray[np.int64]:
     """Ids of the num greatest, by (value descending, id ascending). values: [vocab_size] -> [at most num]."""
+    num = min(num, len(values))
     if num <= 0:
         return np.zeros(0, np.int64)
-    if num < len(values):  # ties with the last one stay in, so that their ids decide
-        candidates = np.flatnonzero(values >= np.partition(values, -num)[-num])
-    else:
-        candidates = np.arange(len(values))
-    return np.asarray(candidates[np.argsort(-values[candidates], kind="stable")][:num])
-
-
-def _nucleus(shares: NDArray[np.float64], top_p: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The fewest of the likeliest tokens that have top_p together: ids and shares, likeliest first; at least one."""
-    if top_p >= 1.0:
-        return np.arange(len(shares)), shares
-    num = _FIRST_LOOK
-    while True:
-        token_ids = likeliest(shares, num)
-        cumulative = np.cumsum(shares[token_ids])
-        if cumulative[-1] >= top_p or len(token_ids) == len(shares):
-            kept = token_ids[: int(np.searchsorted(cumulative, top_p, side="left")) + 1]
-            return kept, shares[kept]
-        num *= 16
+    least = np.partition(values, -num)[-num]
+    above, ties = np.flatnonzero(values > least), np.flatnonzero(values == least)
+    chosen = np.concatenate([above, ties[: num - len(above)]])
+    return np.asarray(chosen[np.argsort(-values[chosen], kind="stable")])

@@ -4,9 +4,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from csattn.artifact import Artifact
+from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, CsattnError
 from workers.serving.flow import Flow
 from workers.serving.inbox import Call, Inbox
@@ -18,20 +20,25 @@ from workers.serving.messages import (
     Piece,
     ServingError,
     TimedOutError,
+    TokenScore,
     WorkerLostError,
 )
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
 from workers.serving.plan import QuestionRows, plan_step
 from workers.serving.request import Request
+from workers.serving.sampling import prepare_draws
 from workers.serving.soundness import Soundness
 from workers.serving.step_engine import StepEngine, StepResult, StepRow
 
 _log = logging.getLogger(__name__)
+_Chosen = tuple[int, TokenScore | None] | Exception  # a request's next token, or why there is none
 RESTORED_BLOCKS = 4  # of rows that were found, at most between two steps: others wait for so many only
 WATCH_EVERY = 100  # steps: in one of so many, a layer and a row are compared with exact attention
 STALL_S = 30.0  # a request whose reader does not read is paused, and ended after so long
 _MAX_TOLD = 300  # characters of an engine's own message
+MANY_TOKENS = 65536  # of a vocabulary: to draw one of so many takes some tenths of a millisecond, worth threads
+_MOST_DRAWERS = 4
 
 
 class Scheduler:
@@ -62,6 +69,8 @@ class Scheduler:
         self._num_steps = self._num_watched = 0
         self._question_rows = QuestionRows()
         self._touched: dict[Outlet, None] = {}
+        self._drawers = ThreadPoolExecutor(min(_MOST_DRAWERS, available_cpus()), thread_name_prefix="csattn-draw")
+        self._drawers.submit(prepare_draws)
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)}/{self.max_running} running, {len(self._queue)} queued>"
@@ -225,6 +234,12 @@ class Scheduler:
         if watched is not None and result.fidelity is not None:
             seen = plan[watched[0]][0]
             self.metrics.saw_fidelity(seen.context, seen.arrived_at, result.fidelity)
+        wanting = [
+            (request, row)
+            for (request, _), row, gives in zip(plan, last_rows, gives_token, strict=True)
+            if gives and request.max_new_tokens
+        ]
+        chosen = self._choose(wanting, result)
         for (request, num_rows), row, gives in zip(plan, last_rows, gives_token, strict=True):
             request.num_rows += num_rows
             self._keep(request)
@@ -237,7 +252,7 @@ class Scheduler:
             if gives and not request.max_new_tokens:
                 self._end(request, "length", request.done("length"))
             elif gives:
-                self._take_token(request, result, row, ended)
+                self._take_token(request, chosen[request], ended)
 
     def _keep(self, request: Request) -> None:
         """What of its rows has become a whole block. That it fails is no fault of the request."""
@@ -262,15 +277,29 @@ class Scheduler:
         self._num_watched += 1
         return sparse[turn % len(sparse)], layer_idx
 
-    def _take_token(self, request: Request, result: StepResult, row: int, now: float) -> None:
-        logits = None if result.logits is None else result.logits[row]
-        try:
-            token_id, score = request.choose(int(result.next_ids[row]), logits, self._stop_ids)
-        except Exception as error:  # this request's alone: the others go on
-            if not isinstance(error, ValueError):
-                _log.exception("the next token of %s cannot be drawn", request.request_id)
-            self._end(request, "failed", ServingError(f"the next token cannot be drawn: {error}"))
+    def _choose(self, wanting: list[tuple[Request, int]], result: StepResult) -> dict[Request, _Chosen]:
+        """Requests' next tokens, by their rows; several that are drawn, side by side."""
+
+        def choose(request: Request, row: int) -> _Chosen:
+            logits = None if result.logits is None else result.logits[row]
+            try:
+                return request.choose(int(result.next_ids[row]), logits, self._stop_ids)
+            except Exception as error:  # this request's alone: the others go on
+                return error
+
+        num_drawn = sum(request.needs_logits for request, _ in wanting)
+        if num_drawn < 2 or result.logits is None or result.logits.shape[1] < MANY_TOKENS:
+            return {request: choose(request, row) for request, row in wanting}
+        requests, rows = zip(*wanting, strict=True)
+        return dict(zip(requests, self._drawers.map(choose, requests, rows), strict=True))
+
+    def _take_token(self, request: Request, chosen: _Chosen, now: float) -> None:
+        if isinstance(chosen, Exception):
+            if not isinstance(chosen, ValueError):
+                _log.error("the next token of %s cannot be drawn", request.request_id, exc_info=chosen)
+            self._end(request, "failed", ServingError(f"the next token cannot be drawn: {chosen}"))
             return
+        token_id, score = chosen
         if request.first_token_at is None:
             request.first_token_at = now
             self.metrics.ttft.observe(now - request.arrived_at)

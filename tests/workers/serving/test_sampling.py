@@ -7,25 +7,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from csattn.cpu.jit import readonly
+from workers.serving.draw_kernel import draw_kernel
 from workers.serving.messages import Sampling
-from workers.serving.sampling import adjusted, draw, likeliest, log_probabilities
+from workers.serving.sampling import adjusted, draw, likeliest, log_total
 
 
 def how(temperature: float, top_p: float = 1.0, **more: Any) -> Sampling:
     return Sampling(max_new_tokens=1, temperature=temperature, top_p=top_p, **more)
 
 
-def nucleus_by_definition(logits: np.ndarray, temperature: float, top_p: float) -> list[int]:
-    """The fewest of the likeliest tokens that have top_p together; of equal ones the lowest id first."""
-    shares = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
-    shares /= shares.sum()
-    kept, total = [], 0.0
-    for token_id in sorted(range(len(logits)), key=lambda i: (-shares[i], i)):
-        kept.append(token_id)
+def kept_by_definition(logits: np.ndarray, asked: Sampling) -> list[int]:
+    """The top_k likeliest that have min_p of the likeliest one's share; of these the fewest that have top_p together.
+
+    Of equal ones the lowest id comes first.
+    """
+    shares = np.exp((logits.astype(np.float64) - logits.max()) / asked.temperature)
+    ids = sorted(np.flatnonzero(shares > np.finfo(np.float32).tiny), key=lambda i: (-shares[i], i))
+    ids = [i for i in ids[: asked.top_k or None] if shares[i] >= asked.min_p]
+    wanted, total, kept = asked.top_p * shares[ids].sum(), 0.0, []
+    for token_id in ids:
+        kept.append(int(token_id))
         total += shares[token_id]
-        if total >= top_p:
+        if total >= wanted:
             break
-    return kept
+    return sorted(kept)
+
+
+def nucleus_by_definition(logits: np.ndarray, temperature: float, top_p: float) -> list[int]:
+    return kept_by_definition(logits, how(temperature, top_p))
+
+
+def drawn_by_definition(logits: np.ndarray, asked: Sampling, at: float) -> set[int]:
+    """Of those kept, in the order of their ids, the first up to which they have more than `at` of their sum.
+
+    Several, where rounding to float32 decides.
+    """
+    kept = kept_by_definition(logits, asked)
+    shares = np.exp((logits[kept].astype(np.float64) - logits.max()) / asked.temperature)
+    cumulative = np.cumsum(shares) / shares.sum()
+    first, last = np.searchsorted(cumulative, [at - 2e-6, at + 2e-6], side="right")
+    return set(kept[first : last + 1])
 
 
 def drawn(logits: np.ndarray, temperature: float, top_p: float, num: int, seed: int = 0) -> np.ndarray:
@@ -84,6 +106,40 @@ def test_a_large_vocabulary_is_drawn_from_like_a_small_one(rng) -> None:
     assert set(np.flatnonzero(drawn(logits, 1.0, 0.6, 300))) <= set(kept)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 511, 513, 2000, 40_000])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        how(1.0),
+        how(0.2, 0.9),
+        how(1.5, 0.999),
+        how(1.0, top_k=1),
+        how(0.7, 0.8, top_k=20),
+        how(1.0, top_k=1000, min_p=0.01),
+        how(2.0, 0.5, top_k=100_000, min_p=0.2),
+        how(0.02),
+    ],
+    ids=str,
+)
+def test_the_token_is_that_of_the_definition(vocab_size, asked, rng) -> None:
+    logits = (2 * rng.standard_normal(vocab_size)).astype(np.float32)
+    logits[::3] = np.round(logits[::3], 1)  # many are equal
+    logits[rng.permutation(vocab_size)[: vocab_size // 2]] = -np.inf  # forbidden, half of a vector and whole ones
+    seed = 5
+    for position in range(40):
+        at = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
+        assert draw(logits, asked, seed, position) in drawn_by_definition(logits, asked, at)
+
+
+@pytest.mark.parametrize("at", [0.0, 0.25, np.nextafter(0.5, 0), 0.5, np.nextafter(1.0, 0)])
+@pytest.mark.parametrize("place", [0, 511, 512, 1023, 1999])
+def test_what_has_no_weight_is_never_drawn(place, at) -> None:
+    logits = np.full(2000, -np.inf, np.float32)
+    logits[place] = 3.0
+    for top_k, top_p in [(0, 1.0), (5, 1.0), (0, 0.5), (5, 0.5)]:
+        assert draw_kernel(readonly(logits), np.float32(3), np.float32(0.5), np.float32(0), top_k, top_p, at) == place
+
+
 def test_seed_and_position_alone_decide(rng) -> None:
     logits = rng.standard_normal((4, 50)).astype(np.float32)
     forward = [[draw(row, how(1.0, 0.9), 11, position) for row in logits] for position in range(30)]
@@ -102,7 +158,8 @@ def test_likeliest_orders_by_value_then_id(values, num) -> None:
 
 
 def test_log_probabilities_sum_to_one_and_survive_large_logits() -> None:
-    logprobs = log_probabilities(np.array([1e4, 1e4 - 1, -1e4], np.float32))
+    logits = np.array([1e4, 1e4 - 1, -1e4], np.float32)
+    logprobs = logits.astype(np.float64) - log_total(logits)
     assert np.exp(logprobs).sum() == pytest.approx(1.0)
     assert logprobs[0] - logprobs[1] == pytest.approx(1.0)
 

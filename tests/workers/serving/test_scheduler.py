@@ -11,10 +11,8 @@ from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import alone, make_request, make_scheduler, read, run
 from tests.workers.serving.test_preparation import path_of
-from workers.serving.messages import (
-    Done,
-    Piece,
-)
+from workers.serving import scheduler as scheduling
+from workers.serving.messages import Done, Piece
 from workers.serving.plan import QuestionRows, plan_step, share_out
 
 ASKED = [
@@ -27,7 +25,9 @@ ASKED = [
 ]
 
 
-def test_sixteen_requests_at_once_are_each_answered_as_if_alone(built: Path) -> None:
+@pytest.mark.parametrize("many_tokens", [0, scheduling.MANY_TOKENS], ids=["drawn side by side", "one by one"])
+def test_sixteen_requests_at_once_are_each_answered_as_if_alone(built: Path, many_tokens, monkeypatch) -> None:
+    monkeypatch.setattr(scheduling, "MANY_TOKENS", many_tokens)
     scheduler, engine, _ = make_scheduler(built)
     requests = [make_request(scheduler, **asked) for asked in ASKED]
     run(scheduler)

@@ -10,6 +10,7 @@ from csattn.errors import ConfigError
 from tests.tiny import loaded
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import alone, make_request, make_scheduler, read, run
+from workers.serving import scheduler as scheduling
 from workers.serving.messages import (
     BadRequestError,
     Done,
@@ -122,9 +123,13 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
     scheduler.check()
 
 
-def test_a_fault_in_one_requests_choice_ends_no_other(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["likeliest", "drawn side by side"])
+def test_a_fault_in_one_requests_choice_ends_no_other(
+    built: Path, sampling: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "MANY_TOKENS", 0)
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2))
-    faulty, other = (make_request(scheduler, max_new_tokens=6) for _ in range(2))
+    faulty, other = (make_request(scheduler, max_new_tokens=6, **sampling) for _ in range(2))
     scheduler.turn()
     choose = Request.choose
 
@@ -137,7 +142,7 @@ def test_a_fault_in_one_requests_choice_ends_no_other(built: Path, monkeypatch: 
     run(scheduler)
     error = read(faulty)[1]
     assert isinstance(error, ServingError) and "beyond the vocabulary" in error.message
-    assert (other.token_ids, read(other)[0]) == alone(built, {"max_new_tokens": 6})
+    assert (other.token_ids, read(other)[0]) == alone(built, {"max_new_tokens": 6, **sampling})
     scheduler.check()
 
 

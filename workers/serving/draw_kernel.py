@@ -1,0 +1,120 @@
+"""Draws a token of a large vocabulary without Python's lock, in some passes over its logits and without sorting them.
+
+The definition is `sampling.draw`'s. Weights are not negative, so their bits are in the order of their values: the least
+weight that is kept is found by the upper half of its bits first, then by the lower one.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from csattn.cpu.floats import exp_lanes, sum_of
+from csattn.cpu.jit import exact_kernel, inlined_kernel
+from csattn.cpu.lanes import where_less
+from csattn.cpu.simd import LANES, F32x16, I32x16, as_bits, fill, load, store
+
+_BLOCK = 512  # weights that are summed up before it is asked which of them is drawn
+_HALF = 15  # bits of 30: of no weight, 1 or less, others are set
+_NUM = 1 << _HALF
+_ALL = 1 << 62
+_LEAST = np.finfo(np.float32).tiny  # of weights above 0
+
+
+@exact_kernel
+def draw_kernel(
+    logits: Any,  # [vocab_size] float32, of which some are finite, and none NaN or infinite
+    greatest: Any,  # float32, of the logits
+    temperature: Any,  # float32, above 0
+    min_p: Any,  # float32
+    top_k: int,
+    top_p: float,
+    at: float,  # in [0, 1)
+) -> Any:
+    num = len(logits)
+    weights = np.empty(-(-num // LANES) * LANES, np.float32)
+    _weigh(logits, greatest, temperature, max(min_p, _LEAST), weights)
+    if 0 < top_k < num:
+        _keep(weights, top_k, np.inf)
+    if top_p < 1:
+        _keep(weights, _ALL, top_p * _sum_of_blocks(weights)[-1])
+    return _place(weights, at)
+
+
+@exact_kernel
+def _weigh(logits: Any, greatest: Any, temperature: Any, least: Any, weights: Any) -> None:
+    """Of what is not among the logits, or has less than the least of weights, the weight is 0."""
+    num, last = len(logits), np.full(LANES, -np.inf, np.float32)
+    whole = num // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(weights, i, _weights_of(load(F32x16, logits, i), greatest, temperature, least))
+    if whole < num:
+        last[: num - whole] = logits[whole:]
+        store(weights, whole, _weights_of(load(F32x16, last, 0), greatest, temperature, least))
+
+
+@inlined_kernel
+def _weights_of(logits: Any, greatest: Any, temperature: Any, least: Any) -> Any:
+    weights = exp_lanes((logits - fill(F32x16, greatest)) / fill(F32x16, temperature))
+    bits = as_bits(I32x16, weights)
+    return as_bits(F32x16, where_less(bits, as_bits(I32x16, fill(F32x16, least)), fill(I32x16, 0), bits))
+
+
+@exact_kernel
+def _keep(weights: Any, most: Any, mass: Any) -> None:
+    """Set all to 0 but the greatest, of equal ones the first: `most`, or the fewest that together have `mass`."""
+    bits = weights.view(np.int32)
+    counts, masses = np.zeros(_NUM, np.int64), np.zeros(_NUM)
+    for i in range(len(weights)):
+        if bits[i] > 0:
+            counts[bits[i] >> _HALF] += 1
+            masses[bits[i] >> _HALF] += weights[i]
+    kept, kept_mass, upper = 0, 0.0, _NUM - 1
+    while upper > 0 and kept + counts[upper] < most and kept_mass + masses[upper] < mass:
+        kept, kept_mass, upper = kept + counts[upper], kept_mass + masses[upper], upper - 1
+    counts[:] = 0
+    for i in range(len(weights)):
+        if bits[i] >> _HALF == upper:
+            counts[bits[i] & (_NUM - 1)] += 1
+    lower, missing, value = _NUM - 1, most, np.empty(1, np.float32)
+    while True:
+        value.view(np.int32)[0] = least = (upper << _HALF) | lower
+        missing = most - kept
+        if kept_mass + counts[lower] * value[0] >= mass:
+            missing = min(missing, np.int64(np.ceil((mass - kept_mass) / value[0])))
+        if missing <= counts[lower] or lower == 0:
+            break
+        kept, kept_mass, lower = kept + counts[lower], kept_mass + counts[lower] * value[0], lower - 1
+    for i in range(len(weights)):
+        if bits[i] == least and missing > 0:
+            missing -= 1
+        elif bits[i] <= least:
+            weights[i] = 0.0
+
+
+@exact_kernel
+def _sum_of_blocks(weights: Any) -> Any:
+    """Of each block and all before it; float64."""
+    num = -(-len(weights) // _BLOCK)
+    sums, total = np.empty(num), 0.0
+    for block in range(num):
+        of_block = fill(F32x16, 0.0)
+        for i in range(block * _BLOCK, min(len(weights), (block + 1) * _BLOCK), LANES):
+            of_block = of_block + load(F32x16, weights, i)
+        total += sum_of(of_block)
+        sums[block] = total
+    return sums
+
+
+@exact_kernel
+def _place(weights: Any, at: float) -> Any:
+    """The first place up to which they have more than `at` of their sum."""
+    sums = _sum_of_blocks(weights)
+    wanted = min(at * sums[-1], np.nextafter(sums[-1], 0.0))
+    block = np.searchsorted(sums, wanted, side="right")
+    total, place = sums[block - 1] if block > 0 else 0.0, -1
+    for i in range(block * _BLOCK, min(len(weights), (block + 1) * _BLOCK)):
+        if weights[i] > 0:
+            total, place = total + weights[i], i
+            if total > wanted:
+                break
+    return place  # the block's last, where this way to sum up falls short of the other by a bit

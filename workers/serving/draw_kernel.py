@@ -4,9 +4,11 @@ The definition is `sampling.draw`'s. Weights are not negative, so their bits are
 weight that is kept is found by the upper half of its bits first, then by the lower one.
 """
 
+from threading import local
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from csattn.cpu.floats import exp_lanes, sum_of
 from csattn.cpu.jit import exact_kernel, inlined_kernel
@@ -20,6 +22,20 @@ _ALL = 1 << 62
 _LEAST = np.finfo(np.float32).tiny  # of weights above 0
 
 
+class Scratch(local):
+    """Memory that a thread draws in, again and again: fresh memory costs more than drawing does."""
+
+    def __init__(self) -> None:
+        self.weights = np.empty(0, np.float32)
+        self.counts, self.masses = np.empty(_NUM, np.int64), np.empty(_NUM)
+
+    def weights_for(self, vocab_size: int) -> NDArray[np.float32]:
+        num = -(-vocab_size // LANES) * LANES
+        if len(self.weights) < num:
+            self.weights = np.empty(num, np.float32)
+        return self.weights[:num]
+
+
 @exact_kernel
 def draw_kernel(
     logits: Any,  # [vocab_size] float32, of which some are finite, and none NaN or infinite
@@ -29,15 +45,30 @@ def draw_kernel(
     top_k: int,
     top_p: float,
     at: float,  # in [0, 1)
+    weights: Any,  # this and the others: of a `Scratch`
+    counts: Any,
+    masses: Any,
 ) -> Any:
     num = len(logits)
-    weights = np.empty(-(-num // LANES) * LANES, np.float32)
     _weigh(logits, greatest, temperature, max(min_p, _LEAST), weights)
     if 0 < top_k < num:
-        _keep(weights, top_k, np.inf)
+        _keep(weights, top_k, np.inf, counts, masses)
     if top_p < 1:
-        _keep(weights, _ALL, top_p * _sum_of_blocks(weights)[-1])
+        _keep(weights, _ALL, top_p * _sum_of_blocks(weights)[-1], counts, masses)
     return _place(weights, at)
+
+
+@exact_kernel
+def weigh_all(logits: Any, greatest: Any) -> Any:
+    """The sum of e ** (logit - greatest)."""
+    num, last, total = len(logits), np.full(LANES, -np.inf, np.float32), 0.0
+    last[: num % LANES] = logits[num - num % LANES :]
+    for start in range(0, num, _BLOCK):
+        of_block = fill(F32x16, 0.0)
+        for i in range(start, min(num // LANES * LANES, start + _BLOCK), LANES):
+            of_block = of_block + exp_lanes(load(F32x16, logits, i) - fill(F32x16, greatest))
+        total += sum_of(of_block)
+    return total + sum_of(exp_lanes(load(F32x16, last, 0) - fill(F32x16, greatest)))
 
 
 @exact_kernel
@@ -60,10 +91,11 @@ def _weights_of(logits: Any, greatest: Any, temperature: Any, least: Any) -> Any
 
 
 @exact_kernel
-def _keep(weights: Any, most: Any, mass: Any) -> None:
+def _keep(weights: Any, most: Any, mass: Any, counts: Any, masses: Any) -> None:
     """Set all to 0 but the greatest, of equal ones the first: `most`, or the fewest that together have `mass`."""
     bits = weights.view(np.int32)
-    counts, masses = np.zeros(_NUM, np.int64), np.zeros(_NUM)
+    counts[:] = 0
+    masses[:] = 0.0
     for i in range(len(weights)):
         if bits[i] > 0:
             counts[bits[i] >> _HALF] += 1

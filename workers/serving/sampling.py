@@ -1,14 +1,16 @@
 """Draw the next token from a step's logits, and say how likely it was."""
 
+import math
 from collections.abc import Sequence, Set
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.jit import readonly
-from workers.serving.draw_kernel import draw_kernel
+from workers.serving.draw_kernel import Scratch, draw_kernel, weigh_all
 from workers.serving.messages import Sampling
 
+_SCRATCH = Scratch()
 _COLDEST = np.float32(1e-30)  # temperature: below, only the likeliest have any weight all the same
 
 
@@ -72,29 +74,30 @@ def draw(
         raise ValueError(f"the greatest is {greatest}")
     if sampling.temperature == 0:
         return int(logits.argmax())
-    return int(
-        draw_kernel(
-            readonly(logits),
-            np.float32(greatest),
-            max(np.float32(sampling.temperature), _COLDEST),
-            np.float32(sampling.min_p),
-            sampling.top_k,
-            sampling.top_p,
-            np.random.Generator(np.random.Philox(key=seed, counter=position)).random(),
-        )
+    token_id = draw_kernel(
+        readonly(logits),
+        np.float32(greatest),
+        max(np.float32(sampling.temperature), _COLDEST),
+        np.float32(sampling.min_p),
+        sampling.top_k,
+        sampling.top_p,
+        np.random.Generator(np.random.Philox(key=seed, counter=position)).random(),
+        *(_SCRATCH.weights_for(len(logits)), _SCRATCH.counts, _SCRATCH.masses),
     )
+    return int(token_id)
 
 
 def prepare_draws() -> None:
     """Have what draws compiled before the first token waits for it."""
-    draw(np.zeros(2, np.float32), Sampling(max_new_tokens=1, temperature=1.0), seed=0, position=0)
+    logits = np.zeros(2, np.float32)
+    draw(logits, Sampling(max_new_tokens=1, temperature=1.0), seed=0, position=0)
+    log_total(logits)
 
 
 def log_total(logits: NDArray[np.float32]) -> float:
     """What to take off a logit for its log-probability, before temperature. logits: [vocab_size]."""
     greatest = logits.max()
-    weights = logits - greatest
-    return float(greatest) + float(np.log(np.exp(weights, out=weights).sum(dtype=np.float64)))
+    return float(greatest) + math.log(weigh_all(readonly(logits), greatest))
 
 
 def likeliest(values: NDArray[np.float32], num: int) -> NDArray[np.int64]:

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from csattn.cpu.jit import readonly
-from workers.serving.draw_kernel import draw_kernel
+from workers.serving.draw_kernel import Scratch, draw_kernel
 from workers.serving.messages import Sampling
 from workers.serving.sampling import adjusted, draw, likeliest, log_total
 
@@ -136,8 +137,13 @@ def test_the_token_is_that_of_the_definition(vocab_size, asked, rng) -> None:
 def test_what_has_no_weight_is_never_drawn(place, at) -> None:
     logits = np.full(2000, -np.inf, np.float32)
     logits[place] = 3.0
+    scratch = Scratch()
+    rooms = scratch.weights_for(2000), scratch.counts, scratch.masses
     for top_k, top_p in [(0, 1.0), (5, 1.0), (0, 0.5), (5, 0.5)]:
-        assert draw_kernel(readonly(logits), np.float32(3), np.float32(0.5), np.float32(0), top_k, top_p, at) == place
+        for room in rooms:
+            room.fill(3)  # of a draw before
+        how_it_is_drawn = np.float32(3), np.float32(0.5), np.float32(0), top_k, top_p, at
+        assert draw_kernel(readonly(logits), *how_it_is_drawn, *rooms) == place
 
 
 def test_seed_and_position_alone_decide(rng) -> None:
@@ -155,6 +161,12 @@ def test_seed_and_position_alone_decide(rng) -> None:
 def test_likeliest_orders_by_value_then_id(values, num) -> None:
     want = sorted(range(len(values)), key=lambda i: (-values[i], i))[:num]
     assert likeliest(np.array(values, np.float64), num).tolist() == want
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 511, 513, 2000, 40_000])
+def test_log_probabilities_are_those_of_the_definition(vocab_size, rng) -> None:
+    logits = (5 * rng.standard_normal(vocab_size)).astype(np.float32)
+    assert log_total(logits) == pytest.approx(float(torch.from_numpy(logits).double().logsumexp(0)), abs=1e-5)
 
 
 def test_log_probabilities_sum_to_one_and_survive_large_logits() -> None:

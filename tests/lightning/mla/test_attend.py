@@ -111,6 +111,26 @@ def test_a_sink_takes_its_share() -> None:
     torch.testing.assert_close(same_lse, lse)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_query_without_rows_gets_nothing_whatever_the_sink(num_splits: int) -> None:
+    case = make_case(2, 16, 65)
+    sink = torch.randn(16)
+    sink[3], sink[4] = -torch.inf, torch.inf
+    want = sparse_mla(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
+    agree(by_kernel(case, AttendShape(16, 16, num_splits, 4, 2), sink), want, 1e-5)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("of", ["q_nope", "kpe"])
+def test_what_is_no_number_comes_out(of: str, value: float) -> None:
+    """Zeros would look like an answer."""
+    case = make_case(3, 2, 8)
+    case[of][case["indices"][1, 0] if of == "kpe" else 1] = value  # type: ignore[index]
+    out, _ = sparse_mla(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    assert out[1].isnan().all()
+    assert (out[0] == 0).all()
+
+
 def test_programs_fill_the_device() -> None:
     assert AttendShape.choose(1, 16, 2048) == AttendShape(16, 32, 64, 4, 1)
     assert AttendShape.choose(8, 16, 2048) == AttendShape(16, 32, 16, 4, 5)

@@ -13,7 +13,8 @@ import torch
 from bench.accuracy.contenders import find_contenders
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
-from csattn.errors import ConfigError
+from csattn.errors import ArrayError, ConfigError
+from csattn.selection import Selection
 from csattn.selector_names import ABOUT
 from csattn.selectors import About, register
 from index_build.pipeline import build_artifact
@@ -107,3 +108,64 @@ def test_a_name_that_is_taken_is_refused(example, name) -> None:
 def test_a_name_is_an_identifier(example, name) -> None:
     with pytest.raises(ConfigError, match="a selector's name is an identifier, got"):
         register(name, example["NewestOfLayer"], About("", "", True))
+
+
+class ChoosesWrongly:
+    """Gives what it is told to."""
+
+    index_bytes = search_bytes = 0
+
+    def __init__(self, chosen: object) -> None:
+        self.chosen = chosen
+
+    def selector(self, view) -> "ChoosesWrongly":
+        return self
+
+    def append(self, k, v) -> None:
+        """Nothing to keep."""
+
+    def select(self, q, recent) -> object:
+        return self.chosen
+
+
+def rows_of_all_heads(*rows: int, valid: int | None = None, heads: int = 2) -> Selection:
+    indices = np.tile(np.array(rows, np.int32), (heads, 1))
+    return Selection(indices, np.full(heads, len(rows) if valid is None else valid, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "complaint"),
+    [
+        (None, "selector mine gave None; wanted a Selection of numpy arrays"),
+        (Selection(torch.zeros(2, 1), torch.ones(2)), "wanted a Selection of numpy arrays"),  # type: ignore[arg-type]
+        (rows_of_all_heads(9, heads=3), r"kv_indices of shape \[3, 1\] .* of 2 or 4 heads"),
+        (rows_of_all_heads(9, 8), "gave 8 at place 1 of head 0, of 2 rows; wanted them ascending, each once"),
+        (rows_of_all_heads(9, 9), "each once"),
+        (rows_of_all_heads(3), "from 4 up to 392 or 400 up to 400, and -1 after them"),
+        (rows_of_all_heads(399), "gave 399"),
+        (rows_of_all_heads(400), "gave 400"),
+        (rows_of_all_heads(-7), "gave -7"),
+        (rows_of_all_heads(9, 10, valid=1), "gave 10 at place 1 of head 0, of 1 rows"),
+        (rows_of_all_heads(9, valid=2), "a valid_len of 2 and 1 rows a head"),
+    ],
+)
+def test_a_choice_that_would_be_read_wrongly_is_refused(artifact, chosen, complaint) -> None:
+    register("mine", lambda layer: ChoosesWrongly(chosen), About("", "", True))
+    try:
+        with pytest.raises(ArrayError, match=complaint):
+            logits_of(artifact, SearchConfig(keep=0.1, window_len=8), "mine")
+    finally:
+        forget("mine")
+
+
+def test_a_choice_may_lie_in_any_order_in_memory(artifact, example) -> None:
+    right = rows_of_all_heads(9, 12, 20)
+    transposed = Selection(np.asfortranarray(right.kv_indices), right.valid_len)
+    got = []
+    for chosen in (right, transposed):
+        register("mine", lambda layer, chosen=chosen: ChoosesWrongly(chosen), About("", "", True))
+        try:
+            got.append(logits_of(artifact, SearchConfig(keep=0.1, window_len=8), "mine"))
+        finally:
+            forget("mine")
+    assert torch.equal(*got)

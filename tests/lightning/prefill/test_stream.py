@@ -144,6 +144,14 @@ def test_scores_of_what_does_not_fit_are_refused(change: dict[str, Tensor], comp
         score_all(Operands(**arrays), legal_len)
 
 
+def test_what_has_a_gradient_is_chosen_from_as_well() -> None:
+    plain = make_operands("random", 3, 50, key_scale=True)
+    arrays = (plain.q, plain.k, plain.weights, plain.key_scale)
+    learned = Operands(*(array.clone().requires_grad_() for array in arrays if array is not None))
+    lens = torch.full((3,), 50, dtype=torch.int32)
+    assert torch.equal(choose_keys(learned, 7, lens), choose_keys(plain, 7, lens))
+
+
 def test_nothing_to_choose_from_is_padding() -> None:
     operands = make_operands("random", 3, 5)
     none = Operands(operands.q, operands.k[:0], operands.weights)

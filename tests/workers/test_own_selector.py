@@ -1,6 +1,7 @@
 """A selector of somebody's own, as docs/use.md shows how to write one: known wherever selectors are named."""
 
 import re
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_it_is_evaluated_as_others_are(artifact, example) -> None:
     baseline = full_attention(loaded(), artifact, ids)
     found = measure(loaded(), artifact, SearchConfig(keep=0.1, window_len=8), "newest", ids, baseline)
     assert found.kl > 0 and found.index_bytes_per_key == found.search_bytes_per_step == 0
+
+
+def test_what_its_first_choice_waits_for_is_no_time_of_its_search(artifact, monkeypatch) -> None:
+    """As where kernels are compiled: a second for the first choice, nothing for those after it."""
+    chosen = ChoosesWrongly(rows_of_all_heads(9))
+    waits = iter([1.0])
+    monkeypatch.setattr(chosen, "select", lambda q, recent: time.sleep(next(waits, 0.0)) or chosen.chosen)
+    ids = token_ids(10, seed=3)
+    baseline = full_attention(loaded(), artifact, ids)
+    register("mine", lambda layer: chosen, About("", "", True))
+    try:
+        found = measure(loaded(), artifact, SearchConfig(keep=0.1, window_len=8), "mine", ids, baseline)
+    finally:
+        forget("mine")
+    assert found.search_ms_per_step < 100
 
 
 def test_the_command_line_and_the_benchmark_know_it(example, monkeypatch) -> None:

@@ -1,5 +1,6 @@
 """Attention over selected latent rows is the definition's, whatever way it is split; other rows are not read."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -120,6 +121,11 @@ def test_a_query_without_rows_gets_nothing_whatever_the_sink(num_splits: int) ->
     agree(by_kernel(case, AttendShape(16, 16, num_splits, 4, 2), sink), want, 1e-5)
 
 
+def test_a_whole_number_is_a_scale() -> None:
+    case = make_case(2, 2, 8)
+    assert torch.equal(sparse_mla(**case, softmax_scale=1)[0], sparse_mla(**case, softmax_scale=1.0)[0])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("of", ["q_nope", "kpe"])
 def test_what_is_no_number_comes_out(of: str, value: float) -> None:
@@ -151,6 +157,11 @@ def test_programs_fill_the_device() -> None:
         ({"out": torch.zeros(2, 4, 31)}, ArrayError, "out has shape"),
         ({"lse": torch.zeros(2, 3)}, ArrayError, "lse has shape"),
         ({"softmax_scale": 0.0}, ConfigError, "wanted a positive number"),
+        (
+            {"softmax_scale": np.float32(0.3)},
+            ConfigError,
+            r"is np.float32\(0.3\); wanted a positive number, as a float",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, object], error: type[Exception], says: str) -> None:

@@ -200,13 +200,16 @@ def test_the_kernel_chooses_blocks_by_definition(
     if scores == "nan and inf":
         of_blocks[of_blocks > 0.5] = torch.nan
         of_blocks[of_blocks < -1.0] = -torch.inf
-        of_blocks[:, 7] = torch.inf
+        of_blocks[:, 2:9] = torch.inf  # as many as there are candidates, and more
     got = [torch.full(sizes, -7, dtype=torch.int32, device=DEVICE) for sizes in ((8, 5), (8,))]
     ends = first_blocks, last_blocks
     choice.choose_candidates(of_blocks.to(DEVICE, copy=True), kv_lens.to(DEVICE), 32, ends, *got)
     want = best_blocks_reference(of_blocks, kv_lens, 32, ends, 5)
     assert all(torch.equal(mine.cpu(), its) for mine, its in zip(got, want, strict=True))
     assert want[1].tolist()[:4] == [0, 9, 33, 160]
+    for chosen, kv_len in zip(want[0].tolist(), kv_lens.tolist(), strict=True):
+        num_blocks = -(-kv_len // 32)
+        assert {*range(num_blocks)[:first_blocks], *range(num_blocks)[num_blocks - last_blocks :]} <= {*chosen}
 
 
 def test_the_kernel_finds_the_pages_of_candidates() -> None:

@@ -47,6 +47,6 @@ class CodedStore(HostStore):
     def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
         """As `KvStore.gather`."""
         layer = self.layers[layer_idx]
-        numbers = row_numbers(layer.shape, kv_indices).view(-1)
+        numbers = row_numbers(layer.shape, kv_indices).flatten()
         rows = self.codec.gather(layer.numpy(), numbers.numpy())
         return torch.from_numpy(rows).view(*kv_indices.shape, 2, self.codec.head_dim)

@@ -33,7 +33,7 @@ class HostStore:
     def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
         """As `KvStore.gather`."""
         kv = self._kv[layer_idx]
-        rows = kv.view(-1, kv.shape[2:].numel()).index_select(0, row_numbers(kv.shape, kv_indices).view(-1))
+        rows = kv.view(-1, kv.shape[2:].numel()).index_select(0, row_numbers(kv.shape, kv_indices).flatten())
         return rows.view(*kv_indices.shape, *kv.shape[2:])
 
     def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:

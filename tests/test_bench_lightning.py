@@ -1,6 +1,7 @@
 """The benchmark of learned indexers: its cases are the paper's rows; it runs, resumes, and finds what is wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,12 @@ def test_cases_are_the_papers_rows() -> None:
     assert [case.cost for case in cases] == sorted(case.cost for case in cases)
 
 
+@pytest.mark.parametrize("with_scales", [False, True])
 @pytest.mark.parametrize("ratio", [4, None])
-def test_the_published_method_chooses_as_a_set_what_is_best(ratio: int | None) -> None:
+def test_the_published_method_chooses_as_a_set_what_is_best(ratio: int | None, with_scales: bool) -> None:
     operands = make_operands(512, TINY, "cpu")
+    if with_scales:
+        operands = replace(operands, key_scale=torch.rand(len(operands.k)) + 0.1)
     indices, scores = partition_merge(operands, 16, ratio, 100, 48)
     if ratio is None:
         best = score_keys(operands).topk(16, dim=1).indices

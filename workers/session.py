@@ -24,7 +24,7 @@ from workers.engine.answer import question_tokens, require_positions
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.fidelity import Observer
 from workers.engine.opening import open_engine
-from workers.model.rows import require_tokens
+from workers.model.rows import ids_of, require_tokens
 from workers.request_cache import RequestCache
 from workers.serving.step_engine import StepRow
 from workers.session_model import Forward, Generate
@@ -121,7 +121,7 @@ class Session:
 
     def continue_with(self, token_ids: NDArray[np.int32], observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with given ids [num_tokens]: a request of its own."""
-        new = _ids_of(token_ids)
+        new = ids_of(token_ids)
         require_tokens(new.tolist(), self.loaded.geometry.vocab_size)
         require_positions(self.loaded, self.artifact, len(new))
         ids = torch.from_numpy(np.concatenate([self.artifact.token_ids, new.astype(np.int64)]))[None]
@@ -215,19 +215,3 @@ class Session:
             f"this session has {self.engine.num_slots} requests, as many as it has slots; let one go, or open the "
             "session with more num_slots"
         )
-
-
-def _ids_of(given: Any) -> NDArray[Any]:
-    """Of an array or a list. Raises ConfigError for one that holds anything but whole numbers in one row."""
-    try:
-        ids = np.asarray(given)
-    except (ValueError, TypeError) as error:  # lists of several lengths, a tensor on a GPU
-        raise ConfigError(f"token ids are whole numbers in one row: {error}; give [num_tokens]") from error
-    if ids.size == 0:
-        raise ConfigError("no token ids were given to go on with; give at least one token")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ConfigError(
-            f"token ids are whole numbers in one row, [num_tokens] int32, got {ids.dtype} of shape {ids.shape}; give "
-            "those of one text, as a tokenizer makes them"
-        )
-    return ids

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.accuracy.contenders import Contender, find_contenders, shares
 from bench.accuracy.contexts import Context
-from bench.accuracy.texts import TEXTS, Cut, cut_text, find_text
+from bench.accuracy.texts import TEXTS, cut_text, find_text
 from bench.records import Case, Records
 from bench.selector_cases import VERSION
 from bench.timing import finish, gate, machine
@@ -22,7 +22,6 @@ from workers.evaluate import Baseline, full_attention, measure
 
 KEY = ("version", "model", "text_sha256", "context_len", "eval_len", "contender", "keep")
 STORE = Path("build/bench-accuracy")
-_WARM_LEN = 512  # tokens of a context on which kernels are compiled
 
 
 def compare(
@@ -48,7 +47,6 @@ def compare(
     ]
     if not missing:
         return
-    _warm_up(loaded, cut, list(dict.fromkeys(contender for contender, _ in missing)), store)
     with Context(loaded, cut.context, store) as context:
         baseline = _gated_baseline(loaded, context, cut.following)
         for contender, keep in missing:
@@ -63,16 +61,6 @@ def compare(
             found = {**quality.to_json(), "nll_full": round(baseline.nll, 6)}
             found["load_average"] = machine()["load_average"]  # times mean little on a machine that is busy
             records.add({**key, "text": name, "contender": contender.name, "keep": keep, **found})
-
-
-def _warm_up(loaded: LoadedModel, cut: Cut, contenders: list[Contender], store: Path) -> None:
-    """Let every contender choose once, over a short context: what is compiled then is not timed later."""
-    with Context(loaded, cut.context[:_WARM_LEN], store) as context:
-        following = cut.context[-3:]
-        baseline = full_attention(loaded, context.any_artifact(), following)
-        for contender in contenders:
-            artifact = context.artifact(contender.preset)
-            measure(loaded, artifact, contender.search(0.1), contender.selector, following, baseline)
 
 
 def _gated_baseline(loaded: LoadedModel, context: Context, following: Any) -> Baseline:

@@ -87,5 +87,7 @@ def _score(operands: Operands, keys: range) -> Tensor:
     if operands.q.is_cuda:
         from bench.lightning.published_kernel import score_chunk
 
-        return score_chunk(operands, keys)
-    return score_keys(Operands(operands.q, operands.k[keys.start : keys.stop], operands.weights))
+        scores = score_chunk(operands, keys)
+    else:
+        scores = score_keys(Operands(operands.q, operands.k[keys.start : keys.stop], operands.weights))
+    return scores if operands.key_scale is None else scores * operands.key_scale[keys.start : keys.stop]

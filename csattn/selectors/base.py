@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.config import SearchConfig
+from csattn.errors import ArrayError
 from csattn.selection import Selection
 
 
@@ -71,7 +72,7 @@ class Selector(Protocol):
         ...
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
-        """Choose for one token. Not valid after the next call.
+        """Choose for one token: of the middle, and of the rows that were appended. Not valid after the next call.
 
         q: [num_q_heads, head_dim], after RoPE.
         recent: [num_kv_heads, num_recent, 2, head_dim], the tail's resident rows: to weigh against, not to choose.
@@ -91,3 +92,33 @@ class Prepared(Protocol):
     def selector(self, view: ContextView) -> Selector:
         """For a new request."""
         ...
+
+
+def require_choice(name: str, chosen: object, view: ContextView, num_heads: tuple[int, int], num_left: int) -> None:
+    """Raise ArrayError unless a selector of somebody's own gave what `Selector.select` is to give.
+
+    num_heads: of keys, and of queries; num_left: rows that were appended.
+    """
+    of_rows, of_heads = (getattr(chosen, field, None) for field in ("kv_indices", "valid_len"))
+    if not isinstance(of_rows, np.ndarray) or not isinstance(of_heads, np.ndarray):
+        raise ArrayError(f"selector {name} gave {chosen!r}; wanted a Selection of numpy arrays")
+    if of_rows.ndim != 2 or len(of_rows) not in num_heads or of_heads.shape != of_rows.shape[:1]:
+        raise ArrayError(
+            f"selector {name} gave kv_indices of shape {list(of_rows.shape)} and valid_len of {list(of_heads.shape)}; "
+            f"wanted [heads, rows] and [heads], of {' or '.join(map(str, dict.fromkeys(num_heads)))} heads"
+        )
+    if (of_heads > of_rows.shape[1]).any():
+        raise ArrayError(f"selector {name} gave a valid_len of {of_heads.max()} and {of_rows.shape[1]} rows a head")
+    first, end, context_len = view.middle.start, view.middle.stop, view.context_len
+    is_free = (of_rows >= first) & (of_rows < end)
+    is_free |= (of_rows >= context_len) & (of_rows < context_len + num_left)
+    is_row = np.arange(of_rows.shape[1]) < of_heads[:, None]
+    is_right = np.where(is_row, is_free, of_rows == -1)
+    is_right[:, 1:] &= ~is_row[:, 1:] | (np.diff(of_rows, axis=1) > 0)
+    if not is_right.all():
+        head, place = np.argwhere(~is_right)[0]
+        raise ArrayError(
+            f"selector {name} gave {of_rows[head, place]} at place {place} of head {head}, of {of_heads[head]} rows; "
+            f"wanted them ascending, each once, from {first} up to {end} or {context_len} up to "
+            f"{context_len + num_left}, and -1 after them"
+        )

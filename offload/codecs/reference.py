@@ -11,7 +11,8 @@ Q8_0 and Q4_0 are those of llama.cpp (ggml-quants.c), every operation rounded to
 
 Vectors must be finite. Where 1 / d is beyond float32 (values below 1e-36), every code stands for 0. A scale beyond
 float16, where llama.cpp would write infinity, is refused: then values are beyond 8 million in Q8_0 and half a million
-in Q4_0, and no model's keys are.
+in Q4_0, and no model's keys are. A scale below what float16 has is 0, and its block too, as in llama.cpp: blocks of
+values up to 3.7e-6 in Q8_0 and 2.3e-7 in Q4_0. Up to 0.007 and 0.0004 it has fewer bits.
 """
 
 import numpy as np

@@ -228,12 +228,13 @@ def test_an_artifact_is_found_by_the_start_of_its_id(capsys, place: Path, artifa
 def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     done = in_process(
         "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 16,
-        "--keep", 0.2, "--presets", "default,paper", "--selectors", "exact,window,full,quest,magicpig,h2o",
-        "--lookahead", "0,1", "--json",
+        "--keep", 0.2, "--presets", "default,paper", "--selectors", "exact,window,full,quest,magicpig,h2o,exact",
+        "--lookahead", "0,1,0", "--json",
         capsys=capsys,
     )  # fmt: skip
     result = last_line(done)
     by_name = {(r.get("preset") or r["selector"], r["lookahead"]): r for r in result["results"]}
+    assert len(by_name) == len(result["results"]), "what is asked for twice is measured once"
     assert set(by_name) == {
         *((name, ahead) for name in ("default", "paper", "exact", "quest", "magicpig", "h2o") for ahead in (0, 1)),
         ("window", 0), ("full", 0),

@@ -1,6 +1,7 @@
 """A selector of somebody's own, as docs/use.md shows how to write one: known wherever selectors are named."""
 
 import re
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from bench.accuracy.contenders import find_contenders
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
-from csattn.errors import ConfigError
+from csattn.errors import ArrayError, ConfigError
+from csattn.selection import Selection
 from csattn.selector_names import ABOUT
 from csattn.selectors import About, register
 from index_build.pipeline import build_artifact
@@ -87,6 +89,21 @@ def test_it_is_evaluated_as_others_are(artifact, example) -> None:
     assert found.kl > 0 and found.index_bytes_per_key == found.search_bytes_per_step == 0
 
 
+def test_what_its_first_choice_waits_for_is_no_time_of_its_search(artifact, monkeypatch) -> None:
+    """As where kernels are compiled: a second for the first choice, nothing for those after it."""
+    chosen = ChoosesWrongly(rows_of_all_heads(9))
+    waits = iter([1.0])
+    monkeypatch.setattr(chosen, "select", lambda q, recent: time.sleep(next(waits, 0.0)) or chosen.chosen)
+    ids = token_ids(10, seed=3)
+    baseline = full_attention(loaded(), artifact, ids)
+    register("mine", lambda layer: chosen, About("", "", True))
+    try:
+        found = measure(loaded(), artifact, SearchConfig(keep=0.1, window_len=8), "mine", ids, baseline)
+    finally:
+        forget("mine")
+    assert found.search_ms_per_step < 100
+
+
 def test_the_command_line_and_the_benchmark_know_it(example, monkeypatch) -> None:
     plans = []
     monkeypatch.setattr(comparing, "compare", lambda text, plan, *others: plans.append(plan) or {})
@@ -107,3 +124,64 @@ def test_a_name_that_is_taken_is_refused(example, name) -> None:
 def test_a_name_is_an_identifier(example, name) -> None:
     with pytest.raises(ConfigError, match="a selector's name is an identifier, got"):
         register(name, example["NewestOfLayer"], About("", "", True))
+
+
+class ChoosesWrongly:
+    """Gives what it is told to."""
+
+    index_bytes = search_bytes = 0
+
+    def __init__(self, chosen: object) -> None:
+        self.chosen = chosen
+
+    def selector(self, view) -> "ChoosesWrongly":
+        return self
+
+    def append(self, k, v) -> None:
+        """Nothing to keep."""
+
+    def select(self, q, recent) -> object:
+        return self.chosen
+
+
+def rows_of_all_heads(*rows: int, valid: int | None = None, heads: int = 2) -> Selection:
+    indices = np.tile(np.array(rows, np.int32), (heads, 1))
+    return Selection(indices, np.full(heads, len(rows) if valid is None else valid, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "complaint"),
+    [
+        (None, "selector mine gave None; wanted a Selection of numpy arrays"),
+        (Selection(torch.zeros(2, 1), torch.ones(2)), "wanted a Selection of numpy arrays"),  # type: ignore[arg-type]
+        (rows_of_all_heads(9, heads=3), r"kv_indices of shape \[3, 1\] .* of 2 or 4 heads"),
+        (rows_of_all_heads(9, 8), "gave 8 at place 1 of head 0, of 2 rows; wanted them ascending, each once"),
+        (rows_of_all_heads(9, 9), "each once"),
+        (rows_of_all_heads(3), "from 4 up to 392 or 400 up to 400, and -1 after them"),
+        (rows_of_all_heads(399), "gave 399"),
+        (rows_of_all_heads(400), "gave 400"),
+        (rows_of_all_heads(-7), "gave -7"),
+        (rows_of_all_heads(9, 10, valid=1), "gave 10 at place 1 of head 0, of 1 rows"),
+        (rows_of_all_heads(9, valid=2), "a valid_len of 2 and 1 rows a head"),
+    ],
+)
+def test_a_choice_that_would_be_read_wrongly_is_refused(artifact, chosen, complaint) -> None:
+    register("mine", lambda layer: ChoosesWrongly(chosen), About("", "", True))
+    try:
+        with pytest.raises(ArrayError, match=complaint):
+            logits_of(artifact, SearchConfig(keep=0.1, window_len=8), "mine")
+    finally:
+        forget("mine")
+
+
+def test_a_choice_may_lie_in_any_order_in_memory(artifact, example) -> None:
+    right = rows_of_all_heads(9, 12, 20)
+    transposed = Selection(np.asfortranarray(right.kv_indices), right.valid_len)
+    got = []
+    for chosen in (right, transposed):
+        register("mine", lambda layer, chosen=chosen: ChoosesWrongly(chosen), About("", "", True))
+        try:
+            got.append(logits_of(artifact, SearchConfig(keep=0.1, window_len=8), "mine"))
+        finally:
+            forget("mine")
+    assert torch.equal(*got)

@@ -129,8 +129,8 @@ def compare(
 
 
 def names(option: str, value: str, allowed: tuple[str, ...]) -> list[str]:
-    """The parts of a comma-separated option. Raises ConfigError for one that is not allowed."""
-    given = [name.strip() for name in value.split(",") if name.strip()]
+    """The parts of a comma-separated option, each once. Raises ConfigError for one that is not allowed."""
+    given = list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
     for name in given:
         if name not in allowed:
             raise ConfigError(f"--{option} got {name!r}; choose from {', '.join(allowed)}")

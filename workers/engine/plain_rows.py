@@ -16,6 +16,8 @@ from torch import Tensor
 from csattn.attention import attend, join_sinks, merge_state
 from csattn.rest import estimate_rest
 from csattn.selection import Selection
+from csattn.selector_names import SELECTOR_NAMES
+from csattn.selectors.base import require_choice
 from csattn.sketch import SketchIndex
 from csattn.sketch.rest import attend_rest
 from workers.engine.cpu_context import CpuRequest, LayerChoice, StepCount
@@ -66,6 +68,8 @@ class PlainRows:
                 ahead = request.looks_ahead and layer_idx > 0  # the token's own row may not be looked at
                 q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[row]
                 choice.last = choice.selector.select(q, tail[:, num_left : tail_len - ahead])
+                if request.selector not in SELECTOR_NAMES:  # one more row, or one twice, would be read all the same
+                    require_choice(request.selector, choice.last, request.view, (len(tail), len(q)), num_left)
                 count.searches += 1
                 count.search_bytes += choice.selector.search_bytes + (request.predictor_bytes if ahead else 0)
             elif choice.last is None:  # so far it was searched for together with others

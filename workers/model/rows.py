@@ -1,12 +1,15 @@
 """The rows of a step at fixed device addresses, filled by one small copy from the host."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.batch import ANY_TOP_K, StepRows
-from csattn.errors import ContextError
+from csattn.errors import ConfigError, ContextError
 
 _INT64_FIELDS, _INT32_FIELDS = 2, 6
 _ROW_BYTES = 8 * _INT64_FIELDS + 4 * _INT32_FIELDS
@@ -57,6 +60,22 @@ class RowBuffer:
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+
+def ids_of(given: Any) -> NDArray[Any]:
+    """Of an array or a list. Raises ConfigError for one that holds anything but whole numbers in one row."""
+    try:
+        ids = np.asarray(given)
+    except (ValueError, TypeError) as error:  # lists of several lengths, a tensor on a GPU
+        raise ConfigError(f"token ids are whole numbers in one row: {error}; give [num_tokens]") from error
+    if ids.size == 0:
+        raise ConfigError("no token ids were given to go on with; give at least one token")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ConfigError(
+            f"token ids are whole numbers in one row, [num_tokens] int32, got {ids.dtype} of shape {ids.shape}; give "
+            "those of one text, as a tokenizer makes them"
+        )
+    return ids
 
 
 def require_tokens(token_ids: Sequence[int], vocab_size: int) -> None:

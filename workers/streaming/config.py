@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from csattn.checks import require_at_least
 from csattn.errors import ConfigError
 
 Policy = Literal["window", "h2o"]
@@ -27,11 +28,9 @@ class StreamConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"unknown policy {self.policy!r}; choose one of {', '.join(POLICIES)}")
-        if self.window_len < 1:
-            raise ConfigError(f"window_len must be at least 1, got {self.window_len}: a token sees its own row")
-        for name in ("sink_len", "heavy_len"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        require_at_least("window_len", self.window_len, 1)  # a token sees its own row
+        require_at_least("sink_len", self.sink_len, 0)
+        require_at_least("heavy_len", self.heavy_len, 0)
 
     @property
     def max_rows(self) -> int:

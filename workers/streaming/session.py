@@ -15,6 +15,7 @@ from csattn.models.attention_hook import attention_implementation
 from csattn.models.families import describe
 from csattn.models.rope import model_frequencies
 from csattn.models.unrotated import unrotated
+from workers.model.rows import ids_of, require_tokens
 from workers.streaming.config import StreamConfig
 from workers.streaming.heavy import HeavyRows
 from workers.streaming.places import Places
@@ -72,25 +73,31 @@ class StreamSession:
 
     def start(self, token_ids: NDArray[np.int32]) -> dict[str, Any]:
         """Arguments for `generate`, which keeps all ids (and so grows); `tokens` does not."""
-        ids = torch.from_numpy(token_ids).long()[None].to(self.loaded.device)
+        ids = self._ids(token_ids)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": self.cache()}
 
     @torch.inference_mode()
     def tokens(self, token_ids: NDArray[np.int32], cache: "StreamCache | None" = None) -> Iterator[int]:
         """The ids that follow given ones [num_tokens], greedily and without end; memory does not grow.
 
-        Raises ContextError where there is nothing to continue.
+        Raises ContextError where there is nothing to continue, or an id that the model does not know.
         """
         if len(token_ids) == 0:
             raise ContextError("there is no text to continue; give at least one token")
         cache = cache or self.cache()
-        ids = torch.from_numpy(token_ids).long()[None].to(self.loaded.device)
-        for start in range(0, len(token_ids), _BLOCK_LEN):
+        ids = self._ids(token_ids)
+        for start in range(0, ids.shape[1], _BLOCK_LEN):
             logits = self._step(ids[:, start : start + _BLOCK_LEN], cache)
         while True:
             token = logits[:, -1:].argmax(-1)
             yield int(token)
             logits = self._step(token, cache)
+
+    def _ids(self, token_ids: NDArray[np.int32]) -> Tensor:
+        """[1, num_tokens] int64."""
+        ids = ids_of(token_ids)
+        require_tokens(ids.tolist(), self.loaded.geometry.vocab_size)
+        return torch.from_numpy(ids.astype(np.int64))[None].to(self.loaded.device)
 
     def _step(self, ids: Tensor, cache: "StreamCache") -> Tensor:
         return self.loaded.model(ids, past_key_values=cache, logits_to_keep=1).logits  # type: ignore[no-any-return]

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
     for (int i = 0; i < EACH; ++i) {
         const int block = first + i;
         const bool forced = block < first_blocks || block >= end - last_blocks;
-        keys[i] = block < end ? order_of(forced ? __int_as_float(0x7f800000) : scores[block]) : 0;
+        keys[i] = block < end ? (forced ? 0xffffffffu : order_of(scores[block])) : 0;
     }
     u32 bar = 0, reached = end;
     for (int bit = 31; bit >= 0 && reached > wanted; --bit) {

@@ -66,6 +66,7 @@ class PooledKeys:
 
     def load(self, row: int, k: Tensor, key_scale: Tensor) -> None:
         """Replace a sequence by these keys: [num_keys, head_dim] and scales [num_keys] float32."""
+        require_at_least("row", row, 0, len(self._lens) - 1)
         require_array("k", k, ("num_keys", self._sums.shape[1]), like=self._sums)
         require_array("key_scale", key_scale, (len(k),), torch.float32, like=self._sums)
         if len(k) > self._max_len:

@@ -21,7 +21,7 @@ def best_blocks_reference(
     num_blocks = num_blocks_reference(kv_lens, block_size)
     block = torch.arange(scores.shape[1])
     forced = (block < ends[0]) | (block >= num_blocks[:, None] - ends[1])
-    scores.masked_fill_(forced & (block < num_blocks[:, None]), torch.inf)
+    scores.clamp_(max=torch.finfo(torch.float32).max).masked_fill_(forced & (block < num_blocks[:, None]), torch.inf)
     chosen = top_k(scores, num_chosen, num_blocks, order="position")
     missing = ((chosen + 1) * block_size - kv_lens[:, None]).clamp(min=0)
     return chosen, torch.where(chosen < 0, 0, block_size - missing).sum(1).to(torch.int32)

@@ -98,6 +98,11 @@ def hisa_top_k(
 ) -> Tensor:
     """The best keys within the best blocks: indices [num_queries, k] int32, -1 padded, in an order of `top_k`'s."""
     require_at_least("k", k, 1, config.pool_len)
+    if blocked.in_order and blocked.keys.page_size != config.block_size:
+        raise ConfigError(
+            f"block_size is {config.block_size}, and the block keys are of {blocked.keys.page_size} keys; make them "
+            f"by BlockedKeys.of_operands(operands, {config.block_size})"
+        )
     all_chosen = k if order == "position" else 0  # no more keys than that are chosen without a look at them
     lists = None
     operands = _one_sequence(q, weights, blocked.keys) if blocked.in_order else None

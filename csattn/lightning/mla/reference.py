@@ -28,7 +28,8 @@ def sparse_mla_reference(
         logits += torch.einsum("qhd,qkd->qhk", q_pe.double(), kpe[at].double())
     logits = (logits * softmax_scale).masked_fill(~exists[:, None], -torch.inf)
     lse = logits.logsumexp(-1)
-    shares = (logits - lse[..., None]).exp().nan_to_num(0.0)
+    finite = torch.where(lse == -torch.inf, 0.0, lse)  # without rows: shares of 0, and NaN of what has NaN only
+    shares = (logits - finite[..., None]).exp()
     if attn_sink is not None:
-        shares = shares * torch.sigmoid(lse - attn_sink.double())[..., None]
+        shares = shares * torch.sigmoid(finite - attn_sink.double())[..., None]
     return torch.einsum("qhk,qkd->qhd", shares, rows).to(q_nope.dtype), lse.float()

@@ -41,5 +41,5 @@ class SelectedRows:
         require_array("indices", self.indices, (num_queries, "top_k"), torch.int32, like=q_nope)
         if self.attn_sink is not None:
             require_array("attn_sink", self.attn_sink, (num_heads,), torch.float32, like=q_nope)
-        if not isinstance(self.softmax_scale, float) or not 0 < self.softmax_scale < float("inf"):
-            raise ConfigError(f"softmax_scale is {self.softmax_scale!r}; wanted a positive number")
+        if not isinstance(self.softmax_scale, int | float) or not 0 < self.softmax_scale < float("inf"):
+            raise ConfigError(f"softmax_scale is {self.softmax_scale!r}; wanted a positive number, as a float")

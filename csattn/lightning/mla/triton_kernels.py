@@ -204,7 +204,7 @@ def _attend_kernel(
     acc = acc / total[:, None]
     if HAS_SINK:
         sink = tl.load(attn_sink + head, mask=is_head, other=0.0) * 1.4426950408889634
-        acc = acc / (1.0 + tl.math.exp2(sink - lse))[:, None]
+        acc = acc / (1.0 + tl.math.exp2(sink - tl.where(lse == float("-inf"), 0.0, lse)))[:, None]
     of_part = (query * tl.num_programs(0) + split) * num_heads + head
     places = parts + of_part[:, None] * LATENT_DIM + latent[None, :]
     tl.store(places, acc.to(parts.dtype.element_ty), mask=is_head[:, None])
@@ -246,7 +246,8 @@ def _merge_kernel(
     norm = tl.where(norm > 0.0, norm, 1.0)
     merged = largest + tl.math.log2(norm)
     if HAS_SINK:
-        norm = norm * (1.0 + tl.math.exp2(tl.load(attn_sink + head) * 1.4426950408889634 - merged))
+        of_rows = tl.where(merged == float("-inf"), 0.0, merged)
+        norm = norm * (1.0 + tl.math.exp2(tl.load(attn_sink + head) * 1.4426950408889634 - of_rows))
     result = tl.sum(rows * weight[:, None], axis=0) / norm
     at = query * num_heads + head
     tl.store(out + at * LATENT_DIM + channel, result.to(out.dtype.element_ty))

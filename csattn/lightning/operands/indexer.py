@@ -45,6 +45,8 @@ def causal_lens(num_queries: int, num_keys: int, *, ratio: int = 1, first_positi
     ratio: tokens a key stands for (V3.2: 1; V4: 4, or 128). Key s may be seen from position t if all of its tokens lie
     at or before t: s < (t + 1) // ratio.
     """
+    require_at_least("num_queries", num_queries, 0)
+    require_at_least("num_keys", num_keys, 0)
     require_at_least("ratio", ratio, 1)
     require_at_least("first_position", first_position, 0)
     positions = torch.arange(first_position, first_position + num_queries)
@@ -60,6 +62,7 @@ def v32_operands(
 ) -> Operands:
     """DeepSeek-V3.2: Hadamard, FP8 with a scale per query head and per key, the queries' scales within the weights."""
     num_heads, head_dim = q.shape[1:]
+    require_array("projected", projected, tuple(q.shape[:2]), like=q)
     q8, q_scale = quantise_fp8(hadamard(q), block=head_dim, power_of_two_scales=power_of_two_scales)
     k8, k_scale = quantise_fp8(hadamard(k), block=head_dim, power_of_two_scales=power_of_two_scales)
     weights = projected.float() * num_heads**-0.5 * q_scale[..., 0] * head_dim**-0.5
@@ -73,6 +76,7 @@ def v4_operands(
 ) -> Operands:
     """DeepSeek-V4: queries like keys on the FP4 grid, kept in their own dtype."""
     num_heads, head_dim = q.shape[1:]
+    require_array("projected", projected, tuple(q.shape[:2]), like=q)
     return Operands(round_to_fp4(hadamard(q)), k, projected.float() * (head_dim**-0.5 * num_heads**-0.5))
 
 

@@ -35,6 +35,8 @@ def quantise_fp8(
 
 def dequantise_fp8(values: Tensor, scales: Tensor) -> Tensor:
     """float32 [..., width] of e4m3 values [..., width] and scales [..., width // block]."""
+    if not values.dim() == scales.dim() > 0 or scales.shape[:-1] != values.shape[:-1] or not scales.shape[-1]:
+        raise ArrayError(f"values have shape {list(values.shape)}, scales {list(scales.shape)}; wanted the same rows")
     return (_blocks(values, values.shape[-1] // scales.shape[-1]) * scales[..., None]).flatten(-2)
 
 
@@ -75,12 +77,12 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:
-    """The least power of two that is not less: positive float32, at least 2^-126."""
+    """The least power of two that is not less: positive float32, at least 2^-126; infinity and NaN stay."""
     mantissa, exponent = x.float().frexp()
-    return power_of_two(torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return torch.where(x.isfinite(), power_of_two(torch.where(mantissa == 0.5, exponent - 1, exponent)), x.float())
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    if x.dim() == 0 or x.shape[-1] == 0 or x.shape[-1] % block:
+    if x.dim() == 0 or x.shape[-1] == 0 or block < 1 or x.shape[-1] % block:
         raise ArrayError(f"an array of shape {list(x.shape)} does not divide into blocks of {block}; pad its last axis")
     return x.float().reshape(*x.shape[:-1], x.shape[-1] // block, block)

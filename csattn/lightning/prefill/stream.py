@@ -64,10 +64,9 @@ def choose_keys(
     Definition: `topk.reference.top_k_reference` of all scores. Those are summed in an order of the kernel's own, which
     is the same in every tile. Raises ArrayError and ConfigError on arguments that do not fit.
     """
-    operands.check()
+    _require(operands, legal_len)
     require_at_least("k", k, 1)
     require_at_least("workspace_bytes", workspace_bytes, 1)
-    require_array("legal_len", legal_len, (len(operands.q),), torch.int32)
     for name, size in zip(("tile's queries", "tile's keys"), tile or (), strict=False):
         require_at_least(name, size, 1)
     lens = legal_len.cpu().clamp(min=0, max=len(operands.k))
@@ -137,11 +136,20 @@ def choose_scored(
 
 
 def score_all(operands: Operands, legal_len: Tensor) -> Tensor:
-    """Every legal score, with the bits that `choose_keys` compares: [num_queries, num_keys] float32."""
+    """Every legal score, with the bits that `choose_keys` compares: [num_queries, num_keys] float32.
+
+    What is not legal holds anything. Raises ArrayError on arguments that do not fit.
+    """
+    _require(operands, legal_len)
     num_queries, num_keys = len(operands.q), len(operands.k)
     scores = torch.empty(num_queries, _padded(num_keys), device=operands.q.device)
     score_into(scores, operands, range(num_keys), legal_len.to(scores.device))
     return scores[:, :num_keys]
+
+
+def _require(operands: Operands, legal_len: Tensor) -> None:
+    operands.check()
+    require_array("legal_len", legal_len, (len(operands.q),), torch.int32)
 
 
 def cut(lens: Tensor, workspace_bytes: int, device: torch.device) -> Iterator[Tile]:

@@ -26,15 +26,15 @@ def score_tile(
     """Score some keys. Definition: `reference.score_keys`, but for the order of summation."""
     lanes = -(-len(keys) // LANES) * LANES
     columns = np.zeros((operands.k.shape[1], lanes), dtype=np.float32)
-    columns[:, : len(keys)] = operands.k[keys.start : keys.stop].float().numpy().T
+    columns[:, : len(keys)] = operands.k[keys.start : keys.stop].detach().float().numpy().T
     scale = np.ones(len(keys), dtype=np.float32)
     if operands.key_scale is not None:
-        scale[:] = operands.key_scale[keys.start : keys.stop].numpy()
+        scale[:] = operands.key_scale[keys.start : keys.stop].detach().numpy()
     lens = np.clip(legal_len.numpy() - keys.start, 0, len(keys))
     for first in range(0, len(operands.q), _QUERIES):
         rows = slice(first, first + _QUERIES)
-        q = operands.q[rows].float().numpy()
-        weights = operands.weights[rows].numpy()
+        q = operands.q[rows].detach().float().numpy()
+        weights = operands.weights[rows].detach().numpy()
         _score_rows(*map(readonly, (q, columns, weights, scale, lens[rows])), out[rows].numpy())
 
 

@@ -56,7 +56,7 @@ def top_k(
     for first in range(0, rows, step):
         some = slice(first, first + step)
         _select(scores[some], legal_len[some], order, out[some])
-    if pages is not None:
+    if pages is not None and length:
         at = out.clamp(min=0).long()
         paged = pages.gather(1, at // page_size) * page_size + at % page_size
         out.copy_(torch.where(out >= 0, paged, SENTINEL))

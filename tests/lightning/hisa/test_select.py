@@ -200,13 +200,16 @@ def test_the_kernel_chooses_blocks_by_definition(
     if scores == "nan and inf":
         of_blocks[of_blocks > 0.5] = torch.nan
         of_blocks[of_blocks < -1.0] = -torch.inf
-        of_blocks[:, 7] = torch.inf
+        of_blocks[:, 2:9] = torch.inf  # as many as there are candidates, and more
     got = [torch.full(sizes, -7, dtype=torch.int32, device=DEVICE) for sizes in ((8, 5), (8,))]
     ends = first_blocks, last_blocks
     choice.choose_candidates(of_blocks.to(DEVICE, copy=True), kv_lens.to(DEVICE), 32, ends, *got)
     want = best_blocks_reference(of_blocks, kv_lens, 32, ends, 5)
     assert all(torch.equal(mine.cpu(), its) for mine, its in zip(got, want, strict=True))
     assert want[1].tolist()[:4] == [0, 9, 33, 160]
+    for chosen, kv_len in zip(want[0].tolist(), kv_lens.tolist(), strict=True):
+        num_blocks = -(-kv_len // 32)
+        assert {*range(num_blocks)[:first_blocks], *range(num_blocks)[num_blocks - last_blocks :]} <= {*chosen}
 
 
 def test_the_kernel_finds_the_pages_of_candidates() -> None:
@@ -245,6 +248,13 @@ def test_block_sparse_selection_is_whole_blocks() -> None:
     assert got[0, -8:].tolist() == [-1] * 8, "the last block is forced, and has 8 keys"
 
 
+@pytest.mark.parametrize("row", [-1, 2])
+def test_keys_of_a_sequence_that_is_not_there_are_refused(row: int) -> None:
+    kept = PooledKeys(2, 50, 16, 32, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"row is {row}; wanted at"):
+        kept.load(row, torch.zeros(3, 32), torch.ones(3))
+
+
 def test_candidates_grow_with_the_prefix() -> None:
     assert HisaConfig.for_prefix(1) == HisaConfig.for_prefix(32768) == HisaConfig()
     assert [HisaConfig.for_prefix(n << 10).num_blocks for n in (33, 64, 128, 512)] == [72, 96, 128, 256]
@@ -260,5 +270,8 @@ def test_what_cannot_work_is_refused() -> None:
     lens = torch.tensor([32], dtype=torch.int32)
     with pytest.raises(ConfigError, match="at most 64"):
         hisa_top_k(operands.q, operands.weights, blocked, lens, 65, CONFIG)
+    with pytest.raises(ConfigError, match=r"block_size is 32, and the block keys are of 16 keys; make them by"):
+        hisa_top_k(operands.q, operands.weights, blocked, lens, 8, replace(CONFIG, block_size=32))
+    apart = replace(blocked, in_order=False)
     with pytest.raises(ConfigError, match="do not divide into pages of 16"):
-        hisa_top_k(operands.q, operands.weights, blocked, lens, 8, HisaConfig(block_size=8, num_blocks=4))
+        hisa_top_k(operands.q, operands.weights, apart, lens, 8, HisaConfig(block_size=8, num_blocks=4))

@@ -1,5 +1,6 @@
 """Attention over selected latent rows is the definition's, whatever way it is split; other rows are not read."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -111,6 +112,31 @@ def test_a_sink_takes_its_share() -> None:
     torch.testing.assert_close(same_lse, lse)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_query_without_rows_gets_nothing_whatever_the_sink(num_splits: int) -> None:
+    case = make_case(2, 16, 65)
+    sink = torch.randn(16)
+    sink[3], sink[4] = -torch.inf, torch.inf
+    want = sparse_mla(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
+    agree(by_kernel(case, AttendShape(16, 16, num_splits, 4, 2), sink), want, 1e-5)
+
+
+def test_a_whole_number_is_a_scale() -> None:
+    case = make_case(2, 2, 8)
+    assert torch.equal(sparse_mla(**case, softmax_scale=1)[0], sparse_mla(**case, softmax_scale=1.0)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("of", ["q_nope", "kpe"])
+def test_what_is_no_number_comes_out(of: str, value: float) -> None:
+    """Zeros would look like an answer."""
+    case = make_case(3, 2, 8)
+    case[of][case["indices"][1, 0] if of == "kpe" else 1] = value  # type: ignore[index]
+    out, _ = sparse_mla(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    assert out[1].isnan().all()
+    assert (out[0] == 0).all()
+
+
 def test_programs_fill_the_device() -> None:
     assert AttendShape.choose(1, 16, 2048) == AttendShape(16, 32, 64, 4, 1)
     assert AttendShape.choose(8, 16, 2048) == AttendShape(16, 32, 16, 4, 5)
@@ -131,6 +157,11 @@ def test_programs_fill_the_device() -> None:
         ({"out": torch.zeros(2, 4, 31)}, ArrayError, "out has shape"),
         ({"lse": torch.zeros(2, 3)}, ArrayError, "lse has shape"),
         ({"softmax_scale": 0.0}, ConfigError, "wanted a positive number"),
+        (
+            {"softmax_scale": np.float32(0.3)},
+            ConfigError,
+            r"is np.float32\(0.3\); wanted a positive number, as a float",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, object], error: type[Exception], says: str) -> None:

@@ -70,6 +70,25 @@ def test_fp8_of_zeros_is_zero() -> None:
     np.testing.assert_allclose(scales.numpy(), 1e-4 / 448)
 
 
+@pytest.mark.parametrize("power_of_two_scales", [False, True])
+def test_what_is_infinite_does_not_come_back_as_a_number(power_of_two_scales: bool) -> None:
+    x = torch.ones(2, 128)
+    x[0, 5] = torch.inf
+    values, scales = quantise_fp8(x, power_of_two_scales=power_of_two_scales)
+    assert dequantise_fp8(values, scales)[0].isnan().all()
+    assert torch.equal(dequantise_fp8(values, scales)[1], x[1])
+    assert round_to_fp4(x)[0, :32].isnan().all()
+    assert torch.equal(round_to_fp4(x)[1], x[1])
+
+
+def test_blocks_and_scales_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ArrayError, match="blocks of 0"):
+        quantise_fp8(torch.zeros(2, 128), block=0)
+    for shape in ((1, 1), (2, 0), (2,), ()):
+        with pytest.raises(ArrayError, match=r"values have shape \[2, 128\], scales .*; wanted the same rows"):
+            dequantise_fp8(torch.zeros(2, 128), torch.zeros(shape))
+
+
 @given(st.integers(-126, 126), st.floats(1.0, 2.0, width=32, exclude_max=True))
 def test_powers_of_two_are_rounded_up(exponent: int, mantissa: float) -> None:
     got = float(round_up_to_power_of_two(torch.tensor([mantissa * 2.0**exponent]))[0])

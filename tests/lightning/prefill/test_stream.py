@@ -126,6 +126,32 @@ def test_what_does_not_fit_is_refused(arguments: dict[str, object], error: type[
         choose_keys(**{**usual, **arguments})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"k": torch.zeros(5, 4)}, r"k has shape \[5, 4\]; wanted \[num_keys, 8\]"),
+        ({"weights": torch.zeros(2, 2)}, r"weights has shape \[2, 2\]; wanted \[3, 2\]"),
+        ({"key_scale": torch.ones(1)}, r"key_scale has shape \[1\]; wanted \[5\]"),
+        ({"legal_len": torch.ones(1, dtype=torch.int32)}, r"legal_len has shape \[1\]; wanted \[3\]"),
+        ({"legal_len": torch.ones(3, dtype=torch.int64)}, "legal_len is int64; wanted int32"),
+    ],
+)
+def test_scores_of_what_does_not_fit_are_refused(change: dict[str, Tensor], complaint: str) -> None:
+    """Compiled loops would read beyond the arrays."""
+    arrays = {"q": torch.zeros(3, 2, 8), "k": torch.zeros(5, 8), "weights": torch.zeros(3, 2), **change}
+    legal_len = arrays.pop("legal_len", torch.full((3,), 5, dtype=torch.int32))
+    with pytest.raises(ArrayError, match=complaint):
+        score_all(Operands(**arrays), legal_len)
+
+
+def test_what_has_a_gradient_is_chosen_from_as_well() -> None:
+    plain = make_operands("random", 3, 50, key_scale=True)
+    arrays = (plain.q, plain.k, plain.weights, plain.key_scale)
+    learned = Operands(*(array.clone().requires_grad_() for array in arrays if array is not None))
+    lens = torch.full((3,), 50, dtype=torch.int32)
+    assert torch.equal(choose_keys(learned, 7, lens), choose_keys(plain, 7, lens))
+
+
 def test_nothing_to_choose_from_is_padding() -> None:
     operands = make_operands("random", 3, 5)
     none = Operands(operands.q, operands.k[:0], operands.weights)

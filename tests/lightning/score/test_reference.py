@@ -1,5 +1,7 @@
 """The scores of V3.2 and V4 against their formulas in plain loops; what a query may see; what is refused."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -96,3 +98,13 @@ def test_operands_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], c
 def test_illegal_ratios_are_refused() -> None:
     with pytest.raises(ConfigError, match="ratio is 0; wanted at least 1"):
         causal_lens(1, 1, ratio=0)
+    with pytest.raises(ConfigError, match="num_queries is -1; wanted at least 0"):
+        causal_lens(-1, 1)
+    with pytest.raises(ConfigError, match="num_keys is -1; wanted at least 0"):
+        causal_lens(1, -1)
+
+
+@pytest.mark.parametrize("make", [v32_operands, v4_operands])
+def test_weights_of_other_heads_are_refused(make: Callable[..., Operands]) -> None:
+    with pytest.raises(ArrayError, match=r"projected has shape \[3, 1\]; wanted \[3, 4\]"):
+        make(torch.zeros(3, 4, 128), torch.zeros(5, 128), torch.zeros(3, 1))

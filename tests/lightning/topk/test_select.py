@@ -45,6 +45,8 @@ def test_ties_zeros_infinities_and_nan(values: list[float], k: int, legal: int) 
 def test_without_rows_or_keys() -> None:
     assert top_k(torch.zeros(0, 5), 3).shape == (0, 3)
     assert top_k(torch.zeros(2, 0), 3).tolist() == [[-1] * 3] * 2
+    no_pages = torch.zeros(2, 0, dtype=torch.int32)
+    assert top_k(torch.zeros(2, 0), 3, pages=no_pages, page_size=64).tolist() == [[-1] * 3] * 2
 
 
 def test_rows_may_lie_apart(rng: np.random.Generator) -> None:

@@ -51,7 +51,7 @@ def test_a_short_stream_says_what_generate_says(capsys, model) -> None:
         (["--prompt", "x", "--policy", "lru"], 1, "unknown policy 'lru'"),
         (["--prompt", "x", "--policy", "h2o", "--sink-len", "4"], 1, "--sink-len has no meaning for --policy h2o"),
         (["--prompt", "x", "--heavy-len", "4"], 1, "--heavy-len has no meaning for --policy window"),
-        (["--prompt", "x", "--window-len", "0"], 1, "a token sees its own row"),
+        (["--prompt", "x", "--window-len", "0"], 1, "window_len must be at least 1, got 0"),
         (["--prompt", "x", "--window-len", "4000"], 1, "the model has 1024"),
         (["--prompt", ""], 1, "--prompt holds no text"),
         (["--prompt", "-"], 1, "holds no text"),

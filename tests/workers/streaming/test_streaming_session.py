@@ -178,7 +178,9 @@ def test_the_model_is_as_before_beside_and_after_a_session() -> None:
     ("changes", "words"),
     [
         ({"policy": "lru"}, "unknown policy 'lru'; choose one of window, h2o"),
-        ({"window_len": 0}, "a token sees its own row"),
+        ({"window_len": 0}, "window_len must be at least 1, got 0"),
+        ({"window_len": 2.5}, "window_len must be a whole number, got 2.5"),
+        ({"sink_len": "4"}, "sink_len must be a whole number, got '4'"),
         ({"sink_len": -1}, "sink_len must be at least 0, got -1"),
         ({"policy": "h2o", "heavy_len": -1}, "heavy_len must be at least 0"),
     ],
@@ -192,6 +194,13 @@ def test_bad_input_is_refused_with_a_sentence() -> None:
     with StreamSession(loaded(), StreamConfig(window_len=8)) as session:
         with pytest.raises(ContextError, match="at least one token"):
             next(session.tokens(np.zeros(0, np.int32)))
+        for wrong in ([[1, 2]], [1.5]):
+            with pytest.raises(ConfigError, match="whole numbers in one row"):
+                next(session.tokens(np.array(wrong)))
+        with pytest.raises(ContextError, match="token id -1 is not in the model's vocabulary"):
+            next(session.tokens(np.array([-1])))
+        with pytest.raises(ContextError, match="token id 9999 is not in the model's vocabulary"):
+            session.start(np.array([3, 9999]))
         with pytest.raises(ConfigError, match="one sequence"):
             loaded().model(torch.zeros(2, 3, dtype=torch.long), past_key_values=session.cache())
         padded = torch.tensor([[0, 1, 1]])

@@ -337,7 +337,7 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
 
 
 def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_path: Path) -> None:
-    (made := tmp_path / "kept" / "of-a-salt" / "0123456789abcdef").mkdir(parents=True)
+    (made := tmp_path / "kept" / ("0" * 32) / "0123456789abcdef").mkdir(parents=True)
     (made / "layer").write_bytes(b"x" * 5000)
     (tmp_path / "kept" / "0.block").write_bytes(b"x" * 2048)
 

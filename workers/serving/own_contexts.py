@@ -27,7 +27,7 @@ from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
-from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, entries, remove_at_once
+from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, entries, remove_at_once, salted
 from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
 from workers.serving.residency import Residency
 from workers.serving.setbacks import Setbacks
@@ -225,7 +225,7 @@ class OwnContexts:
         What services that were killed did not come to remove goes here.
         """
         found: list[Path] = []
-        for path in [path for directory in entries(self._directory) for path in entries(directory)]:
+        for path in [path for directory in salted(self._directory) for path in entries(directory)]:
             is_stale = used_at(path) < time.time() - _STALE_S
             if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
                 found.append(path)

@@ -280,6 +280,24 @@ def test_too_many_open_requests_are_told_so_and_health_still_answers() -> None:
         assert eventually(lambda: httpx2.get(f"{service.url}/v1/models", headers=AUTH).status_code == 200)
 
 
+def test_who_is_refused_takes_no_place() -> None:
+    """However many linger, with bodies that they have announced and do not send."""
+    with serving(settings=settings_with(max_open_requests=2)) as service, ExitStack() as opened:
+        for _ in range(4):
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", service.port)))
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+        assert httpx2.get(f"{service.url}/v1/models", headers=AUTH).status_code == 200
+
+
+def test_a_length_beside_chunks_is_refused_and_nothing_behind_it_is_read(service: Running) -> None:
+    hidden = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(head("/v1/completions", "Content-Length: 5", "Transfer-Encoding: chunked") + hidden)
+        told = said(connection)
+    assert told.startswith(b"HTTP/1.1 400") and b"send one of them" in told and told.count(b"HTTP/1.1") == 1
+
+
 def test_all_bodies_together_hold_a_bounded_share_of_memory() -> None:
     with serving(settings=settings_with(max_body_bytes=50_000)) as service, ExitStack() as opened:
         replies = []

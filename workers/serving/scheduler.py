@@ -266,6 +266,9 @@ class Scheduler:
         logits = None if result.logits is None else result.logits[row]
         try:
             token_id, score = request.choose(int(result.next_ids[row]), logits, self._stop_ids)
+        except BadRequestError as error:
+            self._end(request, "failed", error)
+            return
         except Exception as error:  # this request's alone: the others go on
             if not isinstance(error, ValueError):
                 _log.exception("the next token of %s cannot be drawn", request.request_id)

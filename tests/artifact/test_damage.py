@@ -295,6 +295,14 @@ def test_forged_tokens_are_refused(artifact_dir: Path) -> None:
         open_artifact(artifact_dir)
 
 
+def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+    """Whoever counts them by their number would write elsewhere."""
+    spec = make_spec()
+    path = build(tmp_path, replace(spec, model=replace(spec.model, vocab_size=10)))
+    with pytest.raises(ArtifactCorruptError, match="holds tokens that a model of 10 has not; delete"):
+        open_artifact(path)
+
+
 @pytest.mark.parametrize("name", [kv_file(0), "manifest.json", "manifest.sha256"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
 def test_what_is_not_a_file_is_not_waited_for(artifact_dir: Path, name: str, make: Callable[[Path], None]) -> None:

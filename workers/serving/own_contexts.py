@@ -184,7 +184,8 @@ class OwnContexts:
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
             self._num_failed += 1
-            refusal = _refusal(self.setbacks.add(key, len(ids), str(error)))
+            why = str(error).replace(directory.name, "...")  # all are told, and who knows a salt's hash can try guesses
+            refusal = _refusal(self.setbacks.add(key, len(ids), why))
             _log.warning("%s", refusal)
             raise refusal from error
         finally:

@@ -17,7 +17,7 @@ import pytest
 from csattn.errors import ConfigError
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
-from workers.api import make_app
+from workers.api import make_app, server
 from workers.serving.messages import ContextInfo, Health
 from workers.settings import ServerSettings, Settings
 
@@ -296,6 +296,22 @@ def test_a_length_beside_chunks_is_refused_and_nothing_behind_it_is_read(service
         connection.sendall(head("/v1/completions", "Content-Length: 5", "Transfer-Encoding: chunked") + hidden)
         told = said(connection)
     assert told.startswith(b"HTTP/1.1 400") and b"send one of them" in told and told.count(b"HTTP/1.1") == 1
+
+
+def test_connections_leave_room_for_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they took all files that the process may open, requests that had come failed, and each turn of the loop
+    wrote thousands of lines."""
+    given = []
+    monkeypatch.setattr(server.resource, "getrlimit", lambda _: (4, 10))
+    monkeypatch.setattr(server.resource, "setrlimit", lambda _, most: given.append(most))
+    with serving() as service, ExitStack() as opened:
+        assert given == [(10, 10)]
+        first, *_, last = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", service.port))) for _ in range(6)
+        ]
+        assert said(last) in (b"", b"<reset>")
+        first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert first.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def test_all_bodies_together_hold_a_bounded_share_of_memory() -> None:

@@ -86,3 +86,9 @@ def test_compose_runs_what_the_image_has() -> None:
     assert (DEPLOY / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).is_file()
     [command] = re.findall(r"^CMD (.*)$", (ROOT / build["dockerfile"]).read_text(), re.MULTILINE)
     assert yaml.safe_load(command) == service["command"] == ["csattn", "serve", "--local"]
+
+
+def test_keys_that_compose_reads_from_a_file_stay_out_of_image_and_repository() -> None:
+    """`.env` beside compose.yaml, from which it takes CSATTN_SERVER_API_KEYS."""
+    assert "**/.env" in (ROOT / ".dockerignore").read_text().split()
+    assert ".env" in (ROOT / ".gitignore").read_text().split()

@@ -1,4 +1,7 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and texts as they may be shown."""
+
+# C0 and C1: the terminal's own, but for what ends a line or a column
+_ORDERS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
 
 
 def size(num_bytes: float) -> str:
@@ -13,3 +16,8 @@ def size(num_bytes: float) -> str:
 def counted(number: int, one: str, many: str | None = None) -> str:
     """1 artifact, 2 artifacts."""
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def harmless(text: str) -> str:
+    """Without what a terminal takes for orders: what is shown may be a stranger's, an artifact's notes or an answer."""
+    return text.translate(_ORDERS)

@@ -259,9 +259,9 @@ def canonical_json(value: object) -> bytes:
 def _require_this_version(document: dict[str, Any]) -> None:
     if document["format"] != FORMAT_NAME:
         raise ValueError(f"format is {document['format']!r}")
-    if document["format_version"] != FORMAT_VERSION:
+    if (version := document["format_version"]) != FORMAT_VERSION:
         raise ArtifactMismatchError(
-            f"the artifact has format version {document['format_version']!r} and this csattn reads version "
+            f"the artifact has format version {repr(version)[:_MAX_SHOWN]} and this csattn reads version "
             f"{FORMAT_VERSION}; build it again with `csattn build`, or use the csattn that made it"
         )
 

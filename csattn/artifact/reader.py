@@ -210,6 +210,11 @@ def open_artifact(
         ) from error
     if hash_token_ids(artifact.token_ids) != manifest.spec.token_ids_sha256:
         raise ArtifactCorruptError(f"{path / TOKENS_FILE} holds other tokens than it should; {how_to_heal(path)}")
+    vocab_size = manifest.spec.model.vocab_size
+    if not 0 <= artifact.token_ids.min() <= artifact.token_ids.max() < vocab_size:
+        raise ArtifactCorruptError(
+            f"{path / TOKENS_FILE} holds tokens that a model of {vocab_size} has not; {how_to_heal(path)}"
+        )
     if verify == "full":
         for layer_idx in range(manifest.spec.model.num_layers):
             artifact.next_query(layer_idx)

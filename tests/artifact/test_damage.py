@@ -95,6 +95,13 @@ def test_another_format_version_is_to_be_built_again(artifact_dir: Path, version
         open_artifact(artifact_dir)
 
 
+def test_a_format_version_is_not_repeated_at_length(artifact_dir: Path) -> None:
+    seal(artifact_dir, json.dumps({"format": "csattn-artifact", "format_version": "5" * 100_000}).encode())
+    with pytest.raises(ArtifactMismatchError, match="has format version '5555") as refusal:
+        open_artifact(artifact_dir)
+    assert len(str(refusal.value)) < 1000
+
+
 def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
     with open_artifact(artifact_dir) as artifact:
         geometry = artifact.spec.model
@@ -293,6 +300,14 @@ def test_forged_tokens_are_refused(artifact_dir: Path) -> None:
     reseal(artifact_dir)
     with pytest.raises(ArtifactCorruptError, match="holds other tokens"):
         open_artifact(artifact_dir)
+
+
+def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+    """Whoever counts them by their number would write elsewhere."""
+    spec = make_spec()
+    path = build(tmp_path, replace(spec, model=replace(spec.model, vocab_size=10)))
+    with pytest.raises(ArtifactCorruptError, match="holds tokens that a model of 10 has not; delete"):
+        open_artifact(path)
 
 
 @pytest.mark.parametrize("name", [kv_file(0), "manifest.json", "manifest.sha256"])

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from csattn.artifact.lock import BuildLock
+from tests.artifact.faults import reseal
 from tests.tiny import byte_tokenizer, save
 from workers.cli import building, main
 
@@ -318,6 +320,23 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
         assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
 
 
+def test_no_order_to_the_terminal_comes_from_an_artifact(capsys, artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / artifact.name
+    shutil.copytree(artifact, path)
+
+    def forge(manifest: dict[str, Any]) -> None:
+        manifest["model"]["name"] = manifest["build_notes"]["preset"] = "evil\x1b]0;mine\x07\x9b31m"
+
+    reseal(path, forge)
+    for verb in (["ls", "--store", tmp_path], ["inspect", path], ["generate", path, "--prompt", "?"]):
+        shown = in_process(*verb, capsys=capsys)
+        told = shown.stdout + shown.stderr
+        assert "evil" in told and not set("\x1b\x07\x9b") & set(told)
+    (path / "\x1b[31m").touch()
+    shown = in_process("verify", path, capsys=capsys)
+    assert "does not belong" in shown.stderr and "\x1b" not in shown.stderr
+
+
 def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, artifact: Path, tmp_path: Path) -> None:
     line = {"context": str(place / "text.txt"), "weights": "fp8", "dtype": "bfloat16"}
     (tmp_path / "jobs").write_text(json.dumps(line))
@@ -338,7 +357,7 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
 
 
 def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_path: Path) -> None:
-    (made := tmp_path / "kept" / "of-a-salt" / "0123456789abcdef").mkdir(parents=True)
+    (made := tmp_path / "kept" / ("0" * 32) / "0123456789abcdef").mkdir(parents=True)
     (made / "layer").write_bytes(b"x" * 5000)
     (tmp_path / "kept" / "0.block").write_bytes(b"x" * 2048)
 

@@ -276,7 +276,7 @@ def test_what_services_have_kept_is_told_where_there_is_any() -> None:
 
 
 def test_what_services_have_kept_is_measured_against_this_environments_settings(tmp_path: Path, monkeypatch) -> None:
-    (place := tmp_path / "kept" / "of-a-salt" / "0123456789abcdef").mkdir(parents=True)
+    (place := tmp_path / "kept" / ("0" * 32) / "0123456789abcdef").mkdir(parents=True)
     (place / "layer").write_bytes(b"1234567")
     (tmp_path / "kept" / "0.block").write_bytes(b"123")
     monkeypatch.setenv("CSATTN_KEPT_DISK_BYTES", "1000")

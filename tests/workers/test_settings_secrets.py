@@ -37,6 +37,12 @@ def test_a_refused_secret_is_not_shown(tmp_path: Path, text: str) -> None:
     assert "hush" not in str(refused.value)
 
 
+def test_a_key_keeps_what_follows_a_number_sign_in_it(tmp_path: Path) -> None:
+    keys = written(tmp_path / "keys", "#none\nhush#1 # the first\n\t# none\n")
+    server = load_settings(None, {}, {"server.api_key_file": keys}).settings.server
+    assert server.admits("hush#1") and not server.admits("hush")
+
+
 @pytest.mark.parametrize(("content", "words"), [("# none\n", "holds no key"), ("a b\n", "line 1 of"), ("é\n", "ASCII")])
 def test_a_key_file_without_keys_is_refused(tmp_path: Path, content: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

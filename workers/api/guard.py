@@ -87,6 +87,11 @@ class Guard:
             raise HttpError(
                 431, "header_too_large", f"the header is larger than the {limits.max_header_bytes} bytes that are read"
             )
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # a proxy that goes by the other one takes what follows for a part of this request
+            raise HttpError(
+                400, "invalid_request", "the header has Content-Length and Transfer-Encoding; send one of them"
+            )
         self._check_host(headers.get("host", ""))
         if path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
             self._check_key(headers)
@@ -123,7 +128,11 @@ class Guard:
         await outgoing.send({"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers})
         await outgoing.send({"type": "http.response.body", "body": reply.body, "more_body": True})
         if not incoming.waits_for_our_word:
-            await _drain(incoming.receive, MANY_BODIES * self._limits.max_body_bytes, self._pace)
+            self._num_open -= 1  # nobody's place is taken by one who has no key, say, and lingers
+            try:
+                await _drain(incoming.receive, MANY_BODIES * self._limits.max_body_bytes, self._pace)
+            finally:
+                self._num_open += 1
         await outgoing.send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 from types import FrameType
@@ -32,7 +33,7 @@ def server_of(app: Any, settings: Settings, **more: Any) -> Server:
     stall_timeout_s = settings.limits.stall_timeout_s
 
     class Protocol(PatientProtocol):
-        header_timeout_s = stall_timeout_s
+        header_timeout_s, most_connections = stall_timeout_s, _most_connections()
 
     options: dict[str, Any] = {
         "host": settings.server.host,
@@ -53,10 +54,14 @@ class PatientProtocol(H11Protocol):
     """Patient up to a point: a header that has begun has to end in time, and bytes have to be taken in time."""
 
     header_timeout_s: float
+    most_connections: int  # of the server; one more is closed at once
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.most_connections:
+            transport.abort()
+            return
         self._header_timer = self.loop.call_later(self.header_timeout_s, transport.abort)
         raw = transport.get_extra_info("socket")
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -78,3 +83,13 @@ class PatientProtocol(H11Protocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _most_connections() -> int:
+    """Half of the files that this process may open, which it is given as many of as it can get: where connections took
+    all, no file of the store could be read, and who asks would be told of that."""
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # more than the system has
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        most = hard
+    return most // 2

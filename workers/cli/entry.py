@@ -14,6 +14,7 @@ from offload.errors import OffloadError, is_out_of_memory
 from workers.cli import ending
 from workers.cli.app import app
 from workers.cli.usage import ClickError, sentence_of
+from workers.words import harmless
 
 _BUILDING = ["build"], ["demo"]
 _MAX_TOLD = 300  # characters of a library's message
@@ -61,7 +62,7 @@ def _interrupted() -> None:
 
 
 def _fail(error: dict[str, Any], exit_code: int) -> None:
-    print(f"error: {error['message']}", file=sys.stderr)
+    print(f"error: {harmless(error['message'])}", file=sys.stderr)
     if "--json" in sys.argv[1:]:
         from workers.cli.terminal import print_json
 

@@ -11,15 +11,24 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from workers.words import harmless
 
 if TYPE_CHECKING:  # verbs that only look should not wait for torch, nor fail where it is broken
     from index_build.pieces import BuildProgress
 
+
+class _Console(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(harmless(text), **options)
+
+
 # Tables need room where nobody resizes a window: in pipes and logs.
 _WIDTH = None if sys.stdout.isatty() else 140
 # Models, paths and errors are shown as they are: "csattn[serve]" is no markup, ":smile:" no picture.
-out = Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
-err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+out = _Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
+err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(value: dict[str, Any]) -> None:

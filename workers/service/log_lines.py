@@ -5,6 +5,8 @@ import logging
 import sys
 from contextlib import suppress
 
+from workers.words import harmless
+
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = ("csattn", "offload", "workers")
 
@@ -15,7 +17,16 @@ def log_to_stderr() -> None:
     if sys.__stderr__ is not None and not faulthandler.is_enabled():  # Ray has it in its workers
         with suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
             faulthandler.enable(sys.__stderr__)
-    logging.basicConfig(format=FORM, level=logging.WARNING, stream=sys.__stderr__)  # Serve puts its own in its place
+    handler = logging.StreamHandler(sys.__stderr__)
+    handler.setFormatter(_Lines(FORM))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)  # Serve puts its own in its place
     for name in _OURS:
         logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left
+
+
+class _Lines(logging.Formatter):
+    """A message is one line: names of files, which a stranger may have given, write no others."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, it is logging's
+        return harmless(" ".join(super().formatMessage(record).splitlines()))

@@ -1,18 +1,23 @@
 """Which contexts there are, in a small file of the store: a service that starts again has them again."""
 
 import json
+import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from csattn.artifact.durable import store_errors, write_bytes
+from csattn.artifact.find import is_artifact_id
 from csattn.artifact.lock import BuildLock
 from csattn.errors import ArtifactCorruptError
-from workers.serving.messages import ContextState
+from workers.serving.messages import CONTEXT_NAME, ContextState
 
 FILE_NAME, LOCK_NAME = "contexts.json", ".contexts.lock"
 _VERSION = 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MAX_SHOWN = 200  # characters of what is wrong
 T = TypeVar("T")
 
 
@@ -52,11 +57,11 @@ class ContextFile:
             data = json.loads(text)
             if data["version"] != _VERSION:
                 raise ValueError(f"it is of version {data['version']!r}, this csattn reads version {_VERSION}")
-            return {item["name"]: Record(**item) for item in data["contexts"]}
-        except (ValueError, KeyError, TypeError) as error:
+            return {item["name"]: _record(item) for item in data["contexts"]}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ArtifactCorruptError(
-                f"{self._path} cannot be read ({error}); move it away and name the contexts again: their artifacts "
-                "are untouched"
+                f"{self._path} cannot be read ({str(error)[:_MAX_SHOWN]}); move it away and name the contexts again: "
+                "their artifacts are untouched"
             ) from error
 
     def change(self, edit: Callable[[dict[str, Record]], T]) -> T:
@@ -74,3 +79,20 @@ class ContextFile:
             return result
         finally:
             lock.release()
+
+
+def _record(item: dict[str, Any]) -> Record:
+    """As a service writes it: paths are made of its id and its hash, and the store may come from somebody else."""
+    record = Record(**item)
+    is_ours = (
+        CONTEXT_NAME.fullmatch(record.name)
+        and (record.artifact_id is None or is_artifact_id(record.artifact_id))
+        and (record.text_sha256 is None or _SHA256.fullmatch(record.text_sha256))
+        and (record.num_tokens is None or type(record.num_tokens) is int)
+        and type(record.created_at) in (int, float)
+        and math.isfinite(record.created_at)
+        and isinstance(record.error, str)
+    )
+    if not is_ours:
+        raise ValueError(f"no service writes {record}")
+    return record

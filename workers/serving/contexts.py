@@ -174,7 +174,11 @@ class Contexts:
             records[name] = replace(known, error="")
             return records[name]
 
-        return self._file.change(edit)
+        try:
+            return self._file.change(edit)
+        except ArtifactError:
+            self._drop_text(Record(name=name, created_at=0.0, text_sha256=digest))
+            raise
 
     def _require_same(self, known: Record, text: str, digest: str) -> None:
         if known.text_sha256 is not None or known.artifact_id is None:

@@ -113,7 +113,7 @@ class Grammar:
             self._computing = self._pool.submit(self._compute)
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
-        """[vocab_size]. Raises ValueError where the answer cannot go on, by the limits of the library."""
+        """[vocab_size]. Raises BadRequestError where the answer cannot go on, by the limits of the library."""
         self.begin()
         assert self._computing is not None
         self._computing.result()
@@ -136,7 +136,8 @@ class Grammar:
 
     def _require_sound(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"the schema became too costly to be held to: {_reason(self._matcher.get_error())}")
+            reason = _reason(self._matcher.get_error())
+            raise BadRequestError(f"the schema became too costly to be held to: {reason}; ask for a simpler one")
 
 
 def grammar_text(ask: Ask, form: ChatForm) -> str:

@@ -7,6 +7,7 @@ Whatever goes is gone at once for all who look: services that run may look, and 
 """
 
 import os
+import re
 import secrets
 import shutil
 from contextlib import suppress
@@ -22,6 +23,7 @@ from offload.block_files import PARTIAL, SUFFIX
 
 DIRECTORY = "kept"  # in the store
 GONE_PREFIX = "gone-"  # of what is being removed
+_SALTED = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,12 @@ class KeptFiles:
 def kept_files(store: Path) -> KeptFiles:
     """Of that store, now; nothing where there is no store."""
     num_contexts, context_bytes, row_bytes = 0, 0, 0
-    for path in entries(store / DIRECTORY):
-        if path.is_dir():
-            num_contexts += sum(is_artifact_id(entry.name) for entry in entries(path))
-            context_bytes += num_bytes_below(path)
-        else:
-            with suppress(OSError):
-                row_bytes += path.stat().st_size
+    for path in salted(store / DIRECTORY):
+        num_contexts += sum(is_artifact_id(entry.name) for entry in entries(path))
+        context_bytes += num_bytes_below(path)
+    for path in _row_files(store / DIRECTORY):
+        with suppress(OSError):
+            row_bytes += path.stat().st_size
     return KeptFiles(num_contexts, context_bytes, row_bytes)
 
 
@@ -58,12 +59,11 @@ def remove_kept(store: Path) -> None:
                 f"a service uses {store}, and keeps to kept.context_bytes and kept.disk_bytes itself; end it before "
                 "what it has kept is removed"
             )
-        for path in entries(store / DIRECTORY):
-            if path.is_dir():
-                _remove_contexts(path)
-            elif path.suffix in (SUFFIX, PARTIAL):
-                with suppress(OSError):
-                    path.unlink()
+        for path in salted(store / DIRECTORY):
+            _remove_contexts(path)
+        for path in _row_files(store / DIRECTORY):
+            with suppress(OSError):
+                path.unlink()
 
 
 def remove_at_once(path: Path) -> None:
@@ -74,11 +74,23 @@ def remove_at_once(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
+def salted(directory: Path) -> list[Path]:
+    """Of a store's `kept/`, the directories of models and salts. All in them may be removed: so none that a link leads
+    to, or that has another name than services give. A store that was copied may hold either."""
+    return [
+        path for path in entries(directory) if _SALTED.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
+
+
 def entries(directory: Path) -> list[Path]:
     try:
         return [directory / name for name in os.listdir(directory)]
     except OSError:  # none yet, or no directory
         return []
+
+
+def _row_files(directory: Path) -> list[Path]:
+    return [path for path in entries(directory) if path.suffix in (SUFFIX, PARTIAL)]
 
 
 def _remove_contexts(directory: Path) -> None:

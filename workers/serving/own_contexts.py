@@ -27,7 +27,7 @@ from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
-from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, entries, remove_at_once
+from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, entries, remove_at_once, salted
 from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
 from workers.serving.residency import Residency
 from workers.serving.setbacks import Setbacks
@@ -184,7 +184,8 @@ class OwnContexts:
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
             self._num_failed += 1
-            refusal = _refusal(self.setbacks.add(key, len(ids), str(error)))
+            why = str(error).replace(directory.name, "...")  # all are told, and who knows a salt's hash can try guesses
+            refusal = _refusal(self.setbacks.add(key, len(ids), why))
             _log.warning("%s", refusal)
             raise refusal from error
         finally:
@@ -225,7 +226,7 @@ class OwnContexts:
         What services that were killed did not come to remove goes here.
         """
         found: list[Path] = []
-        for path in [path for directory in entries(self._directory) for path in entries(directory)]:
+        for path in [path for directory in salted(self._directory) for path in entries(directory)]:
             is_stale = used_at(path) < time.time() - _STALE_S
             if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
                 found.append(path)

@@ -122,7 +122,7 @@ def _template_errors(field: str) -> Iterator[None]:
     """Templates raise errors of their own, of any class; what they were given is not theirs alone to judge."""
     try:
         yield
-    except CsattnError:
+    except (CsattnError, OSError, MemoryError):  # it compiles when it is first asked for: those are of the machine
         raise
     except Exception as error:
         told = str(error)[:_MAX_TOLD]

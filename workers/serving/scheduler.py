@@ -295,9 +295,11 @@ class Scheduler:
 
     def _take_token(self, request: Request, chosen: _Chosen, now: float) -> None:
         if isinstance(chosen, Exception):
-            if not isinstance(chosen, ValueError):
+            if not isinstance(chosen, ServingError | ValueError):
                 _log.error("the next token of %s cannot be drawn", request.request_id, exc_info=chosen)
-            self._end(request, "failed", ServingError(f"the next token cannot be drawn: {chosen}"))
+            if not isinstance(chosen, ServingError):
+                chosen = ServingError(f"the next token cannot be drawn: {chosen}")
+            self._end(request, "failed", chosen)
             return
         token_id, score = chosen
         if request.first_token_at is None:

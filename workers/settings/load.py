@@ -1,5 +1,6 @@
 """Flags over environment over file over defaults: one value for each setting, checked, with its origin."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -112,7 +113,7 @@ def _read_keys(leaves: dict[str, Leaf]) -> None:
         raise ConfigError(f"{where}: {path.value} is not UTF-8 text; wanted one key a line") from None
     found: list[Secret] = []
     for number, line in enumerate(lines, 1):
-        text = line.split("#", 1)[0].strip()
+        text = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip()  # within a key it is part of that
         try:
             found += [Secret(text)] if text else []
         except ConfigError as error:

@@ -17,7 +17,7 @@ import pytest
 from csattn.errors import ConfigError
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
-from workers.api import make_app
+from workers.api import make_app, server
 from workers.serving.messages import ContextInfo, Health
 from workers.settings import ServerSettings, Settings
 
@@ -278,6 +278,40 @@ def test_too_many_open_requests_are_told_so_and_health_still_answers() -> None:
         for connection in waiting:
             connection.close()
         assert eventually(lambda: httpx2.get(f"{service.url}/v1/models", headers=AUTH).status_code == 200)
+
+
+def test_who_is_refused_takes_no_place() -> None:
+    """However many linger, with bodies that they have announced and do not send."""
+    with serving(settings=settings_with(max_open_requests=2)) as service, ExitStack() as opened:
+        for _ in range(4):
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", service.port)))
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+        assert httpx2.get(f"{service.url}/v1/models", headers=AUTH).status_code == 200
+
+
+def test_a_length_beside_chunks_is_refused_and_nothing_behind_it_is_read(service: Running) -> None:
+    hidden = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(head("/v1/completions", "Content-Length: 5", "Transfer-Encoding: chunked") + hidden)
+        told = said(connection)
+    assert told.startswith(b"HTTP/1.1 400") and b"send one of them" in told and told.count(b"HTTP/1.1") == 1
+
+
+def test_connections_leave_room_for_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they took all files that the process may open, requests that had come failed, and each turn of the loop
+    wrote thousands of lines."""
+    given = []
+    monkeypatch.setattr(server.resource, "getrlimit", lambda _: (4, 10))
+    monkeypatch.setattr(server.resource, "setrlimit", lambda _, most: given.append(most))
+    with serving() as service, ExitStack() as opened:
+        assert given == [(10, 10)]
+        first, *_, last = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", service.port))) for _ in range(6)
+        ]
+        assert said(last) in (b"", b"<reset>")
+        first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert first.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def test_all_bodies_together_hold_a_bounded_share_of_memory() -> None:

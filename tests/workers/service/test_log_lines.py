@@ -24,6 +24,14 @@ def test_lines_of_one_form_on_stderr_alone() -> None:
     assert len(lines) == 7 and "info of others" not in ended.stderr
 
 
+def test_a_name_of_several_lines_writes_one() -> None:
+    says = f"{SAYS}\nlogging.getLogger('workers.x').warning('%s is removed', 'a\\n2026 INFO forged\\x1b[31m')"
+    ended = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    assert (
+        "WARNING workers.x: a 2026 INFO forged\N{REPLACEMENT CHARACTER}[31m is removed" in ended.stderr.splitlines()[-1]
+    )
+
+
 def test_a_signal_that_ends_it_leaves_a_trace() -> None:
     ends = "import os, signal; os.kill(os.getpid(), signal.SIGBUS)"
     ended = subprocess.run([sys.executable, "-c", f"{SAYS}\n{ends}"], capture_output=True, text=True, check=False)

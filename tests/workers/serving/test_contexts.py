@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 import re
@@ -328,11 +329,34 @@ def test_tokens_that_the_model_does_not_embed_are_no_context() -> None:
         make_plan(model, ids, preset("default"), {})
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"version": 9, "contexts": []}', b'{"version": 1}'])
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b"[" * 99_999, b'{"version": 9, "contexts": []}', b'{"version": 1}']
+)
 def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(damage)
     with pytest.raises(ArtifactCorruptError, match="move it away"):
         ContextFile(tmp_path).read()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"name": "../a"}, {"name": "<b>"}, {"name": 5}, {"name": ["a"]}, {"artifact_id": "../other/" + "0" * 16},
+        {"artifact_id": "/" + "0" * 16}, {"artifact_id": ""}, {"artifact_id": 5}, {"text_sha256": "../../home/letter"},
+        {"text_sha256": 5}, {"num_tokens": "5"}, {"created_at": "now"}, {"created_at": float("inf")}, {"error": 5},
+        {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_record_that_no_service_writes_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+    """The store may come from somebody else: nothing in it leads out of it, or fails further on."""
+    sound = {"name": "a", "created_at": 1.0, "text_sha256": "0" * 64, "artifact_id": "0" * 16, "num_tokens": 5}
+    file = tmp_path / FILE_NAME
+    file.write_text(json.dumps({"version": 1, "contexts": [sound]}))
+    assert list(ContextFile(tmp_path).read()) == ["a"]
+    file.write_text(json.dumps({"version": 1, "contexts": [sound | damage]}))
+    with pytest.raises(ArtifactCorruptError, match="move it away") as refused:
+        ContextFile(tmp_path).read()
+    assert len(str(refused.value)) < 500
 
 
 def test_a_file_that_cannot_be_read_is_told_with_its_cause(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.workers.serving.registry import registry, settings_of
 from tests.workers.serving.test_contexts import ended
 from workers.serving import context_file, local
 from workers.serving.context_build import Builder, BuildFailedError
+from workers.serving.contexts import TEXTS
 from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextNotReadyError, ServingError, StorageUnavailableError
 
@@ -118,6 +119,11 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(
             sent = pickle.loads(pickle.dumps(told.value))  # it crosses processes
             assert str(tmp_path) not in sent.message and f"cannot write {tmp_path}" in sent.detail
             assert (sent.status, sent.retry_after_s) == (503, 30.0)
+        for number in range(3):
+            with pytest.raises(StorageUnavailableError):
+                await contexts.register("b", f"text {number}")
+        [left] = (tmp_path / "store" / TEXTS).iterdir()
+        assert left.read_text() == "a text", "of what was refused nothing is kept"
         assert (await contexts.register("a", "a text")).state == "building"
         await contexts.close()
 

@@ -198,6 +198,12 @@ def test_what_is_too_costly_begins_behind_the_most_that_is_told(keyword: str, mo
         _require_moderate([("x", {keyword: most + 1})])
 
 
+def test_a_schema_that_turns_out_too_costly_is_at_fault_itself() -> None:
+    grammar = Grammars(loaded()).make_now(ask(schema={"$ref": "#"}), ChatForm(loaded().tokenizer))
+    with pytest.raises(BadRequestError, match=r"too costly .*; ask for a simpler one"):
+        grammar.allowed(256)
+
+
 def test_an_answer_without_an_end_token_goes_on_while_it_may() -> None:
     grammar = Grammars(loaded()).make_now(ask(schema={"type": "integer"}), ChatForm(loaded().tokenizer))
     [one] = loaded().tokenizer("1").input_ids

@@ -66,7 +66,7 @@ def test_a_service_that_no_lock_tells_of_goes_on_without_what_was_removed(tmp_pa
 
 
 def test_leavings_go_and_a_build_that_runs_keeps_its_work(tmp_path: Path) -> None:
-    place = tmp_path / DIRECTORY / "of-a-salt"
+    place = tmp_path / DIRECTORY / ("0" * 32)
     for name in ("gone-0123", f".building-{'0' * 16}", f".building-{'1' * 16}"):
         (place / name).mkdir(parents=True)
         (place / name / "layer").write_bytes(b"x")
@@ -110,3 +110,16 @@ def test_a_store_has_many_users_or_one_who_is_alone_in_it(tmp_path: Path) -> Non
     assert begun.is_set()
     first.end()
     assert os.listdir(store) == [], "nothing is left of it"
+
+
+@pytest.mark.parametrize("link", ["kept", "kept/0123", f"kept/{'0' * 32}"])
+def test_links_of_a_store_that_was_copied_lead_nowhere(tmp_path: Path, link: str) -> None:
+    """They may point at anything of whoever cleans up."""
+    own, store = tmp_path / "home", tmp_path / "store"
+    (own / "docs" / "old").mkdir(parents=True)
+    (own / "docs" / "letter").write_text("precious")
+    (store / link).parent.mkdir(parents=True, exist_ok=True)
+    (store / link).symlink_to(own if link == "kept" else own / "docs")
+    assert kept_files(store) == KeptFiles(0, 0, 0)
+    remove_kept(store)
+    assert (own / "docs" / "letter").read_text() == "precious" and (own / "docs" / "old").is_dir()

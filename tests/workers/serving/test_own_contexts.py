@@ -199,6 +199,25 @@ def test_a_full_disk_is_told_of_with_the_file_and_what_to_do(tmp_path, monkeypat
     assert "Free some space" in caplog.text and "Traceback" not in caplog.text
 
 
+def test_why_a_build_failed_does_not_tell_of_its_salt(tmp_path, monkeypatch, caplog) -> None:
+    """Every tenant sees it on the page."""
+    places: list[Path] = []
+
+    async def fail(self: Builder, source: list[str], store: Path, *_: Any, **__: Any) -> None:
+        places.append(store)
+        raise ArtifactError(f"cannot write {store}/x: the disk is full")
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            with pytest.raises(ContextNotReadyError, match=r"kept/\.\.\./x: the disk is full"):
+                await answer(backend, replace(ask(DOCUMENT), cache_salt="red"))
+            [failed] = backend.standing().failed_builds
+            assert places[0].name not in failed.why + caplog.text and "the disk is full" in failed.why
+
+    monkeypatch.setattr(Builder, "build", fail)
+    asyncio.run(main())
+
+
 def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_path, builds, monkeypatch, caplog) -> None:
     """And other prompts' builds are not held up by it; what they wait for is told."""
     tries, is_full, real, clock = [], True, Builder.build, Clock()

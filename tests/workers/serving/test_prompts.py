@@ -1,5 +1,6 @@
 """From messages to the ids that follow a context: those of the chat template, and refusals as sentences."""
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from csattn.artifact import open_artifact
 from csattn.models.prompt import context_ids, conversation_ids, question_ids
 from tests.tiny import byte_tokenizer, loaded
 from tests.workers.serving.artifacts import text_of
+from workers.serving import prompts
 from workers.serving.context_file import ContextFile
 from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Sampling, Turn
 from workers.serving.prompts import prompt_ids, room_for
@@ -104,6 +106,17 @@ def test_what_the_template_refuses_is_refused_with_its_words(built: Path) -> Non
     assert refused.value.param == "messages"
     with pytest.raises(BadRequestError, match="only user and assistant"):
         prompt_ids(tokenizer, opened, ask(("user", "a"), ("system", "b"), ("user", "c")))
+
+
+def test_what_the_machine_refuses_is_no_fault_of_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        prompts.whole_ids(tokenizer, ask(("user", "who is it?")))
 
 
 def test_a_context_without_a_template_takes_one_message(bare) -> None:

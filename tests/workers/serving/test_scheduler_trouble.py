@@ -146,6 +146,23 @@ def test_a_fault_in_one_requests_choice_ends_no_other(
     scheduler.check()
 
 
+def test_what_a_grammar_refuses_is_told_as_the_fault_of_who_asked(built: Path) -> None:
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2))
+    request = make_request(scheduler, max_new_tokens=6)
+
+    class Grammar:
+        def begin(self) -> None: ...
+
+        def allowed(self, vocab_size: int) -> None:
+            raise BadRequestError("ask for a simpler one")
+
+    request.grammar = Grammar()
+    run(scheduler)
+    error = read(request)[1]
+    assert isinstance(error, BadRequestError) and error.message == "ask for a simpler one"
+    scheduler.check()
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 1}, {"top_logprobs": 2}])
 def test_a_row_that_is_not_finite_fails_its_request_and_no_other(built: Path, sampling: dict[str, float]) -> None:
     engine = FullEngine(loaded(), num_slots=2)

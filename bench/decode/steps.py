@@ -16,7 +16,7 @@ from workers.model.attention import StepAttention
 STEPS_BETWEEN_LAYERS = 61  # layers that come from the same wide layer are that far apart in the recorded steps
 
 
-class RecordedQueries:
+class RecordedQueries(StepAttention):
     """Passes every call on, with the recorded queries of the next step instead of those that come in.
 
     Weights that are random make queries that mean nothing; which rows a step selects, and how many of them the last
@@ -67,11 +67,8 @@ class RecordedQueries:
         return torch.stack(layers, dim=1)
 
 
-class FullAttentionSteps:
+class FullAttentionSteps(StepAttention):
     """Full attention over the context on the device. Of the tail it reads nothing, which is to its advantage."""
-
-    lookahead = False
-    in_graph = True
 
     def __init__(self, tails: Tensor, kv: list[tuple[Tensor, Tensor]], attend: Attention) -> None:
         """kv: of each layer k, v [num_contexts, num_kv_heads, context_len, head_dim]."""
@@ -79,22 +76,13 @@ class FullAttentionSteps:
         self._kv = kv
         self._attend = attend
 
-    def begin_step(self, rows: StepRows) -> None: ...
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         k, v = self._kv[layer_idx]
         out.copy_(apart(self._attend(together(q, k), k, v), len(q), k))
 
-    def end_step(self, rows: StepRows) -> None: ...
 
-
-class WindowSteps:
+class WindowSteps(StepAttention):
     """Attention to sinks, window and tail, and to nothing else of the context."""
-
-    lookahead = False
-    in_graph = True
 
     def __init__(
         self, tails: Tensor, resident: list[list[Tensor]], batch_size: int, num_q_heads: int, softmax_scale: float
@@ -120,15 +108,9 @@ class WindowSteps:
             device=device,
         )
 
-    def begin_step(self, rows: StepRows) -> None: ...
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         resident = self._resident[layer_idx]
         self._attention.attend(q, resident, self.tails[layer_idx], resident, self._nothing, rows, out)
-
-    def end_step(self, rows: StepRows) -> None: ...
 
 
 def together(q: Tensor, k: Tensor) -> Tensor:

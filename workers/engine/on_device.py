@@ -23,6 +23,7 @@ from workers.engine.far_rows import FarRows
 from workers.engine.resident import ResidentRows
 from workers.engine.schedule import Schedule
 from workers.engine.shape import EngineShape
+from workers.model.attention import StepAttention
 
 if TYPE_CHECKING:  # which searches by the class below
     from workers.engine.own_on_device import OwnOnDevice
@@ -44,15 +45,13 @@ class StepSearch(Protocol):
         ...
 
 
-class SearchOnDevice:
-    """`StepAttention` whose steps are one graph. Owns the contexts' indexes, their resident rows and all tails.
+class SearchOnDevice(StepAttention):
+    """Steps are one graph. Owns the contexts' indexes, their resident rows and all tails.
 
     With `lookahead`, a layer's search and the way of its rows to the device run beside the layer before it, each on a
     stream of its own: the next layer is searched while this one's rows are still on their way. What is not selected is
     then attended to by the layer's own query, in another pass over the codes; else the search's pass serves for both.
     """
-
-    in_graph = True
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class SearchOnDevice:
     ) -> None:
         self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
-        self.tails = shape.make_tails(device) if tails is None else tails
+        self.tails: Tensor = shape.make_tails(device) if tails is None else tails
         self._resident = ResidentRows(shape, device)
         self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         self._plans = plan_batches(shape, device, sinks)
@@ -149,9 +148,6 @@ class SearchOnDevice:
             torch.cuda.current_stream().wait_event(fetched.is_there)
         other = None if own is None else own.attended(rows)
         plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched.rows, rows, out, other)
-
-    def end_step(self, rows: StepRows) -> None:
-        """Nothing is left to do."""
 
     def _own(self, rows: StepRows) -> "OwnOnDevice | None":
         return self.own if rows.any_own else None

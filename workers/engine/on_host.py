@@ -29,6 +29,7 @@ from workers.engine.resident import ResidentRows
 from workers.engine.schedule import Schedule
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
+from workers.model.attention import StepAttention
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan
 
 PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # of a row in the memory
@@ -36,14 +37,12 @@ _Asked = tuple[int, int]  # by a row: its context, -1: idle; K, where it is less
 PATIENCE_S = 1.0  # how often the device is asked whether it has failed, while the host waits for a step's queries
 
 
-class SearchOnHost:
-    """`StepAttention` whose steps are one graph, in which kernels post queries and wait for what the CPU has chosen.
+class SearchOnHost(StepAttention):
+    """Steps are one graph, in which kernels post queries and wait for what the CPU has chosen.
 
     Beside the graph a thread of the host runs the step's searches, each as soon as its query has arrived. With
     `lookahead`, the CPU searches for a layer while the device computes the layer before it.
     """
-
-    in_graph = True
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class SearchOnHost:
         """searcher: has what this one loads, by the same numbers."""
         self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
-        self.tails = shape.make_tails(device) if tails is None else tails
+        self.tails: Tensor = shape.make_tails(device) if tails is None else tails
         self._searcher, self._device = searcher, device
         self._resident = ResidentRows(shape, device)
         self._plans = plan_batches(shape, device, sinks)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import ExpertsSpec, HeadsSpec, LatentSpec
 from csattn.models.weights import LatentWeights, LayerInputWeights, Linear, ModelWeights
-from workers.model.attention import AttendsLatents, KeepsStates, StepAttention
+from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.ops import (
     DeltaRoom,
@@ -39,6 +39,7 @@ class Call:
 
     run: Callable[[], None]
     on_host: bool = False  # at every step; other calls only enqueue work on the device
+    attends_in: int | None = None  # the layer whose attention it is
 
 
 class StepLayers:
@@ -122,7 +123,7 @@ class StepLayers:
                 yield Call(partial(self._predict, layer_idx + 1))
                 yield Call(partial(self._look_ahead, layer_idx + 1), attends_on_host)
             yield Call(partial(self._project, layer_idx))
-            yield Call(partial(self._attend, layer_idx), attends_on_host)
+            yield Call(partial(self._attend, layer_idx), attends_on_host, layer_idx)
             yield Call(partial(self._finish_layer, layer_idx, ahead))
         yield Call(self._finish)
         yield Call(partial(self._attention.end_step, self._rows), on_host=True)
@@ -217,8 +218,7 @@ class StepLayers:
 
     def _attend(self, layer_idx: int) -> None:
         if (room := self.latents(layer_idx)) is not None:
-            attention = cast(AttendsLatents, self._attention)
-            attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
+            self._attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
         else:
             heads = self.heads(layer_idx)
             self._attention.attend(layer_idx, heads.q, self._rows, heads.attended)
@@ -258,7 +258,7 @@ class StepLayers:
         return self._deltas[delta]
 
     def _state(self, layer_idx: int) -> DeltaState:
-        state = cast(KeepsStates, self._attention).states[layer_idx]
+        state = self._attention.states[layer_idx]
         assert state is not None
         return state
 

@@ -115,11 +115,16 @@ class ModelRunner:
         return StepOutput(step.layers.logits, step.layers.next_ids)
 
     @torch.no_grad()
-    def step_by_calls(self, batch_size: int) -> StepOutput:
-        """The same step, not as captured but call by call: slower, and the attention may look at what it is given."""
+    def step_by_calls(self, batch_size: int, look: Callable[[int, Tensor], None] = lambda layer, q: None) -> StepOutput:
+        """The same step, not as captured but call by call: slower.
+
+        look: called where a layer has attended, with its number and queries [batch_size, num_q_heads, head_dim].
+        """
         step = self._steps[batch_size]
         for call in step.calls[step.kind]:
             call.run()
+            if call.attends_in is not None:
+                look(call.attends_in, step.layers.heads(call.attends_in).q)
         return StepOutput(step.layers.logits, step.layers.next_ids)
 
     @torch.no_grad()

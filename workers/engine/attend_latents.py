@@ -7,7 +7,7 @@ from csattn.batch import StepRows
 from csattn.lightning import KeyPages, score_pages, sparse_mla, top_k
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import ModelSpec
-from workers.engine.latent_memory import LatentMemory, Seen
+from workers.engine.latent_memory import CachedLatents, LatentPlaces, Seen
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
@@ -18,7 +18,9 @@ class AttendLatents(StepAttention):
     A layer without an indexer attends to what the last one that has one has chosen.
     """
 
-    def __init__(self, shape: EngineShape, spec: ModelSpec, far: LatentMemory, device: torch.device) -> None:
+    def __init__(
+        self, shape: EngineShape, spec: ModelSpec, far: LatentPlaces | CachedLatents, device: torch.device
+    ) -> None:
         self.shape, self.far = shape, far
         self.tails: Tensor = far.tails
         self._latents = [layer.latent for layer in spec.layers]

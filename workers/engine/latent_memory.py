@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class Seen:
     places: Tensor  # [batch_size, num_seen] int32: of index keys, -1 behind them; where there are none, of rows
     lens: Tensor  # [batch_size] int32
     scores: Tensor  # [batch_size, num_seen] float32
-    chosen: Tensor  # [batch_size, top_k] int32, -1 padded, written by the choice as `LatentMemory.pages_of` says
+    chosen: Tensor  # [batch_size, top_k] int32, -1 padded, written by the choice as `LatentPlaces.pages_of` says
 
     @classmethod
     def of(cls, shape: EngineShape, batch_size: int, device: torch.device) -> "Seen":
@@ -45,33 +44,8 @@ class Seen:
         )
 
 
-class LatentMemory(Protocol):
-    """Rows of all contexts and of all requests."""
-
-    @property
-    def tails(self) -> Tensor:
-        """As `StepAttention` says, of one head."""
-        ...
-
-    def find(self, rows: StepRows, seen: Seen) -> None:
-        """Write places and lens; an idle row sees nothing."""
-        ...
-
-    def index_keys(self, layer_idx: int) -> Tensor:
-        """[num_places, 1, index_head_dim]: by places."""
-        ...
-
-    def pages_of(self, seen: Seen) -> Tensor | None:
-        """What a choice translates numbers among the seen rows by; None: it leaves them."""
-        ...
-
-    def attended(self, layer_idx: int, rows: StepRows, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Rows [num_rows, width], and which of them each row attends to: [batch_size, top_k] int32, -1 padded."""
-        ...
-
-
 class LatentPlaces:
-    """`LatentMemory` on the device, side by side: a number says where a row lies, in every layer."""
+    """All on the device, side by side: a number says where a row lies, in every layer."""
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._shape, of_contexts = shape, shape.num_contexts * shape.max_context_len
@@ -98,21 +72,25 @@ class LatentPlaces:
         self._numbers.lens[context_id] = 0
 
     def find(self, rows: StepRows, seen: Seen) -> None:
+        """Write places and lens; an idle row sees nothing."""
         self._numbers.find(rows, seen)
 
     def index_keys(self, layer_idx: int) -> Tensor:
+        """[num_places, 1, index_head_dim]: by places."""
         spec = _latents(self._shape)
         return self.rows[layer_idx, :, None, spec.key_width : spec.row_width]
 
     def pages_of(self, seen: Seen) -> Tensor | None:
+        """What a choice translates numbers among the seen rows by; None: it leaves them."""
         return seen.places
 
     def attended(self, layer_idx: int, rows: StepRows, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Rows [num_rows, width], and which of them each row attends to: [batch_size, top_k] int32, -1 padded."""
         return self.rows[layer_idx], seen.places if _latents(self._shape).top_k is None else seen.chosen
 
 
 class CachedLatents:
-    """`LatentMemory` of contexts in pinned host memory: their index keys, slots for rows, and tails on the device.
+    """As `LatentPlaces`, of contexts in pinned host memory: their index keys, slots for rows, and tails on the device.
 
     All three lie in one piece of a layer's, so that a kernel that has one address reads contexts' and own rows. A place
     is a number of units, of which an index key and a row have whole numbers each. Layers are alike: one without an

@@ -9,7 +9,7 @@ from csattn.attention.device import RowSource, row_sources
 from csattn.attention.every_row import EveryRowAttention, takes_heads, workspace_bytes
 from csattn.batch import StepRows, make_device_selection
 from offload.pinned import PinnedRows
-from workers.engine.batch_plan import plan_batches
+from workers.engine.attend_chosen import plan_attention
 from workers.engine.far_rows import DeviceRows
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
@@ -38,7 +38,7 @@ class AttendAll(StepAttention):
         self.in_graph = isinstance(far, DeviceRows)
         self.tails: Tensor = shape.make_tails(device) if tails is None else tails
         self._together = _plan(shape, device) if reads_once(shape) else None
-        self._one_by_one = {} if self._together is not None else plan_batches(shape, device)
+        self._one_by_one = {} if self._together is not None else plan_attention(shape, device)
         self._sinks = sinks
         heads = shape.num_index_heads
         self._nothing = {
@@ -58,7 +58,7 @@ class AttendAll(StepAttention):
         if self._together is not None:
             self._together.attend(q, context, tails, rows, out, sinks)
             return
-        nothing, attention = self._nothing[rows.batch_size], self._one_by_one[rows.batch_size].attention
+        nothing, attention = self._nothing[rows.batch_size], self._one_by_one[rows.batch_size]
         attention.attend(q, context, tails, context, nothing, rows, out, sinks=sinks)
 
 

@@ -21,15 +21,12 @@ from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory, piece_bytes
 from offload.step_mail import RowMail, SelectionMail, StepClock
 from workers.background import BackgroundThread
-from workers.engine.batch_plan import plan_batches
+from workers.engine.attend_chosen import AttendChosen
 from workers.engine.coded_rest import CodedRest
 from workers.engine.far_rows import CachedRows
 from workers.engine.own_on_device import OwnOnDevice
-from workers.engine.resident import ResidentRows
-from workers.engine.schedule import Schedule
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
-from workers.model.attention import StepAttention
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan
 
 PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # of a row in the memory
@@ -37,7 +34,7 @@ _Asked = tuple[int, int]  # by a row: its context, -1: idle; K, where it is less
 PATIENCE_S = 1.0  # how often the device is asked whether it has failed, while the host waits for a step's queries
 
 
-class SearchOnHost(StepAttention):
+class SearchOnHost(AttendChosen):
     """Steps are one graph, in which kernels post queries and wait for what the CPU has chosen.
 
     Beside the graph a thread of the host runs the step's searches, each as soon as its query has arrived. With
@@ -51,20 +48,15 @@ class SearchOnHost(StepAttention):
         far: CachedRows,
         searcher: StepSearcher,
         device: torch.device,
-        tails: Tensor | None = None,  # as `SearchOnDevice` takes them, and own, and sinks
+        tails: Tensor | None = None,
         own: OwnOnDevice | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         """searcher: has what this one loads, by the same numbers."""
-        self.shape, self.far, self.own = shape, far, own
-        self.lookahead = bool(shape.search.lookahead)
-        self.tails: Tensor = shape.make_tails(device) if tails is None else tails
+        super().__init__(shape, far, device, tails, own, sinks)
         self._searcher, self._device = searcher, device
-        self._resident = ResidentRows(shape, device)
-        self._plans = plan_batches(shape, device, sinks)
         self._indexes: DeviceIndexes | None = None  # for the rest
         self._coded_rest: CodedRest | None = None
-        self._schedule = Schedule(shape, device)
         if shape.rest == "sketch":
             assert isinstance(index, SketchShape)
             sizes = shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments
@@ -73,7 +65,7 @@ class SearchOnHost(StepAttention):
         self._clock = StepClock(shape.num_layers + 1, device)
         self._memory = SharedMemory(piece_bytes((1,), torch.int64) + _mail_bytes(shape), device)
         self._give_up = self._memory.zeros((1,), torch.int64)  # 1: the step's queries will not come
-        self._mail = {size: _StepMail(shape, size, self._memory) for size in self._plans}
+        self._mail = {size: _StepMail(shape, size, self._memory) for size in shape.batch_sizes}
         assert self._memory.place_of(self._give_up) == GIVE_UP
         try:
             searcher.attach(self._memory)
@@ -112,18 +104,12 @@ class SearchOnHost(StepAttention):
         """Give page locks back. No step may be in flight, and none follows."""
         self._memory.close()
 
-    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
-        """What the step has selected in that layer, until it searches for the layer after the next."""
-        return self._plans[rows.batch_size].selection(layer_idx)
-
     def begin_step(self, rows: StepRows) -> None:
         if self._searching is not None:
             self._abandon()  # the step before has met an error and was never ended
         mail = self._mail[rows.batch_size]
         self._clock.advance()
-        self._schedule.begin_step(rows)
-        if (own := self._own(rows)) is not None:
-            own.begin_step(rows)
+        super().begin_step(rows)
         asked = torch.stack([self._schedule.search_ids(rows), rows.top_ks]).tolist()
         plan = mail.plan(tuple(zip(*asked, strict=True)))
         self._searching = self._background.start(partial(self._search, mail, plan, self._clock.value(0)))
@@ -134,10 +120,10 @@ class SearchOnHost(StepAttention):
             own.look_ahead(layer_idx, q, rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        mail, plan = self._mail[rows.batch_size], self._plans[rows.batch_size]
+        mail = self._mail[rows.batch_size]
         if not self.lookahead or layer_idx == 0:
             mail.post(layer_idx, q, self._clock)
-        selection = plan.selection(layer_idx)
+        selection = self.chosen(layer_idx, rows)
         if (own := self._own(rows)) is not None:
             own.begin(layer_idx, q, rows)
         if self._coded_rest is not None:
@@ -145,13 +131,11 @@ class SearchOnHost(StepAttention):
         mail.fetch(layer_idx, selection, self._schedule.search_ids(rows), self._clock)
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
-        other = None
         if own is not None:
             own.join()
-            other = own.attended(rows)
         if self._coded_rest is not None:
-            self._coded_rest.post(layer_idx, selection, rows, plan.attention)
-        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out, other)
+            self._coded_rest.post(layer_idx, selection, rows, self._attention[rows.batch_size])
+        self._attend(layer_idx, q, fetched, rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         """Return when all searches of the step are done; raises what they, or the device before them, have raised."""
@@ -164,9 +148,6 @@ class SearchOnHost(StepAttention):
             else:
                 break
         self._searching = None
-
-    def _own(self, rows: StepRows) -> OwnOnDevice | None:
-        return self.own if rows.any_own else None
 
     def _search(self, mail: "_StepMail", plan: StepPlan, since: int) -> None:
         done = False

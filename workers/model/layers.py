@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,10 +27,16 @@ from workers.model.ops import (
     Normed,
     Readers,
     Rotation,
-    StepOps,
     Stream,
     num_squares,
 )
+
+if TYPE_CHECKING:  # of which a device has one
+    from workers.model.cpu.tape_ops import TapeOps
+    from workers.model.gpu.triton_ops import TritonOps
+    from workers.model.torch_ops import TorchOps
+
+    StepOps = TorchOps | TapeOps | TritonOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +55,8 @@ class StepLayers:
         self,
         weights: ModelWeights,
         attention: StepAttention,
-        maps: Sequence[Any],  # of each layer, what its queries are predicted by: see `StepOps.predict_query`
-        ops: StepOps,
+        maps: Sequence[Any],  # of each layer, what its queries are predicted by: see `TorchOps.predict_query`
+        ops: "StepOps",
         rows: StepRows,
         dtype: torch.dtype,  # of the step's tensors
         devices: Devices | None = None,  # of whose shares of a model the weights are one

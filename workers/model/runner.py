@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from csattn.models.weights import ModelWeights
 from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.layers import Call, StepLayers
-from workers.model.ops import StepOps
 from workers.model.rows import RowBuffer, require_tokens
 from workers.model.torch_ops import TorchOps
+
+if TYPE_CHECKING:
+    from workers.model.layers import StepOps
 
 
 class StepOutput(NamedTuple):
@@ -172,7 +174,7 @@ class _Step:
         weights: ModelWeights,
         attention: StepAttention,
         next_query: Tensor | None,
-        ops: StepOps,
+        ops: "StepOps",
         batch_size: int,
         kinds: Sequence[_Kind],
         devices: Devices | None,
@@ -255,7 +257,7 @@ def _captured(calls: list[Callable[[], None]], pool: Any) -> Callable[[], None]:
     return replay
 
 
-def _ops_for(device: torch.device, max_batch_size: int) -> StepOps:
+def _ops_for(device: torch.device, max_batch_size: int) -> "StepOps":
     if device.type == "cpu":
         return TorchOps()
     from workers.model.gpu.tiles import MAX_BATCH_SIZE

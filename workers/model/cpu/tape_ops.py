@@ -1,4 +1,4 @@
-"""`StepOps` that note a step on tapes, to be done later by a team of threads, for as many rows as come."""
+"""The operations of a step, noted on tapes, to be done later by a team of threads, for as many rows as come."""
 
 from collections.abc import Sequence
 from dataclasses import replace

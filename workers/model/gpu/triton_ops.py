@@ -1,4 +1,4 @@
-"""`StepOps` as Triton kernels: their launches."""
+"""The operations of a step as Triton kernels: their launches."""
 
 from collections.abc import Sequence
 from typing import Any

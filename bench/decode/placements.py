@@ -32,8 +32,7 @@ from workers.engine.attend_all import AttendAll, StreamedRows, streamed_bytes
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.memory import index_is_on_device
 from workers.engine.on_device import SearchOnDevice
-from workers.engine.on_host import SearchOnHost
-from workers.engine.searcher import StepSearcher
+from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.shape import EngineShape
 from workers.searchers.step_searches import StepSearches
 

@@ -33,7 +33,7 @@ from workers.engine.fidelity import Seen, fidelity
 from workers.engine.latent_memory import CachedLatents
 from workers.engine.memory import Placement, placement_named, require_heads
 from workers.engine.on_device import SearchOnDevice
-from workers.engine.on_host import SearchOnHost
+from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.own_choice import (
     SELECTOR,
     latents_of,
@@ -46,7 +46,6 @@ from workers.engine.own_on_device import LAYERS_AT_ONCE, join_on_device, place_s
 from workers.engine.own_segments import OwnSegments, grows_alone
 from workers.engine.placed_model import Progress
 from workers.engine.placing import Placing
-from workers.engine.searcher import StepSearcher
 from workers.engine.sizing import Sizing
 from workers.engine.slots import (
     loaded_context,

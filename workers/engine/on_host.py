@@ -25,10 +25,11 @@ from workers.engine.attend_chosen import AttendChosen
 from workers.engine.coded_rest import CodedRest
 from workers.engine.far_rows import CachedRows
 from workers.engine.own_on_device import OwnOnDevice
-from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
-from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan
+from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan, StepSearches
+from workers.searchers.worker_searcher import WorkerSearcher
 
+StepSearcher = StepSearches | WorkerSearcher  # of whole steps: by threads of this process, or by search workers
 PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # of a row in the memory
 _Asked = tuple[int, int]  # by a row: its context, -1: idle; K, where it is less than the context's
 PATIENCE_S = 1.0  # how often the device is asked whether it has failed, while the host waits for a step's queries

@@ -23,10 +23,9 @@ from workers.engine.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.local_layers import LocalLayers
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
-from workers.engine.on_host import SearchOnHost
+from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.own_on_device import OwnOnDevice, own_cache
 from workers.engine.own_rows import MovingRows, RowsInTails
-from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.engine.some_or_all import SomeOrAll, of_all
 from workers.engine.step_model import StepModel

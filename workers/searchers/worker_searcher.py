@@ -15,7 +15,7 @@ from csattn.errors import ConfigError, SearchLostError
 from csattn.search import SearchPool
 from offload.shared_memory import SharedMemory
 from workers.background import BackgroundThread
-from workers.engine.searcher import RowSearch
+from workers.engine.pool_searcher import RowSearch
 from workers.searchers.channel import Channel
 from workers.searchers.layer_step import LayerStep, kind_of, layer_memory
 from workers.searchers.mail import ATTACH, LOAD, UNLOAD
@@ -41,7 +41,7 @@ class SearchersHealth:
 
 
 class WorkerSearcher:
-    """`Searcher` and `StepSearcher` over workers in processes of their own. Used by one thread at a time.
+    """As `PoolSearcher` and as `StepSearches`, over workers in processes of their own. Used by one thread at a time.
 
     While a worker that was lost is started again, its share is searched here: the selections are the same, only later.
     """

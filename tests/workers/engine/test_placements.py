@@ -33,9 +33,8 @@ from tests.workers.model.decoding import prefill
 from tests.workers.searchers.searching import Threads
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.on_device import SearchOnDevice
-from workers.engine.on_host import SearchOnHost
+from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.resident import ResidentRows
-from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.model import ModelRunner, take_weights
 from workers.searchers.step_searches import StepSearches

@@ -11,6 +11,7 @@ from bench.decode.widened import NUM_WIDE_LAYERS, Which
 from bench.decode.workload import Workload
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import StepRows, make_device_selection
+from workers.model import ModelRunner
 from workers.model.attention import StepAttention
 
 STEPS_BETWEEN_LAYERS = 61  # layers that come from the same wide layer are that far apart in the recorded steps
@@ -111,6 +112,26 @@ class WindowSteps(StepAttention):
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         resident = self._resident[layer_idx]
         self._attention.attend(q, resident, self.tails[layer_idx], resident, self._nothing, rows, out)
+
+
+def fed_step(runner: ModelRunner, batch_size: int) -> Callable[[], None]:
+    """A function that runs a step and feeds each row its likeliest token, one position and one row of its tail further;
+    the host waits for nothing."""
+    rows, next_ids = runner.rows(batch_size), runner.step(batch_size).next_ids
+
+    def feed() -> None:
+        active = rows.tail_lens > 0
+        rows.token_ids.copy_(next_ids.clamp(min=0))
+        rows.positions.add_(active)
+        rows.tail_lens.add_(active)
+
+    feed_again = capture([feed], warm_up=[lambda: None]).replay if next_ids.is_cuda else feed
+
+    def step() -> None:
+        runner.step(batch_size)
+        feed_again()
+
+    return step
 
 
 def together(q: Tensor, k: Tensor) -> Tensor:

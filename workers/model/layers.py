@@ -368,10 +368,6 @@ class StepLayers:
             self._ops.finish_logits(self.logits, spec.logit_multiplier, spec.logit_cap)
         self._ops.likeliest(self.logits, self.next_ids)
 
-    def advance(self) -> None:
-        """Feed the rows their likeliest tokens."""
-        self._ops.advance(self._rows, self.next_ids)
-
     def _normed(self, norm: Tensor | None, x: Tensor) -> Normed:
         """The stream, behind that norm, which whoever wrote it has been told of."""
         return Normed(x) if norm is None else Normed(x, self._stream.squares, self._weights.spec.norm_eps)

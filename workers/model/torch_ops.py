@@ -378,13 +378,6 @@ class TorchOps:
         largest, token_ids = logits.max(dim=-1)  # NaN is the greatest
         next_ids.copy_(torch.where(largest < torch.inf, token_ids, -1))
 
-    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
-        """Feed the rows these tokens, 0 for -1; those not idle go one position and one row of their tail further."""
-        active = rows.tail_lens > 0
-        rows.token_ids.copy_(next_ids.clamp(min=0))
-        rows.positions.add_(active)
-        rows.tail_lens.add_(active)
-
 
 def _prepare(stream: Stream, readers: Readers) -> None:
     hidden = stream.hidden.float()

@@ -29,7 +29,7 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
-from tests.workers.model.decoding import prefill
+from tests.workers.model.decoding import advance, prefill
 from tests.workers.searchers.searching import Threads
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.on_device import SearchOnDevice
@@ -158,7 +158,7 @@ def decode(
         output = runner.step(1)
         tokens.append(int(output.next_ids[0]))
         logits.append(output.logits[0].clone())
-        runner.advance(1)
+        advance(runner, 1, output.next_ids)
     return tokens, torch.stack(logits).cpu()
 
 

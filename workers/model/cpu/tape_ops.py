@@ -247,9 +247,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
     def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
         pass
 
-    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
-        pass
-
     def _linear(
         self,
         x: Tensor,

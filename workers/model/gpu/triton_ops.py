@@ -21,7 +21,6 @@ from workers.model.gpu.quantized_ops import MOST_ROWS
 from workers.model.gpu.stream_ops import written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
 from workers.model.gpu.token_kernels import (
-    advance_kernel,
     finish_logits_kernel,
     likeliest_kernel,
     likeliest_of_part_kernel,
@@ -75,18 +74,6 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
         )
         block = triton.next_power_of_2(num_parts)
         likeliest_kernel[(batch_size,)](best, best_ids, next_ids, num_parts, BLOCK=block, num_warps=1, **self._launch())
-
-    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
-        block = triton.next_power_of_2(rows.batch_size)
-        advance_kernel[(1,)](
-            rows.token_ids,
-            rows.positions,
-            rows.tail_lens,
-            next_ids,
-            rows.batch_size,
-            BLOCK=block,
-            num_warps=1,
-        )
 
     def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
         self._linear(x, linears, out, gated=False, activation="none")

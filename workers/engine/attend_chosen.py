@@ -7,6 +7,7 @@ from torch import Tensor
 
 from csattn.attention.device import DeviceAttention
 from csattn.batch import DeviceSelection, StepRows, make_device_selection
+from csattn.search.device import DeviceIndexes, SketchPass, SketchShape
 from workers.engine.far_rows import FarRows
 from workers.engine.resident import ResidentRows
 from workers.engine.schedule import Schedule
@@ -18,8 +19,10 @@ if TYPE_CHECKING:  # which searches by one of these
 
 
 class AttendChosen(StepAttention):
-    """Owns contexts' resident rows, all tails, and for each batch size kernels and two selections: one is read while
-    the other is made."""
+    """Owns all tails, contexts' resident rows, and their indexes, as far as the device has them.
+
+    And for each batch size kernels and two selections: one is read while the other is made.
+    """
 
     def __init__(
         self,
@@ -28,8 +31,7 @@ class AttendChosen(StepAttention):
         device: torch.device,
         tails: Tensor | None,  # as `make_tails` has them; None: its own
         own: "OwnOnDevice | None",  # who attends to requests' own segments, beside
-        sinks: Tensor
-        | None,  # [num_layers, num_q_heads] float32: logits beside those of rows, where the shape has them
+        sinks: Tensor | None,  # [num_layers, num_q_heads] float32, where the shape has them
     ) -> None:
         self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
@@ -42,6 +44,8 @@ class AttendChosen(StepAttention):
             for batch_size in shape.batch_sizes
         }
         self._schedule = Schedule(shape, device)
+        self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
+        self._passes: dict[int, SketchPass] = {}  # over their codes, where what is not selected is attended to by these
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
         """What the step has selected in that layer, until it searches for the layer after the next."""
@@ -54,6 +58,14 @@ class AttendChosen(StepAttention):
 
     def _own(self, rows: StepRows) -> "OwnOnDevice | None":
         return self.own if rows.any_own else None
+
+    def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
+        """Enqueue what takes the selected rows out of a pass's sums and posts what is left to attention, which follows.
+        Nothing where there are no passes."""
+        if self._passes:
+            attention, selected = self._attention[rows.batch_size], self.chosen(layer_idx, rows)
+            posted = attention.posted, attention.rest_parts
+            self._passes[rows.batch_size].attend_rest(self.indexes, layer_idx, rows.context_ids, selected, *posted)
 
     def _attend(
         self,
@@ -93,6 +105,24 @@ def plan_attention(shape: EngineShape, device: torch.device) -> dict[int, Device
             coding=shape.coding,
             logit_cap=shape.logit_cap,
             has_sinks=shape.has_sinks,
+        )
+        for batch_size in shape.batch_sizes
+    }
+
+
+def make_passes(shape: EngineShape, index: SketchShape, device: torch.device) -> dict[int, SketchPass]:
+    """A pass over the codes for each batch size: of steps that select by other queries than their own, or elsewhere."""
+    return {
+        batch_size: SketchPass(
+            index,
+            batch_size=batch_size,
+            max_context_len=shape.max_context_len,
+            max_segments=shape.max_segments,
+            softmax_scale=shape.softmax_scale,
+            query_dtype=shape.dtype,
+            device=device,
+            keeps_scores=False,
+            sums_rest=True,
         )
         for batch_size in shape.batch_sizes
     }

@@ -17,8 +17,7 @@ from csattn.search.device import (
     SketchPass,
     SketchShape,
 )
-from workers.engine.attend_chosen import AttendChosen
-from workers.engine.coded_rest import CodedRest, post_rest
+from workers.engine.attend_chosen import AttendChosen, make_passes
 from workers.engine.far_rows import FarRows
 from workers.engine.shape import EngineShape
 
@@ -43,7 +42,7 @@ class StepSearch(Protocol):
 
 
 class SearchOnDevice(AttendChosen):
-    """Steps are one graph. Owns the contexts' indexes, too.
+    """Steps are one graph.
 
     With `lookahead`, a layer's search and the way of its rows to the device run beside the layer before it, each on a
     stream of its own: the next layer is searched while this one's rows are still on their way. What is not selected is
@@ -62,14 +61,16 @@ class SearchOnDevice(AttendChosen):
         searches: Mapping[int, StepSearch] | None = None,  # by batch size; None: by the index, or by all keys
     ) -> None:
         super().__init__(shape, far, device, tails, own, sinks)
-        self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         if searches is None and shape.reads_keys:
             searches = make_exact_searches(shape, far, device)
         self._searches = make_searches(shape, index, device) if searches is None else searches
-        self._coded_rest: CodedRest | None = None
         if shape.sums_rest_apart:
             assert isinstance(index, SketchShape)
-            self._coded_rest = CodedRest(shape, index, self.indexes, device)
+            self._passes = make_passes(shape, index, device)
+        elif shape.rest == "sketch":
+            for size, search in self._searches.items():
+                assert isinstance(search, DeviceSearch) and isinstance(search.scores, SketchPass)
+                self._passes[size] = search.scores
         # where rows move, beside attention to the others by their codes; None: they have no way to go
         self._link: torch.cuda.Stream | None = None
         if far.cross_link and device.type == "cuda":  # an emulated device does one thing after the other
@@ -118,8 +119,8 @@ class SearchOnDevice(AttendChosen):
             self.look_ahead(layer_idx, q, rows)
         if (own := self._own(rows)) is not None:
             own.begin(layer_idx, q, rows)
-        if self._coded_rest is not None:
-            self._coded_rest.sum_up(layer_idx, q, rows)
+        if self.shape.sums_rest_apart:
+            self._passes[rows.batch_size].run(q, self.indexes, layer_idx, rows.context_ids)
         fetched = self._fetched.pop(layer_idx) if self.lookahead else self._search(layer_idx, q, rows)
         if fetched.is_chosen is not None:
             torch.cuda.current_stream().wait_event(fetched.is_chosen)
@@ -129,17 +130,6 @@ class SearchOnDevice(AttendChosen):
         if fetched.is_there is not None:
             torch.cuda.current_stream().wait_event(fetched.is_there)
         self._attend(layer_idx, q, fetched.rows, rows, out)
-
-    def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
-        """Of what is not selected, if that is attended to by its codes."""
-        if self.shape.rest != "sketch":
-            return
-        selected, attention = self.chosen(layer_idx, rows), self._attention[rows.batch_size]
-        if self._coded_rest is not None:
-            return self._coded_rest.post(layer_idx, selected, rows, attention)
-        search = self._searches[rows.batch_size]
-        assert isinstance(search, DeviceSearch) and isinstance(search.scores, SketchPass)
-        post_rest(search.scores, self.indexes, layer_idx, selected, rows, attention)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
         """Enqueue the search on the current stream, and the way of its rows."""

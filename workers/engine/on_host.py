@@ -16,13 +16,12 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
 from csattn.index import LayerIndex
-from csattn.search.device import DeviceIndexes, IndexShape, SketchShape, to_device
+from csattn.search.device import IndexShape, SketchShape, to_device
 from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory, piece_bytes
 from offload.step_mail import RowMail, SelectionMail, StepClock
 from workers.background import BackgroundThread
-from workers.engine.attend_chosen import AttendChosen
-from workers.engine.coded_rest import CodedRest
+from workers.engine.attend_chosen import AttendChosen, make_passes
 from workers.engine.far_rows import CachedRows
 from workers.engine.own_on_device import OwnOnDevice
 from workers.engine.shape import EngineShape
@@ -56,13 +55,9 @@ class SearchOnHost(AttendChosen):
         """searcher: has what this one loads, by the same numbers."""
         super().__init__(shape, far, device, tails, own, sinks)
         self._searcher, self._device = searcher, device
-        self._indexes: DeviceIndexes | None = None  # for the rest
-        self._coded_rest: CodedRest | None = None
         if shape.rest == "sketch":
             assert isinstance(index, SketchShape)
-            sizes = shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments
-            self._indexes = DeviceIndexes(*sizes)
-            self._coded_rest = CodedRest(shape, index, self._indexes, device)
+            self._passes = make_passes(shape, index, device)
         self._clock = StepClock(shape.num_layers + 1, device)
         self._memory = SharedMemory(piece_bytes((1,), torch.int64) + _mail_bytes(shape), device)
         self._give_up = self._memory.zeros((1,), torch.int64)  # 1: the step's queries will not come
@@ -89,8 +84,8 @@ class SearchOnHost(AttendChosen):
         """Give a place to a context whose rows `far` has. No step may be in flight."""
         context_len = self.shape.require_context(kv)
         self._resident.load(context_id, kv, plain)
-        if self._indexes is not None:
-            self._indexes.load(context_id, context_len, [to_device(layer, self._device) for layer in index])
+        if self._passes:
+            self.indexes.load(context_id, context_len, [to_device(layer, self._device) for layer in index])
         for mail in self._mail.values():
             mail.load(context_id, context_len)
 
@@ -98,8 +93,8 @@ class SearchOnHost(AttendChosen):
         """Forget a context. No step may be in flight."""
         for mail in self._mail.values():
             mail.unload(context_id)
-        if self._indexes is not None:
-            self._indexes.unload(context_id)
+        if self._passes:
+            self.indexes.unload(context_id)
 
     def close(self) -> None:
         """Give page locks back. No step may be in flight, and none follows."""
@@ -127,15 +122,14 @@ class SearchOnHost(AttendChosen):
         selection = self.chosen(layer_idx, rows)
         if (own := self._own(rows)) is not None:
             own.begin(layer_idx, q, rows)
-        if self._coded_rest is not None:
-            self._coded_rest.sum_up(layer_idx, q, rows)  # while the CPU searches
+        if self._passes:  # while the CPU searches
+            self._passes[rows.batch_size].run(q, self.indexes, layer_idx, rows.context_ids)
         mail.fetch(layer_idx, selection, self._schedule.search_ids(rows), self._clock)
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
         if own is not None:
             own.join()
-        if self._coded_rest is not None:
-            self._coded_rest.post(layer_idx, selection, rows, self._attention[rows.batch_size])
+        self._post_rest(layer_idx, rows)
         self._attend(layer_idx, q, fetched, rows, out)
 
     def end_step(self, rows: StepRows) -> None:

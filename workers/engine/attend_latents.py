@@ -7,7 +7,7 @@ from csattn.batch import StepRows
 from csattn.lightning import KeyPages, score_pages, sparse_mla, top_k
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import ModelSpec
-from workers.engine.latent_memory import CachedLatents, LatentPlaces, Seen
+from workers.engine.latent_memory import CachedLatents, LatentPlaces, SeenRows
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
@@ -25,7 +25,7 @@ class AttendLatents(StepAttention):
         self.tails: Tensor = far.tails
         self._latents = [layer.latent for layer in spec.layers]
         (self._top_k,) = {latent.top_k for latent in self._latents if latent is not None}  # one serves several layers
-        self._seen = {size: Seen.of(shape, size, device) for size in shape.batch_sizes}
+        self._seen = {size: SeenRows.of(shape, size, device) for size in shape.batch_sizes}
         self._scale = torch.ones(1, 1, device=device)  # of every index key
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class AttendLatents(StepAttention):
         latents, turned = kept[:, : spec.kv_rank], kept[:, spec.kv_rank : spec.key_width]
         sparse_mla(*parts, latents, turned, chosen, self.shape.softmax_scale, out=out)
 
-    def _choose(self, asked: LatentQueries, keys: Tensor, seen: Seen) -> None:
+    def _choose(self, asked: LatentQueries, keys: Tensor, seen: SeenRows) -> None:
         """keys: [num_places, 1, index_head_dim]: every key is a page, wherever it lies."""
         assert asked.index_q is not None and asked.index_weights is not None and self._top_k is not None
         pages = KeyPages(keys, self._scale.expand(len(keys), 1))

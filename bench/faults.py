@@ -32,7 +32,7 @@ TEXT = Path(__file__).parent / "texts" / "novel.txt"
 QUESTIONS = ("What is it about?", "Who is told of here?", "Tell me a line of it.")
 # target -> how its process calls itself
 TARGETS = {
-    "search worker": "ray::SearchActor",
+    "search worker": "ray::SearchWorker",
     "attention worker": "ray::AttentionActor",
     "ingress replica": "ray::ServeReplica:csattn",
 }

@@ -22,6 +22,7 @@ from torch import Tensor
 from bench.decode.end_to_end import time_steps
 from bench.decode.gpu_timing import device_machine
 from bench.decode.kernel_times import kernel_times, times_by_purpose
+from bench.decode.steps import fed_step
 from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.timing import finish, gate, numbers
@@ -157,12 +158,8 @@ def measure(
         def again() -> None:
             runner.step(batch_size)
 
-        def fed() -> None:
-            runner.step(batch_size)
-            runner.advance(batch_size)
-
         timed: dict[str, Any] = {"hbm_bytes": torch.cuda.memory_allocated()}
-        for name, step in (("again", again), ("fed", fed)):
+        for name, step in (("again", again), ("fed", fed_step(runner, batch_size))):
             for _ in range(WARM_UP_STEPS):
                 step()
             if isinstance(far, CachedLatents):

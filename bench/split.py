@@ -29,7 +29,7 @@ from bench.decode.gpu_timing import device_machine
 from bench.decode.options import Options
 from bench.decode.placements import placed
 from bench.decode.recording import default_path, load_recording
-from bench.decode.steps import RecordedQueries
+from bench.decode.steps import RecordedQueries, fed_step
 from bench.decode.widened import Heads, Which
 from bench.decode.workload import Workload
 from bench.random_weights import random_weights
@@ -163,10 +163,7 @@ class _Bench:
             runner = make_runner(work, weights, RecordedQueries(prepared.attention, work), devices)
             logits = runner.step(batch_size).logits.clone()
 
-            def step() -> None:
-                runner.step(batch_size)
-                runner.advance(batch_size)
-
+            step = fed_step(runner, batch_size)
             for _ in range(WARM_UP_STEPS):
                 step()
             times_us = time_steps(step, self._arguments.steps)

@@ -27,7 +27,7 @@ from workers.engine.opening import open_engine
 from workers.model.rows import ids_of, require_tokens
 from workers.request_cache import RequestCache
 from workers.serving.step_engine import StepRow
-from workers.session_model import Forward, Generate
+from workers.session_model import Method
 
 
 @contextmanager
@@ -80,7 +80,7 @@ class Session:
         self._is_open = False
 
     def __enter__(self) -> Self:
-        self._methods = [kind.begin_session(self.loaded.model) for kind in (Forward, Generate)]
+        self._methods = [Method.begin_session(self.loaded.model, name) for name in ("forward", "generate")]
         self._is_open = True
         return self
 

@@ -2,8 +2,8 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial, update_wrapper
-from typing import Any, ClassVar, Self
+from functools import update_wrapper
+from typing import Any, Self
 
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -15,25 +15,23 @@ from workers.request_cache import RequestCache
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
-class _Method:
-    """In the place of a model's method of that name. Sessions over one model share it."""
+class Method:
+    """In the place of a model's method of that name, `forward` or `generate`. Sessions over one model share it."""
 
-    name: ClassVar[str]
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._before = model, model.__dict__.get(self.name)
-        self._method: Callable[..., Any] = getattr(model, self.name)
+    def __init__(self, model: Any, name: str) -> None:
+        self._model, self.name, self._before = model, name, model.__dict__.get(name)
+        self._method: Callable[..., Any] = getattr(model, name)
         self._signature = inspect.signature(self._method)
         update_wrapper(self, self._method)
         self.num_sessions = 0
 
     @classmethod
-    def begin_session(cls, model: Any) -> Self:
+    def begin_session(cls, model: Any, name: str) -> Self:
         """The model's, put in its place if it is not."""
-        method = getattr(model, cls.name)
+        method = getattr(model, name)
         if not isinstance(method, cls):
-            method = cls(model)
-            setattr(model, cls.name, method)
+            method = cls(model, name)
+            setattr(model, name, method)
         method.num_sessions += 1
         return method
 
@@ -48,33 +46,13 @@ class _Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self._signature.bind(*args, **kwargs).arguments
         given = {**given.pop("kwargs", {}), **given}
-        cache, go_on = given.get("past_key_values"), partial(self._method, *args, **kwargs)
-        if not isinstance(cache, RequestCache) or not cache.session.is_open:
-            return go_on()
-        return self._of_request(cache, given, go_on) if cache.session.loaded.model is self._model else go_on()
-
-    def _of_request(self, cache: RequestCache, given: dict[str, Any], go_on: Callable[[], Any]) -> Any:
-        """The call, of a request that is open. given: the arguments by their names; go_on: what the model does."""
-        raise NotImplementedError
-
-
-class Forward(_Method):
-    """Takes a request's tokens to its session's engine."""
-
-    name = "forward"
-
-    def _of_request(self, cache: RequestCache, given: dict[str, Any], go_on: Callable[[], Any]) -> Any:
-        return _decode(cache, given)
-
-
-class Generate(_Method):
-    """Refuses what a request cannot do before anything is computed: here alone all the ids are seen."""
-
-    name = "generate"
-
-    def _of_request(self, cache: RequestCache, given: dict[str, Any], go_on: Callable[[], Any]) -> Any:
-        _require_generable(cache, given, self._model.generation_config)
-        return go_on()
+        cache = given.get("past_key_values")
+        if isinstance(cache, RequestCache) and cache.session.is_open and cache.session.loaded.model is self._model:
+            if self.name == "forward":
+                return _decode(cache, given)
+            # before anything is computed: here alone all the ids are seen
+            _require_generable(cache, given, self._model.generation_config)
+        return self._method(*args, **kwargs)
 
 
 def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any) -> None:
@@ -114,7 +92,7 @@ def _require_cached(said: dict[str, Any]) -> None:
 
 
 def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPast | tuple[Any, ...]:
-    """What `forward` gives for the next tokens of a request."""
+    """What `forward` gives for the next tokens of a request: its session's engine takes them."""
     for name in ("inputs_embeds", "labels", "output_attentions", "output_hidden_states"):
         if given.get(name) is not None and given[name] is not False:
             raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")

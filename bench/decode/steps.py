@@ -11,12 +11,13 @@ from bench.decode.widened import NUM_WIDE_LAYERS, Which
 from bench.decode.workload import Workload
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import StepRows, make_device_selection
+from workers.model import ModelRunner
 from workers.model.attention import StepAttention
 
 STEPS_BETWEEN_LAYERS = 61  # layers that come from the same wide layer are that far apart in the recorded steps
 
 
-class RecordedQueries:
+class RecordedQueries(StepAttention):
     """Passes every call on, with the recorded queries of the next step instead of those that come in.
 
     Weights that are random make queries that mean nothing; which rows a step selects, and how many of them the last
@@ -67,11 +68,8 @@ class RecordedQueries:
         return torch.stack(layers, dim=1)
 
 
-class FullAttentionSteps:
+class FullAttentionSteps(StepAttention):
     """Full attention over the context on the device. Of the tail it reads nothing, which is to its advantage."""
-
-    lookahead = False
-    in_graph = True
 
     def __init__(self, tails: Tensor, kv: list[tuple[Tensor, Tensor]], attend: Attention) -> None:
         """kv: of each layer k, v [num_contexts, num_kv_heads, context_len, head_dim]."""
@@ -79,22 +77,13 @@ class FullAttentionSteps:
         self._kv = kv
         self._attend = attend
 
-    def begin_step(self, rows: StepRows) -> None: ...
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         k, v = self._kv[layer_idx]
         out.copy_(apart(self._attend(together(q, k), k, v), len(q), k))
 
-    def end_step(self, rows: StepRows) -> None: ...
 
-
-class WindowSteps:
+class WindowSteps(StepAttention):
     """Attention to sinks, window and tail, and to nothing else of the context."""
-
-    lookahead = False
-    in_graph = True
 
     def __init__(
         self, tails: Tensor, resident: list[list[Tensor]], batch_size: int, num_q_heads: int, softmax_scale: float
@@ -120,15 +109,29 @@ class WindowSteps:
             device=device,
         )
 
-    def begin_step(self, rows: StepRows) -> None: ...
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         resident = self._resident[layer_idx]
         self._attention.attend(q, resident, self.tails[layer_idx], resident, self._nothing, rows, out)
 
-    def end_step(self, rows: StepRows) -> None: ...
+
+def fed_step(runner: ModelRunner, batch_size: int) -> Callable[[], None]:
+    """A function that runs a step and feeds each row its likeliest token, one position and one row of its tail further;
+    the host waits for nothing."""
+    rows, next_ids = runner.rows(batch_size), runner.step(batch_size).next_ids
+
+    def feed() -> None:
+        active = rows.tail_lens > 0
+        rows.token_ids.copy_(next_ids.clamp(min=0))
+        rows.positions.add_(active)
+        rows.tail_lens.add_(active)
+
+    feed_again = capture([feed], warm_up=[lambda: None]).replay if next_ids.is_cuda else feed
+
+    def step() -> None:
+        runner.step(batch_size)
+        feed_again()
+
+    return step
 
 
 def together(q: Tensor, k: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from csattn.build_options import BuildOptions
-from index_build.batch import OUTCOMES, BatchReport, JobResult, OnJobProgress, OnJobResult, run_batch
-from index_build.job_list import Job, read_jobs
+from index_build.batch import OUTCOMES, BatchReport, JobResult, run_batch
+from index_build.job_list import read_jobs
 from workers.cli.batch_display import BatchDisplay
 from workers.cli.building import use_threads
 from workers.cli.terminal import err, out, table
@@ -32,31 +32,20 @@ def build_jobs(
             display.on_result(idx, result)
 
         try:
-            report = _run(jobs, store, ray_address, threads, device, display.on_progress, on_result)
+            told: Any = {"on_progress": display.on_progress, "on_result": on_result, "num_threads": threads}
+            if ray_address is None:
+                use_threads(threads)
+                report = run_batch(jobs, store, device=device, **told)
+            else:
+                from index_build.jobs import run_on_ray
+
+                report = run_on_ray(jobs, store, ray_address, device=device, **told)
         except KeyboardInterrupt:
             results = tuple(finished[idx] for idx in sorted(finished))
             show_summary(BatchReport(results, time.perf_counter() - started))
             raise
     show_summary(report)
     return report.to_json()
-
-
-def _run(
-    jobs: list[Job],
-    store: Path | str,
-    ray_address: str | None,
-    threads: int | None,
-    device: str,
-    on_progress: OnJobProgress,
-    on_result: OnJobResult,
-) -> BatchReport:
-    told: Any = {"device": device, "num_threads": threads, "on_progress": on_progress, "on_result": on_result}
-    if ray_address is None:
-        use_threads(threads)
-        return run_batch(jobs, store, **told)
-    from index_build.jobs import run_on_ray
-
-    return run_on_ray(jobs, store, ray_address, **told)
 
 
 def require_one_source(

@@ -1,7 +1,6 @@
 """`csattn stream`: continue a text for as long as is wanted, in memory that does not grow."""
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,17 +29,33 @@ def stream(
     json: Json = False,
 ) -> None:
     """Continue a text without end, in constant memory; tokens appear as they come."""
-    from workers.cli.terminal import end
+    config, said = stream_config(policy, sink_len, window_len, heavy_len), list[str]()  # refused before torch comes in
 
-    config, said = stream_config(policy, sink_len, window_len, heavy_len), list[str]()
+    from index_build.inputs import given_prompt
+    from workers.cli.building import show_loading, use_threads
+    from workers.cli.terminal import end, err
+    from workers.streaming.session import StreamSession
+    from workers.streaming.text import stream_text
+    from workers.words import size
 
     def tell(text: str) -> None:
         _write(text)
         if json:  # else it would grow without end
             said.append(text)
 
-    result = _stream(prompt, config, max_new_tokens, model, dtype, threads, tell)
-    end({**result, "text": "".join(said)}, json)
+    use_threads(threads)
+    text = given_prompt(prompt)
+    loaded = show_loading(model, dtype)
+    with StreamSession(loaded, config) as session:
+        try:
+            streamed = stream_text(session, text, max_new_tokens, tell)
+        finally:
+            _write("\n")
+    err.print(
+        f"{streamed.num_new_tokens} tokens after {streamed.prompt_len}, {streamed.tokens_per_s:.1f} tokens/s; "
+        f"at most {config.max_rows} rows a layer, {size(streamed.kv_bytes)} in all layers"
+    )
+    end({**streamed.to_json(), "text": "".join(said)}, json)
 
 
 def stream_config(policy: str, sink_len: int | None, window_len: int | None, heavy_len: int | None) -> "StreamConfig":
@@ -53,38 +68,6 @@ def stream_config(policy: str, sink_len: int | None, window_len: int | None, hea
     if unused in given:
         raise ConfigError(f"--{unused.replace('_', '-')} has no meaning for --policy {policy}; leave it out")
     return StreamConfig(policy=policy, **given)  # type: ignore[arg-type]  # refuses other policies by name
-
-
-def _stream(
-    prompt: str,
-    config: "StreamConfig",
-    max_new_tokens: int,
-    model: str | None,
-    dtype: str,
-    threads: int | None,
-    on_text: Callable[[str], None],
-) -> dict[str, Any]:
-    """Continue, and return the verb's JSON object, but for the text."""
-    from index_build.inputs import given_prompt
-    from workers.cli.building import show_loading, use_threads
-    from workers.cli.terminal import err
-    from workers.streaming.session import StreamSession
-    from workers.streaming.text import stream_text
-    from workers.words import size
-
-    use_threads(threads)
-    text = given_prompt(prompt)
-    loaded = show_loading(model, dtype)
-    with StreamSession(loaded, config) as session:
-        try:
-            streamed = stream_text(session, text, max_new_tokens, on_text)
-        finally:
-            _write("\n")
-    err.print(
-        f"{streamed.num_new_tokens} tokens after {streamed.prompt_len}, {streamed.tokens_per_s:.1f} tokens/s; "
-        f"at most {config.max_rows} rows a layer, {size(streamed.kv_bytes)} in all layers"
-    )
-    return streamed.to_json()
 
 
 def _write(text: str) -> None:

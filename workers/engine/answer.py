@@ -76,50 +76,37 @@ def answer(
     """
     engine.open(0, 0, config, selector)
     try:
-        return _answer(engine, loaded, artifact, ids, max_new_tokens, on_text, observer, on_read)
+        context_len, stream = artifact.spec.context_len, TextStream(loaded.tokenizer)
+        room = min(engine.max_positions - context_len, engine.tail_capacity + 1)  # the last token is never fed back
+        searched_s = engine.counts().search_s
+        started = time.perf_counter()
+        token_ids = [_feed(engine, ids, on_read)]
+        first_token_s = time.perf_counter() - started
+        if observer is not None:
+            assert isinstance(engine, CpuEngine), "what a step attends to is shown on the CPU"
+            engine.observe(0, observer)
+        on_text(stream.add(token_ids[0]))
+        while len(token_ids) < min(max_new_tokens, room - len(ids)) and token_ids[-1] not in loaded.stop_ids:
+            token_ids.append(_feed(engine, token_ids[-1:]))
+            on_text(stream.add(token_ids[-1]))
+        ended = time.perf_counter()
+        on_text(stream.finish())
+        reading, counts = engine.reading(0), engine.counts()
+        num_seen = len(ids) + len(token_ids) - 1
+        search_ms = (counts.search_s - searched_s) * 1e3
+        return Answer(
+            text=decode(loaded.tokenizer, token_ids).strip(),
+            token_ids=token_ids,
+            selector=reading.selector,
+            question_len=len(ids),
+            first_token_s=first_token_s,
+            tokens_per_s=(len(token_ids) - 1) / max(ended - started - first_token_s, 1e-9),
+            rows_read_per_step=reading.rows,
+            rows_full_attention=context_len + (num_seen + 1) / 2,
+            search_ms_per_step=search_ms / num_seen if counts.attend_s else None,  # timed apart, or not at all
+        )
     finally:
         engine.close_slot(0)
-
-
-def _answer(
-    engine: StepEngine,
-    loaded: LoadedModel,
-    artifact: Artifact,
-    ids: list[int],
-    max_new_tokens: int,
-    on_text: Callable[[str], None],
-    observer: Observer | None,
-    on_read: Callable[[int, int], None],
-) -> Answer:
-    """In slot 0."""
-    context_len, stream, searched_s = artifact.spec.context_len, TextStream(loaded.tokenizer), engine.counts().search_s
-    room = min(engine.max_positions - context_len, engine.tail_capacity + 1) - len(ids)  # the last is never fed back
-    started = time.perf_counter()
-    token_ids = [_feed(engine, ids, on_read)]
-    first_token_s = time.perf_counter() - started
-    if observer is not None:
-        assert isinstance(engine, CpuEngine), "what a step attends to is shown on the CPU"
-        engine.observe(0, observer)
-    on_text(stream.add(token_ids[0]))
-    while len(token_ids) < min(max_new_tokens, room) and token_ids[-1] not in loaded.stop_ids:
-        token_ids.append(_feed(engine, token_ids[-1:]))
-        on_text(stream.add(token_ids[-1]))
-    ended = time.perf_counter()
-    on_text(stream.finish())
-    reading, counts = engine.reading(0), engine.counts()
-    num_seen = len(ids) + len(token_ids) - 1
-    search_ms = (counts.search_s - searched_s) * 1e3
-    return Answer(
-        text=decode(loaded.tokenizer, token_ids).strip(),
-        token_ids=token_ids,
-        selector=reading.selector,
-        question_len=len(ids),
-        first_token_s=first_token_s,
-        tokens_per_s=(len(token_ids) - 1) / max(ended - started - first_token_s, 1e-9),
-        rows_read_per_step=reading.rows,
-        rows_full_attention=context_len + (num_seen + 1) / 2,
-        search_ms_per_step=search_ms / num_seen if counts.attend_s else None,  # timed apart, or not at all
-    )
 
 
 def _feed(

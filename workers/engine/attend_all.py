@@ -7,24 +7,23 @@ from torch import Tensor
 
 from csattn.attention.device import RowSource, row_sources
 from csattn.attention.every_row import EveryRowAttention, takes_heads, workspace_bytes
-from csattn.batch import DeviceSelection, StepRows, make_device_selection
+from csattn.batch import StepRows, make_device_selection
 from offload.pinned import PinnedRows
-from workers.engine.batch_plan import plan_batches
+from workers.engine.attend_chosen import plan_attention
 from workers.engine.far_rows import DeviceRows
 from workers.engine.shape import EngineShape
+from workers.model.attention import StepAttention
 
 TURNS = 2  # layers that have room on the device: one is read while the next comes
 
 
-class AttendAll:
-    """`StepAttention` without a search. Owns all tails, unless it is given them.
+class AttendAll(StepAttention):
+    """Without a search. Owns all tails, unless it is given them.
 
     Over contexts on the device a step is one graph. Those in host memory are streamed, which is the host's work.
     A context is read once for as many rows that continue it as a block takes; coded ones, and heads that there is no
     such kernel for, once for each row.
     """
-
-    lookahead = False
 
     def __init__(
         self,
@@ -37,9 +36,9 @@ class AttendAll:
         assert shape.attends_all, "planned for steps that select"
         self.shape, self.far = shape, far
         self.in_graph = isinstance(far, DeviceRows)
-        self.tails = shape.make_tails(device) if tails is None else tails
+        self.tails: Tensor = shape.make_tails(device) if tails is None else tails
         self._together = _plan(shape, device) if reads_once(shape) else None
-        self._one_by_one = {} if self._together is not None else plan_batches(shape, device)
+        self._one_by_one = {} if self._together is not None else plan_attention(shape, device)
         self._sinks = sinks
         heads = shape.num_index_heads
         self._nothing = {
@@ -49,16 +48,9 @@ class AttendAll:
     def __repr__(self) -> str:
         return f"<AttendAll {self.far!r}>"
 
-    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
-        """Nothing: no row is left to choose."""
-        return self._nothing[rows.batch_size]
-
     def begin_step(self, rows: StepRows) -> None:
         if isinstance(self.far, StreamedRows):
             self.far.begin_step(rows.context_ids.tolist())
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
-        raise AssertionError("nothing is searched for")
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         context = self.far.take(layer_idx) if isinstance(self.far, StreamedRows) else self.far.source(layer_idx)
@@ -66,11 +58,8 @@ class AttendAll:
         if self._together is not None:
             self._together.attend(q, context, tails, rows, out, sinks)
             return
-        nothing, attention = self._nothing[rows.batch_size], self._one_by_one[rows.batch_size].attention
+        nothing, attention = self._nothing[rows.batch_size], self._one_by_one[rows.batch_size]
         attention.attend(q, context, tails, context, nothing, rows, out, sinks=sinks)
-
-    def end_step(self, rows: StepRows) -> None:
-        """Nothing is left to do."""
 
 
 class StreamedRows:

@@ -7,36 +7,29 @@ from csattn.batch import StepRows
 from csattn.lightning import KeyPages, score_pages, sparse_mla, top_k
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import ModelSpec
-from workers.engine.latent_memory import LatentMemory, Seen
+from workers.engine.latent_memory import CachedLatents, LatentPlaces, SeenRows
 from workers.engine.shape import EngineShape
+from workers.model.attention import StepAttention
 
 
-class AttendLatents:
-    """`StepAttention` that chooses as `csattn.models.latent.choose_rows` does, whose steps are one graph.
+class AttendLatents(StepAttention):
+    """Chooses as `csattn.models.latent.choose_rows` does, in steps that are one graph.
 
     A layer without an indexer attends to what the last one that has one has chosen.
     """
 
-    lookahead, in_graph = False, True
-
-    def __init__(self, shape: EngineShape, spec: ModelSpec, far: LatentMemory, device: torch.device) -> None:
-        self.shape, self.far, self.tails = shape, far, far.tails
+    def __init__(
+        self, shape: EngineShape, spec: ModelSpec, far: LatentPlaces | CachedLatents, device: torch.device
+    ) -> None:
+        self.shape, self.far = shape, far
+        self.tails: Tensor = far.tails
         self._latents = [layer.latent for layer in spec.layers]
         (self._top_k,) = {latent.top_k for latent in self._latents if latent is not None}  # one serves several layers
-        self._seen = {size: Seen.of(shape, size, device) for size in shape.batch_sizes}
+        self._seen = {size: SeenRows.of(shape, size, device) for size in shape.batch_sizes}
         self._scale = torch.ones(1, 1, device=device)  # of every index key
 
     def __repr__(self) -> str:
         return f"<AttendLatents {self.far!r}>"
-
-    def begin_step(self, rows: StepRows) -> None:
-        """Nothing is done on the host."""
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
-        raise AssertionError("nothing is searched for ahead")
-
-    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        raise AssertionError("all layers keep latents")
 
     def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
         spec, seen = self._latents[layer_idx], self._seen[rows.batch_size]
@@ -50,10 +43,7 @@ class AttendLatents:
         latents, turned = kept[:, : spec.kv_rank], kept[:, spec.kv_rank : spec.key_width]
         sparse_mla(*parts, latents, turned, chosen, self.shape.softmax_scale, out=out)
 
-    def end_step(self, rows: StepRows) -> None:
-        """Nothing is left to do."""
-
-    def _choose(self, asked: LatentQueries, keys: Tensor, seen: Seen) -> None:
+    def _choose(self, asked: LatentQueries, keys: Tensor, seen: SeenRows) -> None:
         """keys: [num_places, 1, index_head_dim]: every key is a page, wherever it lies."""
         assert asked.index_q is not None and asked.index_weights is not None and self._top_k is not None
         pages = KeyPages(keys, self._scale.expand(len(keys), 1))

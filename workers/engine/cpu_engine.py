@@ -37,7 +37,6 @@ from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.preparation import Preparation
 from workers.engine.row_plan import RowPlan, RowPlans
-from workers.engine.searcher import Searcher
 from workers.engine.slots import (
     loaded_context,
     open_request,
@@ -50,6 +49,7 @@ from workers.engine.slots import (
 )
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.rows import require_tokens
+from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 # Near rows are read from memory, as weights are, so few of them stay: segments are shorter than on a GPU, whose memory
@@ -75,7 +75,7 @@ class CpuEngine:
         tail_capacity: int | None = None,  # up to the model's last position, as far as there is memory, unless said
         growth: Growth | None = None,
         num_threads: int | None = None,  # all cores unless said
-        searcher: Searcher | None = None,  # closed with the engine; threads of this process unless given
+        searcher: WorkerSearcher | None = None,  # closed with the engine; threads of this process unless given
         kv_format: KvFormat | None = None,  # of contexts' rows; None: they are read where their artifacts map them
         host_budget: HostBudget | None = None,  # or where they do not fit into memory
     ) -> None:
@@ -103,7 +103,7 @@ class CpuEngine:
         self._cap = indexed[0].attention.logit_cap if indexed else None
         self._attention = AttendOnCpu(self._model, self._scale)
         self._team = Team(threads)
-        self._searcher: Searcher = searcher if searcher is not None else PoolSearcher(self._team)
+        self._searcher: PoolSearcher | WorkerSearcher = searcher if searcher is not None else PoolSearcher(self._team)
         self._contexts: dict[int, CpuContext] = {}
         self._no_context = no_context(loaded.geometry, loaded.dtype)
         self._requests: dict[int, CpuRequest] = {}

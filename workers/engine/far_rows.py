@@ -1,7 +1,6 @@
 """Where a step's selected rows are read from: the context's KV on the device, or slots that its host rows move to."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,30 +16,10 @@ from offload.staging import copy_to_device
 from workers.engine.shape import EngineShape
 
 
-class FarRows(Protocol):
-    """The context rows that a step may select, of all loaded contexts and layers."""
+class FarRows:
+    """The context rows that a step may select, of all loaded contexts and layers. These are read where they are."""
 
-    cross_link: bool  # whether selected rows have a way to go: the longest of a step, which had better begin at once
-
-    def fetch(
-        self,
-        layer_idx: int,
-        selection: DeviceSelection,
-        context_ids: Tensor,
-        link: torch.cuda.Stream | None = None,  # for the rows' way; None: the current one
-    ) -> DeviceSelection:
-        """Enqueue what brings the selected rows to the device; ids of `source` for them, or of `spill`."""
-        ...
-
-    def source(self, layer_idx: int) -> RowSource: ...
-
-    def spill(self, layer_idx: int) -> RowSource | None: ...
-
-
-class RowsInPlace:
-    """`FarRows` that are on the device: those that are selected are read where they are."""
-
-    cross_link = False
+    cross_link = False  # whether selected rows have a way to go: the longest of a step, which had better begin at once
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         """sources: of each layer."""
@@ -51,8 +30,9 @@ class RowsInPlace:
         layer_idx: int,
         selection: DeviceSelection,
         context_ids: Tensor,
-        link: torch.cuda.Stream | None = None,
+        link: torch.cuda.Stream | None = None,  # for the rows' way; None: the current one
     ) -> DeviceSelection:
+        """Enqueue what brings the selected rows to the device; ids of `source` for them, or of `spill`."""
         return selection
 
     def source(self, layer_idx: int) -> RowSource:
@@ -62,7 +42,7 @@ class RowsInPlace:
         return None
 
 
-class DeviceRows(RowsInPlace):
+class DeviceRows(FarRows):
     """Owns the KV of whole contexts on the device."""
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
@@ -104,7 +84,7 @@ class DeviceRows(RowsInPlace):
         del self._kv[context_id]
 
 
-class CachedRows:
+class CachedRows(FarRows):
     """Owns a slot cache over KV in pinned host memory: rows that were selected before need not move again."""
 
     cross_link = True
@@ -114,7 +94,7 @@ class CachedRows:
         self.cache = SlotCache(cache_shape(shape, num_slots), device)
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
         slots = torch.full((shape.num_contexts,), num_slots, dtype=torch.int32, device=device)
-        self._sources = row_sources(self.cache.rows, slots)
+        super().__init__(row_sources(self.cache.rows, slots))
         self._spills = [RowSource(addresses, self._lens) for addresses in self.cache.host_addresses]
         self._kv: dict[int, PinnedRows] = {}
 
@@ -145,9 +125,6 @@ class CachedRows:
     ) -> DeviceSelection:
         ids = self.cache.fetch(layer_idx, selection.kv_indices, selection.valid_len, context_ids, link)
         return DeviceSelection(ids, selection.valid_len)
-
-    def source(self, layer_idx: int) -> RowSource:
-        return self._sources[layer_idx]
 
     def spill(self, layer_idx: int) -> RowSource | None:
         return self._spills[layer_idx]

@@ -6,7 +6,7 @@ Nothing is decided here: the same calls in the same order leave all engines in t
 import pickle
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -48,17 +48,13 @@ class FollowerSpec:
 
 
 class Follower:
-    """Each public function is one of `StepEngine`, or stands for it; `DONE` in place of what it has answered itself."""
+    """Each public function is one of `StepEngine`, or stands for it."""
 
-    DONE = object()
-
-    def __init__(self, spec: FollowerSpec, answer: "Answers") -> None:
-        self._answer = answer
+    def __init__(self, spec: FollowerSpec) -> None:
         self._devices = devices = Devices(spec.share, spec.device, spec.meeting)
         model = replace(spec.model, take=lambda device: devices.receive(), devices=devices)
         self._engine = GpuEngine(model, spec.config, spec.placement, device=spec.device, **spec.options)
         self._artifacts: dict[int, Artifact] = {}
-        self._copying = ThreadPoolExecutor(1, "rows")
 
     def add_context(self, context_id: int, path: Path) -> None:
         with ExitStack() as undo:
@@ -78,10 +74,8 @@ class Follower:
     def write_rows(self, slot: int, rows: Tensor) -> None:
         self._engine.write_rows(slot, rows)
 
-    def read_rows(self, number: int, slot: int, start: int, stop: int) -> object:
-        copied = self._engine.read_rows(slot, start, stop)
-        self._copying.submit(lambda: self._answer(number, copied()))
-        return self.DONE
+    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        return self._engine.read_rows(slot, start, stop)
 
     def close_slot(self, slot: int) -> None:
         self._engine.close_slot(slot)
@@ -94,7 +88,6 @@ class Follower:
         return self._engine.counts()
 
     def close(self) -> None:
-        self._copying.shutdown()
         self._engine.close()
         for artifact in self._artifacts.values():
             artifact.close()
@@ -121,16 +114,20 @@ def follow(connection: Connection) -> None:
         spec: FollowerSpec = pickle.loads(connection.recv_bytes())
         torch.set_num_threads(max(1, available_cpus() // spec.share.num_devices))
         answer(0, None)
-        follower = Follower(spec, answer)
+        follower, copying = Follower(spec), ThreadPoolExecutor(1, "rows")
         while True:
             number, name, arguments = pickle.loads(_next(connection))
+            if name == "close":
+                copying.shutdown()
             try:
                 said = getattr(follower, name)(*arguments)
             except EXPECTED as error:
                 if number is None:
                     raise
                 said = error
-            if number is not None and said is not Follower.DONE:
+            if callable(said):  # rows that are being copied
+                copying.submit(lambda number, copied: answer(number, copied()), number, said)
+            elif number is not None:
                 answer(number, said)
             if name == "close":
                 return

@@ -74,10 +74,10 @@ class Followers:
         for connection, own in zip(self._connections, arguments, strict=True):
             connection.send_bytes(pickle.dumps((None, name, own)))
 
-    def ask(self, name: str, *arguments: Any, with_number: bool = False) -> list[Future[Any]]:
+    def ask(self, name: str, *arguments: Any) -> list[Future[Any]]:
         """What each answers; an error that it was told is the answer's exception."""
         number = next(self._numbers)
-        data = pickle.dumps((number, name, (number, *arguments) if with_number else arguments))
+        data = pickle.dumps((number, name, arguments))
         answers = [self._answer(rank, number) for rank in range(len(self._connections))]
         for connection in self._connections:
             connection.send_bytes(data)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import Artifact
+from csattn.batch import DeviceSelection
 from csattn.config import (
     IndexConfig,
     SearchConfig,
@@ -21,7 +22,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.search import SearchPool
-from csattn.selection import join_choices
+from csattn.selection import Selection, join_choices
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
@@ -30,6 +31,8 @@ from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.latent_memory import CachedLatents
 from workers.engine.memory import Placement, placement_named, require_heads
+from workers.engine.on_device import SearchOnDevice
+from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.own_choice import (
     SELECTOR,
     latents_of,
@@ -42,7 +45,6 @@ from workers.engine.own_on_device import LAYERS_AT_ONCE, join_on_device, place_s
 from workers.engine.own_segments import OwnSegments, grows_alone
 from workers.engine.placed_model import Progress
 from workers.engine.placing import Placing
-from workers.engine.searcher import StepSearcher
 from workers.engine.sizing import Sizing
 from workers.engine.slots import (
     loaded_context,
@@ -57,8 +59,8 @@ from workers.engine.slots import (
 from workers.engine.some_or_all import all_are_faster
 from workers.engine.step_model import StepModel, step_model
 from workers.engine.step_results import LogitsOnHost, joined, kept
-from workers.engine.watch import Watch
 from workers.model.devices import require_device
+from workers.model.runner import StepOutput
 from workers.searchers.step_searches import StepSearches
 from workers.serving.messages import Selector
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
@@ -263,11 +265,11 @@ class GpuEngine:
         if reads_all:
             watch = None  # of a choice there is none
         runner.fill(batch_size, token_ids, positions, places, slots, lens, top_ks, own_lens, starts, reads_all)
+        seen = None
         if watch is None:
             output = runner.step(batch_size)
         else:
-            self._watch().look_at(*watch)
-            output = runner.step_by_calls(batch_size)
+            output, seen = self._watched_step(batch_size, rows[watch[0]].slot, lens[watch[0]], *watch)
         finish_beside(output.next_ids.device)  # a copy that waits by itself lets no other thread call the driver
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = self._logits.take(rows, output.logits) if want_logits else None
@@ -279,7 +281,6 @@ class GpuEngine:
         for request in requests:
             if request.own is not None:
                 request.own.grow(request.tail_len)
-        seen = None if watch is None else self._fidelity(rows[watch[0]].slot, watch[1], lens[watch[0]])
         return StepResult(next_ids, logits, seen)
 
     def _end_of_step(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
@@ -344,24 +345,32 @@ class GpuEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _fidelity(self, slot: int, layer_idx: int, tail_len: int) -> Fidelity | None:
-        """None without a context."""
-        if self._requests[slot].context_id == NO_CONTEXT:
-            return None
-        placed = self._placing.ready()
-        request = self._requests[slot]
-        artifact = placed.artifacts[self._place(request.context_id)]
-        shape = placed.shape
-        view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
-        q, (chosen, *of_own) = self._watch().seen()
-        own_len = request.num_segments * self._growth.segment_len
-        if own_len:
-            chosen = join_choices(chosen, of_own[0], view.context_len)
-        kv = artifact.indexed_kv()[layer_idx].to(placed.device)
-        tail = placed.rows.layer(layer_idx, slot, tail_len)
-        return fidelity(
-            Seen(layer_idx, view, q, tail, own_len, view.middle if placed.shape.attends_all else chosen), kv
-        )
+    def _watched_step(
+        self, batch_size: int, slot: int, tail_len: int, row: int, number: int
+    ) -> tuple[StepOutput, Fidelity | None]:
+        """Call by call, with a look at that row in the layer of that number among those that have an index.
+
+        Of a request without a context there is nothing to tell.
+        """
+        placed, request, found = self._placing.ready(), self._requests[slot], list[Fidelity]()
+
+        def look(layer_idx: int, q: Tensor) -> None:
+            if layer_idx != self.model.spec.indexed_layers[number] or request.context_id == NO_CONTEXT:
+                return
+            shape, artifact = placed.shape, placed.artifacts[self._place(request.context_id)]
+            view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
+            own_len = request.num_segments * self._growth.segment_len
+            chosen: Selection | slice = view.middle
+            if isinstance(placed.attention, SearchOnDevice | SearchOnHost):
+                rows = placed.runner.rows(batch_size)
+                chosen = _of_row(placed.attention.chosen(number, rows), row)
+                if placed.own is not None and own_len:
+                    chosen = join_choices(chosen, _of_row(placed.own.chosen(number, rows), row), view.context_len)
+            tail, kv = placed.rows.layer(number, slot, tail_len), artifact.indexed_kv()[number].to(placed.device)
+            found.append(fidelity(Seen(number, view, q[row].float(), tail, own_len, chosen), kv))
+
+        output = placed.runner.step_by_calls(batch_size, look)
+        return output, next(iter(found), None)
 
     def _own_segments(self, slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
         placed = self._placing.ready()
@@ -440,17 +449,16 @@ class GpuEngine:
                 f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the others out"
             )
 
-    def _watch(self) -> Watch:
-        watch = self._placing.ready().watch
-        assert watch is not None, "refused where there is none"
-        return watch
-
     def _place(self, context_id: int) -> int:
         """Among the placed contexts; -1 of none."""
         return -1 if context_id == NO_CONTEXT else loaded_context(context_id, self._places)
 
     def _request(self, slot: int) -> _Request:
         return open_request(slot, self._requests)
+
+
+def _of_row(selection: DeviceSelection, row: int) -> Selection:
+    return Selection(selection.kv_indices[row].cpu().numpy(), selection.valid_len[row].cpu().numpy())
 
 
 def require_selector(selector: str, placement: str, kv_format: KvFormat | None) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,16 +25,16 @@ _ALIGNMENT = 16  # bytes: of rows that the device copies
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenRows:
     """What the rows of a step see, for one batch size: each its context first, then its tail."""
 
     places: Tensor  # [batch_size, num_seen] int32: of index keys, -1 behind them; where there are none, of rows
     lens: Tensor  # [batch_size] int32
     scores: Tensor  # [batch_size, num_seen] float32
-    chosen: Tensor  # [batch_size, top_k] int32, -1 padded, written by the choice as `LatentMemory.pages_of` says
+    chosen: Tensor  # [batch_size, top_k] int32, -1 padded, written by the choice as `LatentPlaces.pages_of` says
 
     @classmethod
-    def of(cls, shape: EngineShape, batch_size: int, device: torch.device) -> "Seen":
+    def of(cls, shape: EngineShape, batch_size: int, device: torch.device) -> "SeenRows":
         num_seen, num_chosen = _num_seen(shape), _latents(shape).top_k or 0
         return cls(
             torch.full((batch_size, num_seen), -1, dtype=torch.int32, device=device),
@@ -45,33 +44,8 @@ class Seen:
         )
 
 
-class LatentMemory(Protocol):
-    """Rows of all contexts and of all requests."""
-
-    @property
-    def tails(self) -> Tensor:
-        """As `StepAttention` says, of one head."""
-        ...
-
-    def find(self, rows: StepRows, seen: Seen) -> None:
-        """Write places and lens; an idle row sees nothing."""
-        ...
-
-    def index_keys(self, layer_idx: int) -> Tensor:
-        """[num_places, 1, index_head_dim]: by places."""
-        ...
-
-    def pages_of(self, seen: Seen) -> Tensor | None:
-        """What a choice translates numbers among the seen rows by; None: it leaves them."""
-        ...
-
-    def attended(self, layer_idx: int, rows: StepRows, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Rows [num_rows, width], and which of them each row attends to: [batch_size, top_k] int32, -1 padded."""
-        ...
-
-
 class LatentPlaces:
-    """`LatentMemory` on the device, side by side: a number says where a row lies, in every layer."""
+    """All on the device, side by side: a number says where a row lies, in every layer."""
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._shape, of_contexts = shape, shape.num_contexts * shape.max_context_len
@@ -97,22 +71,26 @@ class LatentPlaces:
         """Forget a context. No step may be in flight."""
         self._numbers.lens[context_id] = 0
 
-    def find(self, rows: StepRows, seen: Seen) -> None:
+    def find(self, rows: StepRows, seen: SeenRows) -> None:
+        """Write places and lens; an idle row sees nothing."""
         self._numbers.find(rows, seen)
 
     def index_keys(self, layer_idx: int) -> Tensor:
+        """[num_places, 1, index_head_dim]: by places."""
         spec = _latents(self._shape)
         return self.rows[layer_idx, :, None, spec.key_width : spec.row_width]
 
-    def pages_of(self, seen: Seen) -> Tensor | None:
+    def pages_of(self, seen: SeenRows) -> Tensor | None:
+        """What a choice translates numbers among the seen rows by; None: it leaves them."""
         return seen.places
 
-    def attended(self, layer_idx: int, rows: StepRows, seen: Seen) -> tuple[Tensor, Tensor]:
+    def attended(self, layer_idx: int, rows: StepRows, seen: SeenRows) -> tuple[Tensor, Tensor]:
+        """Rows [num_rows, width], and which of them each row attends to: [batch_size, top_k] int32, -1 padded."""
         return self.rows[layer_idx], seen.places if _latents(self._shape).top_k is None else seen.chosen
 
 
 class CachedLatents:
-    """`LatentMemory` of contexts in pinned host memory: their index keys, slots for rows, and tails on the device.
+    """As `LatentPlaces`, of contexts in pinned host memory: their index keys, slots for rows, and tails on the device.
 
     All three lie in one piece of a layer's, so that a kernel that has one address reads contexts' and own rows. A place
     is a number of units, of which an index key and a row have whole numbers each. Layers are alike: one without an
@@ -175,7 +153,7 @@ class CachedLatents:
         self._numbers.lens[context_id] = 0
         del self._kv[context_id]
 
-    def find(self, rows: StepRows, seen: Seen) -> None:
+    def find(self, rows: StepRows, seen: SeenRows) -> None:
         self._numbers.find(rows, seen)
 
     def index_keys(self, layer_idx: int) -> Tensor:
@@ -183,10 +161,10 @@ class CachedLatents:
         num_places = (len(of_layer) - dim) // self._unit + 1
         return of_layer.as_strided((num_places, 1, dim), (self._unit, dim, 1), of_layer.storage_offset())
 
-    def pages_of(self, seen: Seen) -> Tensor | None:
+    def pages_of(self, seen: SeenRows) -> Tensor | None:
         return None
 
-    def attended(self, layer_idx: int, rows: StepRows, seen: Seen) -> tuple[Tensor, Tensor]:
+    def attended(self, layer_idx: int, rows: StepRows, seen: SeenRows) -> tuple[Tensor, Tensor]:
         """Brings what is chosen of contexts and is not in their slots; of a context by `rows_at_once` rows at most."""
         to, lens = self._places[rows.batch_size], self._numbers.lens
         batch_size, top_k = to.places.shape
@@ -221,7 +199,7 @@ class _Numbers:
         self.lens = torch.zeros(shape.num_contexts + 1, dtype=torch.int32, device=device)
         self._seen = torch.arange(_num_seen(shape), dtype=torch.int32, device=device)
 
-    def find(self, rows: StepRows, seen: Seen) -> None:
+    def find(self, rows: StepRows, seen: SeenRows) -> None:
         context_lens = self.lens[rows.context_ids.long()]
         torch.add(context_lens, rows.tail_lens, out=seen.lens)
         of_context = rows.context_ids * self._shape.max_context_len

@@ -17,8 +17,8 @@ from workers.model.attention import StepAttention
 from workers.model.ops import DeltaState
 
 
-class LocalLayers:
-    """`StepAttention` of all layers of a model: of those with an index by `inner`, which numbers them by themselves.
+class LocalLayers(StepAttention):
+    """All layers of a model: those with an index by `inner`, which numbers them by themselves.
 
     Owns the last rows of every context in the others, and the requests' own rows there; or their states.
     """

@@ -16,7 +16,7 @@ from csattn.search.device import ListsPass, SketchPass, SketchShape, exact_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import attend_all_bytes, streamed_bytes
-from workers.engine.coded_rest import make_passes
+from workers.engine.attend_chosen import make_passes
 from workers.engine.far_rows import cache_bytes
 from workers.engine.latent_memory import index_key_bytes, latents_bytes, latents_working_bytes
 from workers.engine.on_device import make_searches

@@ -17,11 +17,8 @@ from csattn.search.device import (
     SketchPass,
     SketchShape,
 )
-from workers.engine.batch_plan import plan_batches
-from workers.engine.coded_rest import CodedRest, post_rest
+from workers.engine.attend_chosen import AttendChosen, make_passes
 from workers.engine.far_rows import FarRows
-from workers.engine.resident import ResidentRows
-from workers.engine.schedule import Schedule
 from workers.engine.shape import EngineShape
 
 if TYPE_CHECKING:  # which searches by the class below
@@ -44,15 +41,13 @@ class StepSearch(Protocol):
         ...
 
 
-class SearchOnDevice:
-    """`StepAttention` whose steps are one graph. Owns the contexts' indexes, their resident rows and all tails.
+class SearchOnDevice(AttendChosen):
+    """Steps are one graph.
 
     With `lookahead`, a layer's search and the way of its rows to the device run beside the layer before it, each on a
     stream of its own: the next layer is searched while this one's rows are still on their way. What is not selected is
     then attended to by the layer's own query, in another pass over the codes; else the search's pass serves for both.
     """
-
-    in_graph = True
 
     def __init__(
         self,
@@ -60,25 +55,22 @@ class SearchOnDevice:
         index: IndexShape,
         far: FarRows,
         device: torch.device,
-        tails: Tensor | None = None,  # as `make_tails` has them; None: its own
-        own: "OwnOnDevice | None" = None,  # who attends to requests' own segments, beside
-        sinks: Tensor | None = None,  # [num_layers, num_q_heads] float32, where the shape has them
+        tails: Tensor | None = None,
+        own: "OwnOnDevice | None" = None,
+        sinks: Tensor | None = None,
         searches: Mapping[int, StepSearch] | None = None,  # by batch size; None: by the index, or by all keys
     ) -> None:
-        self.shape, self.far, self.own = shape, far, own
-        self.lookahead = bool(shape.search.lookahead)
-        self.tails = shape.make_tails(device) if tails is None else tails
-        self._resident = ResidentRows(shape, device)
-        self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
-        self._plans = plan_batches(shape, device, sinks)
+        super().__init__(shape, far, device, tails, own, sinks)
         if searches is None and shape.reads_keys:
             searches = make_exact_searches(shape, far, device)
         self._searches = make_searches(shape, index, device) if searches is None else searches
-        self._coded_rest: CodedRest | None = None
-        self._schedule = Schedule(shape, device)
         if shape.sums_rest_apart:
             assert isinstance(index, SketchShape)
-            self._coded_rest = CodedRest(shape, index, self.indexes, device)
+            self._passes = make_passes(shape, index, device)
+        elif shape.rest == "sketch":
+            for size, search in self._searches.items():
+                assert isinstance(search, DeviceSearch) and isinstance(search.scores, SketchPass)
+                self._passes[size] = search.scores
         # where rows move, beside attention to the others by their codes; None: they have no way to go
         self._link: torch.cuda.Stream | None = None
         if far.cross_link and device.type == "cuda":  # an emulated device does one thing after the other
@@ -109,18 +101,9 @@ class SearchOnDevice:
         """Forget a context. No step may be in flight."""
         self.indexes.unload(context_id)
 
-    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
-        """What the step has selected in that layer, until it searches for the layer after the next."""
-        return self._plans[rows.batch_size].selection(layer_idx)
-
     def lse(self, rows: StepRows) -> Tensor:
         """[batch_size, num_q_heads]: see `DeviceAttention`."""
-        return self._plans[rows.batch_size].attention.lse
-
-    def begin_step(self, rows: StepRows) -> None:
-        self._schedule.begin_step(rows)
-        if (own := self._own(rows)) is not None:
-            own.begin_step(rows)
+        return self._attention[rows.batch_size].lse
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         assert layer_idx not in self._fetched, f"layer {layer_idx} is on its way already"
@@ -132,13 +115,12 @@ class SearchOnDevice:
             own.look_ahead(layer_idx, q, rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        plan = self._plans[rows.batch_size]
         if self.lookahead and layer_idx not in self._fetched:  # the first layer's query is not predicted
             self.look_ahead(layer_idx, q, rows)
         if (own := self._own(rows)) is not None:
             own.begin(layer_idx, q, rows)
-        if self._coded_rest is not None:
-            self._coded_rest.sum_up(layer_idx, q, rows)
+        if self.shape.sums_rest_apart:
+            self._passes[rows.batch_size].run(q, self.indexes, layer_idx, rows.context_ids)
         fetched = self._fetched.pop(layer_idx) if self.lookahead else self._search(layer_idx, q, rows)
         if fetched.is_chosen is not None:
             torch.cuda.current_stream().wait_event(fetched.is_chosen)
@@ -147,30 +129,11 @@ class SearchOnDevice:
         self._post_rest(layer_idx, rows)
         if fetched.is_there is not None:
             torch.cuda.current_stream().wait_event(fetched.is_there)
-        other = None if own is None else own.attended(rows)
-        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched.rows, rows, out, other)
-
-    def end_step(self, rows: StepRows) -> None:
-        """Nothing is left to do."""
-
-    def _own(self, rows: StepRows) -> "OwnOnDevice | None":
-        return self.own if rows.any_own else None
-
-    def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
-        """Of what is not selected, if that is attended to by its codes."""
-        if self.shape.rest != "sketch":
-            return
-        plan = self._plans[rows.batch_size]
-        selected = plan.selection(layer_idx)
-        if self._coded_rest is not None:
-            return self._coded_rest.post(layer_idx, selected, rows, plan.attention)
-        search = self._searches[rows.batch_size]
-        assert isinstance(search, DeviceSearch) and isinstance(search.scores, SketchPass)
-        post_rest(search.scores, self.indexes, layer_idx, selected, rows, plan.attention)
+        self._attend(layer_idx, q, fetched.rows, rows, out)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
         """Enqueue the search on the current stream, and the way of its rows."""
-        selection, search_ids = self._plans[rows.batch_size].selection(layer_idx), self._schedule.search_ids(rows)
+        selection, search_ids = self.chosen(layer_idx, rows), self._schedule.search_ids(rows)
         self._searches[rows.batch_size].search(q, self.indexes, layer_idx, search_ids, selection, rows.top_ks)
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)

@@ -16,34 +16,30 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
 from csattn.index import LayerIndex
-from csattn.search.device import DeviceIndexes, IndexShape, SketchShape, to_device
+from csattn.search.device import IndexShape, SketchShape, to_device
 from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory, piece_bytes
 from offload.step_mail import RowMail, SelectionMail, StepClock
 from workers.background import BackgroundThread
-from workers.engine.batch_plan import plan_batches
-from workers.engine.coded_rest import CodedRest
+from workers.engine.attend_chosen import AttendChosen, make_passes
 from workers.engine.far_rows import CachedRows
 from workers.engine.own_on_device import OwnOnDevice
-from workers.engine.resident import ResidentRows
-from workers.engine.schedule import Schedule
-from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
-from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan
+from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan, StepSearches
+from workers.searchers.worker_searcher import WorkerSearcher
 
+StepSearcher = StepSearches | WorkerSearcher  # of whole steps: by threads of this process, or by search workers
 PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # of a row in the memory
 _Asked = tuple[int, int]  # by a row: its context, -1: idle; K, where it is less than the context's
 PATIENCE_S = 1.0  # how often the device is asked whether it has failed, while the host waits for a step's queries
 
 
-class SearchOnHost:
-    """`StepAttention` whose steps are one graph, in which kernels post queries and wait for what the CPU has chosen.
+class SearchOnHost(AttendChosen):
+    """Steps are one graph, in which kernels post queries and wait for what the CPU has chosen.
 
     Beside the graph a thread of the host runs the step's searches, each as soon as its query has arrived. With
     `lookahead`, the CPU searches for a layer while the device computes the layer before it.
     """
-
-    in_graph = True
 
     def __init__(
         self,
@@ -52,29 +48,20 @@ class SearchOnHost:
         far: CachedRows,
         searcher: StepSearcher,
         device: torch.device,
-        tails: Tensor | None = None,  # as `SearchOnDevice` takes them, and own, and sinks
+        tails: Tensor | None = None,
         own: OwnOnDevice | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         """searcher: has what this one loads, by the same numbers."""
-        self.shape, self.far, self.own = shape, far, own
-        self.lookahead = bool(shape.search.lookahead)
-        self.tails = shape.make_tails(device) if tails is None else tails
+        super().__init__(shape, far, device, tails, own, sinks)
         self._searcher, self._device = searcher, device
-        self._resident = ResidentRows(shape, device)
-        self._plans = plan_batches(shape, device, sinks)
-        self._indexes: DeviceIndexes | None = None  # for the rest
-        self._coded_rest: CodedRest | None = None
-        self._schedule = Schedule(shape, device)
         if shape.rest == "sketch":
             assert isinstance(index, SketchShape)
-            sizes = shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments
-            self._indexes = DeviceIndexes(*sizes)
-            self._coded_rest = CodedRest(shape, index, self._indexes, device)
+            self._passes = make_passes(shape, index, device)
         self._clock = StepClock(shape.num_layers + 1, device)
         self._memory = SharedMemory(piece_bytes((1,), torch.int64) + _mail_bytes(shape), device)
         self._give_up = self._memory.zeros((1,), torch.int64)  # 1: the step's queries will not come
-        self._mail = {size: _StepMail(shape, size, self._memory) for size in self._plans}
+        self._mail = {size: _StepMail(shape, size, self._memory) for size in shape.batch_sizes}
         assert self._memory.place_of(self._give_up) == GIVE_UP
         try:
             searcher.attach(self._memory)
@@ -97,8 +84,8 @@ class SearchOnHost:
         """Give a place to a context whose rows `far` has. No step may be in flight."""
         context_len = self.shape.require_context(kv)
         self._resident.load(context_id, kv, plain)
-        if self._indexes is not None:
-            self._indexes.load(context_id, context_len, [to_device(layer, self._device) for layer in index])
+        if self._passes:
+            self.indexes.load(context_id, context_len, [to_device(layer, self._device) for layer in index])
         for mail in self._mail.values():
             mail.load(context_id, context_len)
 
@@ -106,25 +93,19 @@ class SearchOnHost:
         """Forget a context. No step may be in flight."""
         for mail in self._mail.values():
             mail.unload(context_id)
-        if self._indexes is not None:
-            self._indexes.unload(context_id)
+        if self._passes:
+            self.indexes.unload(context_id)
 
     def close(self) -> None:
         """Give page locks back. No step may be in flight, and none follows."""
         self._memory.close()
-
-    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
-        """What the step has selected in that layer, until it searches for the layer after the next."""
-        return self._plans[rows.batch_size].selection(layer_idx)
 
     def begin_step(self, rows: StepRows) -> None:
         if self._searching is not None:
             self._abandon()  # the step before has met an error and was never ended
         mail = self._mail[rows.batch_size]
         self._clock.advance()
-        self._schedule.begin_step(rows)
-        if (own := self._own(rows)) is not None:
-            own.begin_step(rows)
+        super().begin_step(rows)
         asked = torch.stack([self._schedule.search_ids(rows), rows.top_ks]).tolist()
         plan = mail.plan(tuple(zip(*asked, strict=True)))
         self._searching = self._background.start(partial(self._search, mail, plan, self._clock.value(0)))
@@ -135,24 +116,21 @@ class SearchOnHost:
             own.look_ahead(layer_idx, q, rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        mail, plan = self._mail[rows.batch_size], self._plans[rows.batch_size]
+        mail = self._mail[rows.batch_size]
         if not self.lookahead or layer_idx == 0:
             mail.post(layer_idx, q, self._clock)
-        selection = plan.selection(layer_idx)
+        selection = self.chosen(layer_idx, rows)
         if (own := self._own(rows)) is not None:
             own.begin(layer_idx, q, rows)
-        if self._coded_rest is not None:
-            self._coded_rest.sum_up(layer_idx, q, rows)  # while the CPU searches
+        if self._passes:  # while the CPU searches
+            self._passes[rows.batch_size].run(q, self.indexes, layer_idx, rows.context_ids)
         mail.fetch(layer_idx, selection, self._schedule.search_ids(rows), self._clock)
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
-        other = None
         if own is not None:
             own.join()
-            other = own.attended(rows)
-        if self._coded_rest is not None:
-            self._coded_rest.post(layer_idx, selection, rows, plan.attention)
-        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out, other)
+        self._post_rest(layer_idx, rows)
+        self._attend(layer_idx, q, fetched, rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         """Return when all searches of the step are done; raises what they, or the device before them, have raised."""
@@ -165,9 +143,6 @@ class SearchOnHost:
             else:
                 break
         self._searching = None
-
-    def _own(self, rows: StepRows) -> OwnOnDevice | None:
-        return self.own if rows.any_own else None
 
     def _search(self, mail: "_StepMail", plan: StepPlan, since: int) -> None:
         done = False

@@ -15,7 +15,7 @@ from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.index import BY_HEAD
 from csattn.sketch.own import making_bytes, own_keep, own_top_k
 from workers.engine.beside import finish_beside
-from workers.engine.far_rows import CachedRows, RowsInPlace, cache_bytes
+from workers.engine.far_rows import CachedRows, FarRows, cache_bytes
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
 
@@ -84,9 +84,9 @@ class OwnOnDevice:
         return self._search.chosen(layer_idx, self._rows[rows.batch_size])
 
 
-def _rows_in(tails: Tensor) -> RowsInPlace:
+def _rows_in(tails: Tensor) -> FarRows:
     rows_per_head = torch.full((tails.shape[1],), tails.shape[3], dtype=torch.int32, device=tails.device)
-    return RowsInPlace(row_sources(tails, rows_per_head))
+    return FarRows(row_sources(tails, rows_per_head))
 
 
 def place_segment(segment: Sequence[SketchIndex], device: torch.device) -> list[DeviceLayerIndex]:

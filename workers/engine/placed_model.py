@@ -23,14 +23,12 @@ from workers.engine.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.local_layers import LocalLayers
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
-from workers.engine.on_host import SearchOnHost
+from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.own_on_device import OwnOnDevice, own_cache
 from workers.engine.own_rows import MovingRows, RowsInTails
-from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.engine.some_or_all import SomeOrAll, of_all
 from workers.engine.step_model import StepModel
-from workers.engine.watch import Watch
 from workers.model import ModelRunner
 from workers.model.attention import StepAttention
 
@@ -77,15 +75,12 @@ class PlacedModel:
         self._own_rows: tuple[PinnedRows, CachedRows] | None = None  # where the first of their rows move to the host
         of_indexed = None if sinks is None else sinks[list(self._spec.indexed_layers)]
         self.far, self.attention = self._place(of_indexed)
-        self.watch: Watch | None = None  # of latents nobody looks on
-        if not isinstance(self.attention, AttendLatents):
-            self.watch = Watch(self.attention)
-        inner: StepAttention = self.watch or self.attention
+        inner: StepAttention = self.attention
         if shape.some_or_all:
             assert isinstance(self.far, DeviceRows) and reads_once(of_all(shape))
             inner = SomeOrAll(inner, AttendAll(of_all(shape), self.far, device, of_indexed, self.attention.tails))
         self.local: LocalLayers | None = None
-        if self.watch is not None and len(self._spec.indexed_layers) < self._spec.num_layers:
+        if shape.latents is None and len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, inner, sinks, device)
         self.rows = self._rows()
         self._next_query: Tensor | None = None

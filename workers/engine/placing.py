@@ -8,8 +8,8 @@ from csattn.artifact import Artifact
 from csattn.config import IndexConfig
 from csattn.errors import ConfigError
 from offload.errors import MemoryPlanError
+from workers.engine.on_host import StepSearcher
 from workers.engine.placed_model import PlacedModel, Progress
-from workers.engine.searcher import StepSearcher
 from workers.engine.sizing import Sizing
 from workers.engine.step_model import StepModel
 

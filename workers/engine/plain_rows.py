@@ -24,7 +24,7 @@ from workers.engine.cpu_context import CpuRequest, LayerChoice, StepCount
 from workers.engine.row_plan import RowPlan
 from workers.model.cpu.cpu_model import CpuModel
 
-FarRows = Selection | slice  # chosen ones, or a range that is streamed
+Chosen = Selection | slice  # chosen ones, or a range that is streamed
 Attended = tuple[Tensor, Tensor]  # out [num_q_heads, head_dim] and lse [num_q_heads], float32
 
 
@@ -78,7 +78,7 @@ class PlainRows:
                 choice.last = Selection(of_search[0].copy(), of_search[1].copy())
             self._chosen[row] = choice.last
 
-    def chosen(self, row: int, layer_idx: int) -> FarRows:
+    def chosen(self, row: int, layer_idx: int) -> Chosen:
         """What any row of the step attends to in the layer at hand, besides the resident rows."""
         if row in self._chosen:
             return self._chosen[row]
@@ -146,7 +146,7 @@ def attend_row(
     request: CpuRequest,
     layer_idx: int,
     tail: Tensor,  # [num_kv_heads, tail_len, 2, head_dim]: what the row sees of it
-    chosen: FarRows,  # of the context's rows, and of the tail's that have left its window
+    chosen: Chosen,  # of the context's rows, and of the tail's that have left its window
     softmax_scale: float,
     far: Attended | None = None,  # to the chosen range; None: rows are gathered
     own: OwnRead | None = None,  # of its own segments
@@ -199,7 +199,7 @@ def attend_pieces(
     return attended
 
 
-def num_far(chosen: FarRows) -> float:
+def num_far(chosen: Chosen) -> float:
     """Rows per head that are fetched."""
     return chosen.stop - chosen.start if isinstance(chosen, slice) else chosen.num_rows / len(chosen.valid_len)
 

@@ -1,14 +1,31 @@
-"""`Searcher` with threads of this process."""
+"""The searches of one layer at a time, by threads of this process. What is chosen does not depend on who searches."""
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
 from csattn.cpu.team import Team
 from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool
+from csattn.search.workspace import TokenSelections
 from csattn.sketch import SketchIndex
-from workers.engine.searcher import RowSearch
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class RowSearch:
+    """Rows of one step that continue the same context and search it in the same way."""
+
+    context_id: int
+    q: NDArray[np.float32]  # [num_rows, num_q_heads, head_dim], after RoPE
+    top_k: int
+    sink_len: int
+    window_len: int
+    softmax_scale: float
+    out: TokenSelections  # kv_indices [num_rows, num_index_heads, top_k]
 
 
 class PoolSearcher:
@@ -32,12 +49,14 @@ class PoolSearcher:
         self._kept.clear()
 
     def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
+        """Until `finish`, their arrays must be left alone."""
         assert not self._waiting, "searches are under way; finish them first"
         self._waiting = [self._search(layer_idx, search) for search in reversed(searches)]
         if self._waiting:
             self._pool.start(self._waiting[-1])
 
     def finish(self) -> None:
+        """Return when every `out` is filled."""
         waiting, self._waiting = self._waiting, []
         while waiting:
             self._pool.finish()

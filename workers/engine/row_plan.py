@@ -14,7 +14,7 @@ from csattn.selectors import search_bytes
 from csattn.sketch.own import own_top_k
 from workers.engine.cpu_context import CpuRequest, StepCount
 from workers.engine.own_segments import OwnSearch
-from workers.engine.searcher import RowSearch
+from workers.engine.pool_searcher import RowSearch
 from workers.model.cpu.cpu_model import CpuModel
 
 KEPT = -1

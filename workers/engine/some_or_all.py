@@ -25,10 +25,8 @@ CHOOSING_BYTES_EACH = 6 << 20  # for each row of the step
 HEADS_LIKE_ALL = 38  # so many query heads of a KV head, each with a choice of its own, take as long as reading all once
 
 
-class SomeOrAll:
-    """`StepAttention` of both kinds of steps, over the same tails: which it is, its rows say when it is captured."""
-
-    in_graph, lookahead = True, False
+class SomeOrAll(StepAttention):
+    """Both kinds of steps, over the same tails: which it is, its rows say when it is captured."""
 
     def __init__(self, some: StepAttention, every: StepAttention) -> None:
         assert some.in_graph and not some.lookahead
@@ -40,9 +38,6 @@ class SomeOrAll:
 
     def begin_step(self, rows: StepRows) -> None:
         self._of(rows).begin_step(rows)
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
-        raise AssertionError("nothing is searched for ahead")
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         self._of(rows).attend(layer_idx, q, rows, out)

@@ -142,7 +142,7 @@ class SplitEngine:
 
     def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         own = self._engine.read_rows(slot, start, stop)
-        others = self._followers.ask("read_rows", slot, start, stop, with_number=True)
+        others = self._followers.ask("read_rows", slot, start, stop)
         return lambda: torch.cat([own(), *(rows.result() for rows in others)], dim=1)
 
     def close_slot(self, slot: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import ExpertsSpec, HeadsSpec, LatentSpec
 from csattn.models.weights import LatentWeights, LayerInputWeights, Linear, ModelWeights
-from workers.model.attention import AttendsLatents, KeepsStates, StepAttention
+from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.ops import (
     DeltaRoom,
@@ -27,10 +27,16 @@ from workers.model.ops import (
     Normed,
     Readers,
     Rotation,
-    StepOps,
     Stream,
     num_squares,
 )
+
+if TYPE_CHECKING:  # of which a device has one
+    from workers.model.cpu.tape_ops import TapeOps
+    from workers.model.gpu.triton_ops import TritonOps
+    from workers.model.torch_ops import TorchOps
+
+    StepOps = TorchOps | TapeOps | TritonOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class Call:
 
     run: Callable[[], None]
     on_host: bool = False  # at every step; other calls only enqueue work on the device
+    attends_in: int | None = None  # the layer whose attention it is
 
 
 class StepLayers:
@@ -48,8 +55,8 @@ class StepLayers:
         self,
         weights: ModelWeights,
         attention: StepAttention,
-        maps: Sequence[Any],  # of each layer, what its queries are predicted by: see `StepOps.predict_query`
-        ops: StepOps,
+        maps: Sequence[Any],  # of each layer, what its queries are predicted by: see `TorchOps.predict_query`
+        ops: "StepOps",
         rows: StepRows,
         dtype: torch.dtype,  # of the step's tensors
         devices: Devices | None = None,  # of whose shares of a model the weights are one
@@ -122,7 +129,7 @@ class StepLayers:
                 yield Call(partial(self._predict, layer_idx + 1))
                 yield Call(partial(self._look_ahead, layer_idx + 1), attends_on_host)
             yield Call(partial(self._project, layer_idx))
-            yield Call(partial(self._attend, layer_idx), attends_on_host)
+            yield Call(partial(self._attend, layer_idx), attends_on_host, layer_idx)
             yield Call(partial(self._finish_layer, layer_idx, ahead))
         yield Call(self._finish)
         yield Call(partial(self._attention.end_step, self._rows), on_host=True)
@@ -217,8 +224,7 @@ class StepLayers:
 
     def _attend(self, layer_idx: int) -> None:
         if (room := self.latents(layer_idx)) is not None:
-            attention = cast(AttendsLatents, self._attention)
-            attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
+            self._attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
         else:
             heads = self.heads(layer_idx)
             self._attention.attend(layer_idx, heads.q, self._rows, heads.attended)
@@ -258,7 +264,7 @@ class StepLayers:
         return self._deltas[delta]
 
     def _state(self, layer_idx: int) -> DeltaState:
-        state = cast(KeepsStates, self._attention).states[layer_idx]
+        state = self._attention.states[layer_idx]
         assert state is not None
         return state
 
@@ -361,10 +367,6 @@ class StepLayers:
         if spec.logit_multiplier != 1.0 or spec.logit_cap is not None:
             self._ops.finish_logits(self.logits, spec.logit_multiplier, spec.logit_cap)
         self._ops.likeliest(self.logits, self.next_ids)
-
-    def advance(self) -> None:
-        """Feed the rows their likeliest tokens."""
-        self._ops.advance(self._rows, self.next_ids)
 
     def _normed(self, norm: Tensor | None, x: Tensor) -> Normed:
         """The stream, behind that norm, which whoever wrote it has been told of."""

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from csattn.models.weights import ModelWeights
 from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.layers import Call, StepLayers
-from workers.model.ops import StepOps
 from workers.model.rows import RowBuffer, require_tokens
 from workers.model.torch_ops import TorchOps
+
+if TYPE_CHECKING:
+    from workers.model.layers import StepOps
 
 
 class StepOutput(NamedTuple):
@@ -101,7 +103,7 @@ class ModelRunner:
         self.require_tokens(token_ids)
         step = self._steps[batch_size]
         starts = [0] * len(tail_lens) if tail_starts is None else tail_starts
-        step.room = self._room(max((end - start for end, start in zip(tail_lens, starts, strict=True)), default=0))
+        self._require_room(max((end - start for end, start in zip(tail_lens, starts, strict=True)), default=0))
         step.take(READING_ALL if reads_all else AS_THEY_COME if any(own_lens or ()) else WITHOUT_OWN)
         own = None if reads_all else own_lens
         step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks, own, starts)
@@ -115,34 +117,25 @@ class ModelRunner:
         return StepOutput(step.layers.logits, step.layers.next_ids)
 
     @torch.no_grad()
-    def step_by_calls(self, batch_size: int) -> StepOutput:
-        """The same step, not as captured but call by call: slower, and the attention may look at what it is given."""
+    def step_by_calls(self, batch_size: int, look: Callable[[int, Tensor], None] = lambda layer, q: None) -> StepOutput:
+        """The same step, not as captured but call by call: slower.
+
+        look: called where a layer has attended, with its number and queries [batch_size, num_q_heads, head_dim].
+        """
         step = self._steps[batch_size]
         for call in step.calls[step.kind]:
             call.run()
+            if call.attends_in is not None:
+                look(call.attends_in, step.layers.heads(call.attends_in).q)
         return StepOutput(step.layers.logits, step.layers.next_ids)
 
-    @torch.no_grad()
-    def advance(self, batch_size: int) -> None:
-        """Feed each row the likeliest token of the last step, one position and one row of its tail further."""
-        step = self._steps[batch_size]
-        if step.room == 0:
-            raise ContextError(f"a tail of {self._tail_capacity} rows is full; end the request, or make longer tails")
-        step.room -= 1
-        step.advance()
-
-    @property
-    def _tail_capacity(self) -> int:
-        return self.attention.tails[0].shape[2]
-
-    def _room(self, tail_len: int) -> int:
-        """Rows left in a tail of that length. Raises ContextError when it is too long."""
-        if tail_len > self._tail_capacity:
+    def _require_room(self, tail_len: int) -> None:
+        capacity = self.attention.tails[0].shape[2]
+        if tail_len > capacity:
             raise ContextError(
-                f"a tail of {tail_len} rows was asked for, tails hold {self._tail_capacity}; ask a shorter question, "
+                f"a tail of {tail_len} rows was asked for, tails hold {capacity}; ask a shorter question, "
                 "or make longer tails"
             )
-        return self._tail_capacity - tail_len
 
     def require_tokens(self, token_ids: Sequence[int]) -> None:
         """Raise ContextError for one that is none."""
@@ -167,7 +160,7 @@ class _Step:
         weights: ModelWeights,
         attention: StepAttention,
         next_query: Tensor | None,
-        ops: StepOps,
+        ops: "StepOps",
         batch_size: int,
         kinds: Sequence[_Kind],
         devices: Devices | None,
@@ -183,8 +176,6 @@ class _Step:
         self.pieces: dict[_Kind, list[Callable[[], None]]] = {
             kind: [call.run for call in calls] for kind, calls in self.calls.items()
         }
-        self.advance: Callable[[], None] = self.layers.advance
-        self.room = 0  # rows left in the longest tail
         self.kind = AS_THEY_COME  # of the rows at hand
 
     def take(self, kind: _Kind) -> None:
@@ -200,11 +191,9 @@ class _Step:
             for calls in self.calls.values():  # compiles what has to be compiled; the rows are idle
                 for call in calls:
                     call.run()
-            self.layers.advance()
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
         self.pieces = {kind: _pieces(calls, pool) for kind, calls in self.calls.items()}
-        self.advance = _captured([self.layers.advance], pool)
 
 
 def _pieces(calls: list[Call], pool: Any) -> list[Callable[[], None]]:
@@ -250,7 +239,7 @@ def _captured(calls: list[Callable[[], None]], pool: Any) -> Callable[[], None]:
     return replay
 
 
-def _ops_for(device: torch.device, max_batch_size: int) -> StepOps:
+def _ops_for(device: torch.device, max_batch_size: int) -> "StepOps":
     if device.type == "cpu":
         return TorchOps()
     from workers.model.gpu.tiles import MAX_BATCH_SIZE

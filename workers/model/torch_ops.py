@@ -1,6 +1,7 @@
-"""`StepOps` in torch: their definition, and what runs where there is no GPU."""
+"""The operations of a decode step in torch: their definition, and what runs where there is no GPU."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,33 +49,52 @@ def activated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class TorchOps:
-    """`StepOps` as torch says them."""
+    """Each operation only enqueues work; here, on a CPU, it is done when the call returns.
+
+    `TritonOps` has the same on a GPU, `TapeOps` notes them on tapes.
+    """
 
     def break_chain(self) -> None:
-        pass
+        """Say that the next operation is the first of a graph, or that others have started work beside it."""
 
     def begin(
         self,
         rows: StepRows,
-        embedding: Tensor,
+        embedding: Tensor,  # [vocab_size, hidden_size]
         multiplier: float,
-        stream: Stream,
+        stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
+        """Start the stream with the tokens' rows."""
         stream.hidden.copy_(embedding[rows.token_ids].float() * multiplier)
         _prepare(stream, readers)
 
     def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+        """Write the rotation of the rows' positions."""
         angles = rows.positions.float()[:, None] * frequencies.angles
         torch.mul(angles.cos(), frequencies.scale, out=rotation.cos)
         torch.mul(angles.sin(), frequencies.scale, out=rotation.sin)
         if temper is not None:
             rotation.q_scale.copy_(temper.scales(rows.positions))
 
-    def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
+    def linear(
+        self,
+        x: Normed,
+        linears: Sequence[Linear],
+        out: Tensor,  # [batch_size, outputs of all], of any float type
+    ) -> None:
+        """out = linears(x), side by side"""
         out.copy_(_products(x, linears))
 
-    def mlp(self, x: Normed, gate_up: Sequence[Linear], gated: bool, activation: Activation, out: Tensor) -> None:
+    def mlp(
+        self,
+        x: Normed,
+        gate_up: Sequence[Linear],  # as in `LayerWeights`
+        gated: bool,
+        activation: Activation,
+        out: Tensor,  # [batch_size, intermediate_size]
+    ) -> None:
+        """out = activation(gate(x)) * up(x), or activation(up(x))"""
         products = _products(x, gate_up)
         if gated:
             gate, up = products.chunk(2, dim=-1)
@@ -82,7 +102,14 @@ class TorchOps:
         else:
             out.copy_(ACTIVATIONS[activation](products))
 
-    def choose_experts(self, bias: Tensor | None, scales: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def choose_experts(
+        self,
+        bias: Tensor | None,  # [num_experts] float32
+        scales: Tensor | None,  # likewise: of shares
+        spec: ExpertsSpec,
+        room: ExpertRoom,  # of which `logits` are read; `chosen` and `shares` are written
+    ) -> None:
+        """Each row's experts, the best first, of equals the first, and their shares."""
         logits = room.logits
         scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(spec.scores, logits)
         ranked = scores if bias is None else scores + bias
@@ -102,6 +129,7 @@ class TorchOps:
         room.shares.copy_(of_chosen * spec.scale if scales is None else of_chosen * spec.scale * scales[ids])
 
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+        """gated = activation(gates(x)) * ups(x) of each chosen expert; where shares are the input's, of share * x"""
         ids, scale = room.chosen.long(), _scale(x)
         by_share = room.shares if spec.on_input else torch.ones_like(room.shares)
         weights = weights.plain(x.x.dtype)
@@ -118,16 +146,24 @@ class TorchOps:
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,
+        room: ExpertRoom,  # of which `parts` are to be written to
         multiplier: float,
-        stream: Stream,
+        stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
+        """hidden += multiplier * the sum of share * down(gated) over chosen experts; without shares that were x's"""
         self._write_parts(weights, spec, room)
         stream.hidden.copy_(stream.hidden.float() + multiplier * room.parts.float().sum(1))
         _prepare(stream, readers)
 
-    def experts_out(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor) -> None:
+    def experts_out(
+        self,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        room: ExpertRoom,  # of which `parts` are to be written to
+        out: Tensor,  # [batch_size, hidden_size]
+    ) -> None:
+        """out = what `experts_add` would add"""
         self._write_parts(weights, spec, room)
         out.copy_(room.parts.float().sum(1))
 
@@ -139,40 +175,58 @@ class TorchOps:
         room.parts.copy_(products if spec.on_input else products * room.shares[..., None])
 
     def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+        """The stream behind another norm [hidden_size] float32 than its next readers'.
+
+        out: [batch_size, hidden_size], written; it is what products then read.
+        """
         out.copy_(stream.hidden.float() * norm)
         return Normed(out, stream.squares, eps)
 
     def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
+        """x = norm(x) + other_norm(other), both [batch_size, hidden_size], norms [hidden_size] float32"""
         x.copy_(_norm(x.float(), norm, eps) + _norm(other.float(), other_norm, eps))
 
-    def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
+    def linear_add(
+        self,
+        x: Tensor,  # [batch_size, num_in]
+        linear: Linear,
+        multiplier: float,
+        stream: Stream,  # all of it is written
+        readers: Readers,
+    ) -> None:
+        """hidden += multiplier * linear(x)"""
         stream.hidden.copy_(stream.hidden.float() + multiplier * _products(Normed(x), [linear]))
         _prepare(stream, readers)
 
     def add_normed(
         self,
-        x: Tensor,
-        norm: Tensor | None,
+        x: Tensor,  # [batch_size, hidden_size], of any float type
+        norm: Tensor | None,  # [hidden_size] float32; None: x itself, the sum of what several devices have
         eps: float,
         multiplier: float,
         scale: float,
-        stream: Stream,
+        stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
+        """hidden = scale * (hidden + multiplier * norm(x))"""
         added = x.float() if norm is None else _norm(x.float(), norm, eps)
         stream.hidden.copy_(scale * (stream.hidden.float() + multiplier * added))
         _prepare(stream, readers)
 
     def rotate_append(
         self,
-        qkv: Tensor,
+        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]; without a tail queries alone
         norms: HeadNorms | None,
         eps: float,
         rotation: Rotation | None,
         rows: StepRows,
-        tail: Tensor | None,
-        q: Tensor,
+        tail: Tensor | None,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
+        q: Tensor,  # [batch_size, num_q_heads, head_dim]
     ) -> None:
+        """q = q_scale * rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail.
+
+        What has norms is normed before.
+        """
         num_q_heads, head_dim = q.shape[1:]
         heads = qkv.view(rows.batch_size, -1, head_dim).float()
         own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
@@ -189,20 +243,31 @@ class TorchOps:
         tail[rows.tail_ids[active].long(), :, (rows.tail_lens - rows.tail_starts)[active].long() - 1] = kv[active]
 
     def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
+        """Append to a layer's tails what rows that are not idle have appended to another's. Both like `tail` above."""
         active = rows.tail_lens > 0
         at = rows.tail_ids[active].long(), slice(None), (rows.tail_lens - rows.tail_starts)[active].long() - 1
         tail[at] = source[at]
 
-    def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
+    def make_inputs(
+        self,
+        projected: Tensor,  # [batch_size, num_layers * layer_input_width]: the embedding's projection
+        weights: InputWeights,
+        eps: float,
+        rows: StepRows,
+        out: Tensor,  # [num_layers, batch_size, layer_input_width], written
+    ) -> None:
+        """What each layer takes of the rows' tokens: see `InputWeights`."""
         by_layer = projected.float().view(len(projected), len(out), -1)
         made = _norm(by_layer * weights.scale, weights.norm, eps)
         own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
         out.copy_(((made + own) * 2**-0.5).transpose(0, 1))
 
     def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+        """gates = activation(gates) * given, both [batch_size, layer_input_width]"""
         gates.copy_(ACTIVATIONS[activation](gates.float()) * given.float())
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
+        """x *= sigmoid(gates), both [batch_size, q_width]"""
         x.copy_(x.float() * torch.sigmoid(gates.float()))
 
     def delta(
@@ -211,9 +276,10 @@ class TorchOps:
         spec: DeltaSpec,
         eps: float,
         rows: StepRows,
-        state: DeltaState,
-        room: DeltaRoom,
+        state: DeltaState,  # those of the rows' tails are written, of rows that are not idle
+        room: DeltaRoom,  # of which `inputs` are read, `mixed` is to be written to, `out` written
     ) -> None:
+        """Each row's part of its request's memory, which it changes. Rows of a request in their order."""
         versions, kept = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
         for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
             tail = int(rows.tail_ids[row])
@@ -244,9 +310,10 @@ class TorchOps:
         spec: LatentSpec,
         rotation: Rotation,
         rows: StepRows,
-        tail: Tensor,
-        room: LatentRoom,
+        tail: Tensor,  # [num_tails, 1, tail_capacity, 2, head_dim]: one layer's
+        room: LatentRoom,  # of which `inputs` are read, and `q_latents` written
     ) -> None:
+        """Norm the queries' latents, where there are any; rows that are not idle append theirs to their tail."""
         if spec.q_rank is not None:
             room.q_latents.copy_(query_latents(room.inputs, weights, spec))
         own = latent_rows(room.inputs, weights, spec, _turn(rotation), tail.shape[3:].numel())
@@ -254,7 +321,14 @@ class TorchOps:
         at = rows.tail_ids[active].long(), 0, rows.tail_lens[active].long() - 1
         tail[at] = own.view(-1, *tail.shape[3:])[active].to(tail.dtype)
 
-    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentRoom) -> None:
+    def ask_latents(
+        self,
+        weights: LatentWeights,
+        spec: LatentSpec,
+        rotation: Rotation,
+        room: LatentRoom,  # of which `inputs` and `projected` are read, and `queries` written
+    ) -> None:
+        """What rows ask of latents and of index keys: see `csattn.models.latent.latent_queries`."""
         asked = latent_queries(room.inputs, room.projected, weights, spec, _turn(rotation))
         places = room.queries
         places.q.copy_(asked.q)
@@ -263,18 +337,20 @@ class TorchOps:
                 place.copy_(part)
 
     def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+        """values = each head's values of what it has attended to"""
         room.values.copy_(latent_values(room.attended, weights))
 
     def predict_query(
         self,
-        early: Tensor,
-        norms: HeadNorms | None,
+        early: Tensor,  # [batch_size, num_q_heads * head_dim]: a later layer's projection of this layer's input
+        norms: HeadNorms | None,  # of that layer
         eps: float,
-        maps: Tensor,
+        maps: Any,  # [num_contexts, num_q_heads, head_dim + 1, head_dim]; on a tape [batch_size] addresses of such
         rotation: Rotation | None,
         rows: StepRows,
-        q: Tensor,
+        q: Tensor,  # [batch_size, num_q_heads, head_dim]
     ) -> None:
+        """q = q_scale * rope([norm(early), 1] @ maps[row's context]); for idle rows any finite number."""
         heads = early.view(q.shape).float()
         if norms is not None:
             heads = _head_norm(heads, norms.q, eps).to(q.dtype).float()
@@ -282,20 +358,25 @@ class TorchOps:
         mapped = torch.einsum("bhd,bhde->bhe", heads, chosen[:, :, :-1]) + chosen[:, :, -1]
         q.copy_(_rotated_q(mapped, rotation))
 
-    def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
+    def finish_logits(
+        self,
+        logits: Tensor,  # [batch_size, vocab_size] float32, written
+        multiplier: float,
+        cap: float | None,
+    ) -> None:
+        """logits *= multiplier, then logits = cap * tanh(logits / cap) where there is a cap"""
         logits.mul_(multiplier)
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)
 
-    def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
+    def likeliest(
+        self,
+        logits: Tensor,  # [batch_size, vocab_size] float32
+        next_ids: Tensor,  # [batch_size] int64
+    ) -> None:
+        """The token id of each row's largest logit, of equals the first; -1 where that is NaN or infinity."""
         largest, token_ids = logits.max(dim=-1)  # NaN is the greatest
         next_ids.copy_(torch.where(largest < torch.inf, token_ids, -1))
-
-    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
-        active = rows.tail_lens > 0
-        rows.token_ids.copy_(next_ids.clamp(min=0))
-        rows.positions.add_(active)
-        rows.tail_lens.add_(active)
 
 
 def _prepare(stream: Stream, readers: Readers) -> None:

@@ -5,19 +5,17 @@ Queries are copied into memory that the workers map, choices out of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from offload.shared_memory import ALIGNMENT, SharedMemory, array_in
+from workers.engine.pool_searcher import RowSearch
 from workers.searchers.channel import told_of_room
 from workers.searchers.shares import Share, shares_of
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan, arrays_of
-
-if TYPE_CHECKING:  # the engine's package brings in all that decodes
-    from workers.engine.searcher import RowSearch
 
 LEAST_BYTES = 1 << 16
 READY = (
@@ -39,7 +37,7 @@ class Piece:
 class LayerStep:
     """Searches of some shapes and settings, shared out among workers; flags count from 0 each time."""
 
-    def __init__(self, searches: Sequence["RowSearch"], num_workers: int) -> None:
+    def __init__(self, searches: Sequence[RowSearch], num_workers: int) -> None:
         self._pieces: list[Piece] = []
         self.num_bytes = BODY  # that the memory has to have
         shares = [self._share(searches, worker, num_workers) for worker in range(num_workers)]
@@ -51,13 +49,13 @@ class LayerStep:
         self._arrays = [arrays_of(memory.array, record) for record in records]
         self._flags = [array_in(memory.array, r["choice_flag_at"], (r["num_heads"],), np.int64) for r in records]
 
-    def write(self, searches: Sequence["RowSearch"]) -> None:
+    def write(self, searches: Sequence[RowSearch]) -> None:
         """Put the queries into the memory."""
         for piece, (q, _), flags in zip(self._pieces, self._arrays, self._flags, strict=True):
             q[:] = searches[piece.search].q[piece.rows, piece.q_heads]
             flags[:] = 0
 
-    def collect(self, searches: Sequence["RowSearch"]) -> None:
+    def collect(self, searches: Sequence[RowSearch]) -> None:
         """Copy the choices from the memory to where they are wanted."""
         for piece, (_, chosen) in zip(self._pieces, self._arrays, strict=True):
             out = searches[piece.search].out
@@ -66,7 +64,7 @@ class LayerStep:
             if out.rest is not None:
                 out.rest[piece.rows, piece.q_heads] = chosen.rest
 
-    def _share(self, searches: Sequence["RowSearch"], worker: int, num_workers: int) -> NDArray[np.void]:
+    def _share(self, searches: Sequence[RowSearch], worker: int, num_workers: int) -> NDArray[np.void]:
         """One worker's records: [1, num_pieces]."""
         shares = [
             (number, share)
@@ -93,7 +91,7 @@ def layer_memory(num_bytes: int) -> SharedMemory:
     return memory
 
 
-def kind_of(searches: Sequence["RowSearch"]) -> tuple[Any, ...]:
+def kind_of(searches: Sequence[RowSearch]) -> tuple[Any, ...]:
     """What a LayerStep depends on."""
     return tuple(
         (s.context_id, s.q.shape, s.out.kv_indices.shape, s.out.rest is None, s.sink_len, s.window_len, s.softmax_scale)
@@ -101,7 +99,7 @@ def kind_of(searches: Sequence["RowSearch"]) -> tuple[Any, ...]:
     )
 
 
-def _fill(record: np.void, search: "RowSearch", share: Share, end: int) -> int:
+def _fill(record: np.void, search: RowSearch, share: Share, end: int) -> int:
     """Say what is searched, with its flags and arrays behind that byte. Returns where they end."""
     num_q_heads, head_dim = search.q.shape[1:]
     group_size, top_k = num_q_heads // search.out.valid_len.shape[1], search.out.kv_indices.shape[2]

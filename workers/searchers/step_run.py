@@ -113,10 +113,11 @@ class StepRun:
 
     def _hangs(self, worker: int, patience_s: float) -> bool:
         """Whether it has had its next query for so long, or has done all, and says nothing."""
-        progress, now = progress_of(self._own.memory, self._shares[worker].reshape(-1), self._since), time.monotonic()
-        num_done, when = self._seen.get(worker, (-1, now))
-        if progress.waits_for_queries or progress.num_done != num_done:
-            self._seen[worker] = progress.num_done, now
+        records, now = self._shares[worker].reshape(-1), time.monotonic()
+        num_done, waits_for_queries = progress_of(self._own.memory, records, self._since)
+        num_before, when = self._seen.get(worker, (-1, now))
+        if waits_for_queries or num_done != num_before:
+            self._seen[worker] = num_done, now
             return False
         return now - when > patience_s
 

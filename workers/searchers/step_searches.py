@@ -5,7 +5,6 @@ searched is a record with places in it. Whoever runs a step does all of its reco
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any
 
@@ -75,23 +74,18 @@ def _of_heads(records: NDArray[np.void], first_head: int, num_heads: int) -> NDA
     return some
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far those have come who do the records."""
+def progress_of(memory: NDArray[np.uint8], records: NDArray[np.void], since: int) -> tuple[int, bool]:
+    """How many are done, and whether who does them waits for the next one's queries.
 
-    num_done: int
-    waits_for_queries: bool
-
-
-def progress_of(memory: NDArray[np.uint8], records: NDArray[np.void], since: int) -> Progress:
-    """records: in the order in which they are done."""
+    records: in the order in which they are done.
+    """
     words, wanted = memory[: len(memory) // 8 * 8].view(np.int64), records["flag_value"] + since
     done = words[records["choice_flag_at"] // 8 + records["num_heads"] - 1] >= wanted
     num_done = int(done.sum())
     if num_done == len(records):
-        return Progress(num_done, False)
+        return num_done, False
     next_one = int(np.argmin(done))
-    return Progress(num_done, bool(words[records["query_flag_at"][next_one] // 8] < wanted[next_one]))
+    return num_done, bool(words[records["query_flag_at"][next_one] // 8] < wanted[next_one])
 
 
 class StepSearches:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from csattn.errors import ConfigError, SearchLostError
 from csattn.search import SearchPool
 from offload.shared_memory import SharedMemory
 from workers.background import BackgroundThread
+from workers.engine.pool_searcher import RowSearch
 from workers.searchers.channel import Channel
 from workers.searchers.layer_step import LayerStep, kind_of, layer_memory
 from workers.searchers.mail import ATTACH, LOAD, UNLOAD
@@ -24,9 +25,6 @@ from workers.searchers.step_searches import MAX_PLANS, StepPlan, StepSearches
 from workers.searchers.supervisor import Contexts, Launch, Supervisor, tell_all
 from workers.searchers.words import compile_words
 from workers.searchers.worker import WorkerSpec
-
-if TYPE_CHECKING:  # the engine's package brings in all that decodes
-    from workers.engine.searcher import RowSearch
 
 HUNG_S = 1.0  # a worker that does nothing for so long is taken for dead; besides, as long as a record may take:
 SLOWEST_NS = 25.0  # for each of its keys and query rows, about ten times what a thread needs
@@ -43,7 +41,7 @@ class SearchersHealth:
 
 
 class WorkerSearcher:
-    """`Searcher` and `StepSearcher` over workers in processes of their own. Used by one thread at a time.
+    """As `PoolSearcher` and as `StepSearches`, over workers in processes of their own. Used by one thread at a time.
 
     While a worker that was lost is started again, its share is searched here: the selections are the same, only later.
     """
@@ -117,7 +115,7 @@ class WorkerSearcher:
         """`StepSearches.run_step`, shared out among the workers. Called by a thread that does nothing else."""
         return self._end_of(self._ask(plan, 0, since), self._patience_s(plan))
 
-    def start(self, layer_idx: int, searches: Sequence["RowSearch"]) -> None:
+    def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
         """Hand each worker its share. What was started before and not finished is given up."""
         self._await_end()
         step, patience_s = self._step_of(searches)
@@ -179,7 +177,7 @@ class WorkerSearcher:
             self._fault = run.fault or self._fault
             self.worked_ns = run.worked_ns
 
-    def _await_end(self) -> tuple[LayerStep, Sequence["RowSearch"]] | None:
+    def _await_end(self) -> tuple[LayerStep, Sequence[RowSearch]] | None:
         """Let nothing be under way. Returns what was, if anything."""
         if self._under_way is None:
             return None
@@ -192,7 +190,7 @@ class WorkerSearcher:
                 self._layers.clear()
         return step, searches
 
-    def _step_of(self, searches: Sequence["RowSearch"]) -> tuple[LayerStep, float]:
+    def _step_of(self, searches: Sequence[RowSearch]) -> tuple[LayerStep, float]:
         """In memory that has room for it, and how long to wait for a record."""
         kind = kind_of(searches)
         if kind not in self._layers:

@@ -17,12 +17,12 @@ _HEALTH_S = 2.0
 
 
 class RayWorker:
-    """`Worker` by the name of its actor."""
+    """By the name of its actor. What it raises is a ServingError."""
 
     def __init__(self, name: str, namespace: str):
         self.name = name
-        self.num_running = 0
-        self.standing: Standing | None = None
+        self.num_running = 0  # as far as is known here
+        self.standing: Standing | None = None  # as it was told last; None while it does not answer
         self._namespace = namespace
         self._actor: Any = None
 
@@ -48,6 +48,7 @@ class RayWorker:
                     self._method("end").remote(key)
 
     async def call(self, method: str, *arguments: Any) -> Any:
+        """A method of its backend. Raises WorkerLostError where no answer comes."""
         return await self._ask("call", method, *arguments)
 
     async def health(self) -> Health:
@@ -59,6 +60,7 @@ class RayWorker:
         return health
 
     async def beat(self, ingress: str) -> None:
+        """Tell it that the process of that name lives, and learn its standing."""
         try:
             self.standing = await self._ask("beat", ingress, timeout_s=_HEALTH_S)
         except ServingError:

@@ -10,17 +10,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from workers.searchers.worker import SearchWorker, WorkerSpec
 
 
-class SearchActor:
-    """Hosts one search worker for as long as it has its client."""
-
-    def __init__(self, spec: WorkerSpec):
-        self._worker = SearchWorker(spec)
-
-    def serve(self) -> None:
-        """Return when the client has gone."""
-        self._worker.serve()
-
-
 class SearchActors:
     """Launches search workers beside the actor that this is made in: on its node, in the room kept for them."""
 
@@ -32,7 +21,7 @@ class SearchActors:
         if self._room is not None:
             # the first of the bundles is the client's own
             strategy = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=1 + spec.number)
-        options = ray.remote(SearchActor).options(
+        options = ray.remote(SearchWorker).options(
             num_cpus=1,
             max_restarts=0,
             scheduling_strategy=strategy,

@@ -11,7 +11,7 @@ import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from prometheus_client import Metric
@@ -31,36 +31,19 @@ from workers.serving.messages import (
     WorkerLostError,
 )
 
+if TYPE_CHECKING:  # with it comes Ray
+    from workers.service.ray_worker import RayWorker
+
 BEAT_S = 1.0  # how often workers hear that this process lives
 HOT = 0.5  # of a worker's slots: with so many requests more than another its contexts are loaded there, too
 COLD_S = 30.0  # a context that nobody has asked a worker for so long is dropped where another worker has it
 _log = logging.getLogger(__name__)
 
 
-class Worker(Protocol):
-    """An attention worker, wherever it is. What it raises is a ServingError."""
-
-    name: str
-    num_running: int  # as far as is known here
-    standing: Standing | None  # as it was told last; None while it does not answer
-
-    def generate(self, ingress: str, ask: Ask) -> AsyncGenerator[Event, None]: ...
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """A method of its backend. Raises WorkerLostError where no answer comes."""
-        ...
-
-    async def health(self) -> Health: ...
-
-    async def beat(self, ingress: str) -> None:
-        """Tell it that the process of that name lives, and learn its standing."""
-        ...
-
-
 class SpreadBackend:
     """Holds nothing that cannot be learned again: several of them may stand before the same workers."""
 
-    def __init__(self, workers: Sequence[Worker]):
+    def __init__(self, workers: Sequence["RayWorker"]):
         self._workers = workers
         self._known: dict[str, Standing] = {}  # by the worker's name, as it was when it last answered
         self._ingress = f"{os.getpid()}-{uuid4().hex}"
@@ -143,7 +126,7 @@ class SpreadBackend:
     async def _try_all(self, method: str) -> list[Any]:
         """Answers in the workers' order; a ServingError is one."""
 
-        async def ask(worker: Worker) -> Any:
+        async def ask(worker: "RayWorker") -> Any:
             try:
                 return await worker.call(method)
             except ServingError as error:
@@ -151,7 +134,7 @@ class SpreadBackend:
 
         return await asyncio.gather(*(ask(worker) for worker in self._workers))
 
-    def _in_turn(self, asked_for: str) -> list[Worker]:
+    def _in_turn(self, asked_for: str) -> list["RayWorker"]:
         """Where it is to go, then the others, those with less to do first."""
         first = choose(self._workers, asked_for)
         others = [worker for worker in self._workers if worker is not first]
@@ -172,7 +155,7 @@ class SpreadBackend:
                 _log.exception("a beat to the workers failed; the next one follows")
             await asyncio.sleep(BEAT_S)
 
-    async def _hear(self, worker: Worker) -> None:
+    async def _hear(self, worker: "RayWorker") -> None:
         """And tell one that has been started again what it held."""
         await worker.beat(self._ingress)
         if worker.standing is None:
@@ -182,7 +165,7 @@ class SpreadBackend:
         if not held or self._tell_beside(worker, "hold", held):  # else it is told after a later beat
             self._known[worker.name] = worker.standing
 
-    def _tell_beside(self, worker: Worker, method: str, contexts: Sequence[Held]) -> bool:
+    def _tell_beside(self, worker: "RayWorker", method: str, contexts: Sequence[Held]) -> bool:
         """In a task of its own: to load contexts takes longer than workers wait for a beat. One at a time: False if the
         worker is still being told something else."""
         telling = self._telling.get(worker.name)
@@ -192,11 +175,11 @@ class SpreadBackend:
         return True
 
 
-def choose(workers: Sequence[Worker], asked_for: str) -> Worker:
+def choose(workers: Sequence["RayWorker"], asked_for: str) -> "RayWorker":
     """The worker that a request should go to. All processes choose alike, as far as they know the same."""
     least = min((worker.num_running for worker in workers if worker.standing), default=0)
 
-    def rank(worker: Worker) -> tuple[bool, bool, bool, bool, bytes]:
+    def rank(worker: "RayWorker") -> tuple[bool, bool, bool, bool, bytes]:
         standing = worker.standing
         own = _own(worker, asked_for)
         if standing is None:
@@ -208,12 +191,12 @@ def choose(workers: Sequence[Worker], asked_for: str) -> Worker:
     return min(workers, key=rank)
 
 
-def _own(worker: Worker, asked_for: str) -> bytes:
+def _own(worker: "RayWorker", asked_for: str) -> bytes:
     """The least of all workers' says whose it is: without one worker only its contexts move."""
     return sha256(f"{worker.name} {asked_for}".encode()).digest()
 
 
-def cold(workers: Sequence[Worker]) -> list[tuple[Worker, list[Held]]]:
+def cold(workers: Sequence["RayWorker"]) -> list[tuple["RayWorker", list[Held]]]:
     """What each of them need not hold: nobody asks it for it, and another keeps it."""
     found = []
     for worker in workers:
@@ -223,18 +206,18 @@ def cold(workers: Sequence[Worker]) -> list[tuple[Worker, list[Held]]]:
     return found
 
 
-def _keeper(workers: Sequence[Worker], path: str) -> Worker:
+def _keeper(workers: Sequence["RayWorker"], path: str) -> "RayWorker":
     """Of those that hold it; the same for all who look."""
     holders = [(worker, held) for worker in workers for held in _held_by(worker) if held.path == path]
     asked_for = min((name for _, held in holders for name in held.asked_for), default=path)
     return min((worker for worker, _ in holders), key=lambda worker: _own(worker, asked_for))
 
 
-def _held_by(worker: Worker) -> tuple[Held, ...]:
+def _held_by(worker: "RayWorker") -> tuple[Held, ...]:
     return worker.standing.held if worker.standing else ()
 
 
-async def _tell(worker: Worker, method: str, contexts: Sequence[Held]) -> None:
+async def _tell(worker: "RayWorker", method: str, contexts: Sequence[Held]) -> None:
     """What it may do or not: it is told again."""
     with suppress(ServingError):
         await worker.call(method, contexts)

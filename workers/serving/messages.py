@@ -68,21 +68,32 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Conversation:
+    """What the model's own chat template writes."""
+
+    turns: tuple[Turn, ...] = ()
+    continues: bool = False  # the last turn is the beginning of the answer
+    turns_field: str = "messages"  # what the client calls them
+    template_options: dict[str, Any] = field(default_factory=dict)  # what the chat template is given besides
+    reasoning_effort: str | None = None  # as the chat template has a switch for it; None: as it is
+    tools: tuple[Tool, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """Where the client wrote what it asks."""
+        return self.turns_field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask(Conversation):
     """One request, checked where it comes in: either `turns` (chat), the last of them to be answered or gone on with,
     or `prompt` (text or tokens that go on where the context ends)."""
 
     request_id: str
     context: str  # name, as registered; empty: the longest that the prompt begins with
     cache_salt: str = ""  # only requests with the same find what this one leaves behind
-    turns: tuple[Turn, ...] = ()
-    continues: bool = False  # the last turn is the beginning of the answer
-    turns_field: str = "messages"  # what the client calls them
     prompt: str | tuple[int, ...] | None = None
     echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for
-    template_options: dict[str, Any] = field(default_factory=dict)  # what the chat template is given besides
-    reasoning_effort: str | None = None  # as the chat template has a switch for it; None: as it is
-    tools: tuple[Tool, ...] = ()
     must_call: tuple[str, ...] = ()  # one of these tools, whatever the model would like
     parallel_calls: bool = True  # several in an answer
     schema: dict[str, Any] | bool | None = None  # JSON schema of the answer
@@ -95,7 +106,6 @@ class Ask:
 
     @property
     def field(self) -> str:
-        """Where the client wrote what it asks."""
         return self.turns_field if self.prompt is None else "prompt"
 
     @property
@@ -160,17 +170,12 @@ Event = Piece | Done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizeAsk:
+class TokenizeAsk(Conversation):
     """What is to be told as tokens: a text, or a conversation as the model's own template writes it."""
 
     text: str | None = None
-    turns: tuple[Turn, ...] = ()
-    template_options: dict[str, Any] = field(default_factory=dict)
-    reasoning_effort: str | None = None
-    tools: tuple[Tool, ...] = ()
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True  # the model speaks next
-    continues: bool = False  # or goes on with the last turn
+    add_generation_prompt: bool = True  # the model speaks next, unless it goes on with the last turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

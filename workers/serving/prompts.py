@@ -8,7 +8,7 @@ from typing import Any
 from csattn.artifact import Artifact
 from csattn.errors import ArtifactMismatchError, CsattnError, ModelError
 from csattn.models.prompt import conversation_ids, question_ids
-from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, TokenizeAsk, Tokens, Turn
+from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Conversation, TokenizeAsk, Tokens, Turn
 from workers.serving.tools import ChatForm, messages_of, tool_specs
 
 _MAX_TOLD = 200  # characters of a template's own message
@@ -61,13 +61,12 @@ def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: in
     return Tokens(ids=tuple(ids), texts=tuple(tokenizer.convert_ids_to_tokens(ids)), max_positions=max_positions)
 
 
-def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool = True) -> str:
+def _written(tokenizer: Any, ask: Conversation, speaks_next: bool = True) -> str:
     """The conversation as the model's own template has it."""
-    field = ask.field if isinstance(ask, Ask) else "messages"
     if not tokenizer.chat_template:
-        raise BadRequestError("this service's model has no chat template; send a prompt", field)
+        raise BadRequestError("this service's model has no chat template; send a prompt", ask.field)
     options = {"tools": tool_specs(ask.tools), "add_generation_prompt": speaks_next, **_options(ask)}
-    with _template_errors(field):
+    with _template_errors(ask.field):
         messages = messages_of(_as_built(ask.turns))
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     return text
@@ -80,7 +79,7 @@ def _as_built(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     return turns
 
 
-def _options(ask: Ask | TokenizeAsk) -> dict[str, Any]:
+def _options(ask: Conversation) -> dict[str, Any]:
     """What the template is given besides messages and tools."""
     ending = {"add_generation_prompt": False, "continue_final_message": True} if ask.continues else {}
     return {**ending, **ask.template_options}

@@ -6,10 +6,10 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from workers.serving.messages import Ask, BadRequestError, TokenizeAsk, Tool, Turn
+from workers.serving.messages import Ask, BadRequestError, Conversation, Tool, Turn
 
 THINK, THOUGHT = "<think>", "</think>"
-AnyAsk = TypeVar("AnyAsk", Ask, TokenizeAsk)
+AnyAsk = TypeVar("AnyAsk", bound=Conversation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ChatForm:
             form.is_thinking = _begins_thought(self._tokenizer, ask.template_options)
         return form
 
-    def require(self, ask: Ask | TokenizeAsk) -> None:
+    def require(self, ask: Conversation) -> None:
         """Refuse what the template cannot write."""
         for name in ask.template_options:
             if not self._knows(name):
@@ -84,7 +84,7 @@ class ChatForm:
                 )
         if not ask.tools and not any(turn.calls or turn.role == "tool" for turn in ask.turns):
             return
-        field = "tools" if ask.tools else ask.field if isinstance(ask, Ask) else "messages"
+        field = "tools" if ask.tools else ask.field
         if not self.has_tools:
             raise BadRequestError("the chat template of this service's model has no tools; leave them out", field)
         if self.calls is None:

@@ -13,21 +13,13 @@ from workers.settings.parts import KEYS, SECTIONS, Secret, Settings, suited_look
 from workers.settings.sources import (
     CONFIG_VARIABLE,
     PREFIX,
-    Given,
+    Leaf,
     Origin,
     from_environment,
     from_file,
     from_flags,
     variable_of,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """The value of one setting, and who said so."""
-
-    value: Any
-    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +50,33 @@ def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapp
     return Loaded(_assemble(leaves), leaves, file)
 
 
-def _put(leaves: dict[str, Leaf], given: Iterable[Given]) -> None:
-    for item in given:
-        if item.key in SECTIONS and item.value in ({}, None):
+def _put(leaves: dict[str, Leaf], given: Iterable[tuple[str, Leaf]]) -> None:
+    """given: values as they were written."""
+    for key, leaf in given:
+        if key in SECTIONS and leaf.value in ({}, None):
             continue  # a heading with nothing below it
-        if item.key not in KEYS:
-            raise ConfigError(_unknown(item))
-        spec = KEYS[item.key]
+        if key not in KEYS:
+            raise ConfigError(_unknown(key, leaf.origin))
+        hint, origin = KEYS[key].hint, leaf.origin
         try:
-            value = convert(spec.hint, item.value, is_text=item.origin.kind in ("environment", "flag"))
+            value = convert(hint, leaf.value, is_text=origin.kind in ("environment", "flag"))
         except ConfigError as error:
-            raise ConfigError(f"{item.key} ({item.origin}): {error}") from None
+            raise ConfigError(f"{key} ({origin}): {error}") from None
         except ValueError:
-            got = "***" if spec.hint == SECRETS else shown(item.value)
-            raise ConfigError(f"{item.key} ({item.origin}) is {got}, wanted {wanted(spec.hint)}") from None
-        leaves[item.key] = Leaf(value, item.origin)
+            got = "***" if hint == SECRETS else shown(leaf.value)
+            raise ConfigError(f"{key} ({origin}) is {got}, wanted {wanted(hint)}") from None
+        leaves[key] = Leaf(value, origin)
 
 
-def _unknown(item: Given) -> str:
+def _unknown(key: str, origin: Origin) -> str:
     """What to say of a key that is none."""
-    if item.key in SECTIONS:
-        example = next(key for key in KEYS if key.startswith(f"{item.key}."))
-        return f"{item.key} ({item.origin}) is a section; wanted settings in it, such as {example}"
-    near = nearest(item.key)
-    is_variable = item.key.startswith(PREFIX)
+    if key in SECTIONS:
+        example = next(known for known in KEYS if known.startswith(f"{key}."))
+        return f"{key} ({origin}) is a section; wanted settings in it, such as {example}"
+    near = nearest(key)
+    is_variable = key.startswith(PREFIX)
     hint = f"did you mean {variable_of(near) if is_variable else near}?" if near else "`csattn config show` lists all"
-    where = item.origin.kind if is_variable else item.origin
-    return f"there is no setting {item.key} ({where}); {hint}"
+    return f"there is no setting {key} ({origin.kind if is_variable else origin}); {hint}"
 
 
 def nearest(unknown: str) -> str | None:

@@ -31,38 +31,41 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A value as it was written, and where."""
+class Leaf:
+    """The value of one setting, and who said so."""
 
-    key: str  # "server.port", if there is such a setting
     value: Any
     origin: Origin
 
 
-def from_file(path: Path) -> Iterator[Given]:
+# each with its key, "server.port", if there is such a setting
+Given = Iterator[tuple[str, Leaf]]
+
+
+def from_file(path: Path) -> Given:
     """What a TOML file says; ConfigError where it cannot be read."""
     data, lines = _read(path)
     for section, body in data.items():
         inside = body.items() if isinstance(body, dict) and body else [(None, body)]
         for name, value in inside:
             key = str(section) if name is None else f"{section}.{name}"
-            yield Given(key, value, Origin(kind="file", where=str(path), line=lines.get(key)))
+            yield key, Leaf(value, Origin(kind="file", where=str(path), line=lines.get(key)))
 
 
-def from_environment(environment: Mapping[str, str], keys: Mapping[str, object]) -> Iterator[Given]:
+def from_environment(environment: Mapping[str, str], keys: Mapping[str, object]) -> Given:
     """CSATTN_SERVER_PORT is server.port: the prefix, the section, the name. keys: all that there are."""
     by_variable = {variable_of(key): key for key in keys}
     for variable in sorted(environment):
         if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES:
             key = by_variable.get(variable, variable)
-            yield Given(key, environment[variable], Origin(kind="environment", where=variable))
+            yield key, Leaf(environment[variable], Origin(kind="environment", where=variable))
 
 
-def from_flags(flags: Mapping[str, object]) -> Iterator[Given]:
+def from_flags(flags: Mapping[str, object]) -> Given:
     """Keys are settings; None is a flag that was not given."""
     for key, value in flags.items():
         if value is not None:
-            yield Given(key, value, Origin(kind="flag"))
+            yield key, Leaf(value, Origin(kind="flag"))
 
 
 def variable_of(key: str) -> str:

@@ -15,9 +15,9 @@ from offload.pinned import PinnedRows
 from tests.attention.device_steps import change_rows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine import DeviceRows, EngineShape
 from workers.engine.attend_all import AttendAll, StreamedRows, streamed_bytes
-from workers.engine.far_rows import context_layers
+from workers.engine.far_rows import DeviceRows, context_layers
+from workers.engine.shape import EngineShape
 
 NUM_LAYERS = 3  # an odd number: a step begins where the one before has ended
 

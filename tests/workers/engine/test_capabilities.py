@@ -24,7 +24,8 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate, ignore
 from tests.workers.searchers.searching import Threads
-from workers.engine import PLACEMENTS, gpu_engine, opening
+from workers.engine import gpu_engine, opening
+from workers.engine.memory import PLACEMENTS
 from workers.engine.opening import open_engine
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.service import making

@@ -28,8 +28,7 @@ from tests.workers.engine.talks import (
 from workers.engine import row_plan
 from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.pool_searcher import PoolSearcher
-from workers.engine.searcher import RowSearch
+from workers.engine.pool_searcher import PoolSearcher, RowSearch
 from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 CONTEXT_LENS = (700, 391)

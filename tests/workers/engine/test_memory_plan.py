@@ -13,7 +13,7 @@ from csattn.search.device import compiling, index_shape
 from csattn.selectors import resolve_rest
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine.coded_rest import make_passes
+from workers.engine.attend_chosen import make_passes
 from workers.engine.memory import PLACEMENTS, Placement, search_bytes
 from workers.engine.on_device import make_searches
 from workers.engine.shape import EngineShape

@@ -29,12 +29,13 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
-from tests.workers.model.decoding import prefill
+from tests.workers.model.decoding import advance, prefill
 from tests.workers.searchers.searching import Threads
-from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
-from workers.engine.far_rows import context_layers
+from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
+from workers.engine.on_device import SearchOnDevice
+from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.resident import ResidentRows
-from workers.engine.searcher import StepSearcher
+from workers.engine.shape import EngineShape
 from workers.model import ModelRunner, take_weights
 from workers.searchers.step_searches import StepSearches
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -157,7 +158,7 @@ def decode(
         output = runner.step(1)
         tokens.append(int(output.next_ids[0]))
         logits.append(output.logits[0].clone())
-        runner.advance(1)
+        advance(runner, 1, output.next_ids)
     return tokens, torch.stack(logits).cpu()
 
 

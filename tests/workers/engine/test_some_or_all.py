@@ -21,10 +21,11 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine import EngineShape, some_or_all
+from workers.engine import some_or_all
 from workers.engine.attend_all import attend_all_bytes
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import plan_memory
+from workers.engine.shape import EngineShape
 from workers.engine.some_or_all import all_are_faster
 from workers.serving.step_engine import NO_CONTEXT, StepRow
 

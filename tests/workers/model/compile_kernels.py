@@ -89,7 +89,6 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (latent_kernels.append_latents_kernel, LATENTS),
     (latent_kernels.ask_latents_kernel, LATENTS),
     (latent_kernels.heads_product_kernel, [{"BLOCK_M": rows, **HEAD_TILES} for rows in (16, 64)]),
-    (token_kernels.advance_kernel, [{"BLOCK": 16}]),
     (
         linear_kernels.linear_kernel,
         [

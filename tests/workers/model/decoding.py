@@ -34,10 +34,19 @@ def prefill(
     return StepOutput(output.logits[num_rows - 1 : num_rows], output.next_ids[num_rows - 1 : num_rows])
 
 
+def advance(runner: ModelRunner, batch_size: int, next_ids: Tensor) -> None:
+    """Feed each row its likeliest token, one position and one row of its tail further."""
+    rows = runner.rows(batch_size)
+    active = rows.tail_lens > 0
+    rows.token_ids.copy_(next_ids.clamp(min=0))
+    rows.positions.add_(active)
+    rows.tail_lens.add_(active)
+
+
 def decode(runner: ModelRunner, batch_size: int, num_steps: int) -> Tensor:
     """Run steps that each feed the next. Returns their tokens [num_steps, batch_size] int64, on the device."""
     out = torch.empty(num_steps, batch_size, dtype=torch.int64, device=runner.weights.device)
     for token_ids in out:
         token_ids.copy_(runner.step(batch_size).next_ids)
-        runner.advance(batch_size)
+        advance(runner, batch_size, token_ids)
     return out

@@ -110,17 +110,6 @@ def test_likeliest_of_what_is_no_number_is_no_token(vocab_size, bad) -> None:
         assert token_ids.tolist() == [-1, -1, -1, -1, int(logits[4].argmax())]
 
 
-def test_advance() -> None:
-    got, want = make_rows([0, 0, -1], [0, 1, 2], [5, 0, 1]), make_rows([0, 0, -1], [0, 1, 2], [5, 0, 1])
-    next_ids = torch.tensor([7, -1, 2**40], device=DEVICE)
-    TritonOps(DEVICE).advance(got, next_ids)
-    TorchOps().advance(want, next_ids)
-    for field in ("token_ids", "positions", "context_ids", "tail_ids", "tail_lens"):
-        assert torch.equal(getattr(got, field), getattr(want, field)), field
-    assert got.tail_lens.tolist() == [6, 0, 2]
-    assert got.token_ids.tolist() == [7, 0, 2**40], "a row that has no token is fed one that there is"
-
-
 BOTH = list(product([False, True], [False, True]))
 
 

@@ -17,6 +17,7 @@ from csattn.models.latent import LatentQueries
 from csattn.models.spec import DeltaSpec, HeadsSpec, Temper
 from csattn.models.weights import Frequencies, weights_of
 from offload.host_memory import sparse_zeros
+from workers.model.attention import StepAttention
 from workers.model.cpu.notes import RowTape
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
@@ -154,18 +155,14 @@ def _make_state(spec: DeltaSpec, turns: NDArray[np.int64]) -> DeltaState:
     return DeltaState(*map(torch.from_numpy, (conv, memory, turns)))
 
 
-class _Cutting:
-    """A `StepAttention` for noting a step: where it would attend, a tape ends."""
+class _Cutting(StepAttention):
+    """For noting a step: where it would attend, a tape ends."""
 
     lookahead = True
-    in_graph = True
 
     def __init__(self, tails: list[Tensor], states: list[DeltaState | None], ops: TapeOps) -> None:
         self.tails, self.states, self._ops = tails, states, ops
         self.tapes: list[RowTape] = []
-
-    def begin_step(self, rows: StepRows) -> None:
-        pass
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         pass

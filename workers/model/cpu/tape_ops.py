@@ -1,4 +1,4 @@
-"""`StepOps` that note a step on tapes, to be done later by a team of threads, for as many rows as come."""
+"""The operations of a step, noted on tapes, to be done later by a team of threads, for as many rows as come."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -245,9 +245,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
         )
 
     def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
-        pass
-
-    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
         pass
 
     def _linear(

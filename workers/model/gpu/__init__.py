@@ -1,1 +1,1 @@
-"""`StepOps` in Triton."""
+"""The operations of a step in Triton."""

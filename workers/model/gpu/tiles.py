@@ -1,6 +1,5 @@
 """How a product's weights are dealt out to programs: the block sizes that measured best."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -17,47 +16,27 @@ MAX_SPLIT_PROGRAMS = 264
 _NUM_STAGES: dict[WeightFormat | None, int] = {None: 4, "fp8": 5, "int4": 6}  # blocks on their way
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """By the shape and the format of the weights alone."""
-
-    num_tiles: int
-    split_k: int  # programs that share a tile's columns
-    block_k: int
-    even_k: bool
-    format: WeightFormat | None
-    group_size: int
-    has_zeros: bool
-
-    @classmethod
-    def of(cls, linear: Linear) -> "Tiles":
-        weight, quantized = linear.weight, linear.quantized
-        num_rows, num_k = len(weight), linear.num_in
-        block_k = 256 // weight.element_size() if quantized is None else RUN
-        num_tiles = -(-num_rows // BLOCK_N)
-        split_k = 1
-        while num_tiles * split_k * 2 <= MAX_SPLIT_PROGRAMS and split_k * 2 * block_k <= num_k and split_k < 8:
-            split_k *= 2
-        even_k = num_k % (block_k * split_k) == 0
-        shape = num_tiles, split_k, block_k, even_k
-        if quantized is None:
-            return cls(*shape, None, 0, False)
-        return cls(*shape, quantized.format, quantized.group_size, quantized.has_zeros)
-
-    def constants(self, x: Tensor) -> dict[str, Any]:
-        batch_size = len(x)
-        assert batch_size <= MAX_BATCH_SIZE, f"{batch_size} rows, at most {MAX_BATCH_SIZE} fit a program"
-        return {
-            "BLOCK_M": max(16, triton.next_power_of_2(batch_size)),
-            "BLOCK_N": BLOCK_N,
-            "BLOCK_K": self.block_k,
-            "SPLIT_K": self.split_k,
-            "EVEN_K": self.even_k,
-            "FORMAT": self.format or "plain",
-            "GROUP": self.group_size,
-            "ZEROS": self.has_zeros,
-            "NATIVE": x.is_cuda and x.dtype == bfloat16,
-            "DOT_PRECISION": "ieee" if x.dtype == float32 else "tf32",
-            "num_warps": 4,
-            "num_stages": _NUM_STAGES[self.format],
-        }
+def tiles(linear: Linear, x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Tiles of the weights and programs that share a tile's columns, by the shape and the format of the weights alone;
+    and the constants of a kernel that multiplies them with the rows x."""
+    weight, quantized, batch_size = linear.weight, linear.quantized, len(x)
+    assert batch_size <= MAX_BATCH_SIZE, f"{batch_size} rows, at most {MAX_BATCH_SIZE} fit a program"
+    block_k = 256 // weight.element_size() if quantized is None else RUN
+    num_tiles, split_k = -(-len(weight) // BLOCK_N), 1
+    while num_tiles * split_k * 2 <= MAX_SPLIT_PROGRAMS and split_k * 2 * block_k <= linear.num_in and split_k < 8:
+        split_k *= 2
+    format = None if quantized is None else quantized.format
+    return (num_tiles, split_k), {
+        "BLOCK_M": max(16, triton.next_power_of_2(batch_size)),
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": block_k,
+        "SPLIT_K": split_k,
+        "EVEN_K": linear.num_in % (block_k * split_k) == 0,
+        "FORMAT": format or "plain",
+        "GROUP": 0 if quantized is None else quantized.group_size,
+        "ZEROS": quantized is not None and quantized.has_zeros,
+        "NATIVE": x.is_cuda and x.dtype == bfloat16,
+        "DOT_PRECISION": "ieee" if x.dtype == float32 else "tf32",
+        "num_warps": 4,
+        "num_stages": _NUM_STAGES[format],
+    }

@@ -249,22 +249,3 @@ def likeliest_kernel(
     largest, part = tl.max(value, axis=0, return_indices=True)
     token_id = tl.sum(tl.where(i == part, token_id, 0), axis=0)
     tl.store(next_ids + row, tl.where(largest < float("inf"), token_id, -1).to(tl.int64))
-
-
-@triton.jit
-def advance_kernel(
-    token_ids,  # [num_rows] int64 <- next_ids; 0 for -1: the next step reads the token's row of the embedding
-    positions,  # [num_rows] int64, and
-    tail_lens,  # [num_rows] int32: one more for each row that is not idle
-    next_ids,  # [num_rows] int64
-    num_rows,
-    BLOCK: tl.constexpr,
-):
-    i = tl.arange(0, BLOCK)
-    inside = i < num_rows
-    tail_len = tl.load(tail_lens + i, mask=inside, other=0)
-    active = tail_len > 0
-    next_id = tl.load(next_ids + i, mask=inside, other=0)
-    tl.store(token_ids + i, tl.where(next_id < 0, 0, next_id), mask=inside)
-    tl.store(positions + i, tl.load(positions + i, mask=inside, other=0) + active.to(tl.int64), mask=inside)
-    tl.store(tail_lens + i, tail_len + active.to(tl.int32), mask=inside)

@@ -1,4 +1,4 @@
-"""`StepOps` as Triton kernels: their launches."""
+"""The operations of a step as Triton kernels: their launches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +19,8 @@ from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
 from workers.model.gpu.quantized_ops import MOST_ROWS
 from workers.model.gpu.stream_ops import written
-from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
+from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, tiles
 from workers.model.gpu.token_kernels import (
-    advance_kernel,
     finish_logits_kernel,
     likeliest_kernel,
     likeliest_of_part_kernel,
@@ -76,18 +75,6 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
         block = triton.next_power_of_2(num_parts)
         likeliest_kernel[(batch_size,)](best, best_ids, next_ids, num_parts, BLOCK=block, num_warps=1, **self._launch())
 
-    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
-        block = triton.next_power_of_2(rows.batch_size)
-        advance_kernel[(1,)](
-            rows.token_ids,
-            rows.positions,
-            rows.tail_lens,
-            next_ids,
-            rows.batch_size,
-            BLOCK=block,
-            num_warps=1,
-        )
-
     def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
         self._linear(x, linears, out, gated=False, activation="none")
 
@@ -98,10 +85,10 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
         (linear,) = linears  # as `take_weights` joins them
         if linear.quantized is not None and len(x.x) <= MOST_ROWS:
             return self._multiply(x, linear, linear.quantized, out, gated, activation)
-        weight, squares, tiles = linear.weight, x.squares, Tiles.of(linear)
+        weight, squares, (programs, constants) = linear.weight, x.squares, tiles(linear, x.x)
         num_squares = 1 if squares is None else len(squares)
         inputs = self._in_order(x.x, linear.quantized)
-        linear_kernel[(tiles.num_tiles, tiles.split_k)](
+        linear_kernel[programs](
             inputs,
             inputs if squares is None else squares,
             weight,
@@ -121,15 +108,15 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
             ACTIVATION=activation,
             HAS_BIAS=linear.bias is not None,
             BLOCK_SQUARES=triton.next_power_of_2(num_squares),
-            **tiles.constants(x.x),
+            **constants,
             **self._launch(),
         )
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         if linear.quantized is not None and len(x) <= MOST_ROWS:
             return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
-        weight, tiles = linear.weight, Tiles.of(linear)
-        linear_add_kernel[(tiles.num_tiles, tiles.split_k)](
+        weight, (programs, constants) = linear.weight, tiles(linear, x)
+        linear_add_kernel[programs](
             self._in_order(x, linear.quantized),
             weight,
             weight if linear.quantized is None else linear.quantized.scales,
@@ -146,7 +133,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
             HAS_NORM=readers.norm is not None,
             AHEAD=readers.ahead is not None,
             SQUARES_BLOCK=SQUARES_BLOCK,
-            **tiles.constants(x),
+            **constants,
             **self._launch(),
         )
 

@@ -1,0 +1,128 @@
+"""Attention of whole steps to chosen rows, whoever chooses them."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from csattn.attention.device import DeviceAttention
+from csattn.batch import DeviceSelection, StepRows, make_device_selection
+from csattn.search.device import DeviceIndexes, SketchPass, SketchShape
+from workers.engine.far_rows import FarRows
+from workers.engine.resident import ResidentRows
+from workers.engine.schedule import Schedule
+from workers.engine.shape import EngineShape
+from workers.model.attention import StepAttention
+
+if TYPE_CHECKING:  # which searches by one of these
+    from workers.engine.own_on_device import OwnOnDevice
+
+
+class AttendChosen(StepAttention):
+    """Owns all tails, contexts' resident rows, and their indexes, as far as the device has them.
+
+    And for each batch size kernels and two selections: one is read while the other is made.
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        far: FarRows,
+        device: torch.device,
+        tails: Tensor | None,  # as `make_tails` has them; None: its own
+        own: "OwnOnDevice | None",  # who attends to requests' own segments, beside
+        sinks: Tensor | None,  # [num_layers, num_q_heads] float32, where the shape has them
+    ) -> None:
+        self.shape, self.far, self.own = shape, far, own
+        self.lookahead = bool(shape.search.lookahead)
+        self.tails: Tensor = shape.make_tails(device) if tails is None else tails
+        self._resident, self._sinks = ResidentRows(shape, device), sinks
+        self._attention = plan_attention(shape, device)
+        sizes = shape.num_index_heads, shape.max_top_k, device
+        self._selections = {
+            batch_size: [make_device_selection(batch_size, *sizes) for _ in range(2)]
+            for batch_size in shape.batch_sizes
+        }
+        self._schedule = Schedule(shape, device)
+        self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
+        self._passes: dict[int, SketchPass] = {}  # over their codes, where what is not selected is attended to by these
+
+    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
+        """What the step has selected in that layer, until it searches for the layer after the next."""
+        return self._selections[rows.batch_size][layer_idx % 2]
+
+    def begin_step(self, rows: StepRows) -> None:
+        self._schedule.begin_step(rows)
+        if (own := self._own(rows)) is not None:
+            own.begin_step(rows)
+
+    def _own(self, rows: StepRows) -> "OwnOnDevice | None":
+        return self.own if rows.any_own else None
+
+    def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
+        """Enqueue what takes the selected rows out of a pass's sums and posts what is left to attention, which follows.
+        Nothing where there are no passes."""
+        if self._passes:
+            attention, selected = self._attention[rows.batch_size], self.chosen(layer_idx, rows)
+            posted = attention.posted, attention.rest_parts
+            self._passes[rows.batch_size].attend_rest(self.indexes, layer_idx, rows.context_ids, selected, *posted)
+
+    def _attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        fetched: DeviceSelection,  # what `far.fetch` has returned for that layer
+        rows: StepRows,
+        out: Tensor,
+    ) -> None:
+        """Enqueue one layer's attention to resident rows, tails and what is fetched, joined with that to own segments,
+        which is done."""
+        near, source, spill = self._resident.source(layer_idx), self.far.source(layer_idx), self.far.spill(layer_idx)
+        moments, own = self._resident.moments(layer_idx), self._own(rows)
+        other = None if own is None else own.attended(rows)
+        sinks = None if self._sinks is None else self._sinks[layer_idx]
+        attend = self._attention[rows.batch_size].attend
+        attend(q, near, self.tails[layer_idx], source, fetched, rows, out, spill, moments, other, sinks)
+
+
+def plan_attention(shape: EngineShape, device: torch.device) -> dict[int, DeviceAttention]:
+    """For each batch size: sets memory aside."""
+    return {
+        batch_size: DeviceAttention(
+            batch_size=batch_size,
+            num_q_heads=shape.num_q_heads,
+            num_kv_heads=shape.num_kv_heads,
+            num_index_heads=shape.num_index_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            max_top_k=shape.max_top_k,
+            max_resident_len=shape.max_resident_len,
+            tail_capacity=shape.tail_capacity,
+            softmax_scale=shape.softmax_scale,
+            device=device,
+            rest=shape.rest,
+            max_segments=shape.max_segments,
+            coding=shape.coding,
+            logit_cap=shape.logit_cap,
+            has_sinks=shape.has_sinks,
+        )
+        for batch_size in shape.batch_sizes
+    }
+
+
+def make_passes(shape: EngineShape, index: SketchShape, device: torch.device) -> dict[int, SketchPass]:
+    """A pass over the codes for each batch size: of steps that select by other queries than their own, or elsewhere."""
+    return {
+        batch_size: SketchPass(
+            index,
+            batch_size=batch_size,
+            max_context_len=shape.max_context_len,
+            max_segments=shape.max_segments,
+            softmax_scale=shape.softmax_scale,
+            query_dtype=shape.dtype,
+            device=device,
+            keeps_scores=False,
+            sums_rest=True,
+        )
+        for batch_size in shape.batch_sizes
+    }

@@ -1,7 +1,7 @@
 """Draws a token of a large vocabulary without Python's lock, in some passes over its logits and without sorting them.
 
-The definition is `sampling.draw`'s. Weights are not negative, so their bits are in the order of their values: the least
-weight that is kept is found by the upper half of its bits first, then by the lower one.
+The definition is in `draw_reference`. Weights are not negative, so their bits are in the order of their values: the
+least weight that is kept is found by the upper half of its bits first, then by the lower one.
 """
 
 from threading import local

@@ -38,7 +38,7 @@ WATCH_EVERY = 100  # steps: in one of so many, a layer and a row are compared wi
 STALL_S = 30.0  # a request whose reader does not read is paused, and ended after so long
 _MAX_TOLD = 300  # characters of an engine's own message
 MANY_TOKENS = 65536  # of a vocabulary: to draw one of so many takes some tenths of a millisecond, worth threads
-_MOST_DRAWERS = 4
+MOST_DRAWERS = 4
 
 
 class Scheduler:
@@ -69,7 +69,7 @@ class Scheduler:
         self._num_steps = self._num_watched = 0
         self._question_rows = QuestionRows()
         self._touched: dict[Outlet, None] = {}
-        self._drawers = ThreadPoolExecutor(min(_MOST_DRAWERS, available_cpus()), thread_name_prefix="csattn-draw")
+        self._drawers = ThreadPoolExecutor(min(MOST_DRAWERS, available_cpus()), thread_name_prefix="csattn-draw")
         self._drawers.submit(prepare_draws)
 
     def __repr__(self) -> str:

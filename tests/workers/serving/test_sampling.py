@@ -10,45 +10,13 @@ from hypothesis import strategies as st
 
 from csattn.cpu.jit import readonly
 from workers.serving.draw_kernel import Scratch, draw_kernel
+from workers.serving.draw_reference import draw_reference, kept_reference
 from workers.serving.messages import Sampling
 from workers.serving.sampling import adjusted, draw, likeliest, log_total
 
 
 def how(temperature: float, top_p: float = 1.0, **more: Any) -> Sampling:
     return Sampling(max_new_tokens=1, temperature=temperature, top_p=top_p, **more)
-
-
-def kept_by_definition(logits: np.ndarray, asked: Sampling) -> list[int]:
-    """The top_k likeliest that have min_p of the likeliest one's share; of these the fewest that have top_p together.
-
-    Of equal ones the lowest id comes first.
-    """
-    shares = np.exp((logits.astype(np.float64) - logits.max()) / asked.temperature)
-    ids = sorted(np.flatnonzero(shares > np.finfo(np.float32).tiny), key=lambda i: (-shares[i], i))
-    ids = [i for i in ids[: asked.top_k or None] if shares[i] >= asked.min_p]
-    wanted, total, kept = asked.top_p * shares[ids].sum(), 0.0, []
-    for token_id in ids:
-        kept.append(int(token_id))
-        total += shares[token_id]
-        if total >= wanted:
-            break
-    return sorted(kept)
-
-
-def nucleus_by_definition(logits: np.ndarray, temperature: float, top_p: float) -> list[int]:
-    return kept_by_definition(logits, how(temperature, top_p))
-
-
-def drawn_by_definition(logits: np.ndarray, asked: Sampling, at: float) -> set[int]:
-    """Of those kept, in the order of their ids, the first up to which they have more than `at` of their sum.
-
-    Several, where rounding to float32 decides.
-    """
-    kept = kept_by_definition(logits, asked)
-    shares = np.exp((logits[kept].astype(np.float64) - logits.max()) / asked.temperature)
-    cumulative = np.cumsum(shares) / shares.sum()
-    first, last = np.searchsorted(cumulative, [at - 2e-6, at + 2e-6], side="right")
-    return set(kept[first : last + 1])
 
 
 def drawn(logits: np.ndarray, temperature: float, top_p: float, num: int, seed: int = 0) -> np.ndarray:
@@ -77,7 +45,7 @@ def test_hardly_any_temperature_takes_the_likeliest(rng) -> None:
 def test_exactly_the_nucleus_is_drawn_from(top_p, temperature, rng) -> None:
     logits = np.round(rng.standard_normal(12), 1).astype(np.float32)
     logits[5] = logits[2]  # a tie
-    kept = nucleus_by_definition(logits, temperature, top_p)
+    kept = kept_reference(logits, how(temperature, top_p))
     shares = np.exp(logits.astype(np.float64) / temperature)
     shares /= shares[kept].sum()
     drawn_ids = set(np.flatnonzero(drawn(logits, temperature, top_p, 2000)))
@@ -102,7 +70,7 @@ def test_frequencies_are_the_shares(rng) -> None:
 def test_a_large_vocabulary_is_drawn_from_like_a_small_one(rng) -> None:
     """Flat enough for the first look at the likeliest tokens not to be enough."""
     logits = (0.1 * rng.standard_normal(20_000)).astype(np.float32)
-    kept = nucleus_by_definition(logits, 1.0, 0.6)
+    kept = kept_reference(logits, how(1.0, 0.6))
     assert len(kept) > 5000
     assert set(np.flatnonzero(drawn(logits, 1.0, 0.6, 300))) <= set(kept)
 
@@ -129,7 +97,7 @@ def test_the_token_is_that_of_the_definition(vocab_size, asked, rng) -> None:
     seed = 5
     for position in range(40):
         at = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
-        assert draw(logits, asked, seed, position) in drawn_by_definition(logits, asked, at)
+        assert draw(logits, asked, seed, position) in draw_reference(logits, asked, at)
 
 
 @pytest.mark.parametrize("at", [0.0, 0.25, np.nextafter(0.5, 0), 0.5, np.nextafter(1.0, 0)])

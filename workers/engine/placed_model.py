@@ -1,5 +1,6 @@
 """A model and its contexts on a GPU: memory is planned first, then everything is loaded, once."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -34,6 +35,7 @@ from workers.model.attention import StepAttention
 
 _FarRows = DeviceRows | CachedRows | StreamedRows | LatentPlaces | CachedLatents
 _Attention = SearchOnDevice | SearchOnHost | AttendAll | AttendLatents
+_LOCKING_S = 0.012  # at least, between two steps of others: about what a step takes
 Progress = Callable[[str, int, int], None]  # what is being loaded, done, in all
 
 
@@ -220,10 +222,14 @@ class PlacedModel:
         self, context_id: int, built: Sequence[Tensor], undo: ExitStack, meanwhile: Callable[[], None]
     ) -> None:
         """Layers are locked by this thread, with steps between them: beside them the driver does nothing else."""
+        since = 0.0  # when others last had a step
 
         def tell(done: int, total: int) -> None:
+            nonlocal since
             self._on_progress("pinning host memory", done, total)
-            meanwhile()
+            if time.monotonic() - since >= _LOCKING_S:
+                meanwhile()
+                since = time.monotonic()
 
         layers = run_beside(self._loader, lambda: list(context_layers(self.shape, built)), meanwhile)
         self._pinned[context_id] = self._pin(layers, tell)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.floats import exp_lanes, sum_of
+from csattn.cpu.floats import exp_lanes, largest_of, sum_of
 from csattn.cpu.jit import exact_kernel, inlined_kernel
-from csattn.cpu.lanes import where_less
+from csattn.cpu.lanes import larger, mask_at_least, trailing_zeros, where_less
 from csattn.cpu.simd import LANES, F32x16, I32x16, as_bits, fill, load, store
 
 _BLOCK = 512  # weights that are summed up before it is asked which of them is drawn
@@ -52,9 +52,12 @@ def draw_kernel(
     num = len(logits)
     _weigh(logits, greatest, temperature, max(min_p, _LEAST), weights)
     if 0 < top_k < num:
+        _drop(weights, _no_more_than_greatest(weights, top_k))
         _keep(weights, top_k, np.inf, counts, masses)
     if top_p < 1:
-        _keep(weights, _ALL, top_p * _sum_of_blocks(weights)[-1], counts, masses)
+        total = _sum_of_blocks(weights)[-1]
+        _drop(weights, np.float32((1 - top_p) * total / num))  # all of these together have less than what is left out
+        _keep(weights, _ALL, top_p * total, counts, masses)
     return _place(weights, at)
 
 
@@ -85,28 +88,63 @@ def _weigh(logits: Any, greatest: Any, temperature: Any, least: Any, weights: An
 
 @inlined_kernel
 def _weights_of(logits: Any, greatest: Any, temperature: Any, least: Any) -> Any:
-    weights = exp_lanes((logits - fill(F32x16, greatest)) / fill(F32x16, temperature))
+    return _at_least(least, exp_lanes((logits - fill(F32x16, greatest)) / fill(F32x16, temperature)))
+
+
+@inlined_kernel
+def _at_least(least: Any, weights: Any) -> Any:
+    """Those; 0 for the others."""
     bits = as_bits(I32x16, weights)
     return as_bits(F32x16, where_less(bits, as_bits(I32x16, fill(F32x16, least)), fill(I32x16, 0), bits))
 
 
 @exact_kernel
+def _drop(weights: Any, least: Any) -> None:
+    """Set to 0 what is less: then few are left to be looked at one by one."""
+    for i in range(0, len(weights), LANES):
+        store(weights, i, _at_least(least, load(F32x16, weights, i)))
+
+
+@exact_kernel
+def _no_more_than_greatest(weights: Any, most: Any) -> Any:
+    """A number that as many weights reach: that many blocks have one that does."""
+    num = len(weights) // _BLOCK
+    if most > num:
+        return np.float32(0)
+    greatest = np.empty(num, np.float32)
+    for block in range(num):
+        of_block = load(F32x16, weights, block * _BLOCK)
+        for i in range(block * _BLOCK + LANES, (block + 1) * _BLOCK, LANES):
+            of_block = larger(of_block, load(F32x16, weights, i))
+        greatest[block] = largest_of(of_block)
+    return np.sort(greatest)[num - most]
+
+
+@exact_kernel
 def _keep(weights: Any, most: Any, mass: Any, counts: Any, masses: Any) -> None:
     """Set all to 0 but the greatest, of equal ones the first: `most`, or the fewest that together have `mass`."""
-    bits = weights.view(np.int32)
+    bits, any_bit = weights.view(np.int32), fill(I32x16, 1)
     counts[:] = 0
     masses[:] = 0.0
-    for i in range(len(weights)):
-        if bits[i] > 0:
+    for start in range(0, len(bits), LANES):
+        left = mask_at_least(load(I32x16, bits, start), any_bit)
+        while left != 0:
+            i = start + trailing_zeros(left)
+            left &= left - np.uint64(1)
             counts[bits[i] >> _HALF] += 1
             masses[bits[i] >> _HALF] += weights[i]
     kept, kept_mass, upper = 0, 0.0, _NUM - 1
     while upper > 0 and kept + counts[upper] < most and kept_mass + masses[upper] < mass:
         kept, kept_mass, upper = kept + counts[upper], kept_mass + masses[upper], upper - 1
     counts[:] = 0
-    for i in range(len(weights)):
-        if bits[i] >> _HALF == upper:
-            counts[bits[i] & (_NUM - 1)] += 1
+    first, last = upper << _HALF, (upper << _HALF) | (_NUM - 1)
+    for start in range(0, len(bits), LANES):
+        left = mask_at_least(load(I32x16, bits, start), fill(I32x16, first))
+        while left != 0:
+            i = start + trailing_zeros(left)
+            left &= left - np.uint64(1)
+            if bits[i] <= last:
+                counts[bits[i] & (_NUM - 1)] += 1
     lower, missing, value = _NUM - 1, most, np.empty(1, np.float32)
     while True:
         value.view(np.int32)[0] = least = (upper << _HALF) | lower
@@ -116,11 +154,15 @@ def _keep(weights: Any, most: Any, mass: Any, counts: Any, masses: Any) -> None:
         if missing <= counts[lower] or lower == 0:
             break
         kept, kept_mass, lower = kept + counts[lower], kept_mass + counts[lower] * value[0], lower - 1
-    for i in range(len(weights)):
-        if bits[i] == least and missing > 0:
-            missing -= 1
-        elif bits[i] <= least:
-            weights[i] = 0.0
+    for start in range(0, len(bits), LANES):
+        left = mask_at_least(load(I32x16, bits, start), any_bit)
+        while left != 0:
+            i = start + trailing_zeros(left)
+            left &= left - np.uint64(1)
+            if bits[i] == least and missing > 0:
+                missing -= 1
+            elif bits[i] <= least:
+                weights[i] = 0.0
 
 
 @exact_kernel

@@ -3,21 +3,22 @@
     python -m bench.draws [--vocab-size 128256] [--rows 8] [--json FILE]
 
 Logits are normal, of standard deviation 3. Told for each way to sample: milliseconds a row, one after another by one
-thread, and for all rows drawn side by side, as a service does it. Gate: the token is that of the definition.
+thread, and for all rows in shares side by side, as a service draws them. Gate: the token is that of the definition.
 """
 
 import argparse
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.timing import finish, gate, machine, measure
+from csattn.cpus import available_cpus
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling
 from workers.serving.sampling import draw
-from workers.serving.scheduler import MOST_DRAWERS
+from workers.serving.scheduler import MOST_DRAWERS, ROWS_A_THREAD
 
 WAYS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
@@ -33,8 +34,21 @@ def time_way(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
         at = np.random.Generator(np.random.Philox(key=0, counter=position)).random()
         gate(draw(row, sampling, 0, position) in draw_reference(row, sampling, at), f"{sampling} draws wrongly")
     alone = measure(lambda: [draw(row, sampling, 0, 0) for row in logits])
-    with ThreadPoolExecutor(MOST_DRAWERS) as threads:
-        beside = measure(lambda: list(threads.map(lambda row: draw(row, sampling, 0, 0), logits)))
+    num_beside = min(MOST_DRAWERS, available_cpus() - 1)
+    num_shares = max(1, min(num_beside + 1, len(logits) // ROWS_A_THREAD))
+    first, *others = [logits[at::num_shares] for at in range(num_shares)]
+
+    def draw_share(rows: np.ndarray) -> list[int]:
+        return [draw(row, sampling, 0, 0) for row in rows]
+
+    with ThreadPoolExecutor(max(1, num_beside)) as threads:
+
+        def draw_all() -> None:
+            drawn = [threads.submit(draw_share, rows) for rows in others]
+            draw_share(first)
+            wait(drawn)
+
+        beside = measure(draw_all)
     return {"ms_a_row": round(alone["p50_ms"] / len(logits), 3), "ms_all_rows_side_by_side": beside["p50_ms"]}
 
 

@@ -5,6 +5,7 @@ import contextlib
 import resource
 import signal
 import socket
+import sys
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from workers.settings import Settings
 
 KEEP_ALIVE_S = 10  # between two requests of a connection
+_MANY_FILES = 10240  # that macOS gives a process
 SHUTDOWN_S = 30  # for requests that are being answered when the service is told to stop
 
 
@@ -88,8 +90,11 @@ class PatientProtocol(H11Protocol):
 def _most_connections() -> int:
     """Half of the files that this process may open, which it is given as many of as it can get: where connections took
     all, no file of the store could be read, and who asks would be told of that."""
-    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # more than the system has
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        most = hard
-    return most // 2
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    for wanted, number in ((hard, limits[1]), (min(hard, _MANY_FILES), min(hard, _MANY_FILES))):
+        if wanted > soft:
+            with contextlib.suppress(OSError, ValueError):  # macOS has no hard limit, and gives no more than the latter
+                resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
+                soft = wanted
+    return soft // 2

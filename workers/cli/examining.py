@@ -9,7 +9,7 @@ from rich.text import Text
 
 from workers.cli.terminal import out
 from workers.doctor import Finding, examine, gather_facts
-from workers.words import counted
+from workers.words import counted, harmless
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -37,8 +37,8 @@ def doctor(store: Path, model: str | None, weights: str | None) -> dict[str, Any
 def _table(findings: list[Finding]) -> Table:
     shown = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
-        words = Text(finding.text)
+        words = Text(harmless(finding.text))
         if finding.remedy:
-            words.append(f"\n→ {finding.remedy}", style="bold")
+            words.append(f"\n→ {harmless(finding.remedy)}", style="bold")
         shown.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(finding.check), words)
     return shown

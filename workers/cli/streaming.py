@@ -7,6 +7,7 @@ import typer
 
 from csattn.errors import ConfigError
 from workers.cli.options import Dtype, Json, Model, Threads
+from workers.words import harmless
 
 if TYPE_CHECKING:  # `csattn --help` should not wait for torch
     from workers.streaming.config import StreamConfig
@@ -71,5 +72,5 @@ def stream_config(policy: str, sink_len: int | None, window_len: int | None, hea
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(harmless(text))
     sys.stdout.flush()

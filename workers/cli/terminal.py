@@ -1,6 +1,7 @@
 """What the command line shows: progress, tables, one JSON line, and errors as sentences."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on one line of stdout: the last line a verb prints."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    line = json.dumps(value, ensure_ascii=False)
+    sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
     sys.stdout.flush()
 
 

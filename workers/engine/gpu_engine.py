@@ -352,25 +352,28 @@ class GpuEngine:
 
         Of a request without a context there is nothing to tell.
         """
-        placed, request, found = self._placing.ready(), self._requests[slot], list[Fidelity]()
+        placed, request = self._placing.ready(), self._requests[slot]
+        queries, choices = list[Tensor](), list[Selection]()
 
         def look(layer_idx: int, q: Tensor) -> None:
-            if layer_idx != self.model.spec.indexed_layers[number] or request.context_id == NO_CONTEXT:
-                return
-            shape, artifact = placed.shape, placed.artifacts[self._place(request.context_id)]
-            view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
-            own_len = request.num_segments * self._growth.segment_len
-            chosen: Selection | slice = view.middle
-            if isinstance(placed.attention, SearchOnDevice | SearchOnHost):
-                rows = placed.runner.rows(batch_size)
-                chosen = _of_row(placed.attention.chosen(number, rows), row)
-                if placed.own is not None and own_len:
-                    chosen = join_choices(chosen, _of_row(placed.own.chosen(number, rows), row), view.context_len)
-            tail, kv = placed.rows.layer(number, slot, tail_len), artifact.indexed_kv()[number].to(placed.device)
-            found.append(fidelity(Seen(number, view, q[row].float(), tail, own_len, chosen), kv))
+            """What later layers overwrite is kept; what may fail is done when the step is over."""
+            if layer_idx == self.model.spec.indexed_layers[number]:
+                queries.append(q[row].float().clone())
+                if isinstance(placed.attention, SearchOnDevice | SearchOnHost):
+                    both = [of for of in (placed.attention, placed.own) if of is not None]
+                    choices.extend(_of_row(of.chosen(number, placed.runner.rows(batch_size)), row) for of in both)
 
         output = placed.runner.step_by_calls(batch_size, look)
-        return output, next(iter(found), None)
+        if request.context_id == NO_CONTEXT:
+            return output, None
+        shape, artifact = placed.shape, placed.artifacts[self._place(request.context_id)]
+        view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
+        own_len = request.num_segments * self._growth.segment_len
+        chosen: Selection | slice = choices[0] if choices else view.middle
+        if own_len and choices:
+            chosen = join_choices(choices[0], choices[1], view.context_len)
+        tail, kv = placed.rows.layer(number, slot, tail_len), artifact.indexed_kv()[number].to(placed.device)
+        return output, fidelity(Seen(number, view, queries[0], tail, own_len, chosen), kv)
 
     def _own_segments(self, slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
         placed = self._placing.ready()
@@ -458,7 +461,7 @@ class GpuEngine:
 
 
 def _of_row(selection: DeviceSelection, row: int) -> Selection:
-    return Selection(selection.kv_indices[row].cpu().numpy(), selection.valid_len[row].cpu().numpy())
+    return Selection(selection.kv_indices[row].cpu().numpy().copy(), selection.valid_len[row].cpu().numpy().copy())
 
 
 def require_selector(selector: str, placement: str, kv_format: KvFormat | None) -> None:

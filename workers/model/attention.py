@@ -48,7 +48,7 @@ class StepAttention:
 
         q (after RoPE), out: [batch_size, num_q_heads, head_dim].
         """
-        raise AssertionError("all layers keep latents")
+        raise AssertionError("no layer attends to rows")
 
     def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
         """Asked instead of `attend` in layers that keep latents: from each row to what the layer, or one before it,

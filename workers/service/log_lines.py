@@ -26,7 +26,11 @@ def log_to_stderr() -> None:
 
 
 class _Lines(logging.Formatter):
-    """A message is one line: names of files, which a stranger may have given, write no others."""
+    """A message is one line, and those of a trace are indented: names of files, which a stranger may have given, write
+    none that looks like another."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, it is logging's
-        return harmless(" ".join(super().formatMessage(record).splitlines()))
+        return " ".join(super().formatMessage(record).splitlines())
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless("\n  ".join(super().format(record).splitlines()))

@@ -58,7 +58,7 @@ class ContextFile:
             if data["version"] != _VERSION:
                 raise ValueError(f"it is of version {data['version']!r}, this csattn reads version {_VERSION}")
             return {item["name"]: _record(item) for item in data["contexts"]}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ArtifactCorruptError(
                 f"{self._path} cannot be read ({str(error)[:_MAX_SHOWN]}); move it away and name the contexts again: "
                 "their artifacts are untouched"
@@ -88,10 +88,11 @@ def _record(item: dict[str, Any]) -> Record:
         CONTEXT_NAME.fullmatch(record.name)
         and (record.artifact_id is None or is_artifact_id(record.artifact_id))
         and (record.text_sha256 is None or _SHA256.fullmatch(record.text_sha256))
-        and (record.num_tokens is None or type(record.num_tokens) is int)
+        and (record.num_tokens is None or (type(record.num_tokens) is int and record.num_tokens >= 0))
         and type(record.created_at) in (int, float)
         and math.isfinite(record.created_at)
         and isinstance(record.error, str)
+        and record.error == record.error.encode(errors="replace").decode()
     )
     if not is_ours:
         raise ValueError(f"no service writes {record}")

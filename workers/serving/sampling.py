@@ -11,6 +11,7 @@ from workers.serving.draw_kernel import Scratch, draw_kernel, weigh_all
 from workers.serving.messages import Sampling
 
 _SCRATCH = Scratch()
+_LEAST_TOP_P = 1e-9  # the likeliest token alone
 _COLDEST = np.float32(1e-30)  # temperature: below, only the likeliest have any weight all the same
 
 
@@ -78,9 +79,9 @@ def draw(
         readonly(logits),
         np.float32(greatest),
         max(np.float32(sampling.temperature), _COLDEST),
-        np.float32(sampling.min_p),
+        np.float32(min(sampling.min_p, 1.0)),
         sampling.top_k,
-        sampling.top_p,
+        max(float(sampling.top_p), _LEAST_TOP_P),
         np.random.Generator(np.random.Philox(key=seed, counter=position)).random(),
         *(_SCRATCH.weights_for(len(logits)), _SCRATCH.counts, _SCRATCH.masses),
     )

@@ -37,8 +37,9 @@ RESTORED_BLOCKS = 4  # of rows that were found, at most between two steps: other
 WATCH_EVERY = 100  # steps: in one of so many, a layer and a row are compared with exact attention
 STALL_S = 30.0  # a request whose reader does not read is paused, and ended after so long
 _MAX_TOLD = 300  # characters of an engine's own message
-MANY_TOKENS = 65536  # of a vocabulary: to draw one of so many takes some tenths of a millisecond, worth threads
-MOST_DRAWERS = 4
+MANY_TOKENS = 65536  # of a vocabulary: to draw one of so many takes some tenths of a millisecond
+MOST_DRAWERS = 4  # threads beside the scheduler's own
+ROWS_A_THREAD = 2  # a thread takes as long to wake as a row does
 
 
 class Scheduler:
@@ -69,7 +70,8 @@ class Scheduler:
         self._num_steps = self._num_watched = 0
         self._question_rows = QuestionRows()
         self._touched: dict[Outlet, None] = {}
-        self._drawers = ThreadPoolExecutor(min(MOST_DRAWERS, available_cpus()), thread_name_prefix="csattn-draw")
+        self._num_drawers = min(MOST_DRAWERS, available_cpus() - 1)
+        self._drawers = ThreadPoolExecutor(max(1, self._num_drawers), thread_name_prefix="csattn-draw")
         self._drawers.submit(prepare_draws)
 
     def __repr__(self) -> str:
@@ -287,11 +289,18 @@ class Scheduler:
             except Exception as error:  # this request's alone: the others go on
                 return error
 
+        def choose_all(share: list[tuple[Request, int]]) -> list[_Chosen]:
+            return [choose(request, row) for request, row in share]
+
         num_drawn = sum(request.needs_logits for request, _ in wanting)
-        if num_drawn < 2 or result.logits is None or result.logits.shape[1] < MANY_TOKENS:
-            return {request: choose(request, row) for request, row in wanting}
-        requests, rows = zip(*wanting, strict=True)
-        return dict(zip(requests, self._drawers.map(choose, requests, rows), strict=True))
+        is_long = result.logits is not None and result.logits.shape[1] >= MANY_TOKENS
+        num_shares = max(1, min(self._num_drawers + 1, num_drawn // ROWS_A_THREAD)) if is_long else 1
+        first, *others = [wanting[at::num_shares] for at in range(num_shares)]
+        beside = [(share, self._drawers.submit(choose_all, share)) for share in others]
+        chosen = dict(zip([request for request, _ in first], choose_all(first), strict=True))
+        for share, drawn in beside:
+            chosen |= zip([request for request, _ in share], drawn.result(), strict=True)
+        return chosen
 
     def _take_token(self, request: Request, chosen: _Chosen, now: float) -> None:
         if isinstance(chosen, Exception):

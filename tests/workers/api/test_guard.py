@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -312,6 +313,21 @@ def test_connections_leave_room_for_other_files(monkeypatch: pytest.MonkeyPatch)
         assert said(last) in (b"", b"<reset>")
         first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert first.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most_given", "want"),
+    [(256, -1, 10240, 5120), (-1, -1, -1, sys.maxsize // 2), (256, -1, -1, sys.maxsize // 2), (256, 512, 256, 128)],
+    ids=["macOS", "no limit", "none but one's own", "no more is given"],
+)
+def test_limits_of_files_are_as_systems_have_them(soft, hard, most_given, want, monkeypatch) -> None:
+    def give(_: int, limits: tuple[int, int]) -> None:
+        if most_given != -1 and not 0 <= limits[0] <= most_given:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(server.resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(server.resource, "setrlimit", give)
+    assert server._most_connections() == want
 
 
 def test_all_bodies_together_hold_a_bounded_share_of_memory() -> None:

@@ -2,7 +2,7 @@
 there is no device."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.emulated_engine import emulate, ignore
 from tests.workers.engine.talks import next_ids_beside_nan
-from workers.engine import placed_model, step_model
+from workers.engine import gpu_engine, placed_model, step_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import PLACEMENTS, plan_context, plan_memory
@@ -224,6 +224,24 @@ def watched(engine: StepEngine, selector: Selector):
     result = engine.step([StepRow(0, token) for token in QUESTIONS[0][:4]], want_logits=True, watch=(2, 1))
     engine.close_slot(0)
     return result
+
+
+def test_a_look_that_fails_leaves_nothing_on_its_way(artifacts, monkeypatch) -> None:
+    """A layer is looked for ahead of the one that is watched."""
+    ahead = replace(CONFIG, lookahead=1)
+    with GpuEngine(
+        loaded(), ahead, "hybrid", device=DEVICE, batch_sizes=(1, 4), num_slots=1, tail_capacity=32, num_contexts=1,
+        max_context_len=400,
+    ) as engine:  # fmt: skip
+        engine.add_context(0, artifacts[0])
+        for fails in (True, False, True, False):
+            engine.open(0, 0, ahead, "csattn")
+            with monkeypatch.context() as patch, pytest.raises(MemoryError) if fails else nullcontext():
+                if fails:
+                    patch.setattr(gpu_engine, "fidelity", lambda *_: (_ for _ in ()).throw(MemoryError))
+                result = engine.step([StepRow(0, 5)], watch=(0, 0))
+                assert result.fidelity is not None and result.fidelity.recall <= 1
+            engine.close_slot(0)
 
 
 @pytest.mark.parametrize(("codec", "row_bytes"), [(None, 128), ("fp8", 48), ("float16", 64)])

@@ -39,6 +39,17 @@ def test_a_signal_that_ends_it_leaves_a_trace() -> None:
     assert "Fatal Python error: Bus error" in ended.stderr and 'File "<string>", line' in ended.stderr
 
 
+def test_no_line_of_a_trace_looks_like_another_message() -> None:
+    says = f"""{SAYS}
+try:
+    raise OSError("a name\\n2026-01-01 00:00:00 ERROR workers.api: forged\\x1b]0;x")
+except OSError:
+    logging.getLogger("workers").exception("it failed")"""
+    ended = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    assert "\n  2026-01-01 00:00:00 ERROR" in ended.stderr and "\x1b" not in ended.stderr
+    assert "\n2026-01-01" not in ended.stderr
+
+
 def test_a_stream_without_a_descriptor_is_logged_to() -> None:
     says = f"import io, sys\nsys.__stderr__ = io.StringIO()\n{SAYS}\nprint(sys.__stderr__.getvalue())"
     ended = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)

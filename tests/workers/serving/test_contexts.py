@@ -344,6 +344,7 @@ def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path, damage: bytes
         {"name": "../a"}, {"name": "<b>"}, {"name": 5}, {"name": ["a"]}, {"artifact_id": "../other/" + "0" * 16},
         {"artifact_id": "/" + "0" * 16}, {"artifact_id": ""}, {"artifact_id": 5}, {"text_sha256": "../../home/letter"},
         {"text_sha256": 5}, {"num_tokens": "5"}, {"created_at": "now"}, {"created_at": float("inf")}, {"error": 5},
+        {"created_at": 10**400}, {"num_tokens": -5}, {"error": "\ud800"},
         {"more": 1},
     ],
 )  # fmt: skip

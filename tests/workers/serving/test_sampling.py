@@ -59,6 +59,12 @@ def test_all_equal_tokens_enter_by_their_ids(top_p) -> None:
     assert set(np.flatnonzero(counts)) == set(range(round(10 * top_p)))
 
 
+@pytest.mark.parametrize("asked", [how(1.0, 0.0), how(1.0, min_p=1.5), how(1.0, 1e-300, top_k=3)], ids=str)
+def test_one_token_is_left_at_least(asked, rng) -> None:
+    logits = rng.standard_normal(100).astype(np.float32)
+    assert draw(logits, asked, 1, 2) == int(logits.argmax())
+
+
 def test_frequencies_are_the_shares(rng) -> None:
     """Chi-square with 7 degrees of freedom: 24.3 is passed once in a thousand."""
     logits, num = rng.standard_normal(8).astype(np.float32), 20_000
@@ -68,7 +74,7 @@ def test_frequencies_are_the_shares(rng) -> None:
 
 
 def test_a_large_vocabulary_is_drawn_from_like_a_small_one(rng) -> None:
-    """Flat enough for the first look at the likeliest tokens not to be enough."""
+    """Flat enough for thousands of tokens to be kept."""
     logits = (0.1 * rng.standard_normal(20_000)).astype(np.float32)
     kept = kept_reference(logits, how(1.0, 0.6))
     assert len(kept) > 5000

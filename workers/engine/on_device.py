@@ -105,6 +105,10 @@ class SearchOnDevice(AttendChosen):
         """[batch_size, num_q_heads]: see `DeviceAttention`."""
         return self._attention[rows.batch_size].lse
 
+    def begin_step(self, rows: StepRows) -> None:
+        self._fetched.clear()  # a step that failed may have left layers on their way
+        super().begin_step(rows)
+
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         assert layer_idx not in self._fetched, f"layer {layer_idx} is on its way already"
         if self._ahead is not None:

@@ -24,9 +24,8 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.emulated_engine import emulate, ignore
 from tests.workers.engine.talks import next_ids_beside_nan
-from workers.engine import gpu_engine, placed_model, step_model
+from workers.engine import GpuEngine, gpu_engine, placed_model, step_model
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import PLACEMENTS, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.searchers.worker_searcher import WorkerSearcher

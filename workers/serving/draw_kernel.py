@@ -38,7 +38,7 @@ class Scratch(local):
 
 @exact_kernel
 def draw_kernel(
-    logits: Any,  # [vocab_size] float32, of which some are finite, and none NaN or infinite
+    logits: Any,  # [vocab_size] float32; -inf: forbidden. One at least is finite, and none is NaN or +inf
     greatest: Any,  # float32, of the logits
     temperature: Any,  # float32, above 0
     min_p: Any,  # float32

@@ -7,6 +7,7 @@ thread, and for all rows in shares side by side, as a service draws them. Gate: 
 """
 
 import argparse
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from csattn.cpus import available_cpus
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling
 from workers.serving.sampling import draw
-from workers.serving.scheduler import MOST_DRAWERS, ROWS_A_THREAD
+from workers.serving.scheduler import MOST_DRAWERS, in_shares
 
 WAYS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
@@ -35,10 +36,9 @@ def time_way(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
         gate(draw(row, sampling, 0, position) in draw_reference(row, sampling, at), f"{sampling} draws wrongly")
     alone = measure(lambda: [draw(row, sampling, 0, 0) for row in logits])
     num_beside = min(MOST_DRAWERS, available_cpus() - 1)
-    num_shares = max(1, min(num_beside + 1, len(logits) // ROWS_A_THREAD))
-    first, *others = [logits[at::num_shares] for at in range(num_shares)]
+    first, *others = in_shares(list(logits), len(logits), num_beside)
 
-    def draw_share(rows: np.ndarray) -> list[int]:
+    def draw_share(rows: Sequence[np.ndarray]) -> list[int]:
         return [draw(row, sampling, 0, 0) for row in rows]
 
     with ThreadPoolExecutor(max(1, num_beside)) as threads:

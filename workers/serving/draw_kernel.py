@@ -26,14 +26,15 @@ class Scratch(local):
     """Memory that a thread draws in, again and again: fresh memory costs more than drawing does."""
 
     def __init__(self) -> None:
-        self.weights = np.empty(0, np.float32)
-        self.counts, self.masses = np.empty(_NUM, np.int64), np.empty(_NUM)
+        self._weights, self._places = np.empty(0, np.float32), np.empty(0, np.int32)
+        self._counts, self._masses = np.empty(_NUM, np.int64), np.empty(_NUM)
 
-    def weights_for(self, vocab_size: int) -> NDArray[np.float32]:
+    def of(self, vocab_size: int) -> "tuple[NDArray[Any], ...]":
+        """What `draw_kernel` takes last."""
         num = -(-vocab_size // LANES) * LANES
-        if len(self.weights) < num:
-            self.weights = np.empty(num, np.float32)
-        return self.weights[:num]
+        if len(self._weights) < num:
+            self._weights, self._places = np.empty(num, np.float32), np.empty(num, np.int32)
+        return self._weights[:num], self._counts, self._masses, self._places
 
 
 @exact_kernel
@@ -48,16 +49,17 @@ def draw_kernel(
     weights: Any,  # this and the others: of a `Scratch`
     counts: Any,
     masses: Any,
+    places: Any,
 ) -> Any:
     num = len(logits)
     _weigh(logits, greatest, temperature, max(min_p, _LEAST), weights)
     if 0 < top_k < num:
         _drop(weights, _no_more_than_greatest(weights, top_k))
-        _keep(weights, top_k, np.inf, counts, masses)
+        _keep(weights, top_k, np.inf, counts, masses, places)
     if top_p < 1:
         total = _sum_of_blocks(weights)[-1]
         _drop(weights, np.float32((1 - top_p) * total / num))  # all of these together have less than what is left out
-        _keep(weights, _ALL, top_p * total, counts, masses)
+        _keep(weights, _ALL, top_p * total, counts, masses, places)
     return _place(weights, at)
 
 
@@ -121,30 +123,21 @@ def _no_more_than_greatest(weights: Any, most: Any) -> Any:
 
 
 @exact_kernel
-def _keep(weights: Any, most: Any, mass: Any, counts: Any, masses: Any) -> None:
+def _keep(weights: Any, most: Any, mass: Any, counts: Any, masses: Any, places: Any) -> None:
     """Set all to 0 but the greatest, of equal ones the first: `most`, or the fewest that together have `mass`."""
-    bits, any_bit = weights.view(np.int32), fill(I32x16, 1)
+    bits, places = weights.view(np.int32), places[: _places_above_0(weights, places)]
     counts[:] = 0
     masses[:] = 0.0
-    for start in range(0, len(bits), LANES):
-        left = mask_at_least(load(I32x16, bits, start), any_bit)
-        while left != 0:
-            i = start + trailing_zeros(left)
-            left &= left - np.uint64(1)
-            counts[bits[i] >> _HALF] += 1
-            masses[bits[i] >> _HALF] += weights[i]
+    for i in places:
+        counts[bits[i] >> _HALF] += 1
+        masses[bits[i] >> _HALF] += weights[i]
     kept, kept_mass, upper = 0, 0.0, _NUM - 1
     while upper > 0 and kept + counts[upper] < most and kept_mass + masses[upper] < mass:
         kept, kept_mass, upper = kept + counts[upper], kept_mass + masses[upper], upper - 1
     counts[:] = 0
-    first, last = upper << _HALF, (upper << _HALF) | (_NUM - 1)
-    for start in range(0, len(bits), LANES):
-        left = mask_at_least(load(I32x16, bits, start), fill(I32x16, first))
-        while left != 0:
-            i = start + trailing_zeros(left)
-            left &= left - np.uint64(1)
-            if bits[i] <= last:
-                counts[bits[i] & (_NUM - 1)] += 1
+    for i in places:
+        if bits[i] >> _HALF == upper:
+            counts[bits[i] & (_NUM - 1)] += 1
     lower, missing, value = _NUM - 1, most, np.empty(1, np.float32)
     while True:
         value.view(np.int32)[0] = least = (upper << _HALF) | lower
@@ -154,15 +147,24 @@ def _keep(weights: Any, most: Any, mass: Any, counts: Any, masses: Any) -> None:
         if missing <= counts[lower] or lower == 0:
             break
         kept, kept_mass, lower = kept + counts[lower], kept_mass + counts[lower] * value[0], lower - 1
+    for i in places:
+        if bits[i] == least and missing > 0:
+            missing -= 1
+        elif bits[i] <= least:
+            weights[i] = 0.0
+
+
+@exact_kernel
+def _places_above_0(weights: Any, places: Any) -> Any:
+    """Written one behind the other; how many."""
+    bits, num = weights.view(np.int32), 0
     for start in range(0, len(bits), LANES):
-        left = mask_at_least(load(I32x16, bits, start), any_bit)
+        left = mask_at_least(load(I32x16, bits, start), fill(I32x16, 1))
         while left != 0:
-            i = start + trailing_zeros(left)
+            places[num] = start + trailing_zeros(left)
             left &= left - np.uint64(1)
-            if bits[i] == least and missing > 0:
-                missing -= 1
-            elif bits[i] <= least:
-                weights[i] = 0.0
+            num += 1
+    return num
 
 
 @exact_kernel

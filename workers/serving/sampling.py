@@ -83,7 +83,7 @@ def draw(
         sampling.top_k,
         max(float(sampling.top_p), _LEAST_TOP_P),
         np.random.Generator(np.random.Philox(key=seed, counter=position)).random(),
-        *(_SCRATCH.weights_for(len(logits)), _SCRATCH.counts, _SCRATCH.masses),
+        *_SCRATCH.of(len(logits)),
     )
     return int(token_id)
 

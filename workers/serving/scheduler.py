@@ -3,9 +3,10 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from csattn.artifact import Artifact
 from csattn.cpus import available_cpus
@@ -39,7 +40,8 @@ STALL_S = 30.0  # a request whose reader does not read is paused, and ended afte
 _MAX_TOLD = 300  # characters of an engine's own message
 MANY_TOKENS = 65536  # of a vocabulary: to draw one of so many takes some tenths of a millisecond
 MOST_DRAWERS = 4  # threads beside the scheduler's own
-ROWS_A_THREAD = 2  # a thread takes as long to wake as a row does
+_ROWS_A_THREAD = 2  # a thread takes as long to wake as a row does
+_T = TypeVar("_T")
 
 
 class Scheduler:
@@ -289,13 +291,12 @@ class Scheduler:
             except Exception as error:  # this request's alone: the others go on
                 return error
 
-        def choose_all(share: list[tuple[Request, int]]) -> list[_Chosen]:
+        def choose_all(share: Sequence[tuple[Request, int]]) -> list[_Chosen]:
             return [choose(request, row) for request, row in share]
 
-        num_drawn = sum(request.needs_logits for request, _ in wanting)
         is_long = result.logits is not None and result.logits.shape[1] >= MANY_TOKENS
-        num_shares = max(1, min(self._num_drawers + 1, num_drawn // ROWS_A_THREAD)) if is_long else 1
-        first, *others = [wanting[at::num_shares] for at in range(num_shares)]
+        num_drawn = sum(request.needs_logits for request, _ in wanting) if is_long else 0
+        first, *others = in_shares(wanting, num_drawn, self._num_drawers)
         beside = [(share, self._drawers.submit(choose_all, share)) for share in others]
         chosen = dict(zip([request for request, _ in first], choose_all(first), strict=True))
         for share, drawn in beside:
@@ -407,3 +408,9 @@ def _refusal(error: Exception) -> ServingError:
         return WorkerLostError(f"{error}; send the request again")
     told = f"{type(error).__name__}: {error}"[:_MAX_TOLD]
     return ServingError(f"the step that decoded this request failed ({told}); send the request again")
+
+
+def in_shares(rows: Sequence[_T], num_drawn: int, num_threads: int) -> list[Sequence[_T]]:
+    """One for this thread, and for so many others at most. num_drawn: rows that take time."""
+    num_shares = max(1, min(num_threads + 1, num_drawn // _ROWS_A_THREAD))
+    return [rows[at::num_shares] for at in range(num_shares)]

@@ -111,8 +111,7 @@ def test_the_token_is_that_of_the_definition(vocab_size, asked, rng) -> None:
 def test_what_has_no_weight_is_never_drawn(place, at) -> None:
     logits = np.full(2000, -np.inf, np.float32)
     logits[place] = 3.0
-    scratch = Scratch()
-    rooms = scratch.weights_for(2000), scratch.counts, scratch.masses
+    rooms = Scratch().of(2000)
     for top_k, top_p in [(0, 1.0), (5, 1.0), (0, 0.5), (5, 0.5)]:
         for room in rooms:
             room.fill(3)  # of a draw before

@@ -1,9 +1,10 @@
 """How long does it take to draw tokens of a step's logits?
 
-    python -m bench.draws [--vocab-size 128256] [--rows 8] [--json FILE]
+    python -m bench.draws [--vocab-size 128256] [--rows 8] [--device cuda] [--json FILE]
 
 Logits are normal, of standard deviation 3. Told for each way to sample: milliseconds a row, one after another by one
-thread, and for all rows in shares side by side, as a service draws them. Gate: the token is that of the definition.
+thread, and for all rows in shares side by side, as a service on a CPU draws them; with --device cuda for all rows where
+a GPU's engine draws them, from the host's call to tokens on the host. Gate: the token is that of the definition.
 """
 
 import argparse
@@ -13,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.timing import finish, gate, machine, measure
 from csattn.cpus import available_cpus
+from workers.engine.draws import DrawsOnDevice
+from workers.model.runner import StepOutput
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import draw
+from workers.serving.sampling import draw, how_to_draw
 from workers.serving.scheduler import MOST_DRAWERS, in_shares
+from workers.serving.step_engine import StepRow
 
 WAYS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
@@ -29,17 +34,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def time_way(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
+def time_on_host(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
     """logits: [num_rows, vocab_size] float32."""
     for position, row in enumerate(logits[:2]):
-        at = np.random.Generator(np.random.Philox(key=0, counter=position)).random()
-        gate(draw(row, sampling, 0, position) in draw_reference(row, sampling, at), f"{sampling} draws wrongly")
-    alone = measure(lambda: [draw(row, sampling, 0, 0) for row in logits])
+        how = how_to_draw(sampling, 0, position)
+        gate(draw(row, how) in draw_reference(row, sampling, how.at), f"{sampling} draws wrongly")
+    alone = measure(lambda: [draw(row, how) for row in logits])
     num_beside = min(MOST_DRAWERS, available_cpus() - 1)
     first, *others = in_shares(list(logits), len(logits), num_beside)
 
     def draw_share(rows: Sequence[np.ndarray]) -> list[int]:
-        return [draw(row, sampling, 0, 0) for row in rows]
+        return [draw(row, how) for row in rows]
 
     with ThreadPoolExecutor(max(1, num_beside)) as threads:
 
@@ -52,21 +57,38 @@ def time_way(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
     return {"ms_a_row": round(alone["p50_ms"] / len(logits), 3), "ms_all_rows_side_by_side": beside["p50_ms"]}
 
 
+def time_on_device(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
+    """logits: [num_rows, vocab_size] float32. With what it takes to begin, and to hear of the tokens."""
+    on_device = DrawsOnDevice(torch.device("cuda"), len(logits))
+    output = StepOutput(torch.from_numpy(logits).cuda(), torch.empty(len(logits), dtype=torch.int64, device="cuda"))
+    hows = [how_to_draw(sampling, 0, position) for position in range(len(logits))]
+
+    def draw_all() -> list[int]:
+        output.next_ids.zero_()
+        on_device.enqueue([StepRow(0, 0, draw=how) for how in hows], output)
+        drawn: list[int] = output.next_ids.tolist()
+        return drawn
+
+    for row, how, token_id in list(zip(logits, hows, draw_all(), strict=True))[:2]:
+        gate(token_id in draw_reference(row, sampling, how.at), f"{sampling} draws wrongly")
+    return {"ms_all_rows": measure(draw_all)["p50_ms"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab-size", type=int, default=128256)
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     logits = (3 * rng.standard_normal((options.rows, options.vocab_size))).astype(np.float32)
+    time_way = time_on_device if options.device == "cuda" else time_on_host
     ways = {name: time_way(logits, Sampling(max_new_tokens=1, **way)) for name, way in WAYS.items()}
     for name, times in ways.items():
-        print(f"{name:40} {times['ms_a_row']:.2f} ms a row, {times['ms_all_rows_side_by_side']:.2f} ms for all rows")
-    finish(
-        {"bench": "draws", "vocab_size": options.vocab_size, "rows": options.rows, **ways, "machine": machine()},
-        options.json,
-    )
+        print(f"{name:40} {', '.join(f'{what} {time:.3f}' for what, time in times.items())}")
+    asked = {"vocab_size": options.vocab_size, "rows": options.rows, "device": options.device}
+    finish({"bench": "draws", **asked, **ways, "machine": machine()}, options.json)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ REPLACEMENTS = {
 }
 COMPILER = shutil.which("g++")
 _OF_THREAD = threading.local()
-LARGE_VARIABLES = "emulated_shared", "exchanged"  # of the emulator itself
+LARGE_VARIABLES = "emulated_shared", "exchanged", "awaited"  # of the emulator itself
 MOST_STATIC_SHARED_BYTES = 48 * 1024
 # -Og: what is compiled runs for less time than it takes to compile
 # -U: where it is the default, a jump to another stack is taken for an error

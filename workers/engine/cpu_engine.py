@@ -66,6 +66,8 @@ class CpuEngine:
     the context's, are its selector's to choose, or join its lists.
     """
 
+    draws = False
+
     def __init__(
         self,
         loaded: LoadedModel,  # on the CPU; its weights are read in place

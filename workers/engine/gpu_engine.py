@@ -27,6 +27,7 @@ from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
 from workers.engine.beside import finish_beside, thread_beside
+from workers.engine.draws import DrawsOnDevice
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.latent_memory import CachedLatents
@@ -94,6 +95,8 @@ class GpuEngine:
     all_where_faster, all of them in some steps. But for that, rows of steps of up to 16, with weights of few bits to 8,
     have the same bits alone and among others; in larger steps, and over latents, the last bits may differ.
     """
+
+    draws = True
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class GpuEngine:
         self._placing = Placing(sizing, index_config, self._searcher, device, on_progress)
         self._places: dict[int, int] = {}  # of the scheduler's contexts among the placed ones
         self._requests: dict[int, _Request] = {}  # by slot
-        self._logits = LogitsOnHost(self.max_rows)
+        self._logits, self._draws = LogitsOnHost(self.max_rows), DrawsOnDevice(device, self.max_rows)
 
     def __repr__(self) -> str:
         return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
@@ -270,6 +273,7 @@ class GpuEngine:
             output = runner.step(batch_size)
         else:
             output, seen = self._watched_step(batch_size, rows[watch[0]].slot, lens[watch[0]], *watch)
+        self._draws.enqueue(rows, output)
         finish_beside(output.next_ids.device)  # a copy that waits by itself lets no other thread call the driver
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = self._logits.take(rows, output.logits) if want_logits else None
@@ -281,7 +285,7 @@ class GpuEngine:
         for request in requests:
             if request.own is not None:
                 request.own.grow(request.tail_len)
-        return StepResult(next_ids, logits, seen)
+        return StepResult(next_ids, logits, seen, self._draws.likelihoods(rows))
 
     def _end_of_step(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
         """How many of the rows are a step of their own; 0: all of them are one."""

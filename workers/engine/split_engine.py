@@ -43,6 +43,8 @@ class SplitEngine:
     Where the process of a device is lost, this one ends as well, with a sentence: whoever watches it starts it again.
     """
 
+    draws = True
+
     def __init__(
         self,
         loaded: LoadedModel,

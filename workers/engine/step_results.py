@@ -20,11 +20,14 @@ class LogitsOnHost:
         self._place: Tensor | None = None
 
     def take(self, rows: Sequence[StepRow], logits: Tensor) -> NDArray[np.float32]:
-        """[rows, vocab_size], of rows that ask; valid until the next call. logits: [at least as many, vocab_size]."""
+        """[rows, vocab_size], of rows that ask and are not drawn; valid until the next call.
+
+        logits: [at least as many, vocab_size].
+        """
         if self._place is None:
             self._place = torch.empty(self._max_rows, logits.shape[1], pin_memory=logits.is_cuda)
         for number, row in enumerate(rows):
-            if row.asks:
+            if row.asks and row.draw is None:
                 self._place[number].copy_(logits[number], non_blocking=True)
         finish_beside(logits.device)
         return self._place[: len(rows)].numpy()
@@ -41,4 +44,6 @@ def joined(first: StepResult, second: StepResult) -> StepResult:
     logits = None
     if first.logits is not None and second.logits is not None:
         logits = np.concatenate([first.logits, second.logits])
-    return StepResult(np.concatenate([first.next_ids, second.next_ids]), logits, first.fidelity or second.fidelity)
+    likelihoods = [*first.likelihoods, *second.likelihoods]
+    next_ids = np.concatenate([first.next_ids, second.next_ids])
+    return StepResult(next_ids, logits, first.fidelity or second.fidelity, likelihoods)

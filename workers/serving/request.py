@@ -13,8 +13,9 @@ from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore, Usage
 from workers.serving.outlet import Outlet
-from workers.serving.sampling import adjusted, allowed_without, draw, likeliest, log_total
+from workers.serving.sampling import additions, adjusted, allowed_without, draw, how_to_draw, likelihood
 from workers.serving.speech import Parts, Speech
+from workers.serving.step_engine import Draw, Likelihood
 from workers.serving.text import StopFinder, TextStream, token_bytes
 
 
@@ -78,32 +79,43 @@ class Request:
             return self.question_ids[self.num_fed : self.num_fed + num_rows]
         return [self.token_ids[-1]]
 
-    def choose(
-        self,
-        likeliest_id: int,
-        logits: NDArray[np.float32] | None,  # [vocab_size]
-        stop_ids: Set[int],  # with which the model ends its turn
-    ) -> tuple[int, TokenScore | None]:
-        """The next token of the answer, and how likely it was if that was asked for.
+    def draw(self, stop_ids: Set[int]) -> Draw | None:
+        """For an engine that draws; None where it need not, or where more is asked than it does: see `choose`.
+
+        stop_ids: with which the model ends its turn.
+        """
+        if not self.needs_logits or self.grammar is not None or self.in_prompt is not None or self.scores_prompt:
+            return None
+        ids, added = additions(self.sampling, self.token_ids, self._early_ends(stop_ids))
+        how = how_to_draw(self.sampling, self.seed, len(self.token_ids))
+        return replace(how, added_ids=ids, added=added, num_top=self.sampling.top_logprobs)
+
+    def take(self, next_id: int, likelihood: Likelihood | None) -> tuple[int, TokenScore | None]:
+        """The next token of the answer, as the engine gives it, and how likely it was if that was asked for.
 
         Raises ValueError where there is none: NaN or infinity is the greatest logit.
         """
-        if not self.needs_logits:
-            if likeliest_id < 0:
-                raise ValueError("NaN or infinity is the greatest")
-            return likeliest_id, None
-        assert logits is not None, "the step was asked for logits"
+        if next_id < 0:
+            raise ValueError("NaN or infinity is the greatest")
+        return next_id, None if likelihood is None else self.writer.score(next_id, likelihood)
+
+    def choose(
+        self,
+        logits: NDArray[np.float32],  # [vocab_size]
+        stop_ids: Set[int],
+    ) -> tuple[int, TokenScore | None]:
+        """The same, drawn here from its logits."""
         sampling, allowed = self.sampling, None
         if self.grammar is not None:
             allowed = self.grammar.allowed(len(logits))
         allowed = allowed_without(allowed, self._early_ends(stop_ids), len(logits))
         wanted = adjusted(logits, sampling, self.token_ids, self.in_prompt, allowed)
-        token_id = draw(wanted, sampling, self.seed, len(self.token_ids))
+        token_id = draw(wanted, how_to_draw(sampling, self.seed, len(self.token_ids)))
         if self.grammar is not None:
             self.grammar.accept(token_id)
         if sampling.top_logprobs is None:
             return token_id, None
-        return token_id, self.writer.score(token_id, logits, sampling.top_logprobs)
+        return token_id, self.writer.score(token_id, likelihood(logits, token_id, sampling.top_logprobs))
 
     def ends_with(self, token_id: int, stop_ids: Set[int]) -> bool:
         """Whether this token, of which no text is told, is the end. Where there is a grammar, an end that is ignored
@@ -122,9 +134,9 @@ class Request:
         num_top = self.sampling.top_logprobs
         assert num_top is not None
         if not self.num_fed:
-            self.prompt_scores.append(self.writer.score(self.question_ids[0], None, num_top))
+            self.prompt_scores.append(self.writer.score(self.question_ids[0], None))
         for row, token_id in zip(logits, self.question_ids[self.num_fed + 1 :], strict=False):
-            self.prompt_scores.append(self.writer.score(token_id, row, num_top))
+            self.prompt_scores.append(self.writer.score(token_id, likelihood(row, token_id, num_top)))
 
     def take_echo(self) -> Piece | None:
         """The prompt, when all of it has just been fed."""
@@ -194,16 +206,16 @@ class Writer:
         self._scores.clear()
         return self._piece(text, scores, is_last=True)
 
-    def score(self, token_id: int, logits: NDArray[np.float32] | None, num_top: int) -> TokenScore:
-        """logits: [vocab_size]; None where nothing has foretold the token."""
+    def score(self, token_id: int, likelihood: Likelihood | None) -> TokenScore:
+        """likelihood: None where nothing has foretold the token."""
         text = token_bytes(self._tokenizer, token_id).decode(errors="replace")
-        if logits is None:
+        if likelihood is None:
             return TokenScore(token_id, text, None)
-        total, top = log_total(logits), []
-        for other_id in likeliest(logits, num_top).tolist():
+        total, top = likelihood.log_total, []
+        for other_id, logit in likelihood.top:
             data = token_bytes(self._tokenizer, other_id)
-            top.append((data.decode(errors="replace"), data, float(logits[other_id]) - total))
-        return TokenScore(token_id, text, float(logits[token_id]) - total, tuple(top))
+            top.append((data.decode(errors="replace"), data, logit - total))
+        return TokenScore(token_id, text, likelihood.logit - total, tuple(top))
 
     def _tell(self, decoded: str) -> Piece | None:
         return self._piece(*self._told(decoded))

@@ -216,9 +216,10 @@ class Scheduler:
             assert request.slot is not None, "a request without a slot was planned"
             *others, last = request.next_inputs(num_rows)
             rows += [StepRow(request.slot, token_id, asks=request.scores_prompt) for token_id in others]
-            rows.append(StepRow(request.slot, last, asks=request.scores_prompt or gives))
+            draw = request.draw(self._stop_ids) if gives and self._engine.draws else None
+            rows.append(StepRow(request.slot, last, asks=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
-            want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives)
+            want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
             if gives and request.grammar is not None:
                 request.grammar.begin()
         watched = self._choose_watched(plan)
@@ -243,7 +244,7 @@ class Scheduler:
             for (request, _), row, gives in zip(plan, last_rows, gives_token, strict=True)
             if gives and request.max_new_tokens
         ]
-        chosen = self._choose(wanting, result)
+        chosen = self._choose(wanting, rows, result)
         for (request, num_rows), row, gives in zip(plan, last_rows, gives_token, strict=True):
             request.num_rows += num_rows
             self._keep(request)
@@ -281,13 +282,20 @@ class Scheduler:
         self._num_watched += 1
         return sparse[turn % len(sparse)], layer_idx
 
-    def _choose(self, wanting: list[tuple[Request, int]], result: StepResult) -> dict[Request, _Chosen]:
-        """Requests' next tokens, by their rows; several that are drawn, side by side."""
+    def _choose(
+        self, wanting: list[tuple[Request, int]], rows: list[StepRow], result: StepResult
+    ) -> dict[Request, _Chosen]:
+        """Requests' next tokens, by their rows; several that are drawn here, side by side."""
+
+        def is_drawn_here(request: Request, row: int) -> bool:
+            return request.needs_logits and rows[row].draw is None
 
         def choose(request: Request, row: int) -> _Chosen:
-            logits = None if result.logits is None else result.logits[row]
             try:
-                return request.choose(int(result.next_ids[row]), logits, self._stop_ids)
+                if is_drawn_here(request, row):
+                    assert result.logits is not None, "the step was asked for logits"
+                    return request.choose(result.logits[row], self._stop_ids)
+                return request.take(int(result.next_ids[row]), result.likelihoods[row] if result.likelihoods else None)
             except Exception as error:  # this request's alone: the others go on
                 return error
 
@@ -295,7 +303,7 @@ class Scheduler:
             return [choose(request, row) for request, row in share]
 
         is_long = result.logits is not None and result.logits.shape[1] >= MANY_TOKENS
-        num_drawn = sum(request.needs_logits for request, _ in wanting) if is_long else 0
+        num_drawn = sum(is_drawn_here(request, row) for request, row in wanting) if is_long else 0
         first, *others = in_shares(wanting, num_drawn, self._num_drawers)
         beside = [(share, self._drawers.submit(choose_all, share)) for share in others]
         chosen = dict(zip([request for request, _ in first], choose_all(first), strict=True))

@@ -1,7 +1,7 @@
 """What the scheduler asks of an engine: steps of rows that belong to any requests, over any contexts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,20 @@ from workers.serving.messages import Selector
 NO_CONTEXT = -1  # in place of a context's number: the request begins with nothing
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How the token after a row is drawn; see `draw_reference`."""
+
+    temperature: float  # above 0
+    top_p: float
+    top_k: int  # 0: all; 1: the likeliest
+    min_p: float  # at most 1
+    at: float  # in [0, 1): which of those that may be
+    added_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # each token once
+    added: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # to their logits
+    num_top: int | None = None  # how many likely tokens are told beside the drawn one; None: no logits
+
+
 @dataclass(frozen=True, slots=True)
 class StepRow:
     """A token of the request in that slot; several tokens of one request may stand in one step, in order."""
@@ -22,6 +36,16 @@ class StepRow:
     slot: int
     token_id: int
     asks: bool = True  # what follows it; of others a step's next_ids and logits mean nothing
+    draw: Draw | None = None  # of an engine that draws: None is the likeliest token
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """How likely a token was, before anything was added to the logits."""
+
+    logit: float
+    log_total: float  # what to take off a logit for its log-probability
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens and their logits, by (logit descending, id ascending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +60,10 @@ class Fidelity:
 class StepResult:
     """Results of a step, row by row."""
 
-    next_ids: NDArray[np.int64]  # [num_rows]: the likeliest token; -1 where NaN or infinity is the greatest logit
+    next_ids: NDArray[np.int64]  # [num_rows]: likeliest, or drawn; -1 where NaN or infinity is the greatest logit
     logits: NDArray[np.float32] | None  # [num_rows, vocab_size], where asked for; valid until the next step
     fidelity: Fidelity | None = None  # of the row that was watched
+    likelihoods: Sequence[Likelihood | None] = ()  # [num_rows], of an engine that draws: of drawn tokens, where asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +93,7 @@ class StepEngine(Protocol):
     Results do not depend on what else is in a step, nor on how a question is cut into steps.
     """
 
+    draws: bool  # tokens, as rows ask; else whoever wants one drawn asks for logits
     max_rows: int  # of one step
     num_slots: int  # requests at the same time
     tail_capacity: int  # rows of one request's own, question and answer

@@ -11,7 +11,8 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from workers.serving.messages import Selector
-from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, StepResult, StepRow
+from workers.serving.sampling import draw, likelihood
+from workers.serving.step_engine import NO_CONTEXT, Draw, EngineCounts, Fidelity, Likelihood, StepResult, StepRow
 
 
 @dataclass
@@ -29,8 +30,15 @@ class FullEngine:
     The selector `window` attends to sinks and windows alone; all others to everything.
     """
 
-    def __init__(self, loaded: LoadedModel, max_rows: int = 16, num_slots: int = 16, tail_capacity: int = 256) -> None:
-        self.max_rows, self.num_slots, self.tail_capacity = max_rows, num_slots, tail_capacity
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        max_rows: int = 16,
+        num_slots: int = 16,
+        tail_capacity: int = 256,
+        draws: bool = False,
+    ) -> None:
+        self.draws, self.max_rows, self.num_slots, self.tail_capacity = draws, max_rows, num_slots, tail_capacity
         geometry = loaded.geometry
         self.max_positions, self.num_layers = geometry.max_positions, geometry.num_layers
         self._geometry = geometry
@@ -84,7 +92,9 @@ class FullEngine:
         self.num_steps += 1
         logits = np.stack([self._row(self.slots[row.slot], row.token_id) for row in rows])
         fidelity = None if watch is None else Fidelity(1.0, 1.0)
-        return StepResult(logits.argmax(-1), logits if want_logits else None, fidelity)
+        drawn = [_drawn(of, row.draw) for of, row in zip(logits, rows, strict=True)]
+        next_ids, likelihoods = np.array([token_id for token_id, _ in drawn]), [of for _, of in drawn]
+        return StepResult(next_ids, logits if want_logits else None, fidelity, likelihoods if self.draws else ())
 
     def _row(self, slot: Slot, token_id: int) -> NDArray[np.float32]:
         weights, context = self._weights, self._context(slot)
@@ -135,3 +145,12 @@ class FullEngine:
     def _norm(self, x: NDArray[np.float32], name: str) -> NDArray[np.float32]:
         normed: NDArray[np.float32] = self._weights[name] * x / np.sqrt((x * x).mean() + np.float32(self._eps))
         return normed
+
+
+def _drawn(logits: NDArray[np.float32], how: Draw | None) -> tuple[int, Likelihood | None]:
+    if how is None:
+        return int(logits.argmax()), None
+    changed = logits.copy()
+    changed[how.added_ids] += how.added
+    token_id = draw(changed, how)
+    return token_id, None if how.num_top is None else likelihood(logits, token_id, how.num_top)

@@ -12,7 +12,11 @@ from csattn.cpu.jit import readonly
 from workers.serving.draw_kernel import Scratch, draw_kernel
 from workers.serving.draw_reference import draw_reference, kept_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import adjusted, draw, likeliest, log_total
+from workers.serving.sampling import adjusted, draw, how_to_draw, likeliest, log_total
+
+
+def draw_at(logits: np.ndarray, sampling: Sampling, seed: int, position: int) -> int:
+    return draw(logits, how_to_draw(sampling, seed, position))
 
 
 def how(temperature: float, top_p: float = 1.0, **more: Any) -> Sampling:
@@ -20,24 +24,24 @@ def how(temperature: float, top_p: float = 1.0, **more: Any) -> Sampling:
 
 
 def drawn(logits: np.ndarray, temperature: float, top_p: float, num: int, seed: int = 0) -> np.ndarray:
-    tokens = [draw(logits, how(temperature, top_p), seed, position) for position in range(num)]
+    tokens = [draw_at(logits, how(temperature, top_p), seed, position) for position in range(num)]
     return np.bincount(tokens, minlength=len(logits))
 
 
 def test_temperature_0_takes_the_lowest_of_the_likeliest() -> None:
-    assert draw(np.array([1, 5, 2, 5], np.float32), how(0.0), 0, 0) == 1
+    assert draw_at(np.array([1, 5, 2, 5], np.float32), how(0.0), 0, 0) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logits", [[0.0, np.nan, 1.0], [np.nan] * 3, [0.0, np.inf, 1.0], [-np.inf] * 3])
 def test_nothing_is_drawn_from_what_is_no_distribution(logits, temperature) -> None:
     with pytest.raises(ValueError, match="the greatest is"):
-        draw(np.array(logits, np.float32), how(temperature, 0.9), 0, 0)
+        draw_at(np.array(logits, np.float32), how(temperature, 0.9), 0, 0)
 
 
 def test_hardly_any_temperature_takes_the_likeliest(rng) -> None:
     logits = rng.standard_normal(100).astype(np.float32)
-    assert {draw(logits, how(1e-300), 7, position) for position in range(20)} == {int(logits.argmax())}
+    assert {draw_at(logits, how(1e-300), 7, position) for position in range(20)} == {int(logits.argmax())}
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.5, 0.9, 0.999, 1.0])
@@ -62,7 +66,7 @@ def test_all_equal_tokens_enter_by_their_ids(top_p) -> None:
 @pytest.mark.parametrize("asked", [how(1.0, 0.0), how(1.0, min_p=1.5), how(1.0, 1e-300, top_k=3)], ids=str)
 def test_one_token_is_left_at_least(asked, rng) -> None:
     logits = rng.standard_normal(100).astype(np.float32)
-    assert draw(logits, asked, 1, 2) == int(logits.argmax())
+    assert draw_at(logits, asked, 1, 2) == int(logits.argmax())
 
 
 def test_frequencies_are_the_shares(rng) -> None:
@@ -103,7 +107,7 @@ def test_the_token_is_that_of_the_definition(vocab_size, asked, rng) -> None:
     seed = 5
     for position in range(40):
         at = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
-        assert draw(logits, asked, seed, position) in draw_reference(logits, asked, at)
+        assert draw_at(logits, asked, seed, position) in draw_reference(logits, asked, at)
 
 
 @pytest.mark.parametrize("at", [0.0, 0.25, np.nextafter(0.5, 0), 0.5, np.nextafter(1.0, 0)])
@@ -121,13 +125,13 @@ def test_what_has_no_weight_is_never_drawn(place, at) -> None:
 
 def test_seed_and_position_alone_decide(rng) -> None:
     logits = rng.standard_normal((4, 50)).astype(np.float32)
-    forward = [[draw(row, how(1.0, 0.9), 11, position) for row in logits] for position in range(30)]
+    forward = [[draw_at(row, how(1.0, 0.9), 11, position) for row in logits] for position in range(30)]
     backward = [
-        [draw(row, how(1.0, 0.9), 11, position) for row in logits[::-1]][::-1] for position in range(29, -1, -1)
+        [draw_at(row, how(1.0, 0.9), 11, position) for row in logits[::-1]][::-1] for position in range(29, -1, -1)
     ]
     assert forward == backward[::-1]
-    assert forward != [[draw(row, how(1.0, 0.9), 12, position) for row in logits] for position in range(30)]
-    assert draw(logits[0], how(1.0), 2**64 - 1, 0) in range(50)
+    assert forward != [[draw_at(row, how(1.0, 0.9), 12, position) for row in logits] for position in range(30)]
+    assert draw_at(logits[0], how(1.0), 2**64 - 1, 0) in range(50)
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.integers(0, 50))
@@ -154,10 +158,10 @@ def test_top_k_and_min_p_leave_the_likeliest(top_k, rng) -> None:
     logits = np.round(rng.standard_normal(12), 1).astype(np.float32)
     logits[5] = logits[2]  # a tie
     best = sorted(range(12), key=lambda i: (-logits[i], i))
-    ids = {draw(logits, how(1.0, top_k=top_k), 3, position) for position in range(500)}
+    ids = {draw_at(logits, how(1.0, top_k=top_k), 3, position) for position in range(500)}
     assert ids <= set(best[:top_k]) and len(ids) >= min(top_k, 3)
     shares = np.exp(logits - logits.max())
-    ids = {draw(logits, how(1.0, min_p=0.5), 3, position) for position in range(500)}
+    ids = {draw_at(logits, how(1.0, min_p=0.5), 3, position) for position in range(500)}
     assert ids <= set(np.flatnonzero(shares >= 0.5)) and int(logits.argmax()) in ids
 
 

@@ -14,23 +14,33 @@ from tests.workers.serving.test_preparation import path_of
 from workers.serving import scheduler as scheduling
 from workers.serving.messages import Done, Piece
 from workers.serving.plan import QuestionRows, plan_step, share_out
+from workers.serving.request import Request
 
 ASKED = [
     {"question": token_ids(n, seed=n).tolist(), "context_id": n % 3, "max_new_tokens": 3 + n, "seed": n, **more}
     for n, more in enumerate(
         [{}, {"temperature": 0.9}, {"selector": "window"}, {"top_logprobs": 3}, {"temperature": 1.2, "top_p": 0.7}] * 3
-        + [{}],
+        + [{"temperature": 0.8, "frequency_penalty": 0.5, "logit_bias": ((7, 2.0), (255, -1.0)), "min_tokens": 3}],
         start=1,
     )
 ]
 
 
-@pytest.mark.parametrize("many_tokens", [0, scheduling.MANY_TOKENS], ids=["drawn side by side", "one by one"])
-def test_sixteen_requests_at_once_are_each_answered_as_if_alone(built: Path, many_tokens, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("engine_draws", "many_tokens"),
+    [(False, 0), (False, scheduling.MANY_TOKENS), (True, 0)],
+    ids=["drawn side by side", "one by one", "by the engine"],
+)
+def test_sixteen_requests_at_once_are_each_answered_as_if_alone(
+    built: Path, engine_draws, many_tokens, monkeypatch
+) -> None:
     monkeypatch.setattr(scheduling, "MANY_TOKENS", many_tokens)
-    scheduler, engine, _ = make_scheduler(built)
+    scheduler, engine, _ = make_scheduler(built, FullEngine(loaded(), draws=engine_draws))
+    if engine_draws:
+        monkeypatch.setattr(Request, "choose", None)  # nobody asks for logits
     requests = [make_request(scheduler, **asked) for asked in ASKED]
     run(scheduler)
+    monkeypatch.undo()
     together = engine.num_steps
     for request, asked in zip(requests, ASKED, strict=True):
         text, last = read(request)

@@ -131,14 +131,15 @@ def test_a_fault_in_one_requests_choice_ends_no_other(
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2))
     faulty, other = (make_request(scheduler, max_new_tokens=6, **sampling) for _ in range(2))
     scheduler.turn()
-    choose = Request.choose
+    name = "choose" if sampling else "take"
+    real = getattr(Request, name)
 
-    def choose_or_fail(request: Request, *args):
+    def real_or_fault(request: Request, *args):
         if request is faulty:
             raise IndexError("beyond the vocabulary")
-        return choose(request, *args)
+        return real(request, *args)
 
-    monkeypatch.setattr(Request, "choose", choose_or_fail)
+    monkeypatch.setattr(Request, name, real_or_fault)
     run(scheduler)
     error = read(faulty)[1]
     assert isinstance(error, ServingError) and "beyond the vocabulary" in error.message

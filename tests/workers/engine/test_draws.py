@@ -1,0 +1,155 @@
+"""Tokens drawn by a step, against the definition."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cuda_on_cpu.emulated import DEVICE
+from workers.engine import draws
+from workers.engine.draws import MAX_TOP, DrawsOnDevice
+from workers.model.runner import StepOutput
+from workers.serving.draw_reference import draw_reference
+from workers.serving.messages import Sampling
+from workers.serving.sampling import additions, adjusted, how_to_draw, likelihood
+from workers.serving.step_engine import Draw, Likelihood, StepRow
+
+SEED = 5
+ASKED = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.2, "top_p": 0.9},
+    {"temperature": 1.5, "top_p": 0.999},
+    {"top_k": 1},
+    {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+    {"top_k": 1000, "min_p": 0.01},
+    {"temperature": 2.0, "top_p": 0.5, "top_k": 100_000, "min_p": 0.2},
+    {"temperature": 0.02},
+    {"temperature": 1e-300, "top_p": 1e-300},
+    {"top_p": 0.0, "min_p": 1.5},
+]
+
+
+@pytest.fixture(autouse=True)
+def emulated(emulator, monkeypatch) -> None:
+    emulator.stand_in(monkeypatch, draws)
+
+
+def how(**asked: Any) -> Sampling:
+    return Sampling(**{"max_new_tokens": 1, "temperature": 1.0, **asked})
+
+
+def drawn(logits: np.ndarray, asked: list[Draw | None]) -> tuple[list[int], list[Likelihood | None]]:
+    """Tokens of a step whose likeliest ones are known, with rows that nobody asks for behind them."""
+    padded = np.concatenate([logits, np.full((1, logits.shape[1]), np.nan, np.float32)])
+    there = torch.from_numpy(padded).to(DEVICE)
+    next_ids = there.argmax(-1)
+    next_ids[~there.amax(-1).isfinite()] = -1
+    on_device = DrawsOnDevice(DEVICE, len(padded))
+    rows = [StepRow(0, 7, draw=draw) for draw in asked]
+    on_device.enqueue(rows, StepOutput(there, next_ids))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return next_ids[: len(asked)].tolist(), on_device.likelihoods(rows)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 1023, 1025, 8191, 8193, 20_000])
+def test_tokens_are_those_of_the_definition(vocab_size, rng) -> None:
+    logits = (2 * rng.standard_normal(vocab_size)).astype(np.float32)
+    logits[::3] = np.round(logits[::3], 1)  # many are equal
+    logits[rng.permutation(vocab_size)[: vocab_size // 2]] = -np.inf
+    samplings = [how(**asked) for asked in ASKED for _ in range(3)]
+    draws_ = [how_to_draw(sampling, SEED, position) for position, sampling in enumerate(samplings)]
+    got, _ = drawn(np.tile(logits, (len(draws_), 1)), draws_)
+    for token_id, sampling, draw in zip(got, samplings, draws_, strict=True):
+        if sampling.temperature < 1e-9 or sampling.top_p == 0:
+            assert token_id == logits.argmax()
+        else:
+            assert token_id in draw_reference(logits, sampling, draw.at), (sampling, draw)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-3, 1e3])
+def test_flat_and_steep_logits(scale, rng) -> None:
+    logits = (scale * rng.standard_normal(3000)).astype(np.float32)
+    samplings = [how(top_p=top_p, top_k=top_k) for top_p in (0.1, 0.9, 1.0) for top_k in (0, 7, 2000)]
+    draws_ = [how_to_draw(sampling, SEED, position) for position, sampling in enumerate(samplings)]
+    got, _ = drawn(np.tile(logits, (len(draws_), 1)), draws_)
+    for token_id, sampling, draw in zip(got, samplings, draws_, strict=True):
+        assert token_id in draw_reference(logits, sampling, draw.at), (sampling, draw)
+
+
+@pytest.mark.parametrize("at", [0.0, 0.25, np.nextafter(0.5, 0), 0.5, np.nextafter(1.0, 0)])
+def test_what_has_no_weight_is_never_drawn(at) -> None:
+    places, ways = [0, 511, 1024, 8192, 8999], [(0, 1.0), (5, 1.0), (0, 0.5), (5, 0.5), (1, 1.0)]
+    logits = np.full((len(places) * len(ways), 9000), -np.inf, np.float32)
+    logits[np.arange(len(logits)), np.repeat(places, len(ways))] = 3.0
+    asked = [Draw(temperature=0.5, top_p=p, top_k=k, min_p=0.0, at=at) for _ in places for k, p in ways]
+    got, _ = drawn(logits, asked)
+    assert got == np.repeat(places, len(ways)).tolist()
+
+
+def test_what_is_added_counts_and_likelihoods_do_not_know_of_it(rng) -> None:
+    logits = rng.standard_normal((5, 2000)).astype(np.float32)
+    logits[:, ::5] = np.round(logits[:, ::5], 1)  # ties
+    biased = how(logit_bias=((3, 100.0), (1999, -2.0), (2000, 100.0), (7, 1.0)), top_logprobs=0)
+    samplings = [
+        biased,
+        how(temperature=0.0, frequency_penalty=1.0, presence_penalty=0.5, top_logprobs=MAX_TOP),
+        how(temperature=0.0, top_logprobs=5),
+        how(temperature=0.0),
+        how(temperature=0.0, logit_bias=((8, -100.0),)),
+    ]
+    likely = [int(row.argmax()) for row in logits]
+    told = [likely[1], likely[1], 5]
+    ends = [set(), set(), {likely[2]}, {likely[3], 5}, set()]
+    asked = []
+    for sampling, end in zip(samplings, ends, strict=True):
+        ids, added = additions(sampling, told, end)
+        draw = how_to_draw(sampling, SEED, 0)
+        asked.append(
+            Draw(
+                **{name: getattr(draw, name) for name in ("temperature", "top_p", "top_k", "min_p", "at")},
+                added_ids=ids,
+                added=added,
+                num_top=sampling.top_logprobs,
+            )
+        )
+    got, likelihoods = drawn(logits, asked)
+    allowed = [~np.isin(np.arange(2000), list(end)) for end in ends]
+    wanted = [
+        adjusted(row, sampling, told, None, may) for row, sampling, may in zip(logits, samplings, allowed, strict=True)
+    ]
+    assert got == [int(row.argmax()) for row in wanted] and got[0] == 3 and got[2] != likely[2]
+    for row, token_id, sampling, of in zip(logits, got, samplings, likelihoods, strict=True):
+        if sampling.top_logprobs is None:
+            assert of is None
+        else:
+            want = likelihood(row, token_id, sampling.top_logprobs)
+            assert of is not None and (of.logit, of.top) == (want.logit, want.top)
+            assert of.log_total == pytest.approx(want.log_total, abs=2e-6)
+
+
+def test_rows_that_are_not_drawn_and_what_is_no_distribution(rng) -> None:
+    logits = rng.standard_normal((4, 100)).astype(np.float32)
+    logits[1, 5], logits[2, 6] = np.nan, np.inf
+    draw = how_to_draw(how(top_p=0.5), SEED, 0)
+    got, likelihoods = drawn(logits, [None, draw, draw, draw])
+    assert got[:3] == [int(logits[0].argmax()), -1, -1] and got[3] in draw_reference(logits[3], how(top_p=0.5), draw.at)
+    assert likelihoods == [None] * 4
+
+
+def test_a_token_does_not_depend_on_the_rows_beside_it(rng) -> None:
+    logits = rng.standard_normal((6, 5000)).astype(np.float32)
+    asked: list[Draw | None] = [how_to_draw(how(top_p=0.9, top_k=50 * i), SEED, i) for i in range(6)]
+    together, _ = drawn(logits, asked)
+    assert together == [drawn(logits[i : i + 1], asked[i : i + 1])[0][0] for i in range(6)]
+    assert together != drawn(logits, [how_to_draw(how(top_p=0.9, top_k=50 * i), SEED + 1, i) for i in range(6)])[0]
+
+
+def test_more_may_be_added_than_there_was_room_for() -> None:
+    ids = np.arange(3000, dtype=np.int32)
+    draw = Draw(
+        temperature=1.0, top_p=1.0, top_k=1, min_p=0.0, at=0.0, added_ids=ids, added=np.linspace(0, 1, 3000, dtype="f4")
+    )
+    assert drawn(np.zeros((1, 3000), np.float32), [draw])[0] == [2999]

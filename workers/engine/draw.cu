@@ -1,0 +1,262 @@
+// Draws the token after each row of a step, a block for each, without sorting. The definition is in
+// workers/serving/draw_reference.py. Weights are whole numbers, 2^40 of the likeliest token, so that sums of them do not
+// depend on their order. Compiled for THREADS.
+
+#include "../../csattn/cuda/warps.cuh"
+
+constexpr int UNROLL = 8, TILE = UNROLL * THREADS;
+constexpr int DIGIT = 11, NUM_BINS = 1 << DIGIT, PLACE_BITS = 31, ID_BITS = 24, KEY_BITS = PLACE_BITS + ID_BITS;
+constexpr int MAX_TOP = 20;
+constexpr u64 ALL = ~0ull;
+constexpr float WHOLE = 1099511627776.f, FARTHEST = 28.f;  // 2^40, and past its logarithm: what is farther off has no weight
+constexpr float MOST_PLACES = 2147483520.f;                // the greatest below 2^PLACE_BITS
+
+struct Draw {
+    double top_p, at;
+    float temperature, min_p;
+    int row, top_k;  // 0: all
+    int first_added, num_added;
+    int num_top;  // -1: nobody asks how likely the token was
+    int unused;
+};
+struct Score {
+    float greatest, total;  // of the logits, and the sum of e ** (logit - greatest)
+    float logit;            // the drawn token's
+    int num_top;
+    float top_logits[MAX_TOP];
+    int top_ids[MAX_TOP];
+};
+
+struct Shared {
+    u64 bins[NUM_BINS], of_warps[WARPS];
+    u64 found, left;
+    u32 num_top;
+    int drawn, top_ids[MAX_TOP];
+    float top_logits[MAX_TOP];
+};
+__device__ __forceinline__ Shared& shared() {
+    __shared__ Shared memory;
+    return memory;
+}
+
+template <class T, class Join> __device__ __forceinline__ T over_block(T value, Join join) {
+    T* scratch = reinterpret_cast<T*>(shared().of_warps);
+    for (int step = 16; step > 0; step >>= 1) value = join(value, __shfl_xor_sync(ALL_LANES, value, step));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = scratch[0];
+    for (int warp = 1; warp < WARPS; ++warp) value = join(value, scratch[warp]);
+    return value;
+}
+template <class T> __device__ __forceinline__ T sum_over_block(T value) {
+    return over_block(value, [](T a, T b) { return a + b; });
+}
+__device__ __forceinline__ float greatest_of_block(float value) {
+    return over_block(value, [](float a, float b) { return fmaxf(a, b); });
+}
+
+// The sum over the threads before this one; total: over all.
+__device__ __forceinline__ u64 weight_before(u64 value, u64& total) {
+    u64* of_warps = shared().of_warps;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u64 up_to = value;
+    for (int step = 1; step < 32; step <<= 1) {
+        const u64 other = __shfl_up_sync(ALL_LANES, up_to, step);
+        if (lane >= step) up_to += other;
+    }
+    __syncthreads();
+    if (lane == 31) of_warps[warp] = up_to;
+    __syncthreads();
+    u64 before = 0;
+    total = 0;
+    for (int i = 0; i < WARPS; ++i) {
+        if (i < warp) before += of_warps[i];
+        total += of_warps[i];
+    }
+    return before + up_to - value;
+}
+
+// Several loads at a time: use(token id, logit). What is behind the last is -inf.
+template <class Use> __device__ __forceinline__ void for_tile(const float* logits, int len, int start, Use use) {
+    float x[UNROLL];
+#pragma unroll
+    for (int j = 0; j < UNROLL; ++j) {
+        const int i = start + j * THREADS + threadIdx.x;
+        x[j] = i < len ? logits[i] : -INFINITY;
+    }
+#pragma unroll
+    for (int j = 0; j < UNROLL; ++j) use(start + j * THREADS + static_cast<int>(threadIdx.x), x[j]);
+}
+template <class Use> __device__ __forceinline__ void for_each(const float* logits, int len, Use use) {
+    for (int start = 0; start < len; start += TILE) for_tile(logits, len, start, use);
+}
+
+// Tokens in their order: the likeliest first, of equal ones the lowest id.
+struct Order {
+    float greatest, scale;
+
+    __device__ u64 key(int id, float logit) const {
+        const u32 place = static_cast<u32>(fminf((greatest - logit) * scale, MOST_PLACES));
+        return static_cast<u64>(place) << ID_BITS | static_cast<u32>(id);
+    }
+};
+__device__ __forceinline__ Order order_of(const float* logits, int len, float farthest) {
+    float high = -INFINITY, less = -INFINITY;
+    for_each(logits, len, [&](int, float x) {
+        high = fmaxf(high, x);
+        if (x != -INFINITY) less = fmaxf(less, -x);
+    });
+    high = greatest_of_block(high);
+    const float range = fminf(high + greatest_of_block(less), farthest);
+    return {high, range > 1e-20f ? MOST_PLACES / range : 0.f};
+}
+
+// The least key up to which amounts come to `wanted`; ALL where they do not. amount(token id, logit, key): 0 for what is
+// not among them. Digit by digit from the highest.
+template <class Amount>
+__device__ u64 last_of(const float* logits, int len, const Order& order, u64 wanted, Amount amount) {
+    Shared& s = shared();
+    u64 begun = 0;
+    for (int shift = KEY_BITS - DIGIT; shift >= 0; shift -= DIGIT) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) s.bins[i] = 0;
+        if (threadIdx.x == 0) s.found = ALL;
+        __syncthreads();
+        for_each(logits, len, [&](int id, float x) {
+            if (x == -INFINITY) return;
+            const u64 key = order.key(id, x);
+            if (key >> shift + DIGIT != begun >> shift + DIGIT) return;
+            if (const u64 n = amount(x, key)) atomicAdd(&s.bins[key >> shift & NUM_BINS - 1], n);
+        });
+        __syncthreads();
+        constexpr int EACH = NUM_BINS / THREADS;
+        u64 of_thread = 0, total;
+        for (int i = 0; i < EACH; ++i) of_thread += s.bins[threadIdx.x * EACH + i];
+        u64 before = weight_before(of_thread, total);
+        for (int i = 0; i < EACH; ++i) {
+            const u64 inside = s.bins[threadIdx.x * EACH + i];
+            if (before < wanted && wanted <= before + inside) {
+                s.found = threadIdx.x * EACH + i;
+                s.left = wanted - before;
+            }
+            before += inside;
+        }
+        __syncthreads();
+        if (s.found == ALL) return ALL;
+        begun |= s.found << shift;
+        wanted = s.left;
+    }
+    return begun;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) draw(
+    float* all_logits,     // [num_rows, vocab_size], changed where something is added; -inf: may not be
+    long long stride,      // of its rows
+    long long vocab_size,  // at most 2^ID_BITS
+    const Draw* draws,     // [blocks]
+    const int* added_ids,  // what is added to logits, each id once for a draw
+    float* added,          // changed
+    long long* next_ids,   // [num_rows], -1 where there is nothing to draw from; the drawn token
+    Score* scores          // [blocks], of those that ask
+) {
+    const Draw draw = draws[blockIdx.x];
+    const int len = static_cast<int>(vocab_size);
+    float* logits = all_logits + draw.row * stride;
+    if (next_ids[draw.row] < 0) return;
+    Shared& s = shared();
+    Score* score = draw.num_top < 0 ? nullptr : scores + blockIdx.x;
+    Order order = order_of(logits, len, draw.num_added || score ? INFINITY : FARTHEST * draw.temperature);
+    if (score) {
+        float total = 0;
+        for_each(logits, len, [&](int, float x) { total += expf(x - order.greatest); });
+        total = sum_over_block(total);
+        if (threadIdx.x == 0) s.num_top = 0;
+        if (draw.num_top) {
+            const u64 last = last_of(logits, len, order, draw.num_top, [](float, u64) { return 1ull; });
+            for_each(logits, len, [&](int id, float x) {
+                if (x == -INFINITY || order.key(id, x) > last) return;
+                const u32 i = atomicAdd(&s.num_top, 1);
+                s.top_logits[i] = x, s.top_ids[i] = id;
+            });
+        }
+        __syncthreads();
+        if (threadIdx.x < s.num_top) {
+            const float x = s.top_logits[threadIdx.x];
+            const int id = s.top_ids[threadIdx.x];
+            int rank = 0;
+            for (u32 i = 0; i < s.num_top; ++i) rank += s.top_logits[i] > x || (s.top_logits[i] == x && s.top_ids[i] < id);
+            score->top_logits[rank] = x, score->top_ids[rank] = id;
+        }
+        if (threadIdx.x == 0) score->greatest = order.greatest, score->total = total, score->num_top = s.num_top;
+    }
+    for (int i = threadIdx.x; i < draw.num_added; i += THREADS) {
+        const int at = draw.first_added + i, id = added_ids[at];
+        if (id >= len) continue;
+        const float x = logits[id];
+        logits[id] = x + added[at];
+        added[at] = x;  // what it was
+    }
+    if (draw.num_added || score) {
+        __syncthreads();
+        order = order_of(logits, len, FARTHEST * draw.temperature);
+    }
+
+    u64 last = ALL, least = 1;  // of the keys, and of the weights, that may be drawn
+    const auto weight = [&](float x, u64 key) -> u64 {
+        const float share = expf((x - order.greatest) / draw.temperature);
+        const u64 whole = share < draw.min_p || key > last ? 0 : static_cast<u64>(share * WHOLE);
+        return whole < least ? 0 : whole;
+    };
+    const auto total_weight = [&] {
+        u64 total = 0;
+        for_each(logits, len, [&](int id, float x) { total += weight(x, order.key(id, x)); });
+        return sum_over_block(total);
+    };
+    if (draw.top_k > 1 && draw.top_k < len)
+        last = last_of(logits, len, order, draw.top_k, [](float, u64) { return 1ull; });
+    if (draw.top_p < 1 && draw.top_k != 1) {
+        const double total = static_cast<double>(total_weight());
+        least = max(1ull, static_cast<u64>((1 - draw.top_p) * total / len));  // all of less have less than what is left out
+        last = min(last, last_of(logits, len, order, max(1ull, static_cast<u64>(ceil(draw.top_p * total))), weight));
+    }
+
+    // the first id up to which weights have more than `at` of their sum
+    if (threadIdx.x == 0) s.drawn = len;
+    __syncthreads();
+    if (draw.top_k == 1) {
+        for_each(logits, len, [&](int id, float x) {
+            if (x == order.greatest) atomicMin(&s.drawn, id);
+        });
+    } else {
+        for (int start = 0; start < len; start += TILE) {
+            u64 of_tile = 0;
+            for_tile(logits, len, start, [&](int id, float x) { of_tile += weight(x, order.key(id, x)); });
+            of_tile = sum_over_block(of_tile);
+            if (threadIdx.x == 0) s.bins[start / TILE] = of_tile;
+        }
+        __syncthreads();
+        u64 total = 0;
+        for (int start = 0; start < len; start += TILE) total += s.bins[start / TILE];
+        u64 wanted = min(total - 1, static_cast<u64>(draw.at * static_cast<double>(total)));
+        int start = 0;
+        bool is_found = false;
+        while (wanted >= s.bins[start / TILE]) wanted -= s.bins[start / TILE], start += TILE;
+        for_tile(logits, len, start, [&](int id, float x) {
+            const u64 own = weight(x, order.key(id, x));
+            u64 of_row;
+            const u64 before = weight_before(own, of_row);
+            if (!is_found && before <= wanted && wanted - before < own) s.drawn = id;
+            is_found |= wanted < of_row;
+            if (!is_found) wanted -= of_row;
+        });
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        next_ids[draw.row] = s.drawn < len ? s.drawn : -1;
+        if (score && s.drawn < len) score->logit = logits[s.drawn];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; score && i < draw.num_added; i += THREADS)
+        if (added_ids[draw.first_added + i] == s.drawn) score->logit = added[draw.first_added + i];
+}

@@ -1,0 +1,103 @@
+"""Tokens drawn where the logits are: on the device, by one launch for all rows of a step (`draw.cu`)."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.cuda import CudaKernel, cuda_kernel
+from workers.model.runner import StepOutput
+from workers.serving.step_engine import Likelihood, StepRow
+
+_SOURCE, _THREADS = Path(__file__).with_name("draw.cu"), 1024
+MAX_TOP = 20  # of the likeliest tokens that are told
+_DRAW = np.dtype(
+    [
+        *(("top_p", "f8"), ("at", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("row", "i4"), ("top_k", "i4")),
+        *(("first_added", "i4"), ("num_added", "i4"), ("num_top", "i4"), ("unused", "i4")),
+    ]
+)
+_SCORE = np.dtype(
+    [
+        *(("greatest", "f4"), ("total", "f4"), ("logit", "f4"), ("num_top", "i4")),
+        *(("top_logits", "f4", MAX_TOP), ("top_ids", "i4", MAX_TOP)),
+    ]
+)
+
+
+class DrawsOnDevice:
+    """Owns memory for one step's draws: what is asked, and how likely the tokens were, on both sides."""
+
+    def __init__(self, device: torch.device, max_rows: int) -> None:
+        """Where the device is the CPU, copies are plain."""
+        if device.type == "cuda":
+            _kernel()  # compiled before a token waits for it
+        self._device = device
+        self._asked = _OnBoth(device, max_rows * _DRAW.itemsize)
+        self._scores = _OnBoth(device, max_rows * _SCORE.itemsize)
+
+    def enqueue(self, rows: Sequence[StepRow], output: StepOutput) -> None:
+        """Have the tokens of rows that are drawn written to `output.next_ids`, and what is added to `output.logits`."""
+        draws = [(number, row.draw) for number, row in enumerate(rows) if row.draw is not None]
+        if not draws:
+            return
+        asked, num_added = np.zeros(len(draws), _DRAW), 0
+        for i, (number, draw) in enumerate(draws):
+            num_top = -1 if draw.num_top is None else min(draw.num_top, MAX_TOP)
+            numbers = draw.top_p, draw.at, draw.temperature, draw.min_p, number, draw.top_k
+            asked[i] = (*numbers, num_added, len(draw.added_ids), num_top, 0)
+            num_added += len(draw.added_ids)
+        ids, added = [draw.added_ids for _, draw in draws], [draw.added for _, draw in draws]
+        sent = np.concatenate([part.view(np.uint8) for part in (asked, *ids, *added)])
+        if len(sent) > len(self._asked.here):
+            self._asked = _OnBoth(self._device, 2 * len(sent))
+        there = self._asked.send(sent)
+        _kernel().launch(
+            (len(draws), 1, 1),
+            _THREADS,
+            output.logits,
+            output.logits.stride(0),
+            output.logits.shape[1],
+            there,
+            there[asked.nbytes :],
+            there[asked.nbytes + 4 * num_added :],
+            output.next_ids,
+            self._scores.there,
+        )
+        self._scores.fetch()
+
+    def likelihoods(self, rows: Sequence[StepRow]) -> list[Likelihood | None]:
+        """Of the rows' tokens that were drawn, where they ask; once what was enqueued is done."""
+        scores = iter(self._scores.here.numpy().view(_SCORE))
+        told = [None if row.draw is None else (next(scores), row.draw.num_top) for row in rows]
+        return [None if each is None or each[1] is None else _likelihood(each[0]) for each in told]
+
+
+class _OnBoth:
+    """Bytes on a device and, page-locked, on the host."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self.there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def send(self, data: NDArray[np.uint8]) -> Tensor:
+        """They are on their way when it returns: nothing else may be sent before they have come."""
+        self.here.numpy()[: len(data)] = data
+        return self.there[: len(data)].copy_(self.here[: len(data)], non_blocking=True)
+
+    def fetch(self) -> None:
+        self.here.copy_(self.there, non_blocking=True)
+
+
+def _kernel() -> CudaKernel:
+    return cuda_kernel(_SOURCE, "draw", {"THREADS": _THREADS})
+
+
+def _likelihood(score: np.void) -> Likelihood:
+    num_top = int(score["num_top"])
+    top = tuple(zip(score["top_ids"][:num_top].tolist(), score["top_logits"][:num_top].tolist(), strict=True))
+    return Likelihood(float(score["logit"]), float(score["greatest"]) + math.log(score["total"]), top)

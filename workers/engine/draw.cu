@@ -8,6 +8,7 @@ constexpr int UNROLL = 8, TILE = UNROLL * THREADS;
 constexpr int DIGIT = 11, NUM_BINS = 1 << DIGIT, PLACE_BITS = 31, ID_BITS = 24, KEY_BITS = PLACE_BITS + ID_BITS;
 constexpr int MAX_TOP = 20;
 constexpr u64 ALL = ~0ull;
+#define INF __int_as_float(0x7f800000)  // NVRTC has no math.h
 constexpr float WHOLE = 1099511627776.f, FARTHEST = 28.f;  // 2^40, and past its logarithm: what is farther off has no weight
 constexpr float MOST_PLACES = 2147483520.f;                // the greatest below 2^PLACE_BITS
 
@@ -83,7 +84,7 @@ template <class Use> __device__ __forceinline__ void for_tile(const float* logit
 #pragma unroll
     for (int j = 0; j < UNROLL; ++j) {
         const int i = start + j * THREADS + threadIdx.x;
-        x[j] = i < len ? logits[i] : -INFINITY;
+        x[j] = i < len ? logits[i] : -INF;
     }
 #pragma unroll
     for (int j = 0; j < UNROLL; ++j) use(start + j * THREADS + static_cast<int>(threadIdx.x), x[j]);
@@ -102,10 +103,10 @@ struct Order {
     }
 };
 __device__ __forceinline__ Order order_of(const float* logits, int len, float farthest) {
-    float high = -INFINITY, less = -INFINITY;
+    float high = -INF, less = -INF;
     for_each(logits, len, [&](int, float x) {
         high = fmaxf(high, x);
-        if (x != -INFINITY) less = fmaxf(less, -x);
+        if (x != -INF) less = fmaxf(less, -x);
     });
     high = greatest_of_block(high);
     const float range = fminf(high + greatest_of_block(less), farthest);
@@ -124,7 +125,7 @@ __device__ u64 last_of(const float* logits, int len, const Order& order, u64 wan
         if (threadIdx.x == 0) s.found = ALL;
         __syncthreads();
         for_each(logits, len, [&](int id, float x) {
-            if (x == -INFINITY) return;
+            if (x == -INF) return;
             const u64 key = order.key(id, x);
             if (key >> shift + DIGIT != begun >> shift + DIGIT) return;
             if (const u64 n = amount(x, key)) atomicAdd(&s.bins[key >> shift & NUM_BINS - 1], n);
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
     if (next_ids[draw.row] < 0) return;
     Shared& s = shared();
     Score* score = draw.num_top < 0 ? nullptr : scores + blockIdx.x;
-    Order order = order_of(logits, len, draw.num_added || score ? INFINITY : FARTHEST * draw.temperature);
+    Order order = order_of(logits, len, draw.num_added || score ? INF : FARTHEST * draw.temperature);
     if (score) {
         float total = 0;
         for_each(logits, len, [&](int, float x) { total += expf(x - order.greatest); });
@@ -175,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
         if (draw.num_top) {
             const u64 last = last_of(logits, len, order, draw.num_top, [](float, u64) { return 1ull; });
             for_each(logits, len, [&](int id, float x) {
-                if (x == -INFINITY || order.key(id, x) > last) return;
+                if (x == -INF || order.key(id, x) > last) return;
                 const u32 i = atomicAdd(&s.num_top, 1);
                 s.top_logits[i] = x, s.top_ids[i] = id;
             });

@@ -31,6 +31,7 @@ struct Score {
 struct Shared {
     u64 bins[NUM_BINS], of_warps[WARPS];
     u64 found, left;
+    bool is_whole;
     u32 num_top;
     int drawn, top_ids[MAX_TOP];
     float top_logits[MAX_TOP];
@@ -113,39 +114,42 @@ __device__ __forceinline__ Order order_of(const float* logits, int len, float fa
     return {high, range > 1e-20f ? MOST_PLACES / range : 0.f};
 }
 
-// The least key up to which amounts come to `wanted`; ALL where they do not. amount(token id, logit, key): 0 for what is
-// not among them. Digit by digit from the highest.
-template <class Amount>
+// The last key of the shortest beginning whose amounts come to `wanted`, or one behind which nothing follows before the
+// next; ALL where they do not. amount(logit, key): 0 for what is not among them. Digit by digit from the highest.
+template <class T, class Amount>
 __device__ u64 last_of(const float* logits, int len, const Order& order, u64 wanted, Amount amount) {
     Shared& s = shared();
+    T* bins = reinterpret_cast<T*>(s.bins);
     u64 begun = 0;
     for (int shift = KEY_BITS - DIGIT; shift >= 0; shift -= DIGIT) {
         __syncthreads();
-        for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) s.bins[i] = 0;
+        for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
         if (threadIdx.x == 0) s.found = ALL;
         __syncthreads();
         for_each(logits, len, [&](int id, float x) {
             if (x == -INF) return;
             const u64 key = order.key(id, x);
             if (key >> shift + DIGIT != begun >> shift + DIGIT) return;
-            if (const u64 n = amount(x, key)) atomicAdd(&s.bins[key >> shift & NUM_BINS - 1], n);
+            if (const T n = amount(x, key)) atomicAdd(&bins[key >> shift & NUM_BINS - 1], n);
         });
         __syncthreads();
         constexpr int EACH = NUM_BINS / THREADS;
         u64 of_thread = 0, total;
-        for (int i = 0; i < EACH; ++i) of_thread += s.bins[threadIdx.x * EACH + i];
+        for (int i = 0; i < EACH; ++i) of_thread += bins[threadIdx.x * EACH + i];
         u64 before = weight_before(of_thread, total);
         for (int i = 0; i < EACH; ++i) {
-            const u64 inside = s.bins[threadIdx.x * EACH + i];
+            const u64 inside = bins[threadIdx.x * EACH + i];
             if (before < wanted && wanted <= before + inside) {
                 s.found = threadIdx.x * EACH + i;
                 s.left = wanted - before;
+                s.is_whole = s.left == inside;
             }
             before += inside;
         }
         __syncthreads();
         if (s.found == ALL) return ALL;
         begun |= s.found << shift;
+        if (s.is_whole) return begun | (1ull << shift) - 1;
         wanted = s.left;
     }
     return begun;
@@ -174,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
         total = sum_over_block(total);
         if (threadIdx.x == 0) s.num_top = 0;
         if (draw.num_top) {
-            const u64 last = last_of(logits, len, order, draw.num_top, [](float, u64) { return 1ull; });
+            const u64 last = last_of<u32>(logits, len, order, draw.num_top, [](float, u64) { return 1u; });
             for_each(logits, len, [&](int id, float x) {
                 if (x == -INF || order.key(id, x) > last) return;
                 const u32 i = atomicAdd(&s.num_top, 1);
@@ -215,11 +219,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
         return sum_over_block(total);
     };
     if (draw.top_k > 1 && draw.top_k < len)
-        last = last_of(logits, len, order, draw.top_k, [](float, u64) { return 1ull; });
+        last = last_of<u32>(logits, len, order, draw.top_k, [](float, u64) { return 1u; });
     if (draw.top_p < 1 && draw.top_k != 1) {
         const double total = static_cast<double>(total_weight());
         least = max(1ull, static_cast<u64>((1 - draw.top_p) * total / len));  // all of less have less than what is left out
-        last = min(last, last_of(logits, len, order, max(1ull, static_cast<u64>(ceil(draw.top_p * total))), weight));
+        last = min(last, last_of<u64>(logits, len, order, max(1ull, static_cast<u64>(ceil(draw.top_p * total))), weight));
     }
 
     // the first id up to which weights have more than `at` of their sum

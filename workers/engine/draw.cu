@@ -15,9 +15,11 @@ constexpr float MOST_PLACES = 2147483520.f;                // the greatest below
 struct Draw {
     double top_p, at;
     float temperature, min_p;
+    float penalty;  // divides logits above 0 of tokens that are repeated, multiplies others
     int row, top_k;  // 0: all
-    int first_added, num_added;
-    int num_top;  // -1: nobody asks how likely the token was
+    int num_top;     // -1: nobody asks how likely the token was
+    int num_added, added_ids, added;  // where they begin among the words: what is added to logits, each id once
+    int repeated, allowed;            // likewise, a bit for each token; -1: none, and all
     int unused;
 };
 struct Score {
@@ -34,7 +36,7 @@ struct Shared {
     bool is_whole;
     u32 num_top;
     int drawn, top_ids[MAX_TOP];
-    float top_logits[MAX_TOP];
+    float logit, top_logits[MAX_TOP];
 };
 __device__ __forceinline__ Shared& shared() {
     __shared__ Shared memory;
@@ -156,12 +158,11 @@ __device__ u64 last_of(const float* logits, int len, const Order& order, u64 wan
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) draw(
-    float* all_logits,     // [num_rows, vocab_size], changed where something is added; -inf: may not be
+    float* all_logits,     // [num_rows, vocab_size], changed as is asked; -inf: may not be drawn
     long long stride,      // of its rows
     long long vocab_size,  // at most 2^ID_BITS
     const Draw* draws,     // [blocks]
-    const int* added_ids,  // what is added to logits, each id once for a draw
-    float* added,          // changed
+    u32* words,            // what draws name, changed
     long long* next_ids,   // [num_rows], -1 where there is nothing to draw from; the drawn token
     Score* scores          // [blocks], of those that ask
 ) {
@@ -171,7 +172,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
     if (next_ids[draw.row] < 0) return;
     Shared& s = shared();
     Score* score = draw.num_top < 0 ? nullptr : scores + blockIdx.x;
-    Order order = order_of(logits, len, draw.num_added || score ? INF : FARTHEST * draw.temperature);
+    const int* added_ids = reinterpret_cast<const int*>(words) + draw.added_ids;
+    float* added = reinterpret_cast<float*>(words) + draw.added;
+    const bool is_changed = draw.num_added || draw.repeated >= 0 || draw.allowed >= 0;
+    Order order = order_of(logits, len, is_changed || score ? INF : FARTHEST * draw.temperature);
     if (score) {
         float total = 0;
         for_each(logits, len, [&](int, float x) { total += expf(x - order.greatest); });
@@ -195,16 +199,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
         }
         if (threadIdx.x == 0) score->greatest = order.greatest, score->total = total, score->num_top = s.num_top;
     }
-    for (int i = threadIdx.x; i < draw.num_added; i += THREADS) {
-        const int at = draw.first_added + i, id = added_ids[at];
-        if (id >= len) continue;
-        const float x = logits[id];
-        logits[id] = x + added[at];
-        added[at] = x;  // what it was
+    const auto has = [&](int mask, int id) { return words[mask + id / 32] >> id % 32 & 1; };
+    const auto with_penalty = [&](float x) { return x > 0 ? x / draw.penalty : x * draw.penalty; };
+    if (draw.repeated >= 0) {
+        for (int id = threadIdx.x; id < len; id += THREADS)
+            if (has(draw.repeated, id)) logits[id] = with_penalty(logits[id]);
+        __syncthreads();
     }
-    if (draw.num_added || score) {
+    for (int i = threadIdx.x; i < draw.num_added; i += THREADS) {
+        if (added_ids[i] >= len) continue;
+        const float x = logits[added_ids[i]];
+        logits[added_ids[i]] = x + added[i];
+        added[i] = x;  // what it was
+    }
+    if (draw.allowed >= 0) {
+        __syncthreads();
+        for (int id = threadIdx.x; id < len; id += THREADS)
+            if (!has(draw.allowed, id)) logits[id] = -INF;
+    }
+    if (is_changed || score) {
         __syncthreads();
         order = order_of(logits, len, FARTHEST * draw.temperature);
+    }
+    if (order.greatest == -INF) {
+        if (threadIdx.x == 0) next_ids[draw.row] = -1;
+        return;
     }
 
     u64 last = ALL, least = 1;  // of the keys, and of the weights, that may be drawn
@@ -258,10 +277,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        next_ids[draw.row] = s.drawn < len ? s.drawn : -1;
-        if (score && s.drawn < len) score->logit = logits[s.drawn];
+        next_ids[draw.row] = s.drawn;
+        s.logit = logits[s.drawn];
     }
     __syncthreads();
-    for (int i = threadIdx.x; score && i < draw.num_added; i += THREADS)
-        if (added_ids[draw.first_added + i] == s.drawn) score->logit = added[draw.first_added + i];
+    for (int i = threadIdx.x; i < draw.num_added; i += THREADS)
+        if (added_ids[i] == s.drawn) s.logit = added[i];
+    __syncthreads();
+    if (score && threadIdx.x == 0) {  // as it was, but for rounding where there was a penalty
+        const float x = s.logit;
+        score->logit = draw.repeated < 0 || !has(draw.repeated, s.drawn) ? x : x > 0 ? x * draw.penalty : x / draw.penalty;
+    }
 }

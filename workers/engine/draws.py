@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ _SOURCE, _THREADS = Path(__file__).with_name("draw.cu"), 1024
 MAX_TOP = 20  # of the likeliest tokens that are told
 _DRAW = np.dtype(
     [
-        *(("top_p", "f8"), ("at", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("row", "i4"), ("top_k", "i4")),
-        *(("first_added", "i4"), ("num_added", "i4"), ("num_top", "i4"), ("unused", "i4")),
+        *(("top_p", "f8"), ("at", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("penalty", "f4"), ("row", "i4")),
+        *(("top_k", "i4"), ("num_top", "i4"), ("num_added", "i4")),
+        *(("added_ids", "i4"), ("added", "i4"), ("repeated", "i4"), ("allowed", "i4"), ("unused", "i4")),
     ]
 )
 _SCORE = np.dtype(
@@ -45,14 +47,15 @@ class DrawsOnDevice:
         draws = [(number, row.draw) for number, row in enumerate(rows) if row.draw is not None]
         if not draws:
             return
-        asked, num_added = np.zeros(len(draws), _DRAW), 0
+        asked, words, vocab_size = np.zeros(len(draws), _DRAW), _Words(), output.logits.shape[1]
         for i, (number, draw) in enumerate(draws):
             num_top = -1 if draw.num_top is None else min(draw.num_top, MAX_TOP)
-            numbers = draw.top_p, draw.at, draw.temperature, draw.min_p, number, draw.top_k
-            asked[i] = (*numbers, num_added, len(draw.added_ids), num_top, 0)
-            num_added += len(draw.added_ids)
-        ids, added = [draw.added_ids for _, draw in draws], [draw.added for _, draw in draws]
-        sent = np.concatenate([part.view(np.uint8) for part in (asked, *ids, *added)])
+            added = len(draw.added_ids), words.add(draw.added_ids), words.add(draw.added)
+            allowed = None if draw.allowed is None else draw.allowed(vocab_size)
+            masks = words.add_mask(draw.repeated), words.add_mask(allowed)
+            numbers = draw.top_p, draw.at, draw.temperature, draw.min_p, draw.penalty
+            asked[i] = (*numbers, number, draw.top_k, num_top, *added, *masks, 0)
+        sent = np.concatenate([part.view(np.uint8) for part in (asked, *words.parts)])
         if len(sent) > len(self._asked.here):
             self._asked = _OnBoth(self._device, 2 * len(sent))
         there = self._asked.send(sent)
@@ -61,10 +64,9 @@ class DrawsOnDevice:
             _THREADS,
             output.logits,
             output.logits.stride(0),
-            output.logits.shape[1],
+            vocab_size,
             there,
             there[asked.nbytes :],
-            there[asked.nbytes + 4 * num_added :],
             output.next_ids,
             self._scores.there,
         )
@@ -75,6 +77,26 @@ class DrawsOnDevice:
         scores = iter(self._scores.here.numpy().view(_SCORE))
         told = [None if row.draw is None else (next(scores), row.draw.num_top) for row in rows]
         return [None if each is None or each[1] is None else _likelihood(each[0]) for each in told]
+
+
+class _Words:
+    """Arrays of 32 bits, one behind the other; each is known by where it begins."""
+
+    def __init__(self) -> None:
+        self.parts: list[NDArray[Any]] = []
+        self._num_words = 0
+
+    def add(self, words: NDArray[Any]) -> int:
+        at, self._num_words = self._num_words, self._num_words + len(words)
+        self.parts.append(words)
+        return at
+
+    def add_mask(self, mask: NDArray[np.bool_] | None) -> int:
+        """A bit for each; -1: there is none."""
+        if mask is None:
+            return -1
+        bits = np.packbits(mask, bitorder="little")
+        return self.add(np.concatenate([bits, np.zeros(-len(bits) % 4, np.uint8)]).view(np.uint32))
 
 
 class _OnBoth:

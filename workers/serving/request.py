@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore, Usage
 from workers.serving.outlet import Outlet
-from workers.serving.sampling import additions, adjusted, allowed_without, draw, how_to_draw, likelihood
+from workers.serving.sampling import allowed_without, changed, draw, how_to_draw, likelihood
 from workers.serving.speech import Parts, Speech
 from workers.serving.step_engine import Draw, Likelihood
 from workers.serving.text import StopFinder, TextStream, token_bytes
@@ -51,6 +52,7 @@ class Request:
     first_token_at: float | None = None
     paused_at: float | None = None  # since when its reader does not read
     is_over: bool = False
+    fault: Exception | None = None  # of its grammar, at this token
 
     @property
     def needs_logits(self) -> bool:
@@ -80,42 +82,40 @@ class Request:
         return [self.token_ids[-1]]
 
     def draw(self, stop_ids: Set[int]) -> Draw | None:
-        """For an engine that draws; None where it need not, or where more is asked than it does: see `choose`.
-
-        stop_ids: with which the model ends its turn.
-        """
-        if not self.needs_logits or self.grammar is not None or self.in_prompt is not None or self.scores_prompt:
+        """How the next token is drawn; None: the likeliest is taken. stop_ids: with which the model ends its turn."""
+        if not self.needs_logits:
             return None
-        ids, added = additions(self.sampling, self.token_ids, self._early_ends(stop_ids))
-        how = how_to_draw(self.sampling, self.seed, len(self.token_ids))
-        return replace(how, added_ids=ids, added=added, num_top=self.sampling.top_logprobs)
-
-    def take(self, next_id: int, likelihood: Likelihood | None) -> tuple[int, TokenScore | None]:
-        """The next token of the answer, as the engine gives it, and how likely it was if that was asked for.
-
-        Raises ValueError where there is none: NaN or infinity is the greatest logit.
-        """
-        if next_id < 0:
-            raise ValueError("NaN or infinity is the greatest")
-        return next_id, None if likelihood is None else self.writer.score(next_id, likelihood)
-
-    def choose(
-        self,
-        logits: NDArray[np.float32],  # [vocab_size]
-        stop_ids: Set[int],
-    ) -> tuple[int, TokenScore | None]:
-        """The same, drawn here from its logits."""
-        sampling, allowed = self.sampling, None
+        ends, allowed = self._early_ends(stop_ids), None
         if self.grammar is not None:
-            allowed = self.grammar.allowed(len(logits))
-        allowed = allowed_without(allowed, self._early_ends(stop_ids), len(logits))
-        wanted = adjusted(logits, sampling, self.token_ids, self.in_prompt, allowed)
-        token_id = draw(wanted, how_to_draw(sampling, self.seed, len(self.token_ids)))
+            ends, allowed = frozenset(), partial(self._allowed, self.grammar, ends)
+        position = len(self.token_ids)
+        return how_to_draw(self.sampling, self.seed, position, self.token_ids, self.in_prompt, ends, allowed)
+
+    def choose(self, logits: NDArray[np.float32], how: Draw) -> tuple[int, TokenScore | None]:
+        """`take` of what is drawn here. logits: [vocab_size]."""
+        token_id = draw(changed(logits, how), how)
+        return self.take(token_id, None if how.num_top is None else likelihood(logits, token_id, how.num_top))
+
+    def take(self, token_id: int, likelihood: Likelihood | None) -> tuple[int, TokenScore | None]:
+        """The next token of the answer, and how likely it was if that was asked for.
+
+        Raises ValueError where there is none, -1: NaN or infinity is the greatest logit. And what the grammar raises.
+        """
+        if self.fault is not None:
+            raise self.fault
+        if token_id < 0:
+            raise ValueError("NaN or infinity is the greatest")
         if self.grammar is not None:
             self.grammar.accept(token_id)
-        if sampling.top_logprobs is None:
-            return token_id, None
-        return token_id, self.writer.score(token_id, likelihood(logits, token_id, sampling.top_logprobs))
+        return token_id, None if likelihood is None else self.writer.score(token_id, likelihood)
+
+    def _allowed(self, grammar: Grammar, ends: Set[int], vocab_size: int) -> NDArray[np.bool_]:
+        """What it raises is raised when the token is taken: a step is not this request's alone."""
+        try:
+            return allowed_without(grammar.allowed(vocab_size), ends)
+        except Exception as error:
+            self.fault = error
+            return np.ones(vocab_size, np.bool_)
 
     def ends_with(self, token_id: int, stop_ids: Set[int]) -> bool:
         """Whether this token, of which no text is told, is the end. Where there is a grammar, an end that is ignored

@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,25 +23,37 @@ def how_to_draw(
     sampling: Sampling,
     seed: int,
     position: int,  # of the token in the answer
+    token_ids: Sequence[int] = (),  # of the answer so far
+    in_prompt: NDArray[np.bool_] | None = None,  # [vocab_size]: context or question has the token; None: nobody asks
+    ends: Set[int] = frozenset(),  # tokens that may not come now
+    allowed: Callable[[int], NDArray[np.bool_]] | None = None,  # as in `Draw`
 ) -> Draw:
     """The likeliest token where temperature is 0; else one of the top_k likeliest that have min_p of the likeliest
     one's share, of which those are kept that together have a share of top_p."""
-    if sampling.temperature == 0:
-        return Draw(temperature=1.0, top_p=1.0, top_k=1, min_p=0.0, at=0.0)
-    return Draw(
+    repeated = None
+    if in_prompt is not None and sampling.repetition_penalty != 1.0:
+        repeated = in_prompt.copy()
+        repeated[np.asarray(token_ids, np.int64)] = True
+    added_ids, added = _additions(sampling, token_ids, ends)
+    how = Draw(
         temperature=max(sampling.temperature, _COLDEST),
         top_p=max(sampling.top_p, _LEAST_TOP_P),
         top_k=sampling.top_k,
         min_p=min(sampling.min_p, 1.0),
         at=np.random.Generator(np.random.Philox(key=seed, counter=position)).random(),
+        repeated=repeated,
+        penalty=sampling.repetition_penalty,
+        added_ids=added_ids,
+        added=added,
+        allowed=allowed,
+        num_top=sampling.top_logprobs,
     )
+    if sampling.temperature > 0:
+        return how
+    return replace(how, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
 
 
-def additions(
-    sampling: Sampling,
-    token_ids: Sequence[int],  # of the answer so far
-    ends: Set[int],  # tokens that may not come now
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def _additions(sampling: Sampling, token_ids: Sequence[int], ends: Set[int]) -> "tuple[NDArray[Any], NDArray[Any]]":
     """What frequency and presence penalty and bias add to logits: token ids, each once, and values. -inf: forbidden."""
     added = dict.fromkeys(ends, -math.inf)
     for token_id, bias in sampling.logit_bias:
@@ -51,48 +65,37 @@ def additions(
     return np.fromiter(added, np.int32), np.fromiter(added.values(), np.float32)
 
 
-def adjusted(
-    logits: NDArray[np.float32],  # [vocab_size]
-    sampling: Sampling,
-    token_ids: Sequence[int],  # of the answer so far
-    in_prompt: NDArray[np.bool_] | None,  # [vocab_size]: context or question has the token; None: nobody asks
-    allowed: NDArray[np.bool_] | None,  # [vocab_size]: by the grammar; None: all
+def changed(
+    logits: NDArray[np.float32],  # [vocab_size], which are not changed
+    how: Draw,
 ) -> NDArray[np.float32]:
-    """The logits after repetition penalty and then what is added; -inf where forbidden.
+    """[vocab_size], with the penalty, what is added, and -inf where a token may not be drawn, in that order.
 
-    The logits themselves where nothing is asked for; they are never changed. A bias for an id beyond the vocabulary
-    has no effect.
+    The logits themselves where nothing is asked for. What is added to an id beyond the vocabulary has no effect.
     """
     out = logits
-    if in_prompt is not None and sampling.repetition_penalty != 1.0:
-        repeated = in_prompt.copy()
-        repeated[np.asarray(token_ids, np.int64)] = True
-        factor = np.float32(sampling.repetition_penalty)
-        out = np.where(repeated, np.where(out > 0, out / factor, out * factor), out)
-    ids, added = additions(sampling, token_ids, frozenset())
-    if len(ids):
-        out = out.copy()
-        is_there = ids < len(out)
-        out[ids[is_there]] += added[is_there]
-    return out if allowed is None else np.where(allowed, out, np.float32(-np.inf))
+    if how.repeated is not None:
+        penalty = np.float32(how.penalty)
+        out = np.where(how.repeated, np.where(out > 0, out / penalty, out * penalty), out)
+    if len(how.added_ids):
+        out, is_there = out.copy(), how.added_ids < len(out)
+        out[how.added_ids[is_there]] += how.added[is_there]
+    return out if how.allowed is None else np.where(how.allowed(len(out)), out, np.float32(-np.inf))
 
 
 def allowed_without(
-    allowed: NDArray[np.bool_] | None,  # [vocab_size]; None: all
+    allowed: NDArray[np.bool_],  # [vocab_size]
     token_ids: Set[int],
-    vocab_size: int,
-) -> NDArray[np.bool_] | None:
+) -> NDArray[np.bool_]:
     """What is allowed but these tokens; as it was where nothing else is."""
-    ids = [token_id for token_id in token_ids if token_id < vocab_size]
-    if not ids:
-        return allowed
-    others = np.ones(vocab_size, np.bool_) if allowed is None else allowed.copy()
+    ids = [token_id for token_id in token_ids if token_id < len(allowed)]
+    others = allowed.copy()
     others[ids] = False
     return others if others.any() else allowed
 
 
 def draw(
-    logits: NDArray[np.float32],  # [vocab_size], with what `how` adds
+    logits: NDArray[np.float32],  # [vocab_size], changed as `how` says
     how: Draw,
 ) -> int:
     """The same logits, seed and position give the same token, whatever else is decoded beside it.

@@ -216,7 +216,7 @@ class Scheduler:
             assert request.slot is not None, "a request without a slot was planned"
             *others, last = request.next_inputs(num_rows)
             rows += [StepRow(request.slot, token_id, asks=request.scores_prompt) for token_id in others]
-            draw = request.draw(self._stop_ids) if gives and self._engine.draws else None
+            draw = request.draw(self._stop_ids) if gives and self._engine.draws and not request.scores_prompt else None
             rows.append(StepRow(request.slot, last, asks=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
@@ -294,7 +294,9 @@ class Scheduler:
             try:
                 if is_drawn_here(request, row):
                     assert result.logits is not None, "the step was asked for logits"
-                    return request.choose(result.logits[row], self._stop_ids)
+                    how = request.draw(self._stop_ids)
+                    assert how is not None
+                    return request.choose(result.logits[row], how)
                 return request.take(int(result.next_ids[row]), result.likelihoods[row] if result.likelihoods else None)
             except Exception as error:  # this request's alone: the others go on
                 return error

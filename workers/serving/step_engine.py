@@ -24,8 +24,12 @@ class Draw:
     top_k: int  # 0: all; 1: the likeliest
     min_p: float  # at most 1
     at: float  # in [0, 1): which of those that may be
+    repeated: NDArray[np.bool_] | None = None  # [vocab_size]: tokens whose logits the penalty makes less; None: none
+    penalty: float = 1.0  # divides logits above 0, multiplies others
     added_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # each token once
-    added: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # to their logits
+    added: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # then to their logits
+    # [vocab_size] of so many tokens: which may be drawn. Asked once, when the step is under way, and raises nothing
+    allowed: Callable[[int], NDArray[np.bool_]] | None = None
     num_top: int | None = None  # how many likely tokens are told beside the drawn one; None: no logits
 
 
@@ -41,7 +45,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """How likely a token was, before anything was added to the logits."""
+    """How likely a token was, before its logit was changed."""
 
     logit: float
     log_total: float  # what to take off a logit for its log-probability

@@ -1,5 +1,6 @@
 """Tokens drawn by a step, against the definition."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from workers.engine.draws import MAX_TOP, DrawsOnDevice
 from workers.model.runner import StepOutput
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import additions, adjusted, how_to_draw, likelihood
+from workers.serving.sampling import changed, how_to_draw, likelihood
 from workers.serving.step_engine import Draw, Likelihood, StepRow
 
 SEED = 5
@@ -89,45 +90,43 @@ def test_what_has_no_weight_is_never_drawn(at) -> None:
     assert got == np.repeat(places, len(ways)).tolist()
 
 
-def test_what_is_added_counts_and_likelihoods_do_not_know_of_it(rng) -> None:
-    logits = rng.standard_normal((5, 2000)).astype(np.float32)
+def test_logits_are_changed_as_asked_and_likelihoods_do_not_know_of_it(rng) -> None:
+    vocab_size = 2001
+    logits = rng.standard_normal((10, vocab_size)).astype(np.float32)
     logits[:, ::5] = np.round(logits[:, ::5], 1)  # ties
-    biased = how(logit_bias=((3, 100.0), (1999, -2.0), (2000, 100.0), (7, 1.0)), top_logprobs=0)
-    samplings = [
-        biased,
-        how(temperature=0.0, frequency_penalty=1.0, presence_penalty=0.5, top_logprobs=MAX_TOP),
-        how(temperature=0.0, top_logprobs=5),
-        how(temperature=0.0),
-        how(temperature=0.0, logit_bias=((8, -100.0),)),
-    ]
     likely = [int(row.argmax()) for row in logits]
-    told = [likely[1], likely[1], 5]
-    ends = [set(), set(), {likely[2]}, {likely[3], 5}, set()]
-    asked = []
-    for sampling, end in zip(samplings, ends, strict=True):
-        ids, added = additions(sampling, told, end)
-        draw = how_to_draw(sampling, SEED, 0)
-        asked.append(
-            Draw(
-                **{name: getattr(draw, name) for name in ("temperature", "top_p", "top_k", "min_p", "at")},
-                added_ids=ids,
-                added=added,
-                num_top=sampling.top_logprobs,
-            )
-        )
-    got, likelihoods = drawn(logits, asked)
-    allowed = [~np.isin(np.arange(2000), list(end)) for end in ends]
-    wanted = [
-        adjusted(row, sampling, told, None, may) for row, sampling, may in zip(logits, samplings, allowed, strict=True)
+    told, some = [likely[1], likely[1], 5], rng.random(vocab_size) < 0.5
+    one = np.arange(vocab_size) == 1999
+    greedy = how(temperature=0.0)
+    asked = [
+        how_to_draw(how(logit_bias=((3, 100.0), (1999, -2.0), (vocab_size, 100.0)), top_logprobs=0), SEED, 0),
+        how_to_draw(replace(greedy, frequency_penalty=1.0, presence_penalty=0.5, top_logprobs=MAX_TOP), SEED, 0, told),
+        how_to_draw(replace(greedy, top_logprobs=5), SEED, 0, ends={likely[2]}),
+        how_to_draw(greedy, SEED, 0, ends={likely[3], 5}),
+        how_to_draw(replace(greedy, logit_bias=((8, -100.0),)), SEED, 0),
+        how_to_draw(replace(greedy, top_logprobs=3), SEED, 0, allowed=lambda vocab_size: ~some[:vocab_size]),
+        how_to_draw(how(top_logprobs=0), SEED, 0, allowed=lambda vocab_size: one),
+        how_to_draw(replace(greedy, repetition_penalty=1.7, top_logprobs=1), SEED, 0, told, in_prompt=some),
+        how_to_draw(
+            replace(greedy, repetition_penalty=0.5, logit_bias=((likely[8], 9.0),), top_logprobs=1),
+            SEED,
+            0,
+            told,
+            in_prompt=~some,
+            allowed=lambda vocab_size: np.ones(vocab_size, bool),
+        ),
+        how_to_draw(how(), SEED, 0, allowed=lambda vocab_size: np.zeros(vocab_size, bool)),
     ]
-    assert got == [int(row.argmax()) for row in wanted] and got[0] == 3 and got[2] != likely[2]
-    for row, token_id, sampling, of in zip(logits, got, samplings, likelihoods, strict=True):
-        if sampling.top_logprobs is None:
+    got, likelihoods = drawn(logits, asked)
+    wanted = [int(changed(row, draw).argmax()) for row, draw in zip(logits, asked, strict=True)]
+    assert got == [*wanted[:-1], -1] and got[0] == 3 and got[2] != likely[2] and got[6] == 1999
+    for row, token_id, draw, of in zip(logits, got, asked, likelihoods, strict=True):
+        if draw.num_top is None:
             assert of is None
         else:
-            want = likelihood(row, token_id, sampling.top_logprobs)
-            assert of is not None and (of.logit, of.top) == (want.logit, want.top)
-            assert of.log_total == pytest.approx(want.log_total, abs=2e-6)
+            want = likelihood(row, token_id, draw.num_top)
+            assert of is not None and of.top == want.top
+            assert (of.logit, of.log_total) == pytest.approx((want.logit, want.log_total), abs=2e-6)
 
 
 def test_rows_that_are_not_drawn_and_what_is_no_distribution(rng) -> None:

@@ -12,7 +12,7 @@ from csattn.cpu.jit import readonly
 from workers.serving.draw_kernel import Scratch, draw_kernel
 from workers.serving.draw_reference import draw_reference, kept_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import adjusted, draw, how_to_draw, likeliest, log_total
+from workers.serving.sampling import changed, draw, how_to_draw, likeliest, log_total
 
 
 def draw_at(logits: np.ndarray, sampling: Sampling, seed: int, position: int) -> int:
@@ -192,11 +192,12 @@ def test_logits_are_adjusted_by_the_definition(penalty, allowed, answer) -> None
     )
     in_prompt = np.array([False, True, False, False, False]) if penalty != 1.0 else None
     mask = None if allowed is None else np.array(allowed)
-    got = adjusted(logits, asked, answer, in_prompt, mask)
+    allows = None if mask is None else lambda vocab_size: mask[:vocab_size]
+    got = changed(logits, how_to_draw(asked, 0, 0, answer, in_prompt, allowed=allows))
     np.testing.assert_allclose(got, adjusted_by_definition(logits, asked, answer, in_prompt, mask), rtol=1e-6)
     np.testing.assert_array_equal(logits, before)
 
 
 def test_nothing_asked_for_changes_nothing() -> None:
     logits = np.ones(3, np.float32)
-    assert adjusted(logits, how(1.0), [1, 2], None, None) is logits
+    assert changed(logits, how_to_draw(how(1.0), 0, 0, [1, 2])) is logits

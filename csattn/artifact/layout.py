@@ -20,7 +20,7 @@ MANIFEST_HASH_FILE = "manifest.sha256"
 TOKENS_FILE = "tokens.safetensors"
 MAX_LAYERS = 1000  # file names have three digits
 
-_KV_DTYPES: dict[KvDtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+KV_DTYPES: dict[KvDtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def kv_file(layer_idx: int) -> str:
@@ -80,7 +80,7 @@ def kv_tensor(spec: ArtifactSpec, layer_idx: int) -> TensorSpec:
     """K at [..., 0, :] and V at [..., 1, :], so that one row of the file is one read."""
     num_rows = spec.model.num_stored(layer_idx, spec.context_len)
     num_kv_heads, head_dim = spec.model.row_sizes(layer_idx)
-    return TensorSpec("kv", _KV_DTYPES[spec.kv_dtype], (num_kv_heads, num_rows, 2, head_dim))
+    return TensorSpec("kv", KV_DTYPES[spec.kv_dtype], (num_kv_heads, num_rows, 2, head_dim))
 
 
 def index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:

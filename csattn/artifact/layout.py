@@ -13,6 +13,7 @@ from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, unpack_marks
 from csattn.sketch.index import BY_HEAD, num_marked
+from csattn.sketch.reference import LARGEST_NUMBER
 from csattn.table.lists import ListTable
 
 MANIFEST_FILE = "manifest.json"
@@ -175,8 +176,9 @@ def fault_of_index(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
     """
     lookahead = {} if index.next_query is None else {"next_query": index.next_query}
     for name, array in {**index_arrays(index), **lookahead}.items():
-        if array.dtype.kind == "f" and not all(np.isfinite(head).all() for head in array):
-            return f"{name} holds NaN or infinity"
+        limit = float(np.finfo(np.float32).max) if name == "next_query" else LARGEST_NUMBER
+        if array.dtype.kind == "f" and not all(-limit <= float(x.min()) <= float(x.max()) <= limit for x in array):
+            return f"{name} holds NaN, infinity or a number beyond {limit:.1e}"
     if isinstance(index, NoIndex):
         return None
     return _fault_of_sketch(index) if isinstance(index, SketchIndex) else _fault_of_lists(index)

@@ -6,9 +6,11 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from csattn.artifact import Artifact
+from csattn.artifact.layout import index_file, plan, state_file
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from tests.tiny import byte_tokenizer, loaded, make_model
@@ -190,3 +192,24 @@ def test_damage_that_a_load_found_is_told_of_until_the_file_is_another(store: Pa
             await answer(backend, ask("heron"))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [(state_file(0), "memory"), (state_file(2), "conv"), (index_file(3), "next_query_scale")]
+)
+def test_what_layers_without_an_index_keep_is_looked_at(tmp_path: Path, file: str, name: str) -> None:
+    """Of layers of linear attention: NaN there would be every answer's."""
+    model = loaded("qwen3_5_text")
+    path = tmp_path / build(tmp_path, text_of("heron"), model=model)
+    found = usable.Usable(model)
+    with found.open(path) as artifact:
+        found.require_sound(artifact)
+        [(spec, offset)] = [of for of in plan(artifact.spec, file).tensors if of[0].name == name]
+    (path / file).chmod(0o644)
+    np.memmap(path / file, np.float32, "r+", offset, spec.shape)[...] = np.nan
+    with (
+        found.open(path) as artifact,
+        pytest.raises(ContextNotReadyError, match="holds NaN"),
+    ):
+        found.require_sound(artifact)
+    assert "holds NaN" in found.look(path).fault

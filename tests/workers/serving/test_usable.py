@@ -68,7 +68,11 @@ def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedMo
                 assert list(opened.values()) == [1], "a poll does not read what is known"
             with pytest.raises(ContextNotReadyError) as refused:
                 await answer(theirs, ask("heron"))
-            assert str(refused.value) == info.what
+            assert "'heron' cannot be answered from" in str(refused.value) and str(store) not in str(refused.value)
+            told = refused.value.detail
+            assert told.replace(f"{store}/", "") == info.what != told, (
+                "the log names the place, a client learns no path"
+            )
             assert (await answer(ours, ask("heron")))[1].reason == "length"
             assert (store / FILE_NAME).read_bytes() == before
 
@@ -129,12 +133,14 @@ def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store:
             await anext(going)
             rows.write_bytes(whole[:1000])
             for _ in range(2):
-                with pytest.raises(ContextNotReadyError, match=f"{rows.name} has"):
+                with pytest.raises(ContextNotReadyError) as refused:
                     await answer(backend, ask("heron"))
+                assert f"{rows.name} has" in refused.value.detail
             assert (await only(backend)).state == "failed"
             rows.write_bytes(whole)
-            with pytest.raises(ContextNotReadyError, match=f"{rows.name} has"):
+            with pytest.raises(ContextNotReadyError) as refused:
                 await answer(backend, ask("heron"))
+            assert f"{rows.name} has" in refused.value.detail
             await going.aclose()
             await until(lambda: not engine.contexts)
             assert await answer(backend, ask("heron")) == want
@@ -182,8 +188,9 @@ def test_damage_that_a_load_found_is_told_of_until_the_file_is_another(store: Pa
         async with backend_of(store, loaded()) as backend:
             assert (await only(backend)).state == "ready", "nobody has read it yet"
             for _ in range(2):
-                with pytest.raises(ContextNotReadyError, match="key_mean holds NaN"):
+                with pytest.raises(ContextNotReadyError) as refused:
                     await answer(backend, ask("heron"))
+                assert "key_mean holds NaN" in refused.value.detail
                 info = await only(backend)
                 assert info.state == "failed" and "key_mean holds NaN" in info.what
             assert len(loads) == 1

@@ -158,18 +158,20 @@ class Contexts:
         )
         if known is None or known.state == "failed" or is_gone:
             self._texts.require(text)
-            text_path = self._text_path(digest)
-            with store_errors(f"make {text_path.parent}", self._store):
-                text_path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(text_path, data)  # before the record: what is recorded can be built
 
         def edit(records: dict[str, Record]) -> Record:
             known = records.get(name)
+            if known is not None:
+                self._require_same(known, text, digest)
+            if known is None or known.state == "failed" or is_gone:
+                # before the record: what is recorded can be built; with nobody beside who drops it for want of one
+                text_path = self._text_path(digest)
+                with store_errors(f"make {text_path.parent}", self._store):
+                    text_path.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(text_path, data)
             if known is None:
-                records[name] = Record(name=name, created_at=time.time(), text_sha256=digest)
-                return records[name]
-            self._require_same(known, text, digest)
-            if is_gone:
+                known = Record(name=name, created_at=time.time(), text_sha256=digest)
+            elif is_gone:
                 known = replace(known, artifact_id=None, num_tokens=None, text_sha256=digest)
             records[name] = replace(known, error="")
             return records[name]

@@ -275,6 +275,12 @@ def test_eval_with_all_rows_read_has_no_rest(capsys, place: Path) -> None:
     assert last_line(in_process(*of_text, "--json", capsys=capsys))["results"][0]["rest"] == "sketch"
 
 
+@pytest.mark.parametrize("asked", [("build", "--context", "x", "--store"), ("gc", "--store"), ("demo", "--out")])
+def test_an_empty_place_is_not_the_current_directory(capsys, asked: tuple[str, ...]) -> None:
+    refused = in_process(*asked, "", capsys=capsys)
+    assert refused.returncode == 2 and "a place is named by its path, got an empty one" in refused.stderr
+
+
 def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
     text = place / "longer.txt"
     text.write_text(" ".join((place / "text.txt").read_text().split()[:20] * 200))

@@ -44,7 +44,7 @@ def read_tokens(path: Path) -> NDArray[np.int32]:
             raise ValueError("it is no list of tokens' numbers")
     except OSError as error:
         raise ContextError(f"cannot read {path}: {error.strerror}; give a file of token ids") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ContextError(f"{path} holds no token ids ({error}); give a list of them in JSON") from error
     return np.asarray(ids, np.int32)
 

@@ -59,7 +59,7 @@ def _lines(count: int) -> str:
 def _read_job(line: str, number: int, base: Path, defaults: BuildOptions) -> Job:
     try:
         given = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"this is not JSON ({error}); write one object per line") from error
     if not isinstance(given, dict):
         raise ConfigError(f'expected an object like {{"context": "handbook.txt"}}, got {line.strip()[:60]}')

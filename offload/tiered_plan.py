@@ -57,6 +57,9 @@ def plan_tiers(
     page_rows: None: one, because selected rows lie apart; more where a number for each row would take much of the
     budget, or where the budget is too small for what small pages need besides.
     """
+    for name, num_rows in (("page_rows", page_rows), ("stream_rows", stream_rows)):
+        if num_rows is not None and num_rows < 1:
+            raise TierError(f"{name} is {num_rows}; give at least 1")
     if page_rows is not None:
         return _plan(num_layers, shape, itemsize, budget_bytes, resident, page_rows, stream_rows)
     for rows in (1 << power for power in range(stream_rows.bit_length() - 1)):

@@ -42,7 +42,7 @@ class TieredStore:
     ) -> None:
         self.plan = plan_tiers(len(layers), shape, dtype.itemsize, budget_bytes, resident, page_rows, stream_rows)
         self.budget_bytes = budget_bytes
-        self._shape, self._dtype = shape, dtype
+        self._shape, self._dtype, self._num_layers = shape, dtype, len(layers)
         self._resident_ranges = {(rows.start, rows.stop) for rows in resident}
         self._resident: dict[tuple[int, int, int], Tensor] = {}
         self._files, plan = RowFiles(layers), self.plan
@@ -114,6 +114,7 @@ class TieredStore:
 
         Nothing is evicted for it: a range that is larger than the budget would find nothing of itself the next time.
         """
+        self._require_layer(layer_idx)
         buffers = self._buffers.get()
         under_way: list[Future[Tensor]] = []
         try:
@@ -171,9 +172,14 @@ class TieredStore:
 
     def _pages_of(self, layer_idx: int, numbers: Numbers) -> tuple[Numbers, Numbers]:
         """The pages of rows, which are counted over a layer's heads, and where in them the rows are."""
+        self._require_layer(layer_idx)
         head, row = np.divmod(numbers, self._shape[1])
         page, in_page = np.divmod(row, self.plan.page_rows)
         return (layer_idx * self._shape[0] + head) * self.plan.pages_per_head + page, in_page
+
+    def _require_layer(self, layer_idx: int) -> None:
+        if not 0 <= layer_idx < self._num_layers:
+            raise TierError(f"the store has layers 0 to {self._num_layers - 1}, not {layer_idx}")
 
     def _starts(self, pages: Numbers) -> Numbers:
         """Where pages begin in their layer's array, in bytes."""

@@ -19,15 +19,16 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
-def containers(of: Any) -> Iterator[dict[str, Any]]:
-    """Wherever pods are described in it."""
+def pods(of: Any) -> Iterator[dict[str, Any]]:
+    """Wherever they are described in it."""
     if isinstance(of, dict):
-        yield from of.get("containers", [])
+        if "containers" in of:
+            yield of
         for value in of.values():
-            yield from containers(value)
+            yield from pods(value)
     elif isinstance(of, list):
         for value in of:
-            yield from containers(value)
+            yield from pods(value)
 
 
 def settings_of(environment: dict[str, str]) -> Any:
@@ -37,7 +38,7 @@ def settings_of(environment: dict[str, str]) -> Any:
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
 def test_pods_ask_for_what_there_is(name: str) -> None:
-    found = [container for document in documents(name) for container in containers(document)]
+    found = [container for document in documents(name) for pod in pods(document) for container in pod["containers"]]
     assert found
     for container in found:
         assert container["image"] == "csattn"
@@ -50,6 +51,20 @@ def test_pods_ask_for_what_there_is(name: str) -> None:
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             if kind in container:
                 assert container[kind]["httpGet"]["path"] in OPEN_PATHS and container[kind]["httpGet"]["port"] == "http"
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
+def test_pods_have_the_rights_of_the_images_user_and_no_more(name: str) -> None:
+    """What Kubernetes' policy `restricted` wants; volumes belong to the user's group, or nothing could be stored."""
+    for pod in [pod for document in documents(name) for pod in pods(document)]:
+        user = pod["securityContext"]
+        assert user["runAsNonRoot"] and user["runAsUser"] == user["fsGroup"] == 1000
+        assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord
-from csattn.artifact.layout import kv_file, next_query_arrays, next_query_tensors, plan, take_next_query
+from csattn.artifact.layout import KV_DTYPES, kv_file, next_query_arrays, next_query_tensors, plan, take_next_query
 from csattn.artifact.reader import as_tensor, has_hash
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
 from csattn.artifact.work import WorkDir, files_from_json, files_to_json, read_record, write_record
@@ -103,8 +103,9 @@ def _queries_file(layer_idx: int) -> str:
 
 def _queries_layout(work: WorkDir, layer_idx: int) -> FileLayout:
     spec = work.spec
-    dtype = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[spec.kv_dtype]
-    tensors = [TensorSpec("q", dtype, (spec.model.num_q_heads, spec.context_len, spec.model.head_dim))]
+    tensors = [
+        TensorSpec("q", KV_DTYPES[spec.kv_dtype], (spec.model.num_q_heads, spec.context_len, spec.model.head_dim))
+    ]
     if spec.model.is_predicted(layer_idx + 1):
         tensors += next_query_tensors(spec)
     return plan_file(tensors, {"artifact_id": spec.artifact_id, "file": _queries_file(layer_idx)})

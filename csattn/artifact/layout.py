@@ -13,6 +13,7 @@ from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, unpack_marks
 from csattn.sketch.index import BY_HEAD, num_marked
+from csattn.sketch.reference import LARGEST_NUMBER
 from csattn.table.lists import ListTable
 
 MANIFEST_FILE = "manifest.json"
@@ -20,7 +21,7 @@ MANIFEST_HASH_FILE = "manifest.sha256"
 TOKENS_FILE = "tokens.safetensors"
 MAX_LAYERS = 1000  # file names have three digits
 
-_KV_DTYPES: dict[KvDtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+KV_DTYPES: dict[KvDtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def kv_file(layer_idx: int) -> str:
@@ -80,7 +81,7 @@ def kv_tensor(spec: ArtifactSpec, layer_idx: int) -> TensorSpec:
     """K at [..., 0, :] and V at [..., 1, :], so that one row of the file is one read."""
     num_rows = spec.model.num_stored(layer_idx, spec.context_len)
     num_kv_heads, head_dim = spec.model.row_sizes(layer_idx)
-    return TensorSpec("kv", _KV_DTYPES[spec.kv_dtype], (num_kv_heads, num_rows, 2, head_dim))
+    return TensorSpec("kv", KV_DTYPES[spec.kv_dtype], (num_kv_heads, num_rows, 2, head_dim))
 
 
 def index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:
@@ -175,8 +176,9 @@ def fault_of_index(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
     """
     lookahead = {} if index.next_query is None else {"next_query": index.next_query}
     for name, array in {**index_arrays(index), **lookahead}.items():
-        if array.dtype.kind == "f" and not all(np.isfinite(head).all() for head in array):
-            return f"{name} holds NaN or infinity"
+        limit = float(np.finfo(np.float32).max) if name == "next_query" else LARGEST_NUMBER
+        if array.dtype.kind == "f" and not all(-limit <= float(x.min()) <= float(x.max()) <= limit for x in array):
+            return f"{name} holds NaN, infinity or a number beyond {limit:.1e}"
     if isinstance(index, NoIndex):
         return None
     return _fault_of_sketch(index) if isinstance(index, SketchIndex) else _fault_of_lists(index)

@@ -110,7 +110,17 @@ class Artifact:
     def states(self) -> list[Mapping[str, NDArray[Any]]]:
         """What became of the context in layers that keep no rows: conv and memory of each, float32."""
         layers = (i for i in range(self.spec.model.num_layers) if self.spec.model.has_state(i))
-        return [self._file(state_file(layer_idx)) for layer_idx in layers]
+        states = {name: self._file(name) for name in map(state_file, layers)}
+        for name, state in states.items():
+            if not all(np.isfinite(array).all() for array in state.values()):
+                raise ArtifactCorruptError(f"{self.path / name} holds NaN or infinity; {how_to_heal(self.path)}")
+        return list(states.values())
+
+    def require_sound(self) -> None:
+        """Check every index and state, so that using them is quick. Rows are not looked at: there are too many."""
+        for layer_idx in range(self.spec.model.num_layers):
+            self._index(layer_idx)
+        self.states()
 
     def next_query(self, layer_idx: int) -> NDArray[np.float32] | None:
         """How the next layer's queries are told from that layer's input, see `LayerIndex.next_query`."""
@@ -216,8 +226,7 @@ def open_artifact(
             f"{path / TOKENS_FILE} holds tokens that a model of {vocab_size} has not; {how_to_heal(path)}"
         )
     if verify == "full":
-        for layer_idx in range(manifest.spec.model.num_layers):
-            artifact.next_query(layer_idx)
+        artifact.require_sound()
     return artifact
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
 from csattn.artifact.layout import (
+    KV_DTYPES,
     fault_of_index,
     index_arrays,
     index_file,
@@ -31,7 +32,7 @@ from csattn.artifact.layout import (
     plan,
 )
 from csattn.artifact.manifest import ArtifactSpec, canonical_json
-from csattn.artifact.reader import has_hash, hash_file
+from csattn.artifact.reader import as_tensor, hash_file
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError
 from csattn.index import LayerIndex, NoIndex
@@ -40,8 +41,6 @@ from csattn.sketch import SketchIndex
 BUILDING_PREFIX = ".building-"
 LOCK_SUFFIX = ".lock"
 CHECKPOINT_FILE = "checkpoint.json"
-
-_CHECKPOINT_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class WorkDir:
@@ -81,24 +80,13 @@ class WorkDir:
 
     def is_intact(self, records: Mapping[str, FileRecord]) -> bool:
         """Whether files of the artifact are what their records say."""
-        try:
-            for name, wanted in records.items():
-                if hash_file(self.parts / name) != wanted.sha256:
-                    return False
-                map_file(self.parts / name, plan(self.spec, name))
-        except (OSError, ArtifactError):
-            return False
-        return True
+        return all(_is_as_written(self.parts / name, plan(self.spec, name), wanted) for name, wanted in records.items())
 
     def save_checkpoint(self, next_layer: int, hidden: torch.Tensor) -> None:
         """Remember the hidden state [context_len, hidden_size] that enters `next_layer`."""
-        name = f"hidden-{next_layer:03d}.safetensors"
-        dtype, shape = _CHECKPOINT_DTYPES[hidden.dtype], tuple(hidden.shape)
-        record = write_file(self.path / name, _checkpoint_layout(dtype, shape), {"hidden": hidden})
-        write_record(
-            self.path / CHECKPOINT_FILE,
-            {"next_layer": next_layer, "file": name, "dtype": dtype, "shape": shape, **record.to_json()},
-        )
+        name = _hidden_file(next_layer)
+        record = write_file(self.path / name, self._hidden_layout(), {"hidden": hidden})
+        write_record(self.path / CHECKPOINT_FILE, {"next_layer": next_layer, **files_to_json({name: record})})
         with store_errors(f"remove an old checkpoint in {self.path}", self.store):
             for other in self.path.glob("hidden-*.safetensors"):
                 if other.name != name:
@@ -106,20 +94,27 @@ class WorkDir:
 
     def load_checkpoint(self, num_ready_layers: int) -> tuple[int, torch.Tensor] | None:
         """The layer to go on with and the hidden state that enters it, or None to start from the first."""
-        record = self.intact_checkpoint(num_ready_layers)
-        if record is None:
+        found = self.intact_checkpoint(num_ready_layers)
+        if found is None:
             return None
-        layout = _checkpoint_layout(record["dtype"], tuple(record["shape"]))
-        array = map_file(self.path / record["file"], layout)["hidden"]
-        hidden = torch.from_numpy(np.array(array))  # a copy: the file goes with the next checkpoint
-        return record["next_layer"], hidden.view(torch.bfloat16) if record["dtype"] == "BF16" else hidden
+        next_layer, name = found
+        array = map_file(self.path / name, self._hidden_layout())["hidden"]
+        hidden = np.array(array)  # a copy: the file goes with the next checkpoint
+        return next_layer, as_tensor(hidden, self.spec.kv_dtype == "bfloat16")
 
-    def intact_checkpoint(self, num_ready_layers: int) -> dict[str, Any] | None:
-        """The checkpoint's record, unless its file is altered or it skips layers that are not there."""
-        record = read_record(self.path / CHECKPOINT_FILE)
-        if record is None or record["next_layer"] > num_ready_layers:
+    def intact_checkpoint(self, num_ready_layers: int) -> tuple[int, str] | None:
+        """The layer to go on with and its file, unless that is altered or layers before it are not there."""
+        record = read_record(self.path / CHECKPOINT_FILE) or {}
+        next_layer = record.get("next_layer")
+        if type(next_layer) is not int or not 0 <= next_layer <= num_ready_layers:
             return None
-        return record if has_hash(self.path / record["file"], record["sha256"]) else None
+        name = _hidden_file(next_layer)
+        wanted = files_from_json(record).get(name)
+        return (next_layer, name) if _is_as_written(self.path / name, self._hidden_layout(), wanted) else None
+
+    def _hidden_layout(self) -> FileLayout:
+        shape = self.spec.context_len, self.spec.model.hidden_size
+        return plan_file([TensorSpec("hidden", KV_DTYPES[self.spec.kv_dtype], shape)], {})
 
     def layer_record(self, layer_idx: int) -> Path:
         return self.path / f"layer-{layer_idx:03d}.json"
@@ -132,15 +127,14 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """What `write_record` wrote, or None for anything else."""
+    """What `write_record` wrote, or None for anything else. A forged one may have anything in it."""
     try:
         body, _, digest = path.read_bytes().partition(b"\n")
-    except OSError:
+        is_whole = digest == hashlib.sha256(body).hexdigest().encode() + b"\n"
+        record = json.loads(body) if is_whole else None
+    except (OSError, ValueError, RecursionError):
         return None
-    if digest != hashlib.sha256(body).hexdigest().encode() + b"\n":
-        return None
-    record: dict[str, Any] = json.loads(body)
-    return record
+    return record if isinstance(record, dict) else None
 
 
 def files_to_json(records: Mapping[str, FileRecord]) -> dict[str, Any]:
@@ -148,8 +142,11 @@ def files_to_json(records: Mapping[str, FileRecord]) -> dict[str, Any]:
 
 
 def files_from_json(record: dict[str, Any] | None) -> dict[str, FileRecord]:
-    """What each file must be; nothing when there is no record."""
-    return {} if record is None else {name: FileRecord(**value) for name, value in record["files"].items()}
+    """What each file must be; nothing when there is no record, or it is forged."""
+    try:
+        return {} if record is None else {name: FileRecord(**value) for name, value in record["files"].items()}
+    except (AttributeError, KeyError, TypeError):
+        return {}
 
 
 def remove_others(directory: Path, kept: set[str]) -> None:
@@ -184,5 +181,14 @@ def used_at(path: Path) -> float:
         return 0.0
 
 
-def _checkpoint_layout(dtype: str, shape: tuple[int, ...]) -> FileLayout:
-    return plan_file([TensorSpec("hidden", dtype, shape)], {})
+def _is_as_written(path: Path, layout: FileLayout, wanted: FileRecord | None) -> bool:
+    """Whether a file is laid out so, and what its record says."""
+    try:
+        map_file(path, layout)
+        return FileRecord(layout.size_bytes, hash_file(path)) == wanted
+    except (OSError, ArtifactError):
+        return False
+
+
+def _hidden_file(next_layer: int) -> str:
+    return f"hidden-{next_layer:03d}.safetensors"

@@ -165,7 +165,7 @@ class ArtifactWriter:
                 kept |= names
                 kept_parts.add(kv_file(layer_idx))
         checkpoint = work.intact_checkpoint(_count_from_zero(self._layers.keys() | captured))
-        kept |= {CHECKPOINT_FILE, checkpoint["file"]} if checkpoint is not None else set()
+        kept |= {CHECKPOINT_FILE, checkpoint[1]} if checkpoint is not None else set()
         remove_others(work.path, kept)
         remove_others(work.parts, kept_parts)
 

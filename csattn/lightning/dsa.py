@@ -23,7 +23,7 @@ from csattn.lightning.mla.attend import sparse_mla
 from csattn.lightning.mla.reference import LOG2_E
 from csattn.lightning.operands.quantise import FP8
 from csattn.lightning.paged import hopper
-from csattn.lightning.paged.cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES
+from csattn.lightning.paged.cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES, require_within
 from csattn.lightning.paged.score import KeyPages, score_pages
 from csattn.lightning.topk.grouped import GroupBests
 from csattn.lightning.topk.select import Order, top_k
@@ -47,7 +47,8 @@ def dsa_topk_indexer(
     """Where the best keys of each sequence lie: [batch_size, num_chosen] int32, page * 64 + row, -1 padded.
 
     Of a sequence of up to num_chosen keys all are chosen, in the order of the sequence without a look at them
-    (order="position"); with order="score", best first as torch.topk has them.
+    (order="position"); with order="score", best first as torch.topk has them. Pages that the cache does not have are
+    refused where they are a sequence's, but on a GPU, where nothing waits for a look at them.
     """
     keys = KeyPages.of_cache(k_index_cache_fp8)
     all_chosen = num_chosen if order == "position" else 0
@@ -55,6 +56,9 @@ def dsa_topk_indexer(
     bests = GroupBests.make(block_table, num_chosen) if with_bests else None
     arrays = q_index_fp8, weights, keys, block_table, seq_lens
     scores = score_pages(*arrays, longer_than=all_chosen, out=scores, bests=bests)
+    if not block_table.is_cuda:
+        of_sequence = torch.arange(block_table.shape[1]) * PAGE_SIZE < seq_lens[:, None]
+        require_within("block_table", block_table[of_sequence], 0, len(keys.values))
     return top_k(
         scores,
         num_chosen,

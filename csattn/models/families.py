@@ -90,6 +90,7 @@ class Family:
         return getattr(config, name) if name in self.heeds else otherwise
 
 
+_MOST_STRETCHED = 1024.0
 _BY_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
 _ATTENTION_BIAS = ("attention_bias", "attention_bias", False)
 _BEHIND = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -266,12 +267,12 @@ def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
 def stretch_positions(config: Any, factor: float) -> None:
     """Give a supported model that many times its positions by YaRN (arXiv:2309.00071). 1 leaves it as it is.
 
-    Raises ModelError when the factor is below 1, or the model's positions are scaled already.
+    Raises ModelError when the factor is below 1 or beyond all sense, or the model's positions are scaled already.
     """
     if factor == 1.0:
         return
-    if not factor > 1.0:
-        raise ModelError(f"a model's positions can only be stretched, by a factor of 1 or more, got {factor}")
+    if not 1.0 < factor <= _MOST_STRETCHED:
+        raise ModelError(f"a model's positions can be stretched by a factor of 1 to {_MOST_STRETCHED:g}, got {factor}")
     if "" not in rope_parameters(config):
         raise ModelError(
             "this model's layers turn positions differently, so they cannot be stretched; load it as it is"

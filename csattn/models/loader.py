@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
@@ -111,7 +110,9 @@ def load_model(
         model = place(model, device) if may_lend else model.to(device)
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # libraries raise anything over files that are damaged
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
     return replace(wrap_model(model, tokenizer, name), rounding=rounding)
 
@@ -153,7 +154,9 @@ def read_config(name: str | None) -> Any:
     name = model_name(name)
     try:
         return _text_config(AutoConfig.from_pretrained(_resolve(name)))
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except ModelError:
+        raise
+    except Exception as error:
         raise ModelError(f"{name} has no config that can be read: {first_line(error)}") from error
 
 
@@ -343,7 +346,9 @@ def _converted(gguf: Path) -> Path:
         except OSError:  # another process converted the same file first
             if not target.is_dir():
                 raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (ModelError, MemoryError):
+        raise
+    except Exception as error:
         why = first_line(error).replace(f"{gguf}", "it")
         raise ModelError(f"{gguf} could not be converted: {why}; give a whole .gguf file, or a directory") from error
     finally:

@@ -19,7 +19,7 @@ def write_layers(store: Path, num_layers: int, spec: ArtifactSpec = SPEC) -> Non
     with ArtifactWriter(store, spec, make_token_ids(spec.context_len)) as writer:
         for layer_idx in range(num_layers):
             write_layer(writer, layer_idx, *make_layer(spec, layer_idx))
-            writer.work.save_checkpoint(layer_idx + 1, hidden_state(layer_idx + 1))
+            writer.work.save_checkpoint(layer_idx + 1, hidden_state(spec, layer_idx + 1))
 
 
 def assert_store_is_sound(store: Path) -> None:

@@ -123,9 +123,9 @@ def make_lists(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArray
     )
 
 
-def hidden_state(layer_idx: int) -> torch.Tensor:
+def hidden_state(spec: ArtifactSpec, layer_idx: int) -> torch.Tensor:
     """A stand-in for what the layers before this one have computed."""
-    return torch.full((5, 8), float(layer_idx))
+    return torch.full((spec.context_len, spec.model.hidden_size), float(layer_idx), dtype=TORCH_DTYPES[spec.kv_dtype])
 
 
 def write_layer(writer: ArtifactWriter, layer_idx: int, kv: torch.Tensor, index: LayerIndex | SketchIndex) -> None:
@@ -139,9 +139,9 @@ def build(store: Path, spec: ArtifactSpec, seed: int = 0) -> Path:
     with ArtifactWriter(store, spec, make_token_ids(spec.context_len, seed)) as writer:
         if writer.finished_path is not None:
             return writer.finished_path
-        start, hidden = writer.work.load_checkpoint(writer.finished_layers) or (0, hidden_state(0))
-        assert torch.equal(hidden, hidden_state(start)), "a checkpoint came back altered"
+        start, hidden = writer.work.load_checkpoint(writer.finished_layers) or (0, hidden_state(spec, 0))
+        assert torch.equal(hidden, hidden_state(spec, start)), "a checkpoint came back altered"
         for layer_idx in range(start, spec.model.num_layers):
             write_layer(writer, layer_idx, *make_layer(spec, layer_idx))
-            writer.work.save_checkpoint(layer_idx + 1, hidden_state(layer_idx + 1))
+            writer.work.save_checkpoint(layer_idx + 1, hidden_state(spec, layer_idx + 1))
         return writer.finish(VERSIONS, NOTES)

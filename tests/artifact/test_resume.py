@@ -1,16 +1,18 @@
 """A build goes on where an earlier one stopped, believes nothing that it finds, and heals what is broken."""
 
+import hashlib
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from csattn.artifact import ArtifactWriter, artifact_bytes, list_store, open_artifact, scan_store
+from csattn.artifact import ArtifactWriter, KvDtype, WorkDir, artifact_bytes, list_store, open_artifact, scan_store
 from csattn.artifact.layout import index_file, kv_file
 from tests.artifact.builds import SPEC, assert_completes, building_dir, write_layers
 from tests.artifact.faults import before_call, flip_byte
-from tests.artifact.synthetic import build, hidden_state, make_layer, make_token_ids
+from tests.artifact.synthetic import TORCH_DTYPES, build, hidden_state, make_layer, make_spec, make_token_ids
 
 
 def test_a_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -22,21 +24,73 @@ def test_a_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
         assert checkpoint[0] == writer.finished_layers == 1
         first = [building_dir(tmp_path) / "artifact" / name for name in (kv_file(0), index_file(0))]
         assert writer.remaining_bytes == artifact_bytes(SPEC) - sum(file.stat().st_size for file in first)
-        assert torch.equal(checkpoint[1], hidden_state(1))
+        assert torch.equal(checkpoint[1], hidden_state(SPEC, 1))
     assert_completes(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_checkpoint_keeps_dtype_and_shape(tmp_path: Path, dtype: torch.dtype) -> None:
-    hidden = torch.randn(7, 3).to(dtype)
-    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
-        assert writer.work.load_checkpoint(SPEC.model.num_layers) is None
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+def test_a_checkpoint_keeps_every_bit(tmp_path: Path, kv_dtype: KvDtype) -> None:
+    spec = make_spec(kv_dtype=kv_dtype)
+    hidden = torch.randn(spec.context_len, spec.model.hidden_size).to(TORCH_DTYPES[kv_dtype])
+    with ArtifactWriter(tmp_path, spec, make_token_ids(70)) as writer:
+        assert writer.work.load_checkpoint(spec.model.num_layers) is None
         writer.work.save_checkpoint(0, hidden)
-        got = writer.work.load_checkpoint(SPEC.model.num_layers)
+        got = writer.work.load_checkpoint(spec.model.num_layers)
     assert got is not None
     assert got[0] == 0
-    assert got[1].dtype == dtype
+    assert got[1].dtype == hidden.dtype
     assert torch.equal(got[1], hidden)
+
+
+def forge(path: Path, body: bytes) -> None:
+    """A record whose own hash is right."""
+    path.write_bytes(body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("checkpoint.json", b"[]"),
+        ("checkpoint.json", b"[" * 100_000),
+        ("checkpoint.json", b'{"next_layer":-1}'),
+        ("checkpoint.json", b'{"next_layer":"1"}'),
+        ("checkpoint.json", b'{"next_layer":2,"files":[]}'),
+        ("layer-001.json", b"{"),
+        ("layer-001.json", b'{"files":{"hidden-002.safetensors":{"size_bytes":"x"}}}'),
+        ("captured-001.json", b"{}"),
+    ],
+)
+def test_forged_records_count_as_absent(tmp_path: Path, name: str, body: bytes) -> None:
+    write_layers(tmp_path, 1 if name.startswith("captured") else 2)
+    forge(building_dir(tmp_path) / name, body)
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.finished_layers == (2 if name == "checkpoint.json" else 1)
+        assert name.startswith("captured") or writer.work.load_checkpoint(SPEC.model.num_layers) is None
+        assert not (building_dir(tmp_path) / name).exists()
+    assert_completes(tmp_path)
+
+
+def test_a_record_with_a_forged_size_counts_as_absent(tmp_path: Path) -> None:
+    write_layers(tmp_path, 2)
+    path = building_dir(tmp_path) / "layer-001.json"
+    record = json.loads(path.read_bytes().splitlines()[0])
+    record["files"][kv_file(1)]["size_bytes"] = "many"
+    forge(path, json.dumps(record).encode())
+    assert_completes(tmp_path)
+
+
+def test_hidden_states_of_another_shape_count_as_absent(tmp_path: Path) -> None:
+    """As of another build, under a record that vouches for them."""
+    write_layers(tmp_path, 2)
+    other = make_spec(context_len=69, num_kv_heads=1)
+    WorkDir(tmp_path, other).path.mkdir()
+    WorkDir(tmp_path, other).save_checkpoint(2, hidden_state(other, 2))
+    for name in ("checkpoint.json", "hidden-002.safetensors"):
+        (WorkDir(tmp_path, other).path / name).replace(building_dir(tmp_path) / name)
+    WorkDir(tmp_path, other).path.rmdir()
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.work.load_checkpoint(SPEC.model.num_layers) is None
+    assert_completes(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_a_line_says_what_differs_from_the_command_line(place: Path) -> None:
 
 BAD_LINES = {
     "{": "not JSON",
+    "[" * 5000: "not JSON",
     "[1]": "expected an object",
     '{"model": "x"}': '"context" must be',
     '{"context": 7}': "got 7",

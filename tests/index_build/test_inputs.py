@@ -2,6 +2,7 @@
 
 import sys
 from io import BytesIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from csattn.build_options import BuildOptions
 from csattn.config import ListConfig, SketchConfig
 from csattn.errors import ConfigError, ContextError
-from index_build.inputs import choose_device, make_config, read_text
+from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from workers.cli import main
 
 
@@ -75,3 +76,10 @@ def test_options_as_flags_are_the_options_again(options: BuildOptions, monkeypat
     with pytest.raises(SystemExit):
         main()
     assert given == [options]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1.5]", "[-1]", "[true]", "null", pytest.param("[" * 5000, id="deep")])
+def test_what_is_no_list_of_tokens_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ids.json").write_text(text)
+    with pytest.raises(ContextError, match="holds no token ids"):
+        read_tokens(tmp_path / "ids.json")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from csattn.errors import ArrayError
 from csattn.lightning import (
+    FP8,
     DsaDecoder,
     DsaShape,
     HisaConfig,
@@ -194,3 +195,15 @@ def test_caches_that_do_not_fit_are_refused() -> None:
         decoder.step(cache, ckv.transpose(0, 1), kpe)
     with pytest.raises(ArrayError, match="kpe has shape"):
         decoder.step(cache, ckv, kpe[..., :8])
+
+
+@pytest.mark.parametrize("page", [-1, 2])
+@pytest.mark.parametrize("num_chosen", [4, 80])
+def test_pages_that_the_cache_has_not_are_refused_where_they_are_a_sequences(page: int, num_chosen: int) -> None:
+    """Rows before and behind it would be chosen."""
+    arrays = torch.zeros(1, 64, 128).to(FP8), make_key_cache(2), torch.ones(1, 64)
+    table = torch.tensor([[1, page]], dtype=torch.int32)
+    of_one_page = dsa_topk_indexer(*arrays, torch.tensor([64], dtype=torch.int32), table, num_chosen=num_chosen)
+    assert of_one_page[0, :4].tolist() == [64, 65, 66, 67]
+    with pytest.raises(ArrayError, match=f"block_table holds numbers from .*{page}.*; wanted 0 to 1"):
+        dsa_topk_indexer(*arrays, torch.tensor([65], dtype=torch.int32), table, num_chosen=num_chosen)

@@ -1,6 +1,7 @@
 """Models: what is refused and how, what tells one from another, and how text becomes a shared prefix."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -85,16 +86,44 @@ def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
         ("{tmp}", "no config.json"),
         ("{tmp}/notes.txt", "not a .gguf"),
         ("{tmp}/bad.gguf", "could not be"),
+        ("{tmp}/short.gguf", "could not be converted"),
         ("{tmp}/broken", "could not be loaded"),
     ],
 )
 def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name: str, match: str) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    (tmp_path / "short.gguf").write_bytes(b"GGUF")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match=match) as raised:
         load_model(name.format(tmp=tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "match"),
+    [
+        ("tokenizer.json", "[]", "could not be loaded"),
+        ("tokenizer_config.json", "[]", "could not be loaded"),
+        ("generation_config.json", "[]", "could not be loaded"),
+        ("config.json", {"num_attention_heads": 0}, "could not be loaded"),
+        ("config.json", {"head_dim": -1}, "could not be loaded"),
+        (
+            "config.json",
+            {"rms_norm_eps": 0},
+            "field 'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected",
+        ),
+    ],
+)
+def test_a_damaged_model_is_told_of_in_one_sentence(
+    tmp_path: Path, file: str, text: str | dict[str, object], match: str
+) -> None:
+    """Libraries raise anything over it."""
+    path = save(tmp_path) / file
+    path.write_text(text if isinstance(text, str) else json.dumps(json.loads(path.read_text()) | text))
+    with pytest.raises(ModelError, match=match) as raised:
+        load_model(str(tmp_path))
     assert "\n" not in str(raised.value)
 
 
@@ -273,8 +302,9 @@ def test_positions_can_be_stretched(tmp_path) -> None:
     torch.testing.assert_close(frequencies[0], before[0])
     torch.testing.assert_close(frequencies[-1], before[-1] / 4)
     assert factor > 1
-    with pytest.raises(ModelError, match="only be stretched"):
-        load_model(source, stretch=0.5)
+    for factor in (0.5, float("inf")):
+        with pytest.raises(ModelError, match="stretched by a factor of 1 to 1024, got"):
+            load_model(source, stretch=factor)
 
 
 def test_stretched_positions_are_not_stretched_again() -> None:

@@ -162,3 +162,25 @@ def test_the_store_says_what_it_holds(tmp_path) -> None:
         assert re.match(
             r"<TieredStore <HostTier 4/8 pages of 64 bytes> over <RowFiles 2 layers, 76,800 bytes, ", repr(store)
         )
+
+
+@pytest.mark.parametrize("layer_idx", [-1, 2])
+def test_a_layer_that_the_store_has_not_is_refused(tmp_path, rng, layer_idx) -> None:
+    """Pages are counted over all layers: those of another would come."""
+    files = Files(tmp_path)
+    with files.store(resident=[slice(0, 4)]) as store:
+        for ask in (
+            lambda: store.gather(layer_idx, files.indices(rng, 2, 5)),
+            lambda: store.prefetch(layer_idx, files.indices(rng, 2, 5)),
+            lambda: list(store.stream(layer_idx, slice(0, 9))),
+            lambda: store.rows(layer_idx, slice(0, 4)),
+        ):
+            with pytest.raises(TierError, match=f"the store has layers 0 to 1, not {layer_idx}"):
+                ask()
+
+
+@pytest.mark.parametrize("name", ["page_rows", "stream_rows"])
+def test_pages_and_pieces_of_no_rows_are_refused(tmp_path, name) -> None:
+    files = Files(tmp_path)
+    with pytest.raises(TierError, match=f"{name} is 0; give at least 1"):
+        TieredStore(files.spans, files.shape, files.dtype, 10**9, **{name: 0})

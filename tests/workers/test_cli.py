@@ -118,6 +118,15 @@ def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
     assert "reading" not in done.stderr
 
 
+def test_an_answer_by_the_models_own_choice_is_not_called_full_attention(capsys, place: Path, tmp_path: Path) -> None:
+    save(tmp_path / "model", "deepseek_v32")
+    where = "--model", tmp_path / "model", "--store", tmp_path / "store"
+    built = last_line(in_process("build", "--context", place / "text.txt", *where, "--json", capsys=capsys))
+    asked = "generate", built["path"], "--prompt", "who?", "--max-new-tokens", 2, "--compare"
+    said = in_process(*asked, capsys=capsys).stdout
+    assert said.count("the model's own choice") == 2 and "full attention" not in said
+
+
 def test_a_question_comes_from_standard_input(capsys, artifact: Path) -> None:
     def asked(prompt: str, stdin: bytes = b"") -> dict:
         arguments = "generate", artifact, "--max-new-tokens", 3, "--json", "--prompt", prompt
@@ -258,6 +267,18 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     assert searched["window"] == searched["full"] == searched["h2o"] == 0
     assert 0 < searched["quest"] < searched["exact"]
     assert min(searched["default"], searched["paper"], searched["magicpig"]) > 0
+
+
+def test_eval_with_all_rows_read_has_no_rest(capsys, place: Path) -> None:
+    of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 2
+    assert last_line(in_process(*of_text, "--keep", 1, "--json", capsys=capsys))["results"][0]["rest"] == "none"
+    assert last_line(in_process(*of_text, "--json", capsys=capsys))["results"][0]["rest"] == "sketch"
+
+
+@pytest.mark.parametrize("asked", [("build", "--context", "x", "--store"), ("gc", "--store"), ("demo", "--out")])
+def test_an_empty_place_is_not_the_current_directory(capsys, asked: tuple[str, ...]) -> None:
+    refused = in_process(*asked, "", capsys=capsys)
+    assert refused.returncode == 2 and "a place is named by its path, got an empty one" in refused.stderr
 
 
 def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:

@@ -1,5 +1,6 @@
 """The doctor: judgements over machines that need not exist, and probes of the one that does."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import MambaConfig
 from csattn.artifact.manifest import FORMAT_VERSION
 from csattn.models.families import describe
 from csattn.models.loader import geometry_of, read_config, weight_bytes
-from tests.tiny import tiny_config
+from tests.tiny import save, tiny_config
 from workers.capacity import context_bytes, spec_of
 from workers.doctor import Facts, Finding, examine, facts, probes
 from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, release
@@ -400,6 +401,14 @@ def test_a_model_that_chooses_by_itself_is_told_where(tmp_path: Path) -> None:
     tiny_config("deepseek_v32", kv_lora_rank=36).save_pretrained(tmp_path)
     needs, on_gpu, *_ = examine_model(str(tmp_path), machine())
     assert on_gpu.status == "warning" and "latents have 36 numbers; a GPU takes powers of two" in on_gpu.text
+
+
+@pytest.mark.parametrize("damage", [{"rms_norm_eps": 0}, {"num_attention_heads": 0}])
+def test_a_model_with_a_damaged_config_is_a_problem(tmp_path: Path, damage: dict[str, object]) -> None:
+    path = save(tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    [finding] = examine_model(str(tmp_path), machine())
+    assert finding.status == "problem" and finding.text.startswith(str(tmp_path))
 
 
 def test_a_model_that_is_refused_is_a_problem(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ Scope = MutableMapping[str, Any]
 
 
 def tell_failure(scope: Scope, error: ServingError) -> None:
-    """Of what no client could have asked better: an overload, a time-out, a fault of ours."""
-    if error.status >= 500 or error.status == 429:
+    """Of what no client could have asked better: an overload, a time-out, a fault of ours or of a file."""
+    if error.status >= 500 or error.status == 429 or error.detail:
         why = clipped(" ".join((error.detail or error.message).split()))
         log.warning("%s: %d %s, %s (request %s)", request_line(scope), error.status, error.code, why, _id(scope))
 

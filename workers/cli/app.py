@@ -27,6 +27,7 @@ from workers.cli.options import (
     Threads,
     Weights,
     WindowLen,
+    directory,
     named,
 )
 from workers.cli.streaming import stream
@@ -176,7 +177,10 @@ def evaluate(
     dtype: Dtype = _BUILD.dtype,
     weights: Weights = None,
     stretch: Annotated[float, typer.Option(min=1, help="Times the model's positions, by YaRN.")] = 1.0,
-    store: Annotated[Path | None, typer.Option(help="Keep artifacts here.", show_default="a scratch directory")] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(parser=directory, metavar="PATH", help="Keep artifacts here.", show_default="a scratch directory"),
+    ] = None,
     threads: Threads = None,
     kv_codec: KvCodec = None,
     json: Json = False,
@@ -246,7 +250,9 @@ def gc(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the picture and the artifact go.")] = Path("demo-out"),
+    out: Annotated[
+        Path, typer.Option(parser=directory, metavar="PATH", help="Where the picture and the artifact go.")
+    ] = Path("demo-out"),
     json: Json = False,
 ) -> None:
     """Build from a document that ships with the project, ask three questions, draw what was read."""
@@ -283,7 +289,10 @@ def serve(
     local: Annotated[bool, typer.Option("--local", help="In this process alone.", show_default="on Ray")] = False,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="0: one that is free.", show_default="8000")] = None,
-    store: Annotated[Path | None, typer.Option(help="Directory that holds artifacts.", show_default="store")] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(parser=directory, metavar="PATH", help="Directory that holds artifacts.", show_default="store"),
+    ] = None,
     context: Annotated[
         list[str] | None, typer.Option(metavar="NAME=ARTIFACT", help="Serve an artifact of the store by that name.")
     ] = None,

@@ -159,7 +159,7 @@ def comparison(title: str, sparse: Answer, full: Answer) -> Any:
     """Answers side by side: speed and what was read."""
     rows = [
         [
-            name,
+            "the model's own choice" if said.selector == OWN_CHOICE else name,
             said.selector,
             f"{said.first_token_s * 1e3:.0f} ms",
             f"{said.tokens_per_s:.1f}",

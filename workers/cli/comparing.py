@@ -110,7 +110,8 @@ def compare(
             with counting(f"{run.name}, lookahead {run.lookahead}", plan.eval_len, "tokens") as count:
                 quality = measure(loaded, artifact, search, run.selector, following, baseline, count, plan.kv_format)
             rest = resolve_rest(search, run.selector, artifact.spec.index_config.layout, is_capped)
-            shown = {run.kind: run.name, "lookahead": run.lookahead, "keep": search.keep, "rest": rest}
+            shown = {run.kind: run.name, "lookahead": run.lookahead, "keep": search.keep}
+            shown["rest"] = "none" if search.keep == 1 else rest  # all is read then
             results.append({**shown, **quality.to_json()})
     title = f"{_named(text)}: keep {100 * plan.config.keep:g} %; full attention has NLL {baseline.nll:.4f}"
     out.print(_results_table(title, baseline.nll, results))

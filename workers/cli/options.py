@@ -9,8 +9,15 @@ from csattn.checks import require_model_name
 
 
 def _place(text: Any) -> Path | str:
-    """A directory, or a URL as it is."""
-    return text if "://" in str(text) else Path(text)
+    """A directory, or a URL as it is. An empty one is a variable of a shell that is not set, and no directory."""
+    return text if "://" in str(text) else directory(text)
+
+
+def directory(text: Any) -> Path:
+    """One that is named."""
+    if not str(text).strip():
+        raise ValueError("a place is named by its path, got an empty one; give one, or leave it out")
+    return Path(text)
 
 
 def named(model: str | None) -> str | None:
@@ -33,7 +40,7 @@ Weights = Annotated[
 Store = Annotated[
     Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
 ]
-LocalStore = Annotated[Path, typer.Option(help="Directory that holds artifacts.")]
+LocalStore = Annotated[Path, typer.Option(parser=directory, metavar="PATH", help="Directory that holds artifacts.")]
 ArtifactPath = Annotated[
     Any, typer.Argument(parser=_place, metavar="ARTIFACT", help="Its directory or URL, or STORE/start-of-its-id.")
 ]

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from csattn.artifact import ModelGeometry
-from csattn.errors import ConfigError, ModelError
+from csattn.errors import ConfigError
 from csattn.models.families import describe
 from csattn.models.loader import geometry_of, read_config, weight_bytes
 from csattn.models.spec import ModelSpec
@@ -26,7 +26,9 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
         config = read_config(name)
         spec = describe(config)
         size = weight_bytes(config, _ITEM_BYTES, weights)
-    except ModelError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # a config may have anything in it
         said = str(error) if name in str(error) else f"{name}: {error}"
         return [Finding("model", "problem", said, _MODELS)]
     return [*_needs(name, spec, geometry_of(spec), *size, facts), *_refusals(spec)]

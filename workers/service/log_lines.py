@@ -4,6 +4,7 @@ import faulthandler
 import logging
 import sys
 from contextlib import suppress
+from typing import Any
 
 from workers.words import harmless
 
@@ -17,20 +18,22 @@ def log_to_stderr() -> None:
     if sys.__stderr__ is not None and not faulthandler.is_enabled():  # Ray has it in its workers
         with suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
             faulthandler.enable(sys.__stderr__)
-    handler = logging.StreamHandler(sys.__stderr__)
-    handler.setFormatter(_Lines(FORM))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)  # Serve puts its own in its place
+    logging.setLogRecordFactory(_OneLine)  # in whatever form they are written: Serve's handlers have their own
+    logging.basicConfig(stream=sys.__stderr__, format=FORM, level=logging.WARNING)
     for name in _OURS:
         logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left
 
 
-class _Lines(logging.Formatter):
+class _OneLine(logging.LogRecord):
     """A message is one line, and those of a trace are indented: names of files, which a stranger may have given, write
     none that looks like another."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, it is logging's
-        return " ".join(super().formatMessage(record).splitlines())
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info:
+            trace = logging.Formatter().formatException(self.exc_info)
+            self.exc_text = harmless("\n".join(f"  {line}" for line in trace.splitlines()))
 
-    def format(self, record: logging.LogRecord) -> str:
-        return harmless("\n  ".join(super().format(record).splitlines()))
+    def getMessage(self) -> str:  # noqa: N802, it is logging's
+        return harmless(" ".join(super().getMessage().splitlines()))

@@ -84,8 +84,14 @@ class Beginnings:
             try:
                 resident = await using.__aenter__()
                 break
-            except ContextNotReadyError:  # it was damaged since it was found, or has gone
-                if ask.context or found.path is None or found.is_new:
+            except ContextNotReadyError as error:  # it was damaged since it was found, or has gone
+                if ask.context:
+                    raise ContextNotReadyError(
+                        f"the context {ask.context!r} cannot be answered from: its files are missing, damaged, or of "
+                        "another model; the service's operator finds what is wrong in its log",
+                        detail=str(error),
+                    ) from error
+                if found.path is None or found.is_new:
                     raise
                 await self.own_contexts.drop(found.path)
                 without.add(found.path)

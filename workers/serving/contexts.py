@@ -98,7 +98,7 @@ class Contexts:
                 f"the context {name!r} is still being built ({progress:.0f} %); ask again when it is ready"
             )
         if record.artifact_id is None:
-            raise ContextNotReadyError(f"the context {name!r} could not be built: {record.error}")
+            raise ContextNotReadyError(f"the context {name!r} could not be built: {self._told(record.error)}")
         return self._store / record.artifact_id
 
     async def register(self, name: str, text: str) -> ContextInfo:
@@ -114,7 +114,7 @@ class Contexts:
         try:
             record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
-            raise _refusal("registered", error) from error
+            raise self._refusal("registered", error) from error
         if record.state == "building":
             if self._build_of(record) is None:
                 await self._end_build(name)  # of another text: it was deleted, and registered again, elsewhere
@@ -127,7 +127,7 @@ class Contexts:
         try:
             record = await asyncio.to_thread(self._file.change, lambda records: records.pop(name, None))
         except ArtifactError as error:
-            raise _refusal("deleted", error) from error
+            raise self._refusal("deleted", error) from error
         if record is None:
             raise UnknownContextError(f"there is no context {name[:64]!r} to delete")
         await self._end_build(name)
@@ -147,7 +147,7 @@ class Contexts:
         try:
             return await asyncio.to_thread(self._file.read)
         except ArtifactError as error:
-            raise ServingError(str(error)) from error
+            raise ServingError(self._told(str(error)), detail=str(error)) from error
 
     def _enter(self, name: str, text: str, data: bytes, digest: str) -> Record:
         known = self._file.read().get(name)
@@ -158,18 +158,20 @@ class Contexts:
         )
         if known is None or known.state == "failed" or is_gone:
             self._texts.require(text)
-            text_path = self._text_path(digest)
-            with store_errors(f"make {text_path.parent}", self._store):
-                text_path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(text_path, data)  # before the record: what is recorded can be built
 
         def edit(records: dict[str, Record]) -> Record:
             known = records.get(name)
+            if known is not None:
+                self._require_same(known, text, digest)
+            if known is None or known.state == "failed" or is_gone:
+                # before the record: what is recorded can be built; with nobody beside who drops it for want of one
+                text_path = self._text_path(digest)
+                with store_errors(f"make {text_path.parent}", self._store):
+                    text_path.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(text_path, data)
             if known is None:
-                records[name] = Record(name=name, created_at=time.time(), text_sha256=digest)
-                return records[name]
-            self._require_same(known, text, digest)
-            if is_gone:
+                known = Record(name=name, created_at=time.time(), text_sha256=digest)
+            elif is_gone:
                 known = replace(known, artifact_id=None, num_tokens=None, text_sha256=digest)
             records[name] = replace(known, error="")
             return records[name]
@@ -283,17 +285,20 @@ class Contexts:
             num_tokens=record.num_tokens,
             created_at=record.created_at,
             progress=self._progress(record),
-            what=record.error or fault or (build.what if build else ""),
+            what=self._told(record.error or fault or (build.what if build else "")),
         )
 
+    def _refusal(self, done: str, error: ArtifactError) -> ServingError:
+        """Of a disk that is full or read-only, say, a client is told no more than that."""
+        told = f"the context cannot be {done}"
+        if not (isinstance(cause := error.__cause__, OSError) and cause.errno in _UNWRITTEN):
+            return ServingError(f"{told}: {self._told(str(error))}", detail=f"{told}: {error}")
+        why = f"{told}: the service's store does not take it ({cause.strerror}); send it again when its operator helped"
+        return StorageUnavailableError(why, None, _DISK_S, f"{told}: {error}")
 
-def _refusal(done: str, error: ArtifactError) -> ServingError:
-    """Of a disk that is full or read-only, say, a client is told no more than that."""
-    told = f"the context cannot be {done}"
-    if not (isinstance(cause := error.__cause__, OSError) and cause.errno in _UNWRITTEN):
-        return ServingError(f"{told}: {error}")
-    why = f"{told}: the service's store does not take it ({cause.strerror}); send it again when its operator has helped"
-    return StorageUnavailableError(why, None, _DISK_S, f"{told}: {error}")
+    def _told(self, why: str) -> str:
+        """To clients: files by their names in the store."""
+        return why.replace(f"{self._store}/", "")
 
 
 def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:

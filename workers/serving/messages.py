@@ -250,18 +250,22 @@ class Health:
 
 
 class ServingError(CsattnError):
-    """A request that cannot be answered. `code` is for programs, `status` is HTTP's, `param` the field at fault."""
+    """A request that cannot be answered. `code` is for programs, `status` is HTTP's, `param` the field at fault.
+
+    detail: what the log is told in the message's place: of files, say, which are no client's business.
+    """
 
     code = "internal_error"
     status = 500
-    detail = ""  # what the log is told in the message's place
 
-    def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, retry_after_s: float | None = None, detail: str = ""
+    ) -> None:
         super().__init__(message)
-        self.message, self.param, self.retry_after_s = message, param, retry_after_s
+        self.message, self.param, self.retry_after_s, self.detail = message, param, retry_after_s, detail
 
     def __reduce__(self) -> tuple[Any, ...]:  # it crosses processes
-        return type(self), (self.message, self.param, self.retry_after_s)
+        return type(self), (self.message, self.param, self.retry_after_s, self.detail)
 
 
 def copy_of(error: ServingError) -> ServingError:
@@ -334,19 +338,10 @@ class WorkerLostError(ServingError):
 
 
 class StorageUnavailableError(ServingError):
-    """The store's disk is full or cannot be written; `detail` says where and why, to the log alone."""
+    """The store's disk is full or cannot be written."""
 
     code = "storage_unavailable"
     status = 503
-
-    def __init__(
-        self, message: str, param: str | None = None, retry_after_s: float | None = None, detail: str = ""
-    ) -> None:
-        super().__init__(message, param, retry_after_s)
-        self.detail = detail
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message, self.param, self.retry_after_s, self.detail)
 
 
 def closing() -> WorkerLostError:

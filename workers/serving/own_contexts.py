@@ -184,7 +184,8 @@ class OwnContexts:
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
             self._num_failed += 1
-            why = str(error).replace(directory.name, "...")  # all are told, and who knows a salt's hash can try guesses
+            # all are told, and who knows a salt's hash can try guesses
+            why = str(error).replace(f"{self._settings.store.path}/", "").replace(directory.name, "...")
             refusal = _refusal(self.setbacks.add(key, len(ids), why))
             _log.warning("%s", refusal)
             raise refusal from error

@@ -63,9 +63,9 @@ class Usable:
         raise ContextNotReadyError(fault)
 
     def require_sound(self, artifact: Artifact) -> None:
-        """Check all that a search relies on, so that loading it is quick. One that fails is not looked at again."""
+        """`Artifact.require_sound`. One that fails is not looked at again."""
         try:
-            artifact.indexes()
+            artifact.require_sound()
         except ArtifactError as error:
             fault = f"{_CANNOT}: {error}"
             self._known[artifact.path] = replace(self.look(artifact.path), fault=fault, token_ids=None)

@@ -48,7 +48,7 @@ def write_keys(
     require_array("slot_mapping", slot_mapping, (len(keys),), torch.int64, like=cache)
     on_device = cache.device.type == "cuda"
     if not (on_device and torch.cuda.is_current_stream_capturing()):
-        _require_within("slot_mapping", slot_mapping, -1, len(cache) * PAGE_SIZE)
+        require_within("slot_mapping", slot_mapping, -1, len(cache) * PAGE_SIZE)
     if on_device:
         from csattn.lightning.paged.triton_kernels import write_on_device  # Triton is only where a GPU is
 
@@ -71,12 +71,13 @@ def read_keys(
     require_array("block_table", block_table, ("num_blocks",), torch.int32, torch.int64, like=cache)
     require_at_least("kv_len", kv_len, 0, len(block_table) * PAGE_SIZE)
     pages = block_table[: -(-kv_len // PAGE_SIZE)].long()
-    _require_within("block_table", pages, 0, len(cache))
+    require_within("block_table", pages, 0, len(cache))
     own = values.view(torch.uint8)[pages].view(FP8).flatten(0, 1)
     return own[:kv_len], scales[pages].flatten()[:kv_len]
 
 
-def _require_within(name: str, numbers: Tensor, least: int, end: int) -> None:
+def require_within(name: str, numbers: Tensor, least: int, end: int) -> None:
+    """Raise ArrayError unless all of them lie in least..end-1."""
     if len(numbers) and not bool((numbers >= least).all() and (numbers < end).all()):
         low, high = int(numbers.min()), int(numbers.max())
         raise ArrayError(f"{name} holds numbers from {low} to {high}; wanted {least} to {end - 1} for this cache")

@@ -34,10 +34,13 @@ class KeyPages:
     def of_keys(cls, operands: Operands, page_size: int) -> "KeyPages":
         """Keys that lie side by side, cut into pages: page p has keys p * page_size and on. Copies only to fill up."""
         require_at_least("page_size", page_size, 1)
+        operands.check()
         num_keys, head_dim = operands.k.shape
         scales = operands.key_scale
         if scales is None:
             scales = torch.ones(num_keys, dtype=torch.float32, device=operands.k.device)
+        if not num_keys:
+            raise ArrayError("k holds no keys; wanted at least one")
         missing = -num_keys % page_size
         values = operands.k
         if missing:
@@ -52,10 +55,10 @@ class KeyPages:
     def check(self) -> None:
         """Raise ArrayError unless values and scales are as described."""
         values, scales = self.values, self.scales
-        if values.dim() != 3 or values.dtype not in OPERAND_DTYPES or not _side_by_side(values[:1]):
+        if values.dim() != 3 or not len(values) or values.dtype not in OPERAND_DTYPES or not _side_by_side(values[:1]):
             raise ArrayError(
                 f"values of keys are {values.dtype} of shape {list(values.shape)} and strides {list(values.stride())}; "
-                f"wanted [num_pages, page_size, head_dim], each page contiguous, of {OPERAND_DTYPES}"
+                f"wanted [num_pages, page_size, head_dim], at least one page, each contiguous, of {OPERAND_DTYPES}"
             )
         if scales.dtype != torch.float32 or scales.shape != values.shape[:2] or not _side_by_side(scales[:1]):
             raise ArrayError(

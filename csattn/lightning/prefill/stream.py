@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from csattn.errors import ConfigError
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.prefill.contenders import Contenders, Sampling, queries_at_a_time
@@ -67,8 +68,11 @@ def choose_keys(
     _require(operands, legal_len)
     require_at_least("k", k, 1)
     require_at_least("workspace_bytes", workspace_bytes, 1)
-    for name, size in zip(("tile's queries", "tile's keys"), tile or (), strict=False):
-        require_at_least(name, size, 1)
+    if tile is not None:
+        if not isinstance(tile, tuple | list) or len(tile) != 2:
+            raise ConfigError(f"tile is {tile!r}; wanted two numbers, of queries and keys that are scored together")
+        for name, size in zip(("tile's queries", "tile's keys"), tile, strict=True):
+            require_at_least(name, size, 1)
     lens = legal_len.cpu().clamp(min=0, max=len(operands.k))
     if tile is None and _contenders_pay(operands, k):
         return choose_by_contenders(operands, k, lens, workspace_bytes)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bench.lightning.hisa_suite import block_sparse_top_k
 from bench.lightning.measure import overlap
-from csattn.errors import ConfigError
+from csattn.errors import ArrayError, ConfigError
 from csattn.lightning import (
     BlockedKeys,
     HisaConfig,
@@ -266,6 +266,8 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="raise num_blocks"):
         HisaConfig(num_blocks=2, first_blocks=1, last_blocks=2)
     operands = make_operands(1, 32)
+    with pytest.raises(ArrayError, match=r"key_scale has shape \[31\]; wanted \[32\]"):
+        BlockedKeys.of_operands(replace(operands, key_scale=torch.ones(31)), 16)
     blocked = BlockedKeys.of_operands(operands, 16)
     lens = torch.tensor([32], dtype=torch.int32)
     with pytest.raises(ConfigError, match="at most 64"):

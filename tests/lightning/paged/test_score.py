@@ -205,3 +205,7 @@ def test_what_does_not_fit_is_refused() -> None:
         score_pages(q, weights, KeyPages(keys.values, keys.scales[:, :5]), tables, lens)
     with pytest.raises(ArrayError, match="values of keys"):
         score_pages(q, weights, KeyPages(keys.values.int(), keys.scales), tables, lens)
+    with pytest.raises(ArrayError, match="at least one page"):
+        score_pages(q, weights, KeyPages(keys.values[:0], keys.scales[:0]), tables, lens)
+    with pytest.raises(ArrayError, match="k holds no keys; wanted at least one"):
+        KeyPages.of_keys(Operands(torch.zeros(1, 1, 8), torch.zeros(0, 8), torch.zeros(1, 1)), 64)

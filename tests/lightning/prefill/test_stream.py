@@ -115,6 +115,8 @@ def test_all_of_a_long_sequence_takes_a_bounded_workspace() -> None:
         ({"k": 2.0}, ConfigError, "k is 2.0; wanted a whole number"),
         ({"workspace_bytes": 0}, ConfigError, "workspace_bytes is 0"),
         ({"tile": (0, 4)}, ConfigError, "tile's queries is 0; wanted at least 1"),
+        ({"tile": (1,)}, ConfigError, r"tile is \(1,\); wanted two numbers, of queries and keys"),
+        ({"tile": 5}, ConfigError, "tile is 5; wanted two numbers"),
         ({"legal_len": torch.zeros(3, dtype=torch.int64)}, ArrayError, "legal_len is int64; wanted int32"),
         ({"legal_len": torch.zeros(2, dtype=torch.int32)}, ArrayError, r"legal_len has shape \[2\]; wanted \[3\]"),
         ({"operands": Operands(torch.zeros(3, 8), torch.zeros(5, 8), torch.zeros(3, 2))}, ArrayError, "q has shape"),

@@ -14,6 +14,7 @@ from tests.workers.api.running import KEY, Running, eventually, serving, setting
 from workers.api import answering
 from workers.serving.messages import (
     BadRequestError,
+    ContextNotReadyError,
     OverloadedError,
     ServingError,
     StorageUnavailableError,
@@ -56,6 +57,7 @@ def ask(service: Running, **more: Any) -> httpx2.Response:
         (TimedOutError("it took too long"), "504 timeout, it took too long"),
         (WorkerLostError("it ended"), "503 worker_lost, it ended"),
         (StorageUnavailableError("it is full", detail="/srv is full"), "503 storage_unavailable, /srv is full"),
+        (ContextNotReadyError("it is damaged", detail="/srv/x has"), "409 context_not_ready, /srv/x has"),
         (ServingError("it broke"), "500 internal_error, it broke"),
         (BadRequestError("it is wrong"), None),
     ],

@@ -32,6 +32,21 @@ def test_a_name_of_several_lines_writes_one() -> None:
     )
 
 
+def test_what_another_form_writes_is_cleaned_too() -> None:
+    """As Ray Serve's handlers have."""
+    form = "handler.setFormatter(ServeFormatter('replica', 'x')); logging.getLogger().handlers[:] = [handler]"
+    says = f"""{SAYS}
+from ray.serve._private.logging_utils import ServeFormatter
+handler = logging.StreamHandler(); {form}
+try:
+    raise OSError("a name\\n2026 forged\\x1b]0;x")
+except OSError:
+    logging.getLogger("ray.serve").exception("%s failed", "a\\nb\\x07")"""
+    ended = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    assert "a b\N{REPLACEMENT CHARACTER} failed\n  Traceback" in ended.stderr
+    assert "\n  2026 forged\N{REPLACEMENT CHARACTER}]0;x" in ended.stderr
+
+
 def test_a_signal_that_ends_it_leaves_a_trace() -> None:
     ends = "import os, signal; os.kill(os.getpid(), signal.SIGBUS)"
     ended = subprocess.run([sys.executable, "-c", f"{SAYS}\n{ends}"], capture_output=True, text=True, check=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import hashlib
 import pickle
 import shutil
 import threading
@@ -17,7 +18,9 @@ from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.registry import registry, settings_of
 from tests.workers.serving.test_contexts import ended
 from workers.serving import context_file, local
+from workers.serving import contexts as contexts_module
 from workers.serving.context_build import Builder, BuildFailedError
+from workers.serving.context_file import Record
 from workers.serving.contexts import TEXTS
 from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextNotReadyError, ServingError, StorageUnavailableError
@@ -51,8 +54,9 @@ def test_a_file_of_contexts_that_is_damaged_is_told_to_who_asks(tmp_path: Path) 
     (tmp_path / "store" / context_file.FILE_NAME).write_bytes(b"{")
     contexts = registry(tmp_path)
     for asked in (contexts.start(), contexts.infos(), contexts.artifact_path("a"), contexts.delete("a")):
-        with pytest.raises(ServingError, match="move it away and name the contexts again"):
+        with pytest.raises(ServingError, match="move it away and name the contexts again") as refused:
             asyncio.run(asked)
+        assert str(tmp_path) not in refused.value.message and str(tmp_path) in refused.value.detail
 
 
 def test_a_service_begins_once_the_damaged_file_has_been_moved_away(tmp_path: Path) -> None:
@@ -125,6 +129,37 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(
         [left] = (tmp_path / "store" / TEXTS).iterdir()
         assert left.read_text() == "a text", "of what was refused nothing is kept"
         assert (await contexts.register("a", "a text")).state == "building"
+        await contexts.close()
+
+    asyncio.run(main())
+
+
+def test_a_text_is_not_dropped_between_its_writing_and_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process that could not register the same one."""
+    others, write = registry(tmp_path), contexts_module.write_bytes
+    dropping: list[threading.Thread] = []
+
+    def write_then_wait(path: Path, data: bytes) -> None:
+        write(path, data)
+        refused = Record(name="other", created_at=0.0, text_sha256=hashlib.sha256(data).hexdigest())
+        dropping.append(threading.Thread(target=others._drop_text, args=(refused,)))
+        dropping[0].start()
+        dropping[0].join(0.3)
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(contexts_module, "write_bytes", write_then_wait)
+    monkeypatch.setattr(Builder, "build", never)
+
+    async def main() -> None:
+        contexts = registry(tmp_path)
+        await contexts.register("a", "a text")
+        dropping[0].join()
+        [left] = (tmp_path / "store" / TEXTS).iterdir()
+        assert left.read_text() == "a text"
         await contexts.close()
 
     asyncio.run(main())

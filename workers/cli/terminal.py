@@ -34,7 +34,8 @@ err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on one line of stdout: the last line a verb prints."""
-    line = json.dumps(value, ensure_ascii=False)
+    is_utf = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    line = json.dumps(value, ensure_ascii=not is_utf)
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
     sys.stdout.flush()
 

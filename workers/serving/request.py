@@ -196,7 +196,7 @@ class Writer:
 
     def score(self, token_id: int, logits: NDArray[np.float32] | None, num_top: int) -> TokenScore:
         """logits: [vocab_size]; None where nothing has foretold the token."""
-        text = token_bytes(self._tokenizer, token_id).decode(errors="replace")
+        text = token_bytes(self._tokenizer, token_id).decode(errors="surrogateescape")
         if logits is None:
             return TokenScore(token_id, text, None)
         total, top = log_total(logits), []

@@ -50,7 +50,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     """A table whose first column is text and whose others are figures."""
     shown = Table(title=title, title_justify="left", header_style="bold")
     for position, column in enumerate(columns):
-        shown.add_column(column, justify="left" if position == 0 else "right")
+        shown.add_column(column, justify="left" if position == 0 else "right", overflow="fold")
     for row in rows:
         shown.add_row(*row)
     return shown

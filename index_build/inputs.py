@@ -16,6 +16,13 @@ from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ConfigError, ContextError
 
 DEVICES = ("auto", "cpu", "cuda")
+# what files of other programs begin with, and what to do with them
+_DOCUMENTS = {
+    b"%PDF-": "it is a PDF: take the text out of it, by pdftotext",
+    b"PK\x03\x04": "it is a ZIP archive, as DOCX, ODT and EPUB are: save it as plain text in UTF-8",
+    b"\xd0\xcf\x11\xe0": "it is a document of an older Office: save it as plain text in UTF-8",
+    b"{\\rtf": "it is RTF: save it as plain text in UTF-8",
+}
 
 
 def read_text(context: str) -> str:
@@ -30,10 +37,26 @@ def read_text(context: str) -> str:
     except OSError as error:
         raise ContextError(f"cannot read {name}: {error.strerror}; give a text file, or - for stdin") from error
     except UnicodeDecodeError as error:
-        raise ContextError(f"{name} is not UTF-8 text (byte {error.start}); convert it first") from error
+        raise ContextError(
+            f"{name} is not UTF-8 text (byte {error.start}); {_way_to_text(data)}, and give what comes"
+        ) from error
+    if data.startswith(tuple(_DOCUMENTS)) or "\0" in text:  # all ASCII, perhaps, and yet no text
+        raise ContextError(f"{name} is no plain text; {_way_to_text(data)}, and give what comes")
     if not text.strip():
         raise ContextError(f"{name} holds no text; give a text that is not empty")
     return text
+
+
+def _way_to_text(data: bytes) -> str:
+    """What makes UTF-8 text of a file that is none."""
+    for begins, way in _DOCUMENTS.items():
+        if data.startswith(begins):
+            return way
+    is_marked = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if is_marked or b"\0" in data:
+        byte_order = "" if is_marked else "LE"
+        return f"if it is UTF-16, as Windows writes, convert it: iconv -f UTF-16{byte_order} -t UTF-8 FILE"
+    return "convert it from the encoding that it has (GB18030, BIG5, CP1252, ...): iconv -f GB18030 -t UTF-8 FILE"
 
 
 def read_tokens(path: Path) -> NDArray[np.int32]:

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import secrets
+import shutil
 import struct
 import time
 from contextlib import suppress
@@ -88,10 +89,10 @@ class BlockFiles:
         """Whether it is there now. Nothing is half there, whatever the disk or this process comes to."""
         path = self._path(key)
         num_bytes = _HEAD.size + len(label) + data.nbytes
-        if num_bytes > self._budget_bytes:
+        if num_bytes > (budget_bytes := self._budget()):
             return False
-        if self.num_bytes + num_bytes > self._budget_bytes:
-            self._make_room(num_bytes)
+        if self.num_bytes + num_bytes > budget_bytes:
+            self._make_room(num_bytes, budget_bytes)
         partial = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{PARTIAL}")
         digest = hashlib.sha256(data.data)
         digest.update(label)
@@ -118,12 +119,19 @@ class BlockFiles:
     def _path(self, key: str) -> Path:
         return self._directory / f"{key}{SUFFIX}"
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _budget(self) -> int:
+        """No more than they leave free: the disk is others', too."""
+        with suppress(OSError):  # it is not there yet
+            free = shutil.disk_usage(self._directory).free
+            return min(self._budget_bytes, (self.num_bytes + free) // 2)
+        return self._budget_bytes
+
+    def _make_room(self, num_bytes: int, budget_bytes: int) -> None:
         """Remove what was used least recently, by whichever process."""
         used_at = self._look()
         left = self.num_bytes
         for path in sorted(self._sizes, key=lambda path: used_at.get(path, 0.0)):
-            if left + num_bytes <= _ROOM * self._budget_bytes:
+            if left + num_bytes <= _ROOM * budget_bytes:
                 return
             with suppress(OSError):
                 path.unlink()

@@ -5,7 +5,9 @@ import mmap
 from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
 from csattn.artifact.layout import file_names, kv_file, plan
 from csattn.config import preset
+from csattn.models.loader import DTYPES, are_copied, read_config, weight_bytes
 from csattn.models.spec import ModelSpec
+from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
 from workers.engine.own_choice import index_key_share, latents_of, least_slots
 from workers.settings.parts import EngineSettings
@@ -65,6 +67,19 @@ def room_for_contexts(
     if engine.placement != "cpu":
         bounds.append(engine.num_contexts)
     return max(0, min(bounds))
+
+
+def require_room_for_weights(name: str | None, dtype: str, weights: str | None = None) -> None:
+    """All as `load_model` takes them. Raises MemoryPlanError before weights are loaded that host memory has no room
+    for: the system would end the process in the middle of it. Those that are mapped from their files need none."""
+    config = read_config(name)
+    if not are_copied(config, dtype, weights):
+        return
+    remedy = "end other programs, or take a smaller model"
+    if are_copied(config, dtype) and not are_copied(config, "bfloat16"):
+        remedy += "; in bfloat16, as its files have it, it is mapped: --dtype bfloat16, of a service build.dtype"
+    what = f"the model, its weights copied to {dtype},"
+    require_host_memory(what, weight_bytes(config, DTYPES[dtype].itemsize)[0], remedy)
 
 
 def told_lens(geometry: ModelGeometry) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from csattn.artifact import ModelGeometry
+from csattn.artifact.durable import available_bytes
 from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
 from csattn.errors import ConfigError, ModelError
@@ -181,6 +182,12 @@ def _named_as_text(name: str) -> str:
 def _named_or_beside(name: str) -> str | None:
     """None of what is beside the text model."""
     return None if _BESIDE_TEXT.match(name := _named_as_text(name)) else name
+
+
+def are_copied(config: Any, dtype: str, weights: str | None = None) -> bool:
+    """Whether weights are other numbers in memory than in their files, which are mapped otherwise."""
+    has_few_bits = getattr(config, "quantization_config", None) is not None
+    return has_few_bits or weights is not None or getattr(config, "dtype", None) != DTYPES[dtype]
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:
@@ -360,13 +367,21 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
-    describe(AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
+    describe(config := AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
+    needed, free = weight_bytes(config, torch.float32.itemsize)[0], available_bytes(target)
+    if free is not None and free < needed:
+        raise ModelError(
+            f"{gguf} is converted once, to float32: {needed / 2**30:.2f} GiB, and {target.parent} has "
+            f"{free / 2**30:.2f} GiB free; make room there, or name another directory with CSATTN_CACHE"
+        )
     dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = dequantised.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = type(dequantised)(config)
-    plain.load_state_dict(dequantised.state_dict())
+    with torch.device("meta"):
+        plain = type(dequantised)(config)
+    plain.load_state_dict(dequantised.state_dict(), assign=True)  # not copied: all of it is in memory once
+    plain.tie_weights()
     plain.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 

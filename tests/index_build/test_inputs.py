@@ -38,6 +38,24 @@ def test_a_text_is_the_same_whoever_wrote_it_and_however_it_comes(data, tmp_path
         read_text("-")
 
 
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"%PDF-1.4\nall of it ASCII", "is no plain text; it is a PDF.* pdftotext"),
+        (b"%PDF-1.4\n\xe2\xe3", r"is not UTF-8 text \(byte 9\); it is a PDF"),
+        (b"PK\x03\x04\x14\0word/document.xml", "is no plain text; it is a ZIP archive, as DOCX"),
+        (rb"{\rtf1\ansi hello}", "is no plain text; it is RTF"),
+        ("one".encode("utf-16-le"), "is no plain text; if it is UTF-16, .*-f UTF-16LE -t UTF-8"),
+        ("\u96f2".encode("utf-16"), "is not UTF-8 text.* -f UTF-16 -t UTF-8"),
+        ("\u671b\u9060\u93e1".encode("gb18030"), "is not UTF-8 text.* iconv -f GB18030 -t UTF-8"),
+    ],
+)
+def test_what_is_no_plain_text_is_refused_with_a_way_to_make_it_one(data, words, tmp_path) -> None:
+    (tmp_path / "text").write_bytes(data)
+    with pytest.raises(ContextError, match=words):
+        read_text(str(tmp_path / "text"))
+
+
 def test_kmeans_follows_the_device_unless_it_was_given() -> None:
     made = [make_config("lists", {"kmeans": None}, device) for device in ("cpu", "cuda")]
     assert [config.kmeans for config in made if isinstance(config, ListConfig)] == ["faiss", "torch"]

@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
+from transformers import LlamaForCausalLM
 
 from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
 from csattn.errors import ArtifactMismatchError, ConfigError, ModelError
-from csattn.models import load_model
+from csattn.models import load_model, loader
 from csattn.models.families import describe, stretch_positions
 from csattn.models.loader import read_config, wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
@@ -133,6 +135,22 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"cannot be written .* with CSATTN_CACHE"):
         load_model(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "match"), [(1 << 20, r"0.50 GiB, and .* CSATTN_CACHE"), (None, "No space left")]
+)
+def test_a_cache_without_room_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, match: str
+) -> None:
+    def save_pretrained(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(loader, "available_bytes", lambda path: free_bytes)
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_pretrained)
+    with pytest.raises(ModelError, match=match):
+        load_model()
 
 
 @pytest.mark.parametrize("name", ["", "  ", 5, b"model"])

@@ -2,9 +2,11 @@
 
 import errno
 import os
+import shutil
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -230,6 +232,19 @@ def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
     left = {path.stem for path in files_of(tmp_path)}
     assert "key3" in left and "key19" in left and "key0" not in left and len(left) < 15
     assert not BlockFiles(tmp_path, 50).write("big", b"", data(0)), "what is larger than all of it is not kept"
+
+
+def test_a_small_disk_keeps_as_much_free_as_is_kept(tmp_path, monkeypatch) -> None:
+    size = 64 + BLOCK + len(label(1)) + 5
+    files = BlockFiles(tmp_path, 1 << 40)
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda path: SimpleNamespace(free=20 * size - sum(f.stat().st_size for f in path.iterdir())),
+    )
+    for number in range(20):
+        assert files.write(name(number).key, label(number), data(number))
+    assert 5 * size < files.num_bytes <= 10 * size
 
 
 @pytest.mark.parametrize("failing", ["write", "rename", "mkdir"])

@@ -102,6 +102,25 @@ def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> No
     assert "pip install --force-reinstall torch" in done.stdout
 
 
+def test_a_table_in_a_narrow_terminal_loses_nothing() -> None:
+    console = Console(file=io.StringIO(), width=30)
+    console.print(terminal.table("", ["artifact", "dtype", "size"], [["595eb984d497a3ad", "bfloat16", "126.8 MiB"]]))
+    letters = "".join(filter(str.isalnum, console.file.getvalue()))  # type: ignore[attr-defined]
+    assert len(letters) == len("artifactdtypesize" + "595eb984d497a3ad" + "bfloat16" + "1268MiB")
+
+
+def test_a_terminal_shows_what_its_encoding_lacks_in_other_letters(tmp_path: Path) -> None:
+    store = tmp_path / "\u5e97\u00e9"  # Big5 has the first, and not the second
+    store.mkdir()
+    environment = {**os.environ, "PYTHONIOENCODING": "big5"}
+    command = [sys.executable, "-c", "from workers.cli import main; main()", "ls", "--store", str(store), "--json"]
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr.decode("big5")
+    told = done.stdout.decode("big5")
+    assert "\u5e97\\xe9" in told
+    assert json.loads(told.splitlines()[-1])["store"] == str(store)
+
+
 @pytest.mark.parametrize("verb", [("generate", "store/0"), ("stream",)])
 def test_a_prompt_that_is_no_text_is_a_sentence(capsys, verb) -> None:
     done = in_process(*verb, "--prompt", "a\udcff", capsys=capsys)

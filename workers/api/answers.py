@@ -107,13 +107,15 @@ class Form:
             return {"content": [chat_score(score) for score in scores], "refusal": None}
         offsets = []
         for score in scores:
-            offsets.append(self._num_chars[index])
-            self._num_chars[index] += len(score.text)
+            begins = [byte & 0xC0 != 0x80 for byte in _bytes_of(score)]  # a character: else it goes on
+            goes_on = bool(begins and not begins[0])
+            offsets.append(max(0, self._num_chars[index] - goes_on))
+            self._num_chars[index] += sum(begins)
         return {
-            "tokens": [score.text for score in scores],
+            "tokens": [_named(_bytes_of(score)) for score in scores],
             "token_logprobs": [None if score.logprob is None else _finite(score.logprob) for score in scores],
             "top_logprobs": [
-                None if score.logprob is None else {text: _finite(logprob) for text, _, logprob in score.top}
+                None if score.logprob is None else {_named(raw): _finite(logprob) for _, raw, logprob in score.top}
                 for score in scores
             ],
             "text_offset": offsets,
@@ -161,18 +163,23 @@ def _call_delta(part: CallPart) -> dict[str, Any]:
 def chat_score(score: TokenScore) -> dict[str, Any]:
     top = [{"token": text, "logprob": _finite(logprob), "bytes": list(raw)} for text, raw, logprob in score.top]
     return {
-        "token": score.text,
+        "token": _bytes_of(score).decode(errors="replace"),
         "logprob": _finite(LOWEST_LOGPROB if score.logprob is None else score.logprob),
-        "bytes": _bytes_of(score),
+        "bytes": list(_bytes_of(score)),
         "top_logprobs": top,
     }
 
 
-def _bytes_of(score: TokenScore) -> list[int] | None:
-    """None where the token is a part of a character: its text does not tell which."""
-    if "\ufffd" not in score.text:
-        return list(score.text.encode())
-    return next((list(raw) for text, raw, logprob in score.top if (text, logprob) == (score.text, score.logprob)), None)
+def _bytes_of(score: TokenScore) -> bytes:
+    return score.text.encode(errors="surrogateescape")
+
+
+def _named(data: bytes) -> str:
+    """A token's text; parts of characters, which have none, by their bytes, as OpenAI's completions have them."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _finite(logprob: float) -> float:

@@ -97,7 +97,7 @@ def too_large(max_body_bytes: int) -> HttpError:
 def parse(body: bytes, limits: LimitSettings) -> Any:
     """The JSON value in a body. What would be deep or of very many values is refused before it is built."""
     try:
-        text = body.decode("utf-8")
+        text = body.decode("utf-8-sig")  # programs for Windows put a byte order mark before it
     except UnicodeDecodeError as error:
         raise BadRequestError(f"the body is not UTF-8: byte {error.start} cannot be read") from None
     depth, num_values = outline(body)

@@ -16,6 +16,7 @@ from csattn.models.prompt import num_special
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from index_build.pipeline import BuildReport, build_plan
 from index_build.plan import Plan, plan_text, plan_tokens
+from workers.capacity import require_room_for_weights
 from workers.cli.terminal import BuildDisplay, JsonProgress, err
 from workers.words import counted
 
@@ -93,16 +94,21 @@ def show_loading(
     """Load a model and say so: a first load may convert it."""
     require_numbers(dtype, weights)
     err.print(f"loading {model_name(model)}" + (" onto the GPU" if device == "cuda" else ""))
-    return _load_model(model, dtype, device, stretch, weights, may_lend=True)
+    return _load_model(model, dtype, device, stretch, weights)
 
 
-_load_model = load_model
+def _load(model: str | None, dtype: str, device: str, stretch: float, weights: str | None) -> LoadedModel:
+    require_room_for_weights(model, dtype, weights)
+    return load_model(model, dtype, device, stretch, weights, may_lend=True)
+
+
+_load_model = _load
 
 
 def keep_model() -> None:
     """A process that builds more than once loads the same model once."""
     global _load_model
-    _load_model = lru_cache(maxsize=1)(load_model)
+    _load_model = lru_cache(maxsize=1)(_load)
 
 
 def require_progress(progress: str, jobs: Path | None) -> None:

@@ -4,6 +4,7 @@ import gc
 import signal
 import sys
 from contextlib import nullcontext
+from io import TextIOWrapper
 from typing import Any
 
 import typer
@@ -25,6 +26,8 @@ _REMEDIES = (
 
 
 def main() -> None:
+    if isinstance(sys.stdout, TextIOWrapper):  # an answer may have characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does
     ending.tell(signal.SIGINT)
     with ending.sigterm_as_interrupt() if sys.argv[1:2] in _BUILDING else nullcontext():
         run()

@@ -34,7 +34,8 @@ err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on one line of stdout: the last line a verb prints."""
-    line = json.dumps(value, ensure_ascii=False)
+    is_utf = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    line = json.dumps(value, ensure_ascii=not is_utf)
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
     sys.stdout.flush()
 
@@ -49,7 +50,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     """A table whose first column is text and whose others are figures."""
     shown = Table(title=title, title_justify="left", header_style="bold")
     for position, column in enumerate(columns):
-        shown.add_column(column, justify="left" if position == 0 else "right")
+        shown.add_column(column, justify="left" if position == 0 else "right", overflow="fold")
     for row in rows:
         shown.add_row(*row)
     return shown

@@ -47,11 +47,12 @@ def _needs(
     layers = f"{indexed} layers" if not local else f"{indexed} layers that see everything and {local} that do not"
     if not indexed:
         layers = f"{local} layers of latents, which it chooses from itself"
-    text = f"{name} has {layers}; its weights take {gib(weights)} in bfloat16."
+    devices = facts.probes["torch"].get("devices") or []
+    wide = "" if devices else f", {gib(2 * weights)} in float32, the default"
+    text = f"{name} has {layers}; its weights take {gib(weights)} in bfloat16{wide}."
     if kept != weights:
         text += f" A GPU keeps them in {gib(kept)}."
     memory = facts.probes["memory"].get("available_bytes", 0)
-    devices = facts.probes["torch"].get("devices") or []
     free = max((device["free_bytes"] for device in devices), default=0)
     specs = [spec_of(geometry, context_len) for context_len in told_lens(geometry)]
     for spec in specs:
@@ -74,7 +75,11 @@ def _needs(
     room = partial(room_for_contexts, engine=engine, host_bytes=host_bytes, device_bytes=device_bytes, model=model)
     rooms = [f"{room(spec)} of {spec.context_len:,}" for spec in specs]
     placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
-    return [Finding("model", "ok", f"{text} Contexts that {placed} has room for: {', '.join(rooms)}.")]
+    text += f" Contexts that {placed} has room for: {', '.join(rooms)}."
+    if not devices and 2 * weights > memory:
+        remedy = "Give --dtype bfloat16, for a service --set build.dtype=bfloat16: in float32 it has no room."
+        return [Finding("model", "warning", text, remedy)]
+    return [Finding("model", "ok", text)]
 
 
 def _refusals(spec: ModelSpec) -> list[Finding]:

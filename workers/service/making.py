@@ -11,6 +11,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.families import describe
 from csattn.models.loader import DTYPES, read_config
 from csattn.selectors import resolve_rest
+from workers.capacity import require_room_for_weights
 from workers.engine.cpu_engine import GROWTH, QUESTION_ROWS, CpuEngine
 from workers.engine.gpu_engine import MAX_ROWS, step_sizes
 from workers.engine.memory import require_weights
@@ -36,6 +37,7 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
     _require_engine(settings)
     if settings.engine.placement != "cpu" and settings.engine.num_devices == 1:
         require_weights(settings.model.name, settings.build.dtype, settings.model.weights, settings.engine.placement)
+    require_room_for_weights(settings.model.name, settings.build.dtype, settings.model.weights)
     torch.set_num_threads(settings.engine.num_threads or available_cpus())
     with ThreadPoolExecutor(1) as pool:  # search workers come up while the model is loaded
         coming = pool.submit(make_searcher, settings, launch)

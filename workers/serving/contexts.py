@@ -349,7 +349,7 @@ def _require_free(records: dict[str, Record], new: Record) -> None:
 def require_name(name: str) -> None:
     if not CONTEXT_NAME.fullmatch(name):
         raise BadRequestError(
-            f"a context's name has up to 64 letters, digits, dots, underscores and hyphens, and begins with a letter "
-            f"or a digit, got {name[:64]!r}",
+            "a context's name has up to 64 letters from a to z and A to Z, digits, dots, underscores and hyphens, and "
+            f"begins with a letter or a digit, got {name[:64]!r}",
             "name",
         )

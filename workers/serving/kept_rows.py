@@ -26,6 +26,7 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from offload.block_files import BlockFiles
 from offload.blocks import BlockCounts, BlockName, Blocks, Label
+from offload.budget import host_memory_bytes
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import Selector
 from workers.settings import Settings
@@ -163,7 +164,8 @@ def row_identity(
 def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
     kept = settings.kept
     files = BlockFiles(settings.store.path / DIRECTORY, kept.disk_bytes) if kept.disk_bytes else None
-    return KeptRows(Blocks(kept.memory_bytes, files), loaded.geometry, loaded.dtype)
+    memory_bytes = min(kept.memory_bytes, host_memory_bytes() // 4)
+    return KeptRows(Blocks(memory_bytes, files), loaded.geometry, loaded.dtype)
 
 
 def is_keepable(selector: Selector, config: SearchConfig, geometry: ModelGeometry) -> bool:

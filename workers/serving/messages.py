@@ -123,7 +123,7 @@ class TokenScore:
     """A token and its log-probability before temperature; `top`: the likeliest ones (text, bytes, logprob)."""
 
     token_id: int
-    text: str
+    text: str  # `surrogateescape` has made it: bytes that are no whole character are half surrogates
     logprob: float | None  # None: of a prompt's first token
     top: tuple[tuple[str, bytes, float], ...] = ()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from csattn.artifact import open_artifact
-from csattn.artifact.durable import store_errors
+from csattn.artifact.durable import available_bytes, store_errors
 from csattn.artifact.find import is_artifact_id
 from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below, used_at
 from csattn.config import preset
@@ -209,6 +209,8 @@ class OwnContexts:
         """Remove what nobody uses, the least recently used first, until all together take no more than they may."""
         sizes = await asyncio.to_thread(self._sizes)
         self.num_bytes, budget = sum(sizes.values()), self._settings.kept.context_bytes
+        if (free := available_bytes(self._directory)) is not None:  # no more than they leave: the disk is others', too
+            budget = min(budget, (self.num_bytes + free) // 2)
         for path, num_bytes in sizes.items():
             if self.num_bytes > budget and path != newest and not self._residency.is_used(path):
                 await self._residency.forget(path)

@@ -208,7 +208,7 @@ class Writer:
 
     def score(self, token_id: int, likelihood: Likelihood | None) -> TokenScore:
         """likelihood: None where nothing has foretold the token."""
-        text = token_bytes(self._tokenizer, token_id).decode(errors="replace")
+        text = token_bytes(self._tokenizer, token_id).decode(errors="surrogateescape")
         if likelihood is None:
             return TokenScore(token_id, text, None)
         total, top = likelihood.log_total, []

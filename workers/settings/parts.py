@@ -245,9 +245,11 @@ class StoreSettings(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSettings(_Part):
-    """What is kept of prompts and turns, for those that begin with them."""
+    """What is kept of prompts and turns, for those that begin with them; each kind leaves as much of the disk free."""
 
-    memory_bytes: int = setting(1 << 30, "Of host memory, for rows of turns; 0 keeps none.", lowest=0)
+    memory_bytes: int = setting(
+        1 << 30, "Of host memory, for rows of turns, a quarter of it at most; 0 keeps none.", lowest=0
+    )
     disk_bytes: int = setting(16 << 30, "Of the store's disk, for rows of turns; 0: memory alone has them.", lowest=0)
     context_bytes: int = setting(64 << 30, "Of the store's disk, for contexts that prompts have brought.", lowest=0)
     context_tokens: int = setting(

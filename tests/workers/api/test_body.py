@@ -71,3 +71,7 @@ def test_bodies_that_are_refused(body: bytes, words: str) -> None:
 def test_bodies_that_are_read() -> None:
     for body in (b"[[[[[]]]]]", b'{"a": "[[[[[[[["}', rb'{"a": "\"[[[[[[[[", "b": "\\"}', b'  {"a": 1.5e3}'):
         assert parse(body, LIMITS) == json.loads(body)
+
+
+def test_a_byte_order_mark_before_a_body_is_no_part_of_it() -> None:
+    assert parse(b'\xef\xbb\xbf{"a": "\xef\xbb\xbf"}', LIMITS) == {"a": "\ufeff"}

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -155,6 +156,23 @@ def test_an_echo_as_an_evaluation_reads_it(service: Running, client: openai.Open
     assert service.backend.asks[-1].prompt == (1, 2)
     client.completions.create(model=MODEL, prompt="It is", echo=True, max_tokens=0)
     assert service.backend.asks[-1].sampling.max_new_tokens == 0
+
+
+def test_tokens_of_parts_of_characters_are_told_by_their_bytes(service: Running, client: openai.OpenAI) -> None:
+    parts = [b"a\xf0\x9f", b"\x98", b"\x80\xc3", b"\xa9", b"b"]
+    scores = [TokenScore(i, part.decode(errors="surrogateescape"), -1.0) for i, part in enumerate(parts)]
+    top = (("\ufffd", b"\xf0", -1.0), ("\ufffd", b"\xf1", -2.0))
+    told = Piece("a\U0001f600\u00e9", (*scores[:3], replace(scores[3], top=top))), Piece("b", (scores[4],))
+    service.backend.scripts = {"?": Script(told)}
+    chat = client.chat.completions.create(model=MODEL, messages=ASK, logprobs=True).choices[0]
+    assert chat.logprobs is not None and chat.logprobs.content is not None
+    assert [bytes(score.bytes or ()) for score in chat.logprobs.content] == parts
+    assert [score.token for score in chat.logprobs.content] == ["a\ufffd", "\ufffd", "\ufffd\ufffd", "\ufffd", "b"]
+    plain = client.completions.create(model=MODEL, prompt="?", logprobs=2).choices[0]
+    assert plain.logprobs is not None and plain.logprobs.top_logprobs is not None
+    assert plain.logprobs.text_offset == [0, 1, 1, 2, 3], "of the character that the token begins in"
+    assert (plain.logprobs.tokens or [])[1:] == [r"bytes:\x98", r"bytes:\x80\xc3", r"bytes:\xa9", "b"]
+    assert plain.logprobs.top_logprobs[3] == {r"bytes:\xf0": -1.0, r"bytes:\xf1": -2.0}
 
 
 def test_tokens_and_back(service: Running) -> None:

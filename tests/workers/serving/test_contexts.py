@@ -297,7 +297,7 @@ def load_tiny() -> Any:
 def test_names_that_are_none_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadRequestError, match="context's name") as refused:
         asyncio.run(registry(tmp_path).register(name, "x"))
-    assert refused.value.param == "name"
+    assert refused.value.param == "name" and "letters from a to z and A to Z" in refused.value.message
     assert not (tmp_path / "store").exists()
 
 

@@ -18,6 +18,7 @@ from csattn.errors import ArtifactError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
+from workers.serving import own_contexts
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
@@ -321,3 +322,10 @@ def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeyp
     answers(tmp_path, *(ask(f"{n} {DOCUMENT}") for n in range(2)), context_bytes=int(2.5 * num_bytes))
     left = [path for path in builds[0].iterdir() if path.is_dir()]
     assert len(builds) == 3 and len(left) == 2 and used in left
+
+
+def test_a_small_disk_keeps_no_more_contexts_than_it_has_left(tmp_path, builds, monkeypatch) -> None:
+    answers(tmp_path, ask(DOCUMENT))
+    monkeypatch.setattr(own_contexts, "available_bytes", lambda path: 0)
+    answers(tmp_path, ask(f"1 {DOCUMENT}"))
+    assert len(builds) == 2 and len([path for path in builds[0].iterdir() if path.is_dir()]) == 1

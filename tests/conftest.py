@@ -72,9 +72,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """... and need not be looked for in it after every test."""
+    """... and need not be looked for in it after every test, nor before the process ends, for seconds."""
     gc.freeze()
-    atexit.register(gc.unfreeze)  # later than pytest collects garbage for the last time
+    atexit.register(gc.freeze)  # later than pytest collects garbage for the last time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

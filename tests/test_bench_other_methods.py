@@ -37,8 +37,14 @@ def test_they_are_those_that_are_defined():
     assert sizes == [other_methods.SUBSPACES, other_methods.CENTROIDS, other_methods.ITERATIONS]
 
 
-@pytest.mark.parametrize("crowded", [512, 1])  # with one, all choices look closer
-@pytest.mark.parametrize(("method", "prepare"), METHODS)
+@pytest.mark.parametrize(
+    ("method", "prepare", "crowded"),
+    [
+        *((*method, 512) for method in METHODS),
+        # all choices look closer, which is the same for all methods
+        *(pytest.param(*method, 1, marks=[] if method[0] == "sparq" else pytest.mark.gpu) for method in METHODS),
+    ],
+)
 def test_they_choose_as_they_are_defined(kernels, recording, monkeypatch, method, prepare, crowded):  # noqa: F811
     monkeypatch.setattr(other_methods, "CROWDED", crowded)
     context_len = 4112  # of several blocks

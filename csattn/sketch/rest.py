@@ -5,6 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel, readonly
 from csattn.search.match import widen
 from csattn.search.rest import attend_rows
@@ -52,17 +53,21 @@ def _attend(
     out: NDArray[np.float32],
     lse: NDArray[np.float32],
 ) -> None:
-    sketch, memory = sketch_at(sketch_address), queries.ctypes.data
+    # addresses as `csattn.attention.in_place_rest` gives them, so that all below is compiled once for both
+    sketch, memory = sketch_at(sketch_address), np.int64(queries.ctypes.data)
     num_tokens, num_q_heads, head_dim = q.shape
+    rows, top_k = np.int64(kv_indices.ctypes.data), kv_indices.shape[2]
     group_size = num_q_heads // sketch.num_heads
     parts = np.empty((group_size, head_dim + 2), np.float32)
+    parts_address = np.int64(parts.ctypes.data)
     for token in range(num_tokens):
         for head in range(sketch.num_heads):
             group = q[token, head * group_size : (head + 1) * group_size].reshape(-1)
             project_queries(sketch, head, widen(group), 0, sketch.num_segments, softmax_scale, memory)
             weigh_queries(sketch, group_size, memory)
-            chosen = kv_indices[token, head, : valid_len[token, head]]
-            attend_rows(sketch, head, memory, group_size, first, stop, chosen, parts.ctypes.data, head_dim + 2)
+            of_head = rows + 4 * (token * sketch.num_heads + head) * top_k
+            chosen = array_at(of_head, np.int64(valid_len[token, head]), np.int32(0))
+            attend_rows(sketch, head, memory, group_size, first, stop, chosen, parts_address, head_dim + 2)
             for g in range(group_size):
                 row, total = head * group_size + g, parts[g, head_dim + 1]
                 lse[token, row] = parts[g, head_dim] + (math.log(total) if total > 0 else 0.0)

@@ -11,7 +11,7 @@ from csattn.attention.device import make_row_source
 from csattn.attention.every_row import EveryRowAttention
 from tests.attention.device_steps import Shape, Step, assert_close, change_rows, make_step
 from tests.cuda_on_cpu import emulated
-from tests.cuda_on_cpu.emulated import DEVICE
+from tests.cuda_on_cpu.emulated import DEVICE, crossed
 
 HALF = Shape(dtype=torch.bfloat16, tail_capacity=300)
 LENS = [1, 700, 64, 257, 0]  # of contexts
@@ -56,10 +56,9 @@ def attend(step: Step) -> Tensor:
     return out.cpu()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim"),
-    [(8, 2, 64), (3, 3, 80), (15, 1, 128), (40, 2, 16), (12, 2, 256)],
+    ("num_q_heads", "num_kv_heads", "head_dim", "dtype"),
+    crossed([(8, 2, 64), (3, 3, 80), (15, 1, 128), (40, 2, 16), (12, 2, 256)], [torch.bfloat16, torch.float16]),
 )
 def test_agrees_with_the_definition(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "num_index_heads": num_kv_heads}

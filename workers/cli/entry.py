@@ -1,5 +1,6 @@
 """The entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
 
+import atexit
 import gc
 import signal
 import sys
@@ -35,7 +36,7 @@ def main() -> None:
 
 def run() -> None:
     """Without a say in signals: a service that ends its builds waits for no last words."""
-    gc.set_threshold(10_000)  # of 700, looking for garbage takes a sixth of the seconds in which torch is imported
+    spare_garbage()
     try:
         if app(standalone_mode=False, prog_name="csattn") == 130:  # typer takes Ctrl-C for itself, and returns this
             raise KeyboardInterrupt
@@ -57,6 +58,14 @@ def run() -> None:
             raise
         wanted = " ".join(str(error).split())[:_MAX_TOLD] or "nothing says how much was wanted"
         _fail({"type": "MemoryError", "message": f"there is not enough memory ({wanted}); {_REMEDIES}"}, 1)
+
+
+def spare_garbage() -> None:
+    """Look less for it, which with a threshold of 700 takes a sixth of the seconds in which torch is imported, and not
+    once more in all that was loaded before the process ends, which takes more than one."""
+    gc.set_threshold(10_000)
+    atexit.unregister(gc.freeze)  # of a run before
+    atexit.register(gc.freeze)
 
 
 def _interrupted() -> None:

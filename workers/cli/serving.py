@@ -1,6 +1,5 @@
 """`csattn serve`: the settings, the service in one process or on Ray, and a line that says where it is."""
 
-import gc
 import os
 import signal
 import sys
@@ -51,7 +50,6 @@ def serve(
     if not is_ready:
         end()
     err.print("ended")
-    gc.freeze()  # else the interpreter looks for garbage in all that was loaded before it ends, for seconds
 
 
 def _require_packages(names: Sequence[str]) -> None:

@@ -6,11 +6,13 @@ import sys
 
 def main() -> None:
     """A line has the arguments of one; the process ends with the first that fails, or when no more can come."""
+    from workers.cli.entry import run, spare_garbage
+
+    spare_garbage()
     import torch
 
     import index_build.capture  # noqa: F401  # with it transformers, which takes longest
     from workers.cli import building
-    from workers.cli.entry import run
     from workers.serving.context_build import BUILT
 
     building.keep_model()

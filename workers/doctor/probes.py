@@ -5,6 +5,7 @@
 prints one JSON object as its last line. An exception here is a finding of the caller: "cannot be loaded".
 """
 
+import gc
 import json
 import math
 import os
@@ -147,3 +148,4 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 
 if __name__ == "__main__":
     print(json.dumps(PROBES[sys.argv[1]](*sys.argv[2:])))
+    gc.freeze()  # else the interpreter looks for garbage in all that was loaded before it ends

@@ -1,6 +1,7 @@
 """The attention worker as an actor: one process that owns a device, a model, and the requests that it decodes."""
 
 import asyncio
+import gc
 import logging
 import os
 import threading
@@ -38,6 +39,7 @@ class AttentionActor:
 
     def __init__(self, settings: Settings):
         log_to_stderr()
+        gc.set_threshold(10_000)  # as the command line has it, for what is imported now
         # only the process that runs this has a use for models and engines
         from workers.service.making import make_backend
         from workers.service.search_actor import SearchActors

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs the other k
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, WeightFormat
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, by_expert
+from tests.cuda_on_cpu.emulated import crossed
 from tests.workers.model.step_ops import (
     DEVICE,
     copy_of,
@@ -59,11 +60,15 @@ def choose(spec: ExpertsSpec, batch_size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "hidden_size"),
-    [*((kind, *sizes) for kind in KINDS for sizes in ((1, 128), (3, 260), (17, 70))), (KINDS[0], 64, 33)],
+    ("kind", "sizes"),
+    [*crossed([(kind,) for kind in KINDS], [(1, 128), (3, 260), (17, 70)]), (KINDS[0], (64, 33))],
 )
-def test_experts(kind: tuple[str, WeightFormat, int, bool], batch_size: int, hidden_size: int) -> None:
-    """Of rows that share experts, more than go together of them, and of experts that no row has."""
+def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, int]) -> None:
+    """Of rows that share experts, more than go together of them, and of experts that no row has.
+
+    That several rows are what each is alone is the next test's, of every kind.
+    """
+    batch_size, hidden_size = sizes
     spec, dtype = EXPERTS[kind[0]], torch.bfloat16
     weights, stream = make_experts(spec, hidden_size, kind[1:]), prepared(batch_size, hidden_size, dtype)
     shares, logits = torch.rand(batch_size, spec.num_chosen, device=DEVICE), randn(batch_size, spec.num_experts)

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.models.quantized_weight import CODES, QuantizedWeight, WeightFormat
 from csattn.models.weights import Linear
+from tests.cuda_on_cpu.emulated import crossed
 from tests.workers.model.step_ops import (
     DEVICE,
     READERS,
@@ -163,9 +164,9 @@ def test_what_lies_behind_a_row_is_not_read(kind) -> None:
     torch.testing.assert_close(got, want, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", [KINDS[1], KINDS[4], KINDS[5]])
 @pytest.mark.parametrize(
-    ("batch_size", "num_in", "hidden_size"), [(1, 512, 64), (3, 1500, 100), (8, 300, 576), (18, 300, 100)]
+    ("batch_size", "num_in", "hidden_size", "kind"),
+    crossed([(1, 512, 64), (3, 1500, 100), (8, 300, 576), (18, 300, 100)], [KINDS[1], KINDS[4], KINDS[5]]),
 )
 def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, kind) -> None:
     dtype = dtype_of(batch_size)

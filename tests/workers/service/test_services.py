@@ -1,6 +1,7 @@
 """`csattn serve` as processes, over one store: in one process and on Ray, asked with OpenAI's client and ended.
 
-In one file, because the tests of a file share the services that they start.
+In one file, because the tests of a file share the services that they start. What the one on Ray is not asked comes
+first: its processes are busy as long as they are there.
 """
 
 import json
@@ -64,6 +65,133 @@ TOOLS: list[Any] = [
     function("read_clock"),
     function("say", text="string"),
 ]
+
+
+def test_a_conversation_brings_its_own_context(local: Service, placement: str) -> None:
+    if placement != "cpu":
+        pytest.skip("what becomes a context is the same for every placement")
+    with local.client() as client:
+        text, told, turn = converse(client)
+        salt = {"cache_salt": "x"}
+        salted = client.chat.completions.create(model="chat", messages=told, max_tokens=8, extra_body=salt)
+        assert cached(salted)[0] == 0 and salted.choices[0].message.content == turn.choices[0].message.content
+        assert {model.id for model in client.models.list()} <= {"chat", MODEL, NAMED}, "they have no names"
+        prompt = client.completions.create(model="chat", prompt=text, max_tokens=8)
+        assert prompt.usage is not None and prompt.usage.prompt_tokens > 1000
+        short = client.chat.completions.create(model="chat", messages=told[1:2], max_tokens=8)
+        assert short.choices[0].message.content is not None
+
+
+def converse(client: openai.OpenAI) -> tuple[str, list[Any], Any]:
+    """Its long beginning, made by a process of its own; then each turn finds those before."""
+    text = f"{client.base_url}: " + "".join(f"Door {door} opens at {door % 12}. " for door in range(60))
+    told: list[Any] = [{"role": "system", "content": text}, {"role": "user", "content": "When does door 7 open?"}]
+    first, again = (client.chat.completions.create(model="chat", messages=told, max_tokens=8) for _ in range(2))
+    assert cached(first)[0] == 0 and cached(again)[0] >= cached(again)[1] - 64
+    assert first.choices[0].message.content == again.choices[0].message.content
+    told += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "And 8?"}]
+    turn = client.chat.completions.create(model="chat", messages=told, max_tokens=8)
+    assert cached(turn)[0] >= cached(again)[0]
+    return text, told, turn
+
+
+def cached(whole: Any) -> tuple[int, int]:
+    return whole.usage.prompt_tokens_details.cached_tokens, whole.usage.prompt_tokens
+
+
+def test_every_answer_is_of_its_schema(local: Service) -> None:
+    report = ask_all(local.url, "chat@lamps", 100, seed=0)
+    require_sound_schemas(report)
+    assert report.counts.total() == 100
+
+
+def test_the_same_seed_has_the_same_schemas() -> None:
+    assert schema_cases(200, 1) == schema_cases(200, 1) != schema_cases(200, 2)
+
+
+def test_a_context_built_over_http_answers_as_the_command_line_does(
+    local: Service, place: Path, placement: str, options: tuple[str, ...]
+) -> None:
+    with local.client() as client:
+        [alone, model] = [model for model in client.models.list().data if model.id != NAMED]
+        whole = client.chat.completions.create(
+            model=model.id, messages=[{"role": "user", "content": QUESTIONS[0]}], max_tokens=24
+        )
+    assert (alone.id, model.id) == ("chat", MODEL)
+    context = local.get("/v1/contexts/lamps").json()
+    told = "".join(local.ask(MODEL, QUESTIONS[0], 24))
+    loaded = load_model(str(place / "chat"))
+    config = SearchConfig(keep=0.2, lookahead=suited_lookahead(placement))
+    with (
+        open_artifact(find_artifact(Path(options[1]), context["artifact_id"])) as artifact,
+        open_engine(loaded, artifact, config, placement=placement) as engine,
+    ):
+        ids = question_tokens(loaded, artifact, QUESTIONS[0])
+        wanted = answer(engine, loaded, artifact, config, ids, 24)
+    assert told == wanted.text
+    assert whole.choices[0].message.content == told
+    assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == context["num_tokens"]
+
+
+def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run("--local", *options, "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("error: port ") and done.stderr.endswith(
+        "name another with --port, or 0 for any that is free\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "contexts", "words"),
+    [
+        ({"model.name": "no/such/model"}, [], "no/such/model"),
+        ({"model.name": "n" * 300}, [], "there is no model at nnn"),
+        ({}, ["book"], "--context takes NAME=ARTIFACT"),
+        ({}, ["book=0123abcd"], "0123abcd"),
+        ({}, ["../book=0123abcd"], "a context's name"),
+        ({"server.host": "0.0.0.0"}, [], "there is no API key"),
+        ({"store.path": "/dev/null/store"}, [], "/dev/null/store"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else None,
+)
+def test_what_cannot_be_served_is_a_sentence(
+    place: Path, flags: dict[str, object], contexts: list[str], words: str
+) -> None:
+    given = {"server.port": 0, "store.path": place / "other", "model.name": str(place / "chat"), **flags}
+    with pytest.raises(CsattnError, match=re.escape(words)):
+        serve(None, given, contexts, in_one_process=True, json=False)
+
+
+def test_a_name_for_two_artifacts_is_refused(place: Path) -> None:
+    contexts = [f"book={build(place / 'two', text_of(secret))}" for secret in ("heron", "crane")]
+    given = {"server.port": 0, "store.path": place / "two", "model.name": str(place / "chat")}
+    with pytest.raises(CsattnError, match=r"--context gives 'book' to [0-9a-f]+ and to [0-9a-f]+; give each"):
+        serve(None, given, contexts, in_one_process=True, json=False)
+
+
+def test_a_context_that_can_never_be_loaded_is_refused_at_the_start(place: Path) -> None:
+    """By the command line; of one that has a name already, the log tells."""
+    store = place / "large"
+    artifact_id = build(store, text_of("heron"))
+    given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat"), "engine.context_bytes": 1000}
+    with pytest.raises(
+        CsattnError, match=r"'heron' takes \d[\d,]+ bytes when .* and engine.context_bytes is 1,000; set"
+    ):
+        serve(None, given, [f"heron={artifact_id}"], in_one_process=True, json=False)
+    assert not ContextFile(store).read()
+
+
+def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As requests would be, and it has no name then."""
+    store = place / "of-another"
+    artifact_id = build(store, text_of("heron"))
+    given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat")}
+    with pytest.raises(CsattnError, match=r"the context's artifact cannot be used.*load the model that built it"):
+        serve(None, given, [f"heron={artifact_id}"], in_one_process=True, json=False)
+    assert "ready at" not in capsys.readouterr().out
+    assert not ContextFile(store).read()
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("on_ray", marks=pytest.mark.ray)])
@@ -193,133 +321,6 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: d
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=MODEL, **asked)
     assert refused.value.param is not None and param in refused.value.param
-
-
-def test_a_conversation_brings_its_own_context(local: Service, placement: str) -> None:
-    if placement != "cpu":
-        pytest.skip("what becomes a context is the same for every placement")
-    with local.client() as client:
-        text, told, turn = converse(client)
-        salt = {"cache_salt": "x"}
-        salted = client.chat.completions.create(model="chat", messages=told, max_tokens=8, extra_body=salt)
-        assert cached(salted)[0] == 0 and salted.choices[0].message.content == turn.choices[0].message.content
-        assert {model.id for model in client.models.list()} <= {"chat", MODEL, NAMED}, "they have no names"
-        prompt = client.completions.create(model="chat", prompt=text, max_tokens=8)
-        assert prompt.usage is not None and prompt.usage.prompt_tokens > 1000
-        short = client.chat.completions.create(model="chat", messages=told[1:2], max_tokens=8)
-        assert short.choices[0].message.content is not None
-
-
-def converse(client: openai.OpenAI) -> tuple[str, list[Any], Any]:
-    """Its long beginning, made by a process of its own; then each turn finds those before."""
-    text = f"{client.base_url}: " + "".join(f"Door {door} opens at {door % 12}. " for door in range(60))
-    told: list[Any] = [{"role": "system", "content": text}, {"role": "user", "content": "When does door 7 open?"}]
-    first, again = (client.chat.completions.create(model="chat", messages=told, max_tokens=8) for _ in range(2))
-    assert cached(first)[0] == 0 and cached(again)[0] >= cached(again)[1] - 64
-    assert first.choices[0].message.content == again.choices[0].message.content
-    told += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "And 8?"}]
-    turn = client.chat.completions.create(model="chat", messages=told, max_tokens=8)
-    assert cached(turn)[0] >= cached(again)[0]
-    return text, told, turn
-
-
-def cached(whole: Any) -> tuple[int, int]:
-    return whole.usage.prompt_tokens_details.cached_tokens, whole.usage.prompt_tokens
-
-
-def test_every_answer_is_of_its_schema(local: Service) -> None:
-    report = ask_all(local.url, "chat@lamps", 100, seed=0)
-    require_sound_schemas(report)
-    assert report.counts.total() == 100
-
-
-def test_the_same_seed_has_the_same_schemas() -> None:
-    assert schema_cases(200, 1) == schema_cases(200, 1) != schema_cases(200, 2)
-
-
-def test_a_context_built_over_http_answers_as_the_command_line_does(
-    local: Service, place: Path, placement: str, options: tuple[str, ...]
-) -> None:
-    with local.client() as client:
-        [alone, model] = [model for model in client.models.list().data if model.id != NAMED]
-        whole = client.chat.completions.create(
-            model=model.id, messages=[{"role": "user", "content": QUESTIONS[0]}], max_tokens=24
-        )
-    assert (alone.id, model.id) == ("chat", MODEL)
-    context = local.get("/v1/contexts/lamps").json()
-    told = "".join(local.ask(MODEL, QUESTIONS[0], 24))
-    loaded = load_model(str(place / "chat"))
-    config = SearchConfig(keep=0.2, lookahead=suited_lookahead(placement))
-    with (
-        open_artifact(find_artifact(Path(options[1]), context["artifact_id"])) as artifact,
-        open_engine(loaded, artifact, config, placement=placement) as engine,
-    ):
-        ids = question_tokens(loaded, artifact, QUESTIONS[0])
-        wanted = answer(engine, loaded, artifact, config, ids, 24)
-    assert told == wanted.text
-    assert whole.choices[0].message.content == told
-    assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
-    assert whole.usage.prompt_tokens_details.cached_tokens == context["num_tokens"]
-
-
-def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = run("--local", *options, "--port", str(taken.getsockname()[1]))
-    assert done.returncode == 1 and not done.stdout
-    assert done.stderr.startswith("error: port ") and done.stderr.endswith(
-        "name another with --port, or 0 for any that is free\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("flags", "contexts", "words"),
-    [
-        ({"model.name": "no/such/model"}, [], "no/such/model"),
-        ({"model.name": "n" * 300}, [], "there is no model at nnn"),
-        ({}, ["book"], "--context takes NAME=ARTIFACT"),
-        ({}, ["book=0123abcd"], "0123abcd"),
-        ({}, ["../book=0123abcd"], "a context's name"),
-        ({"server.host": "0.0.0.0"}, [], "there is no API key"),
-        ({"store.path": "/dev/null/store"}, [], "/dev/null/store"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, str) else None,
-)
-def test_what_cannot_be_served_is_a_sentence(
-    place: Path, flags: dict[str, object], contexts: list[str], words: str
-) -> None:
-    given = {"server.port": 0, "store.path": place / "other", "model.name": str(place / "chat"), **flags}
-    with pytest.raises(CsattnError, match=re.escape(words)):
-        serve(None, given, contexts, in_one_process=True, json=False)
-
-
-def test_a_name_for_two_artifacts_is_refused(place: Path) -> None:
-    contexts = [f"book={build(place / 'two', text_of(secret))}" for secret in ("heron", "crane")]
-    given = {"server.port": 0, "store.path": place / "two", "model.name": str(place / "chat")}
-    with pytest.raises(CsattnError, match=r"--context gives 'book' to [0-9a-f]+ and to [0-9a-f]+; give each"):
-        serve(None, given, contexts, in_one_process=True, json=False)
-
-
-def test_a_context_that_can_never_be_loaded_is_refused_at_the_start(place: Path) -> None:
-    """By the command line; of one that has a name already, the log tells."""
-    store = place / "large"
-    artifact_id = build(store, text_of("heron"))
-    given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat"), "engine.context_bytes": 1000}
-    with pytest.raises(
-        CsattnError, match=r"'heron' takes \d[\d,]+ bytes when .* and engine.context_bytes is 1,000; set"
-    ):
-        serve(None, given, [f"heron={artifact_id}"], in_one_process=True, json=False)
-    assert not ContextFile(store).read()
-
-
-def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path) -> None:
-    """As requests would be, and it has no name then."""
-    store = place / "of-another"
-    artifact_id = build(store, text_of("heron"))
-    given = "--store", str(store), "--model", str(place / "chat"), "--context", f"heron={artifact_id}"
-    ended = run("--local", "--port", "0", *given)
-    assert ended.returncode == 1 and "ready at" not in ended.stdout, ended
-    assert "the context's artifact cannot be used" in ended.stderr and "load the model that built it" in ended.stderr
-    assert not ContextFile(store).read()
 
 
 @pytest.mark.ray

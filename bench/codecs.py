@@ -9,6 +9,7 @@ holds. Gates: bytes and values are those of the definition, attention has the bi
 import argparse
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.models import LoadedModel, load_model
+from csattn.models.loader import DEMO_MODEL
 from index_build.pipeline import build_artifact
 from offload.codecs import reference
 from offload.codecs.codec import KvCodec
@@ -40,7 +42,8 @@ from workers import evaluate
 CONTEXT_LEN, EVAL_LEN = 4096, 256
 FORMATS = ("float16", "bfloat16", "q8_0", "q4_0", "k=q8_0,v=q4_0", "fp8")
 SELECTORS = ("csattn", "full")
-HEADS, GROUP_SIZE, HEAD_DIM, NUM_ROWS, KEEP = 4, 4, 128, 32768, 0.05  # of what is timed
+SEARCH = SearchConfig(keep=0.05)
+HEADS, GROUP_SIZE, HEAD_DIM, NUM_ROWS = 4, 4, 128, 32768  # of what is timed
 
 
 def quality(loaded: LoadedModel, text: str, done: Records) -> Iterator[dict[str, Any]]:
@@ -55,7 +58,7 @@ def quality(loaded: LoadedModel, text: str, done: Records) -> Iterator[dict[str,
             baseline = evaluate.full_attention(loaded, artifact, cut.following)
             for selector, name in left:
                 form = None if name == "as built" else KvFormat.parse(name)
-                compare = partial(evaluate.measure, loaded, artifact, SearchConfig(keep=KEEP), selector, cut.following)
+                compare = partial(evaluate.measure, loaded, artifact, SEARCH, selector, cut.following)
                 figures = compare(baseline, kv_format=form).to_json()
                 kept = {key: figures[key] for key in ("kl", "nll", "top1_agreement", "output_error")}
                 row_bytes = (
@@ -69,7 +72,7 @@ def speed(name: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(HEADS, NUM_ROWS, 2, HEAD_DIM, generator=generator)
     q = torch.randn(HEADS * GROUP_SIZE, HEAD_DIM, generator=generator)
-    order = [torch.randperm(NUM_ROWS, generator=generator)[: int(KEEP * NUM_ROWS)] for _ in range(HEADS)]
+    order = [torch.randperm(NUM_ROWS, generator=generator)[: int(SEARCH.keep * NUM_ROWS)] for _ in range(HEADS)]
     chosen = torch.stack(order).sort(dim=1).values.int()
     result: dict[str, Any] = {"speed": name}
     if name.startswith("plain"):
@@ -172,8 +175,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="cases that are there already are not measured again")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    shape = {"heads": HEADS, "group_size": GROUP_SIZE, "head_dim": HEAD_DIM, "rows": NUM_ROWS, "keep": KEEP}
-    header = {"bench": "codecs", "context_len": CONTEXT_LEN, "eval_len": EVAL_LEN, "timed": shape, "machine": machine()}
+    shape = {"heads": HEADS, "group_size": GROUP_SIZE, "head_dim": HEAD_DIM, "rows": NUM_ROWS, "keep": SEARCH.keep}
+    told = {"context_len": CONTEXT_LEN, "eval_len": EVAL_LEN, "search": asdict(SEARCH), "timed": shape}
+    header = {"bench": "codecs", "model": arguments.model or DEMO_MODEL, **told, "machine": machine()}
     records = Records(arguments.json, header, ("text", "selector", "format", "speed"))
     for name in ("plain float32", "plain bfloat16", "plain float16", *FORMATS):
         if not records.has(speed=name):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from csattn.config import SearchConfig, preset
 from csattn.cpus import available_cpus
 from csattn.models import load_model
@@ -57,7 +57,7 @@ def main() -> None:
         free, held = (float(np.median(times[drawing, has_schema])) for has_schema in (False, True))
         told[drawing] = {"free_ms": round(free, 2), "held_ms": round(held, 2), "ratio": round(held / free, 3)}
         print(f"{drawing}: {free:.1f} ms a step without a schema, {held:.1f} with one: {held / free:.3f} x")
-    finish({"bench": "constrained_step", **machine(), "batch": args.batch, **told}, args.json)
+    finish({"bench": "constrained_step", "batch": args.batch, **told}, args.json)
 
 
 async def _measure(

@@ -364,8 +364,10 @@ def main() -> None:
     parser.add_argument("--named", action="store_true", help="documents are contexts, and asked for by name")
     parser.add_argument("serve", nargs="*", help="behind --: options of `csattn serve`")
     options = parser.parse_args()
-    gate((options.url is None) != (options.store is None), "give --url, or --store and what `csattn serve` takes")
-    gate(options.url is None or not options.named, "--named wants a service of its own: --store")
+    if (options.url is None) == (options.store is None):
+        parser.error("give --url, or --store and what `csattn serve` takes")
+    if options.url and options.named:
+        parser.error("--named wants a service of its own: --store")
     finish_load(asyncio.run(run(options)) if options.url else serve_and_run(options), options.json)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.cpus import available_cpus
@@ -76,7 +76,7 @@ def main() -> None:
             f"{step['search_ms']:.1f}, attention {step['attend_ms']:.1f}), {step['tokens_per_s']:6.1f} tokens/s, "
             f"{step.get('times_one_row')} x one row (by CPU time {step.get('times_one_row_by_cpu')})"
         )
-    finish({"bench": "serve_step", **machine(), "threads": args.threads, "steps": steps}, args.json)
+    finish({"bench": "serve_step", "threads": args.threads, "steps": steps}, args.json)
 
 
 def _artifacts(loaded: LoadedModel, store: Path, num_contexts: int) -> list[Artifact]:

@@ -3,15 +3,19 @@
 import json
 import os
 import platform
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn import __version__
 from csattn.cpu.jit import exact_kernel, readonly
 from csattn.cpu.lanes import sum_of_lanes
 from csattn.cpu.simd import I32x16, fill, load
@@ -87,24 +91,26 @@ def _read(memory: NDArray[np.uint8], start: int, num_bytes: int) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, and what was: a commit, which ends in -dirty where the tree has changes."""
+    """What the figures were measured on, and what was: versions, a commit, which ends in -dirty where the tree has
+    changes, and the command as it was given."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
     load_average = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    facts = {"cpu": model, "cpus": os.cpu_count(), "load_average": load_average, "numpy": np.__version__}
-    return {**facts, "commit": commit()}
+    facts = {"cpu": model, "cpus": os.cpu_count(), "load_average": load_average, "python": platform.python_version()}
+    versions = {name: version(name) for name in ("numpy", "torch", "transformers")}
+    command = shlex.join(["python", *sys.orig_argv[1:]])
+    return {**facts, **versions, "csattn": __version__, "commit": commit(), "command": command}
 
 
 def finish(result: dict[str, Any], json_path: Path | None) -> None:
     """Print the result as the last line, one JSON object, and keep it in a file if one is named.
 
-    One that tells of no machine tells the commit itself.
+    One that tells of no machine is told of this one.
     """
-    if "machine" not in result:
-        result = {"commit": commit(), **result}
+    result = {"machine": machine(), **result}
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(result, indent=1) + "\n")

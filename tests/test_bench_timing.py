@@ -8,12 +8,15 @@ from bench import timing
 
 
 @pytest.mark.parametrize("commit", ["0123456789ab", "0123456789ab-dirty", None])
-def test_a_result_names_the_commit_that_was_measured(commit, tmp_path, monkeypatch, capsys) -> None:
+def test_a_result_names_what_was_measured_and_by_which_command(commit, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(timing, "commit", lambda: commit)
+    monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", "-m", "bench.one", "--texts", "a b"])
     path = tmp_path / "figures" / "result.json"
-    timing.finish({"bench": "one", "machine": timing.machine()}, path)
+    timing.finish({"bench": "one"}, path)
     told = json.loads(path.read_text())
-    assert told["machine"]["commit"] == commit and "commit" not in told
-    timing.finish({"bench": "two"}, path)
-    assert json.loads(path.read_text()) == {"commit": commit, "bench": "two"}
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"commit": commit, "bench": "two"}
+    assert told["bench"] == "one" and told["machine"]["commit"] == commit
+    assert told["machine"]["command"] == "python -m bench.one --texts 'a b'"
+    assert {"cpu", "cpus", "python", "numpy", "torch", "transformers", "csattn"} < set(told["machine"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == told
+    timing.finish({"bench": "two", "machine": {"gpu": "mine"}}, path)
+    assert json.loads(path.read_text()) == {"bench": "two", "machine": {"gpu": "mine"}}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bench.timing import machine as host_machine
-from csattn import __version__
 
 L2_BYTES = 60 << 20  # of the largest device that this is run on
 PROBE_BYTES = 4 << 30
@@ -119,7 +118,6 @@ def device_machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "csattn": __version__,
     }
 
 

@@ -1,7 +1,8 @@
 """The definition of the sketch, in numpy: slow, obviously right, and what every faster version must meet.
 
-A transform belongs to one KV head and one segment of its rows. With a sample q of the group's queries and keys k of the
-segment, let A be the root of the unit queries' mean of q q^T, and V the eigenvectors of A Cov(k) A, largest first. Then
+A transform belongs to one KV head and one segment of its rows. With a sample q of the group's queries, of all segments,
+and keys k of this one, let A be the root of the unit queries' mean of q q^T, and V the eigenvectors of A Cov(k) A,
+largest first. Then
 
     q . k  =  q . mean(k)  +  (q A^-1 V) . ((k - mean(k)) A V),
 

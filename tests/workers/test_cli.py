@@ -246,6 +246,7 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     result = last_line(done)
     by_name = {(r.get("preset") or r["selector"], r["lookahead"]): r for r in result["results"]}
     assert len(by_name) == len(result["results"]), "what is asked for twice is measured once"
+    assert set(result["search"]) == {"keep", "sink_len", "window_len", "search_period"}, "results tell the others"
     assert set(by_name) == {
         *((name, ahead) for name in ("default", "paper", "exact", "quest", "magicpig", "h2o") for ahead in (0, 1)),
         ("window", 0), ("full", 0),

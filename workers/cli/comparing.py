@@ -122,7 +122,7 @@ def compare(
         "weights": weights,
         "context_len": plan.context_len,
         "eval_len": plan.eval_len,
-        "search": asdict(plan.config),
+        "search": {name: of for name, of in asdict(plan.config).items() if name not in ("lookahead", "rest")},
         "kv_codec": None if plan.kv_format is None else str(plan.kv_format),
         "nll_full": round(baseline.nll, 6),
         "results": results,

@@ -11,12 +11,13 @@ from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine import gpu_engine, latent_memory, placed_model, split_engine, step_model
+from workers.engine import draws, gpu_engine, latent_memory, placed_model, split_engine, step_model
 
 
 def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends, and only where there is no device."""
-    emulator.stand_in(monkeypatch, compiling, attention, every_row, gather, slot_cache, step_mail, latent_memory)
+    modules = compiling, attention, every_row, gather, slot_cache, step_mail, latent_memory, draws
+    emulator.stand_in(monkeypatch, *modules)
     if DEVICE.type == "cuda":
         return
     no_lock = partial(placed_model.PinnedRows, register=ignore, unregister=ignore)

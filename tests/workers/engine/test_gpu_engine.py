@@ -29,7 +29,8 @@ from workers.engine.cpu_engine import CpuEngine
 from workers.engine.memory import PLACEMENTS, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.searchers.worker_searcher import WorkerSearcher
-from workers.serving.messages import Selector
+from workers.serving.messages import Sampling, Selector
+from workers.serving.sampling import changed, draw, how_to_draw, likelihood
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 from workers.session import csattn_session
 
@@ -216,6 +217,40 @@ def two_logits(engine: StepEngine, configs: list[SearchConfig]) -> np.ndarray:
     result = engine.step([StepRow(slot, token) for slot in range(2) for token in (7, 9)], want_logits=True)
     assert result.logits is not None
     return result.logits[1::2].copy()
+
+
+def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(artifacts, monkeypatch) -> None:
+    """As they are from the step's logits; logits of other rows come as they did."""
+    sampling = Sampling(max_new_tokens=9, temperature=1.0, top_p=0.9, logit_bias=((7, 2.0),), top_logprobs=2)
+    mask = np.arange(loaded().geometry.vocab_size) % 3 == 0
+    hows = [
+        how_to_draw(sampling, 5, 0),
+        how_to_draw(sampling, 5, 1, token_ids=[7, 9], ends={11}),
+        how_to_draw(sampling, 5, 2, allowed=lambda vocab_size: mask),
+    ]
+    with make_engine("hybrid") as engine:
+        engine.add_context(0, artifacts[0])
+        results = []
+        for asked in ([None] * 3, hows, hows):
+            for slot in range(3):
+                engine.open(slot, 0, CONFIG, "csattn")
+            rows = [StepRow(slot, 7 + slot, draw=how) for slot, how in enumerate(asked)]
+            if len(results) == 2:
+                monkeypatch.setattr(engine, "_end_of_step", lambda rows, lens: 1 if len(rows) > 1 else 0)
+            result = engine.step([*rows, StepRow(0, 3)], want_logits=True)
+            results.append((result.next_ids.copy(), result.logits.copy(), list(result.likelihoods)))
+            for slot in range(3):
+                engine.close_slot(slot)
+    (likeliest, logits, none), *drawn = results
+    assert none == [None] * 4
+    for next_ids, others, likelihoods in drawn:
+        for row, (token_id, how, of) in enumerate(zip(next_ids, hows, likelihoods, strict=False)):
+            assert token_id == draw(changed(logits[row], how), how)
+            want = likelihood(logits[row], int(token_id), 2)
+            assert of is not None and of.logit == pytest.approx(want.logit, abs=1e-4)
+            assert [top_id for top_id, _ in of.top] == [top_id for top_id, _ in want.top]
+        assert next_ids[3] == likeliest[3] and likelihoods[3] is None
+        np.testing.assert_allclose(others[3], logits[3], rtol=0, atol=1e-4)
 
 
 def watched(engine: StepEngine, selector: Selector):

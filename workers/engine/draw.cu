@@ -9,8 +9,8 @@ constexpr int DIGIT = 11, NUM_BINS = 1 << DIGIT, PLACE_BITS = 31, ID_BITS = 24, 
 constexpr int MAX_TOP = 20;
 constexpr u64 ALL = ~0ull;
 #define INF __int_as_float(0x7f800000)  // NVRTC has no math.h
-constexpr float WHOLE = 1099511627776.f, FARTHEST = 28.f;  // 2^40, and past its logarithm: what is farther off has no weight
-constexpr float MOST_PLACES = 2147483520.f;                // the greatest below 2^PLACE_BITS
+constexpr float WHOLE = 1099511627776.f, FARTHEST = 28.f;  // 2^40, and past its logarithm: what is that far off has no weight
+constexpr u32 FAR = 1u << PLACE_BITS - 1;  // the first place of what is far off
 
 struct Draw {
     double top_p, at;
@@ -98,22 +98,23 @@ template <class Use> __device__ __forceinline__ void for_each(const float* logit
 
 // Tokens in their order: the likeliest first, of equal ones the lowest id.
 struct Order {
-    float greatest, scale;
+    float greatest, near, scale;  // what is near has places by its distance, what is far off by the distance's bits
 
     __device__ u64 key(int id, float logit) const {
-        const u32 place = static_cast<u32>(fminf((greatest - logit) * scale, MOST_PLACES));
+        const float off = greatest - logit;
+        const u32 place = off <= near ? static_cast<u32>(off * scale) : FAR + (__float_as_uint(off) >> 1);
         return static_cast<u64>(place) << ID_BITS | static_cast<u32>(id);
     }
 };
-__device__ __forceinline__ Order order_of(const float* logits, int len, float farthest) {
+__device__ __forceinline__ Order order_of(const float* logits, int len, float near) {
     float high = -INF, less = -INF;
     for_each(logits, len, [&](int, float x) {
         high = fmaxf(high, x);
         if (x != -INF) less = fmaxf(less, -x);
     });
     high = greatest_of_block(high);
-    const float range = fminf(high + greatest_of_block(less), farthest);
-    return {high, range > 1e-20f ? MOST_PLACES / range : 0.f};
+    near = fminf(near, high + greatest_of_block(less));
+    return {high, near, near > 0 ? fminf((FAR - 128) / near, 3e38f) : 0.f};
 }
 
 // The last key of the shortest beginning whose amounts come to `wanted`, or one behind which nothing follows before the
@@ -175,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
     const int* added_ids = reinterpret_cast<const int*>(words) + draw.added_ids;
     float* added = reinterpret_cast<float*>(words) + draw.added;
     const bool is_changed = draw.num_added || draw.repeated >= 0 || draw.allowed >= 0;
-    Order order = order_of(logits, len, is_changed || score ? INF : FARTHEST * draw.temperature);
+    Order order = order_of(logits, len, is_changed || score ? FARTHEST : FARTHEST * draw.temperature);
     if (score) {
         float total = 0;
         for_each(logits, len, [&](int, float x) { total += expf(x - order.greatest); });
@@ -262,6 +263,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
         __syncthreads();
         u64 total = 0;
         for (int start = 0; start < len; start += TILE) total += s.bins[start / TILE];
+        if (total == 0) {  // of numbers that are none
+            if (threadIdx.x == 0) next_ids[draw.row] = -1;
+            return;
+        }
         u64 wanted = min(total - 1, static_cast<u64>(draw.at * static_cast<double>(total)));
         int start = 0;
         bool is_found = false;

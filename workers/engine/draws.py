@@ -72,11 +72,16 @@ class DrawsOnDevice:
         )
         self._scores.fetch()
 
-    def likelihoods(self, rows: Sequence[StepRow]) -> list[Likelihood | None]:
-        """Of the rows' tokens that were drawn, where they ask; once what was enqueued is done."""
-        scores = iter(self._scores.here.numpy().view(_SCORE))
-        told = [None if row.draw is None else (next(scores), row.draw.num_top) for row in rows]
-        return [None if each is None or each[1] is None else _likelihood(each[0]) for each in told]
+    def likelihoods(self, rows: Sequence[StepRow], next_ids: NDArray[np.int64]) -> list[Likelihood | None]:
+        """Of the rows' tokens that were drawn, where they ask and there is one; once what was enqueued is done."""
+        scores, told = iter(self._scores.here.numpy().view(_SCORE)), list[Likelihood | None]()
+        for row, next_id in zip(rows, next_ids, strict=True):
+            if row.draw is None:
+                told.append(None)
+                continue
+            score = next(scores)
+            told.append(_likelihood(score) if row.draw.num_top is not None and next_id >= 0 else None)
+        return told
 
 
 class _Words:

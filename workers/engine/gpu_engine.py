@@ -285,7 +285,7 @@ class GpuEngine:
         for request in requests:
             if request.own is not None:
                 request.own.grow(request.tail_len)
-        return StepResult(next_ids, logits, seen, self._draws.likelihoods(rows))
+        return StepResult(next_ids, logits, seen, self._draws.likelihoods(rows, next_ids))
 
     def _end_of_step(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
         """How many of the rows are a step of their own; 0: all of them are one."""

@@ -14,7 +14,7 @@ from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore, Usage
 from workers.serving.outlet import Outlet
-from workers.serving.sampling import allowed_without, changed, draw, how_to_draw, likelihood
+from workers.serving.sampling import allowed_without, changed, draw, how_to_draw, likelihood_of
 from workers.serving.speech import Parts, Speech
 from workers.serving.step_engine import Draw, Likelihood
 from workers.serving.text import StopFinder, TextStream, token_bytes
@@ -81,7 +81,7 @@ class Request:
             return self.question_ids[self.num_fed : self.num_fed + num_rows]
         return [self.token_ids[-1]]
 
-    def draw(self, stop_ids: Set[int]) -> Draw | None:
+    def how_to_draw(self, stop_ids: Set[int]) -> Draw | None:
         """How the next token is drawn; None: the likeliest is taken. stop_ids: with which the model ends its turn."""
         if not self.needs_logits:
             return None
@@ -94,7 +94,7 @@ class Request:
     def choose(self, logits: NDArray[np.float32], how: Draw) -> tuple[int, TokenScore | None]:
         """`take` of what is drawn here. logits: [vocab_size]."""
         token_id = draw(changed(logits, how), how)
-        return self.take(token_id, None if how.num_top is None else likelihood(logits, token_id, how.num_top))
+        return self.take(token_id, None if how.num_top is None else likelihood_of(logits, token_id, how.num_top))
 
     def take(self, token_id: int, likelihood: Likelihood | None) -> tuple[int, TokenScore | None]:
         """The next token of the answer, and how likely it was if that was asked for.
@@ -136,7 +136,7 @@ class Request:
         if not self.num_fed:
             self.prompt_scores.append(self.writer.score(self.question_ids[0], None))
         for row, token_id in zip(logits, self.question_ids[self.num_fed + 1 :], strict=False):
-            self.prompt_scores.append(self.writer.score(token_id, likelihood(row, token_id, num_top)))
+            self.prompt_scores.append(self.writer.score(token_id, likelihood_of(row, token_id, num_top)))
 
     def take_echo(self) -> Piece | None:
         """The prompt, when all of it has just been fed."""

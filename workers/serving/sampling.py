@@ -134,7 +134,7 @@ def log_total(logits: NDArray[np.float32]) -> float:
     return float(greatest) + math.log(weigh_all(readonly(logits), greatest))
 
 
-def likelihood(logits: NDArray[np.float32], token_id: int, num_top: int) -> Likelihood:
+def likelihood_of(logits: NDArray[np.float32], token_id: int, num_top: int) -> Likelihood:
     """logits: [vocab_size]."""
     top = tuple((other_id, float(logits[other_id])) for other_id in likeliest(logits, num_top).tolist())
     return Likelihood(float(logits[token_id]), log_total(logits), top)

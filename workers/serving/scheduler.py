@@ -30,7 +30,7 @@ from workers.serving.plan import QuestionRows, plan_step
 from workers.serving.request import Request
 from workers.serving.sampling import prepare_draws
 from workers.serving.soundness import Soundness
-from workers.serving.step_engine import StepEngine, StepResult, StepRow
+from workers.serving.step_engine import Draw, StepEngine, StepResult, StepRow
 
 _log = logging.getLogger(__name__)
 _Chosen = tuple[int, TokenScore | None] | Exception  # a request's next token, or why there is none
@@ -216,7 +216,7 @@ class Scheduler:
             assert request.slot is not None, "a request without a slot was planned"
             *others, last = request.next_inputs(num_rows)
             rows += [StepRow(request.slot, token_id, asks=request.scores_prompt) for token_id in others]
-            draw = request.draw(self._stop_ids) if gives and self._engine.draws and not request.scores_prompt else None
+            draw = self._how_to_draw(request) if gives and self._engine.draws and not request.scores_prompt else None
             rows.append(StepRow(request.slot, last, asks=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
@@ -259,6 +259,13 @@ class Scheduler:
             elif gives:
                 self._take_token(request, chosen[request], ended)
 
+    def _how_to_draw(self, request: Request) -> Draw | None:
+        """None also where it cannot be said: why is found where the token is chosen, and ends this request alone."""
+        try:
+            return request.how_to_draw(self._stop_ids)
+        except Exception:
+            return None
+
     def _keep(self, request: Request) -> None:
         """What of its rows has become a whole block. That it fails is no fault of the request."""
         if request.own is None or not request.own.has_whole(request.num_rows):
@@ -294,7 +301,7 @@ class Scheduler:
             try:
                 if is_drawn_here(request, row):
                     assert result.logits is not None, "the step was asked for logits"
-                    how = request.draw(self._stop_ids)
+                    how = request.how_to_draw(self._stop_ids)
                     assert how is not None
                     return request.choose(result.logits[row], how)
                 return request.take(int(result.next_ids[row]), result.likelihoods[row] if result.likelihoods else None)

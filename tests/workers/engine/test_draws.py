@@ -13,7 +13,7 @@ from workers.engine.draws import MAX_TOP, DrawsOnDevice
 from workers.model.runner import StepOutput
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import changed, how_to_draw, likelihood
+from workers.serving.sampling import changed, how_to_draw, likelihood_of
 from workers.serving.step_engine import Draw, Likelihood, StepRow
 
 SEED = 5
@@ -28,6 +28,8 @@ ASKED = [
     {"temperature": 2.0, "top_p": 0.5, "top_k": 100_000, "min_p": 0.2},
     {"temperature": 0.02},
     {"temperature": 1e-300, "top_p": 1e-300},
+    {"temperature": 1e-25, "top_k": 5},
+    {"temperature": 1e-12, "top_k": 5, "top_p": 0.5},
     {"top_p": 0.0, "min_p": 1.5},
 ]
 
@@ -52,7 +54,8 @@ def drawn(logits: np.ndarray, asked: list[Draw | None]) -> tuple[list[int], list
     on_device.enqueue(rows, StepOutput(there, next_ids))
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    return next_ids[: len(asked)].tolist(), on_device.likelihoods(rows)
+    got = next_ids[: len(asked)].cpu().numpy()
+    return got.tolist(), on_device.likelihoods(rows, got)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 1023, 1025, 8191, 8193, 20_000])
@@ -65,7 +68,7 @@ def test_tokens_are_those_of_the_definition(vocab_size, rng) -> None:
     got, _ = drawn(np.tile(logits, (len(draws_), 1)), draws_)
     for token_id, sampling, draw in zip(got, samplings, draws_, strict=True):
         if sampling.temperature < 1e-9 or sampling.top_p == 0:
-            assert token_id == logits.argmax()
+            assert token_id == logits.argmax(), sampling
         else:
             assert token_id in draw_reference(logits, sampling, draw.at), (sampling, draw)
 
@@ -124,7 +127,7 @@ def test_logits_are_changed_as_asked_and_likelihoods_do_not_know_of_it(rng) -> N
         if draw.num_top is None:
             assert of is None
         else:
-            want = likelihood(row, token_id, draw.num_top)
+            want = likelihood_of(row, token_id, draw.num_top)
             assert of is not None and of.top == want.top
             assert (of.logit, of.log_total) == pytest.approx((want.logit, want.log_total), abs=2e-6)
 
@@ -132,10 +135,38 @@ def test_logits_are_changed_as_asked_and_likelihoods_do_not_know_of_it(rng) -> N
 def test_rows_that_are_not_drawn_and_what_is_no_distribution(rng) -> None:
     logits = rng.standard_normal((4, 100)).astype(np.float32)
     logits[1, 5], logits[2, 6] = np.nan, np.inf
-    draw = how_to_draw(how(top_p=0.5), SEED, 0)
+    draw = how_to_draw(how(top_p=0.5, top_logprobs=2), SEED, 0)
     got, likelihoods = drawn(logits, [None, draw, draw, draw])
     assert got[:3] == [int(logits[0].argmax()), -1, -1] and got[3] in draw_reference(logits[3], how(top_p=0.5), draw.at)
-    assert likelihoods == [None] * 4
+    assert [of is None for of in likelihoods] == [True, True, True, False]
+
+
+def test_what_is_endlessly_far_off_leaves_the_others_in_their_order(rng) -> None:
+    logits = rng.standard_normal((2, 3000)).astype(np.float32)
+    logits[0, 7], logits[1, 5:9] = -1e30, [-3e38, -1e20, -1e10, -100]
+    draw = how_to_draw(how(top_p=0.9, top_logprobs=MAX_TOP), SEED, 0)
+    got, likelihoods = drawn(logits, [draw, draw])
+    for row, token_id, of in zip(logits, got, likelihoods, strict=True):
+        assert token_id in draw_reference(row, how(top_p=0.9), draw.at)
+        assert of is not None and of.top == likelihood_of(row, token_id, MAX_TOP).top
+    steep = np.full((1, 40), -1e30, np.float32)
+    steep[0, [30, 20, 10, 5]] = [0, -1e3, -1e6, -1e9]
+    (_,), (of,) = drawn(steep, [how_to_draw(how(top_logprobs=5), SEED, 0)])
+    assert of is not None and [token_id for token_id, _ in of.top] == [30, 20, 10, 5, 0]
+
+
+def test_a_token_that_had_the_penalty_is_told_as_it_was() -> None:
+    """Alone in its step: its mask is the first of what is sent."""
+    logits = np.array([[3.0, 9.0, -1.0]], np.float32)
+    repeated = np.array([True, True, False])
+    for penalty in (1.5, 0.5):
+        draw = how_to_draw(
+            how(temperature=0.0, repetition_penalty=penalty, top_logprobs=1), SEED, 0, in_prompt=repeated
+        )
+        got, (of,) = drawn(logits.copy(), [draw])
+        assert got == [1] and of is not None and of.logit == pytest.approx(9.0, abs=1e-5)
+    draw = how_to_draw(how(temperature=0.0, repetition_penalty=8.0), SEED, 0, in_prompt=np.array([False, True, False]))
+    assert drawn(logits.copy(), [draw])[0] == [0]
 
 
 def test_a_token_does_not_depend_on_the_rows_beside_it(rng) -> None:

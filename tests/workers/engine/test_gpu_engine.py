@@ -30,7 +30,7 @@ from workers.engine.memory import PLACEMENTS, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.messages import Sampling, Selector
-from workers.serving.sampling import changed, draw, how_to_draw, likelihood
+from workers.serving.sampling import changed, draw, how_to_draw, likelihood_of
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 from workers.session import csattn_session
 
@@ -246,7 +246,7 @@ def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(arti
     for next_ids, others, likelihoods in drawn:
         for row, (token_id, how, of) in enumerate(zip(next_ids, hows, likelihoods, strict=False)):
             assert token_id == draw(changed(logits[row], how), how)
-            want = likelihood(logits[row], int(token_id), 2)
+            want = likelihood_of(logits[row], int(token_id), 2)
             assert of is not None and of.logit == pytest.approx(want.logit, abs=1e-4)
             assert [top_id for top_id, _ in of.top] == [top_id for top_id, _ in want.top]
         assert next_ids[3] == likeliest[3] and likelihoods[3] is None

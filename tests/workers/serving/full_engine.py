@@ -11,7 +11,7 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from workers.serving.messages import Selector
-from workers.serving.sampling import changed, draw, likelihood
+from workers.serving.sampling import changed, draw, likelihood_of
 from workers.serving.step_engine import NO_CONTEXT, Draw, EngineCounts, Fidelity, Likelihood, StepResult, StepRow
 
 
@@ -151,4 +151,4 @@ def _drawn(logits: NDArray[np.float32], how: Draw | None) -> tuple[int, Likeliho
     if how is None:
         return int(logits.argmax()), None
     token_id = draw(changed(logits, how), how)
-    return token_id, None if how.num_top is None else likelihood(logits, token_id, how.num_top)
+    return token_id, None if how.num_top is None else likelihood_of(logits, token_id, how.num_top)

@@ -123,15 +123,23 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
     scheduler.check()
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["likeliest", "drawn side by side"])
+@pytest.mark.parametrize(
+    ("sampling", "name", "engine_draws"),
+    [
+        ({}, "take", False),
+        ({"temperature": 0.8}, "choose", False),
+        ({"temperature": 0.8}, "take", True),
+        ({"temperature": 0.8}, "how_to_draw", True),
+        ({"temperature": 0.8}, "how_to_draw", False),
+    ],
+)
 def test_a_fault_in_one_requests_choice_ends_no_other(
-    built: Path, sampling: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    built: Path, sampling: dict[str, float], name: str, engine_draws: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduling, "MANY_TOKENS", 0)
-    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2))
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2, draws=engine_draws))
     faulty, other = (make_request(scheduler, max_new_tokens=6, **sampling) for _ in range(2))
     scheduler.turn()
-    name = "choose" if sampling else "take"
     real = getattr(Request, name)
 
     def real_or_fault(request: Request, *args):
@@ -147,8 +155,9 @@ def test_a_fault_in_one_requests_choice_ends_no_other(
     scheduler.check()
 
 
-def test_what_a_grammar_refuses_is_told_as_the_fault_of_who_asked(built: Path) -> None:
-    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2))
+@pytest.mark.parametrize("engine_draws", [False, True])
+def test_what_a_grammar_refuses_is_told_as_the_fault_of_who_asked(built: Path, engine_draws: bool) -> None:
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2, draws=engine_draws))
     request = make_request(scheduler, max_new_tokens=6)
 
     class Grammar:

@@ -18,8 +18,8 @@ struct Draw {
     float penalty;  // divides logits above 0 of tokens that are repeated, multiplies others
     int row, top_k;  // 0: all
     int num_top;     // -1: nobody asks how likely the token was
-    int num_added, added_ids, added;  // where they begin among the words: what is added to logits, each id once
-    int repeated, allowed;            // likewise, a bit for each token; -1: none, and all
+    int num_added, added_ids, added;  // to how many logits, and where their ids, each once, and what is added begin among the words
+    int repeated, allowed;            // where their bits begin, one for each token; -1: none is, and all are
     int unused;
 };
 struct Score {
@@ -117,8 +117,8 @@ __device__ __forceinline__ Order order_of(const float* logits, int len, float ne
     return {high, near, near > 0 ? fminf((FAR - 128) / near, 3e38f) : 0.f};
 }
 
-// The last key of the shortest beginning whose amounts come to `wanted`, or one behind which nothing follows before the
-// next; ALL where they do not. amount(logit, key): 0 for what is not among them. Digit by digit from the highest.
+// A key up to which amounts come to `wanted`, and without its last token to less; ALL where they do not come to it.
+// amount(logit, key): 0 for what does not count. Digit by digit from the highest.
 template <class T, class Amount>
 __device__ u64 last_of(const float* logits, int len, const Order& order, u64 wanted, Amount amount) {
     Shared& s = shared();

@@ -43,7 +43,7 @@ class DrawsOnDevice:
         self._scores = _OnBoth(device, max_rows * _SCORE.itemsize)
 
     def enqueue(self, rows: Sequence[StepRow], output: StepOutput) -> None:
-        """Have the tokens of rows that are drawn written to `output.next_ids`, and what is added to `output.logits`."""
+        """Have the tokens of rows that are drawn written to `output.next_ids`; their logits are changed as is asked."""
         draws = [(number, row.draw) for number, row in enumerate(rows) if row.draw is not None]
         if not draws:
             return

@@ -169,6 +169,7 @@ def _text_config(config: Any) -> Any:
     if (few_bits := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = few_bits
     text.tie_word_embeddings = config.tie_word_embeddings
+    text.dtype = text.dtype or config.dtype  # published files have it at the top alone
     return text
 
 
@@ -185,9 +186,10 @@ def _named_or_beside(name: str) -> str | None:
 
 
 def are_copied(config: Any, dtype: str, weights: str | None = None) -> bool:
-    """Whether weights are other numbers in memory than in their files, which are mapped otherwise."""
+    """Whether weights are other numbers in memory than in their files, which are mapped otherwise. Where the config does
+    not tell of which dtype they are, they count as mapped: nothing is refused for what is not known."""
     has_few_bits = getattr(config, "quantization_config", None) is not None
-    return has_few_bits or weights is not None or getattr(config, "dtype", None) != DTYPES[dtype]
+    return has_few_bits or weights is not None or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
 from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, entries, remove_at_once, salted
 from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
+from workers.serving.names_in_store import by_names_in_store
 from workers.serving.residency import Residency
 from workers.serving.setbacks import Setbacks
 from workers.serving.usable import Tokens, Usable
@@ -185,9 +186,10 @@ class OwnContexts:
         except (CsattnError, OSError) as error:  # OSError: no process could be started
             self._num_failed += 1
             # all are told, and who knows a salt's hash can try guesses
-            why = str(error).replace(f"{self._settings.store.path}/", "").replace(directory.name, "...")
+            why = by_names_in_store(str(error), self._settings.store.path).replace(directory.name, "...")
             refusal = _refusal(self.setbacks.add(key, len(ids), why))
-            _log.warning("%s", refusal)
+            refusal.detail = refusal.message.replace(why, str(error))
+            _log.warning("%s", refusal.detail)
             raise refusal from error
         finally:
             with suppress(OSError):

@@ -210,10 +210,11 @@ def test_why_a_build_failed_does_not_tell_of_its_salt(tmp_path, monkeypatch, cap
 
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
-            with pytest.raises(ContextNotReadyError, match=r"cannot write kept/\.\.\./x: the disk is full"):
+            with pytest.raises(ContextNotReadyError, match=r"cannot write kept/\.\.\./x: the disk is full") as refused:
                 await answer(backend, replace(ask(DOCUMENT), cache_salt="red"))
             [failed] = backend.standing().failed_builds
-            assert places[0].name not in failed.why + caplog.text and "the disk is full" in failed.why
+            assert places[0].name not in failed.why + refused.value.message and "the disk is full" in failed.why
+            assert f"cannot write {places[0]}/x: " in refused.value.detail and refused.value.detail in caplog.text
 
     monkeypatch.setattr(Builder, "build", fail)
     asyncio.run(main())

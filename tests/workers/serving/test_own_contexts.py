@@ -18,13 +18,13 @@ from csattn.errors import ArtifactError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import own_contexts
+from workers.serving import own_contexts, residency
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
 from workers.serving.kept_rows import BLOCK_ROWS
 from workers.serving.kept_store import DIRECTORY
-from workers.serving.messages import ContextNotReadyError, ContextTooLongError, Turn, WorkerLostError
+from workers.serving.messages import ContextNotReadyError, ContextTooLongError, ServingError, Turn, WorkerLostError
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency
 from workers.serving.setbacks import FIRST_WAIT_S, LONGEST_WAIT_S, Setbacks
@@ -218,6 +218,31 @@ def test_why_a_build_failed_does_not_tell_of_its_salt(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(Builder, "build", fail)
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("fault", ["damaged", "unreadable"])
+def test_files_that_cannot_be_loaded_are_told_to_the_log_alone(tmp_path, builds, monkeypatch, fault) -> None:
+    """Their path has the salt's hash."""
+    whole = Builder.build
+
+    async def damaged(self: Builder, source: list[str], store: Path, *rest: Any, **options: Any) -> dict[str, Any]:
+        result = await whole(self, source, store, *rest, **options)
+        index = next((store / result["artifact"]).glob("*index*"))
+        index.chmod(0o644)
+        index.write_bytes(b"")
+        return result
+
+    def unreadable(path: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path / "x"))
+
+    if fault == "damaged":
+        monkeypatch.setattr(Builder, "build", damaged)
+    else:
+        monkeypatch.setattr(residency, "read_index", unreadable)
+    with pytest.raises(ServingError, match="its files .* the service's operator finds what is wrong") as refused:
+        answers(tmp_path, ask(DOCUMENT))
+    assert builds[0].name not in refused.value.message and str(tmp_path) not in refused.value.message
+    assert str(builds[0]) in refused.value.detail
 
 
 def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_path, builds, monkeypatch, caplog) -> None:

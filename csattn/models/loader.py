@@ -186,8 +186,10 @@ def _named_or_beside(name: str) -> str | None:
 
 
 def are_copied(config: Any, dtype: str, weights: str | None = None) -> bool:
-    """Whether weights are other numbers in memory than in their files, which are mapped otherwise. Where the config does
-    not tell of which dtype they are, they count as mapped: nothing is refused for what is not known."""
+    """Whether weights are other numbers in memory than in their files, which are mapped otherwise.
+
+    Where the config does not tell of which dtype they are, they count as mapped: for that nothing is refused.
+    """
     has_few_bits = getattr(config, "quantization_config", None) is not None
     return has_few_bits or weights is not None or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
 

@@ -18,7 +18,7 @@ from csattn.errors import ArtifactError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import own_contexts, residency
+from workers.serving import kept_store, residency
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
@@ -37,7 +37,7 @@ def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds, c
     question = ask(DOCUMENT + "Which are red?"), ask(DOCUMENT + "How many hours does lamp 3 burn?")
     (_, first), (said, second) = answers(tmp_path / "kept", *question)
     assert len(builds) == 1 and first.context_tokens == second.context_tokens == 512
-    begun, built = [record.getMessage() for record in caplog.records]
+    begun, built = [record.getMessage() for record in caplog.records if record.name.endswith("own_contexts")]
     assert begun == "a context of 512 tokens is being built of a prompt"
     assert re.fullmatch(r"a context of 512 tokens was built in \d+\.\d s", built)
     assert first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens
@@ -239,7 +239,7 @@ def test_files_that_cannot_be_loaded_are_told_to_the_log_alone(tmp_path, builds,
         monkeypatch.setattr(Builder, "build", damaged)
     else:
         monkeypatch.setattr(residency, "read_index", unreadable)
-    with pytest.raises(ServingError, match="its files .* the service's operator finds what is wrong") as refused:
+    with pytest.raises(ServingError, match=r"its files .* the service's operator finds what is wrong") as refused:
         answers(tmp_path, ask(DOCUMENT))
     assert builds[0].name not in refused.value.message and str(tmp_path) not in refused.value.message
     assert str(builds[0]) in refused.value.detail
@@ -350,8 +350,21 @@ def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeyp
     assert len(builds) == 3 and len(left) == 2 and used in left
 
 
-def test_a_small_disk_keeps_no_more_contexts_than_it_has_left(tmp_path, builds, monkeypatch) -> None:
+def test_a_small_disk_keeps_no_more_contexts_than_it_has_left(tmp_path, builds, monkeypatch, caplog) -> None:
+    """What is kept to is told in the log, once, and as a measure."""
+    caplog.set_level("INFO", "workers.serving.kept_store")
     answers(tmp_path, ask(DOCUMENT))
-    monkeypatch.setattr(own_contexts, "available_bytes", lambda path: 0)
-    answers(tmp_path, ask(f"1 {DOCUMENT}"))
+    monkeypatch.setattr(kept_store, "available_bytes", lambda path: 0)
+    kept_bytes = kept_store.kept_files(tmp_path).context_bytes
+    caplog.clear()
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            assert caplog.text.count("kept.context_bytes is ") == 1
+            assert backend.context_counts().kept_budget == kept_bytes // 2
+            await answer(backend, ask(f"1 {DOCUMENT}"))
+            assert caplog.text.count("kept.context_bytes is ") == 1
+            assert kept_bytes // 2 < backend.context_counts().kept_budget < 2 * kept_bytes
+
+    asyncio.run(main())
     assert len(builds) == 2 and len([path for path in builds[0].iterdir() if path.is_dir()]) == 1

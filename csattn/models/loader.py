@@ -11,6 +11,7 @@ import tempfile
 from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from csattn.artifact import ModelGeometry
 from csattn.artifact.durable import available_bytes
 from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
-from csattn.errors import ConfigError, ModelError
+from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions
 from csattn.models.few_bits import experts_of_layers, keep, linears_of_layers, round_weights
 from csattn.models.hub import fetched, first_line, hub_source
@@ -111,11 +112,19 @@ def load_model(
         model = place(model, device) if may_lend else model.to(device)
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
-    except MemoryError:
+    except (CsattnError, MemoryError):
         raise
     except Exception as error:  # libraries raise anything over files that are damaged
+        if _is_fault_of_ours(error):
+            raise
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
     return replace(wrap_model(model, tokenizer, name), rounding=rounding)
+
+
+def _is_fault_of_ours(error: Exception) -> bool:
+    """An assertion of this package, and not of a library over a file."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return isinstance(error, AssertionError) and frame.f_globals["__name__"].startswith("csattn.")
 
 
 def model_name(name: str | Path | None) -> str:

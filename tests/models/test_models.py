@@ -13,11 +13,12 @@ from transformers import LlamaForCausalLM
 
 from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
-from csattn.errors import ArtifactMismatchError, ConfigError, ModelError
+from csattn.errors import ArtifactMismatchError, ConfigError, ContextError, ModelError
 from csattn.models import load_model, loader
 from csattn.models.families import describe, stretch_positions
 from csattn.models.loader import read_config, wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
+from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.query import queries_before_rope
 from csattn.models.rope import model_frequencies
 from index_build.capture import prefill
@@ -127,6 +128,29 @@ def test_a_damaged_model_is_told_of_in_one_sentence(
     with pytest.raises(ModelError, match=match) as raised:
         load_model(str(tmp_path))
     assert "\n" not in str(raised.value)
+
+
+def test_faults_of_ours_are_no_faults_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass with their traces; what libraries assert over a file is told as its fault."""
+    path = str(save(tmp_path))
+    monkeypatch.setattr(
+        loader, "place", lambda *_: QuantizedWeight.pack("int4", torch.zeros(1, 3), torch.zeros(1, 1), 3)
+    )
+    with pytest.raises(AssertionError, match="do not fit"):
+        load_model(path, may_lend=True)
+
+    def of_a_library(*_: object) -> None:
+        raise AssertionError("padding_idx must be within num_embeddings")
+
+    def of_ours(*_: object) -> None:
+        raise ContextError("something else")
+
+    monkeypatch.setattr(loader, "place", of_a_library)
+    with pytest.raises(ModelError, match="could not be loaded as a causal language model: padding_idx"):
+        load_model(path, may_lend=True)
+    monkeypatch.setattr(loader, "place", of_ours)
+    with pytest.raises(ContextError, match=r"^something else"):
+        load_model(path, may_lend=True)
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,7 @@ def test_rows_of_one_who_left_are_kept(tmp_path) -> None:
             for _ in range(60):
                 await anext(events)
             await events.aclose()
+            await asyncio.to_thread(backend._beginnings.kept.flush)
             _, done = await answer(backend, ask(FIRST))
             assert computed(done) <= BLOCK_ROWS
             backend._beginnings.kept.flush()

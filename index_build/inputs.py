@@ -2,6 +2,7 @@
 
 import json
 import sys
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from dataclasses import fields, replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -38,25 +39,33 @@ def read_text(context: str) -> str:
         raise ContextError(f"cannot read {name}: {error.strerror}; give a text file, or - for stdin") from error
     except UnicodeDecodeError as error:
         raise ContextError(
-            f"{name} is not UTF-8 text (byte {error.start}); {_way_to_text(data)}, and give what comes"
+            f"{name} is not UTF-8 text (byte {error.start}); {_way_to_text(data, is_utf8=False)}, and give what comes"
         ) from error
-    if data.startswith(tuple(_DOCUMENTS)) or "\0" in text:  # all ASCII, perhaps, and yet no text
-        raise ContextError(f"{name} is no plain text; {_way_to_text(data)}, and give what comes")
+    if data.removeprefix(BOM_UTF8).startswith(tuple(_DOCUMENTS)) or "\0" in text:  # all ASCII, perhaps, and yet no text
+        raise ContextError(f"{name} is no plain text; {_way_to_text(data, is_utf8=True)}, and give what comes")
     if not text.strip():
         raise ContextError(f"{name} holds no text; give a text that is not empty")
     return text
 
 
-def _way_to_text(data: bytes) -> str:
-    """What makes UTF-8 text of a file that is none."""
+def _way_to_text(data: bytes, *, is_utf8: bool) -> str:
+    """What makes UTF-8 text of a file that is none. is_utf8: but for what it begins with, or NULs in it."""
     for begins, way in _DOCUMENTS.items():
-        if data.startswith(begins):
+        if data.removeprefix(BOM_UTF8).startswith(begins):
             return way
-    is_marked = data.startswith((b"\xff\xfe", b"\xfe\xff"))
-    if is_marked or b"\0" in data:
-        byte_order = "" if is_marked else "LE"
+    if (byte_order := _utf16_order(data)) is not None:
         return f"if it is UTF-16, as Windows writes, convert it: iconv -f UTF-16{byte_order} -t UTF-8 FILE"
+    if is_utf8:
+        return f"it has a NUL at byte {data.index(0)}; remove it: tr -d '\\0' < FILE"
     return "convert it from the encoding that it has (GB18030, BIG5, CP1252, ...): iconv -f GB18030 -t UTF-8 FILE"
+
+
+def _utf16_order(data: bytes) -> str | None:
+    """What iconv calls the order of its bytes, by its mark or by nearly every second byte being 0; None: no UTF-16."""
+    if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        return ""
+    zeros = [half.count(0) / max(1, len(half)) for half in (data[:4096:2], data[1:4096:2])]
+    return next((order for order, at in (("BE", 0), ("LE", 1)) if zeros[at] > 0.75 and zeros[1 - at] < 0.5), None)
 
 
 def read_tokens(path: Path) -> NDArray[np.int32]:

@@ -10,9 +10,9 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +33,9 @@ Bytes = NDArray[np.uint8]
 class BlockFiles:
     """Any thread may read; one writes."""
 
-    def __init__(self, directory: Path, budget_bytes: int) -> None:
-        self._directory, self._budget_bytes = directory, budget_bytes
+    def __init__(self, directory: Path, find_budget: Callable[[int], int]) -> None:
+        """find_budget: what all may take together, while they take so much."""
+        self._directory, self._find_budget = directory, find_budget
         self._sizes: dict[Path, int] = {}  # as last looked at, and what was written since
         self.num_refused = 0  # blocks that the disk did not take
         self._told_at = -math.inf  # when the log was told of one
@@ -89,7 +90,7 @@ class BlockFiles:
         """Whether it is there now. Nothing is half there, whatever the disk or this process comes to."""
         path = self._path(key)
         num_bytes = _HEAD.size + len(label) + data.nbytes
-        if num_bytes > (budget_bytes := self._budget()):
+        if num_bytes > (budget_bytes := self._find_budget(self.num_bytes)):
             return False
         if self.num_bytes + num_bytes > budget_bytes:
             self._make_room(num_bytes, budget_bytes)
@@ -118,13 +119,6 @@ class BlockFiles:
 
     def _path(self, key: str) -> Path:
         return self._directory / f"{key}{SUFFIX}"
-
-    def _budget(self) -> int:
-        """No more than they leave free: the disk is others', too."""
-        with suppress(OSError):  # it is not there yet
-            free = shutil.disk_usage(self._directory).free
-            return min(self._budget_bytes, (self.num_bytes + free) // 2)
-        return self._budget_bytes
 
     def _make_room(self, num_bytes: int, budget_bytes: int) -> None:
         """Remove what was used least recently, by whichever process."""

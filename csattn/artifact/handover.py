@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord
 from csattn.artifact.layout import KV_DTYPES, kv_file, next_query_arrays, next_query_tensors, plan, take_next_query
-from csattn.artifact.reader import as_tensor, has_hash
+from csattn.artifact.reader import as_tensor
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
-from csattn.artifact.work import WorkDir, files_from_json, files_to_json, read_record, write_record
+from csattn.artifact.work import WorkDir, files_from_json, files_to_json, is_as_written, read_record, write_record
 from csattn.errors import ArtifactCorruptError, ArtifactError
 
 
@@ -79,9 +79,9 @@ def intact_handover(work: WorkDir, layer_idx: int) -> set[str]:
     """The names in the directory that hold an unfinished layer; empty when a byte of it differs."""
     records = files_from_json(read_record(work.path / _captured_record(layer_idx)))
     queries = records.pop(_queries_file(layer_idx), None)
-    if queries is None or records.keys() != {kv_file(layer_idx)} or not work.is_intact(records):
+    if records.keys() != {kv_file(layer_idx)} or not work.is_intact(records):
         return set()
-    if not has_hash(work.path / _queries_file(layer_idx), queries.sha256):
+    if not is_as_written(work.path / _queries_file(layer_idx), _queries_layout(work, layer_idx), queries):
         return set()
     return {_captured_record(layer_idx), _queries_file(layer_idx)}
 

@@ -80,7 +80,7 @@ class WorkDir:
 
     def is_intact(self, records: Mapping[str, FileRecord]) -> bool:
         """Whether files of the artifact are what their records say."""
-        return all(_is_as_written(self.parts / name, plan(self.spec, name), wanted) for name, wanted in records.items())
+        return all(is_as_written(self.parts / name, plan(self.spec, name), wanted) for name, wanted in records.items())
 
     def save_checkpoint(self, next_layer: int, hidden: torch.Tensor) -> None:
         """Remember the hidden state [context_len, hidden_size] that enters `next_layer`."""
@@ -110,7 +110,7 @@ class WorkDir:
             return None
         name = _hidden_file(next_layer)
         wanted = files_from_json(record).get(name)
-        return (next_layer, name) if _is_as_written(self.path / name, self._hidden_layout(), wanted) else None
+        return (next_layer, name) if is_as_written(self.path / name, self._hidden_layout(), wanted) else None
 
     def _hidden_layout(self) -> FileLayout:
         shape = self.spec.context_len, self.spec.model.hidden_size
@@ -181,7 +181,7 @@ def used_at(path: Path) -> float:
         return 0.0
 
 
-def _is_as_written(path: Path, layout: FileLayout, wanted: FileRecord | None) -> bool:
+def is_as_written(path: Path, layout: FileLayout, wanted: FileRecord | None) -> bool:
     """Whether a file is laid out so, and what its record says."""
     try:
         map_file(path, layout)

@@ -19,7 +19,7 @@ from csattn.artifact import ModelGeometry
 from csattn.artifact.durable import available_bytes
 from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
-from csattn.errors import ConfigError, ModelError
+from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions
 from csattn.models.few_bits import experts_of_layers, keep, linears_of_layers, round_weights
 from csattn.models.hub import fetched, first_line, hub_source
@@ -111,7 +111,7 @@ def load_model(
         model = place(model, device) if may_lend else model.to(device)
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
-    except MemoryError:
+    except (CsattnError, MemoryError):
         raise
     except Exception as error:  # libraries raise anything over files that are damaged
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
@@ -169,6 +169,7 @@ def _text_config(config: Any) -> Any:
     if (few_bits := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = few_bits
     text.tie_word_embeddings = config.tie_word_embeddings
+    text.dtype = text.dtype or config.dtype  # published files have it at the top alone
     return text
 
 
@@ -185,9 +186,12 @@ def _named_or_beside(name: str) -> str | None:
 
 
 def are_copied(config: Any, dtype: str, weights: str | None = None) -> bool:
-    """Whether weights are other numbers in memory than in their files, which are mapped otherwise."""
+    """Whether weights are other numbers in memory than in their files, which are mapped otherwise.
+
+    Where the config does not tell of which dtype they are, they count as mapped: for that nothing is refused.
+    """
     has_few_bits = getattr(config, "quantization_config", None) is not None
-    return has_few_bits or weights is not None or getattr(config, "dtype", None) != DTYPES[dtype]
+    return has_few_bits or weights is not None or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:

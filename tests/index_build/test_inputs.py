@@ -46,6 +46,13 @@ def test_a_text_is_the_same_whoever_wrote_it_and_however_it_comes(data, tmp_path
         (b"PK\x03\x04\x14\0word/document.xml", "is no plain text; it is a ZIP archive, as DOCX"),
         (rb"{\rtf1\ansi hello}", "is no plain text; it is RTF"),
         ("one".encode("utf-16-le"), "is no plain text; if it is UTF-16, .*-f UTF-16LE -t UTF-8"),
+        ("one: \u2026".encode("utf-16-be") * 9, "if it is UTF-16, .*-f UTF-16BE -t UTF-8"),
+        (
+            b"a log\n" * 9 + b"\0" + b"and more\n",
+            r"is no plain text; it has a NUL at byte 54; remove it: tr -d '\\0' < ",
+        ),
+        (b"\0" * 20, "it has a NUL at byte 0"),
+        (b"\xef\xbb\xbf%PDF-1.4\nall of it ASCII", "is no plain text; it is a PDF"),
         ("\u96f2".encode("utf-16"), "is not UTF-8 text.* -f UTF-16 -t UTF-8"),
         ("\u671b\u9060\u93e1".encode("gb18030"), "is not UTF-8 text.* iconv -f GB18030 -t UTF-8"),
     ],

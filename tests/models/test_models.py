@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
-from csattn.errors import ArtifactMismatchError, ConfigError, ModelError
+from csattn.errors import ArtifactMismatchError, ConfigError, ContextError, ModelError
 from csattn.models import load_model, loader
 from csattn.models.families import describe, stretch_positions
 from csattn.models.loader import read_config, wrap_model
@@ -127,6 +128,18 @@ def test_a_damaged_model_is_told_of_in_one_sentence(
     with pytest.raises(ModelError, match=match) as raised:
         load_model(str(tmp_path))
     assert "\n" not in str(raised.value)
+
+
+def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes as it is; what libraries raise over a file is told as the file's fault."""
+    path = str(save(tmp_path))
+    for error, match in (
+        (AssertionError("padding_idx"), "could not be loaded as a causal language model: padding_idx"),
+        (ContextError("something else"), r"^something else"),
+    ):
+        monkeypatch.setattr(loader, "place", Mock(side_effect=error))
+        with pytest.raises(ContextError if isinstance(error, ContextError) else ModelError, match=match):
+            load_model(path, may_lend=True)
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

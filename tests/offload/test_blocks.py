@@ -2,11 +2,9 @@
 
 import errno
 import os
-import shutil
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +14,8 @@ from hypothesis import strategies as st
 from offload import block_files
 from offload.block_files import BlockFiles
 from offload.blocks import BlockName, Blocks, Label
+from workers.serving import kept_store
+from workers.serving.kept_store import DiskBudget
 
 BLOCK = 40  # bytes of data
 
@@ -33,7 +33,7 @@ def data(number: int) -> np.ndarray:
 
 
 def make(directory: Path, memory: int = 100 * BLOCK, disk: int = 1 << 20) -> Blocks:
-    return Blocks(memory, BlockFiles(directory, disk))
+    return Blocks(memory, BlockFiles(directory, lambda _: disk))
 
 
 def found(blocks: Blocks, *names: BlockName) -> list[list[int]]:
@@ -197,7 +197,7 @@ def test_a_wrong_size_in_a_head_is_no_such_block_and_is_written_again(tmp_path, 
     assert again.put(name(1), data(1))
     again.close()
     assert bytes(was) != path.read_bytes()
-    assert BlockFiles(tmp_path, 1 << 20).read("key1", label(1)).tolist() == data(1).tolist()
+    assert BlockFiles(tmp_path, lambda _: 1 << 20).read("key1", label(1)).tolist() == data(1).tolist()
 
 
 def test_a_block_that_cannot_be_written_does_not_keep_others_from_it(tmp_path, monkeypatch, caplog) -> None:
@@ -221,7 +221,7 @@ def test_a_block_that_cannot_be_written_does_not_keep_others_from_it(tmp_path, m
 
 def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
     size = 64 + BLOCK + len(label(1))
-    files = BlockFiles(tmp_path, 10 * size + 5 * 200)
+    files = BlockFiles(tmp_path, lambda _: 10 * size + 5 * 200)
     for number in range(20):
         assert files.write(name(number).key, label(number), data(number))
         os.utime(tmp_path / f"key{number}.block", (1000 + number, 1000 + number))
@@ -231,20 +231,22 @@ def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
         assert files.num_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
     left = {path.stem for path in files_of(tmp_path)}
     assert "key3" in left and "key19" in left and "key0" not in left and len(left) < 15
-    assert not BlockFiles(tmp_path, 50).write("big", b"", data(0)), "what is larger than all of it is not kept"
-
-
-def test_a_small_disk_keeps_as_much_free_as_is_kept(tmp_path, monkeypatch) -> None:
-    size = 64 + BLOCK + len(label(1)) + 5
-    files = BlockFiles(tmp_path, 1 << 40)
-    monkeypatch.setattr(
-        shutil,
-        "disk_usage",
-        lambda path: SimpleNamespace(free=20 * size - sum(f.stat().st_size for f in path.iterdir())),
+    assert not BlockFiles(tmp_path, lambda _: 50).write("big", b"", data(0)), (
+        "what is larger than all of it is not kept"
     )
+
+
+def test_a_small_disk_keeps_as_much_free_as_is_kept_and_says_so_once(tmp_path, monkeypatch, caplog) -> None:
+    size = 64 + BLOCK + len(label(1)) + 5
+    files = BlockFiles(tmp_path, DiskBudget("kept.disk_bytes", 1 << 40, tmp_path).find)
+    monkeypatch.setattr(
+        kept_store, "available_bytes", lambda path: 20 * size - sum(f.stat().st_size for f in path.iterdir())
+    )
+    caplog.set_level("INFO")
     for number in range(20):
         assert files.write(name(number).key, label(number), data(number))
     assert 5 * size < files.num_bytes <= 10 * size
+    assert caplog.text.count("kept.disk_bytes is 1024.00 GiB, and 1.") == 1 == len(caplog.records)
 
 
 @pytest.mark.parametrize("failing", ["write", "rename", "mkdir"])

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from offload import budget
 from offload.errors import MemoryPlanError
-from tests.tiny import save
+from tests.tiny import byte_tokenizer, save, tiny_config
 from workers.cli import building
 from workers.service import making
 from workers.settings import load_settings
@@ -34,3 +36,27 @@ def test_what_a_narrower_dtype_needs_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000)
     with pytest.raises(MemoryPlanError, match=r"copied to float32, .* it is mapped: --dtype bfloat16"):
         building.show_loading(str(tmp_path), "float32")
+
+
+def test_the_text_model_of_one_that_sees_images_is_mapped_in_the_dtype_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As published: the dtype stands at the top of config.json alone. Without one, nothing is refused."""
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower |= {"model_type": "siglip_vision_model", "patch_size": 14, "image_size": 28}
+    text = tiny_config("gemma3_text", final_logit_softcapping=None).to_dict()
+    config = type(AutoConfig.for_model("gemma3"))(text_config=text, vision_config=tower)
+    AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    published = json.loads(file.read_text())
+    for part in ("text_config", "vision_config"):
+        published[part].pop("dtype", None)
+    assert published["dtype"] == "bfloat16"
+    file.write_text(json.dumps(published))
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000)
+    assert building.show_loading(str(tmp_path), "bfloat16").dtype == torch.bfloat16
+    with pytest.raises(MemoryPlanError, match=r"copied to float32, .* it is mapped: --dtype bfloat16"):
+        building.show_loading(str(tmp_path), "float32")
+    file.write_text(json.dumps({name: value for name, value in published.items() if name != "dtype"}))
+    assert building.show_loading(str(tmp_path), "bfloat16").dtype == torch.bfloat16

@@ -1,6 +1,7 @@
 """Events as OpenAI's objects: whole answers and the chunks of a stream, for chat and for plain text."""
 
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,8 @@ class Form:
     def __init__(self, asked: Asked) -> None:
         self._asked, self._is_chat = asked, asked.kind == "chat"
         self._has_logprobs = asked.asks[0].sampling.top_logprobs is not None
-        self._num_chars = [0] * len(asked.asks)  # of each answer's tokens told so far
+        self._num_chars = [0] * len(asked.asks)  # of each answer's tokens told so far, but for one that is not whole
+        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in asked.asks]
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{asked.asks[0].request_id}",
             "created": int(time.time()),
@@ -107,10 +109,11 @@ class Form:
             return {"content": [chat_score(score) for score in scores], "refusal": None}
         offsets = []
         for score in scores:
-            begins = [byte & 0xC0 != 0x80 for byte in _bytes_of(score)]  # a character: else it goes on
-            goes_on = bool(begins and not begins[0])
-            offsets.append(max(0, self._num_chars[index] - goes_on))
-            self._num_chars[index] += sum(begins)
+            decoder, data = self._decoders[index], _bytes_of(score)
+            first = decoder.decode(data[:1])
+            is_whole = not decoder.getstate()[0]  # the character in which the token begins; before it is what else came
+            offsets.append(self._num_chars[index] + max(0, len(first) - is_whole))
+            self._num_chars[index] += len(first) + len(decoder.decode(data[1:]))
         return {
             "tokens": [_named(_bytes_of(score)) for score in scores],
             "token_logprobs": [None if score.logprob is None else _finite(score.logprob) for score in scores],

@@ -1,7 +1,5 @@
 """The entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
 
-import atexit
-import gc
 import signal
 import sys
 from contextlib import nullcontext
@@ -16,6 +14,7 @@ from offload.errors import OffloadError, is_out_of_memory
 from workers.cli import ending
 from workers.cli.app import app
 from workers.cli.usage import ClickError, sentence_of
+from workers.garbage import spare_garbage
 from workers.words import harmless
 
 _BUILDING = ["build"], ["demo"]
@@ -58,14 +57,6 @@ def run() -> None:
             raise
         wanted = " ".join(str(error).split())[:_MAX_TOLD] or "nothing says how much was wanted"
         _fail({"type": "MemoryError", "message": f"there is not enough memory ({wanted}); {_REMEDIES}"}, 1)
-
-
-def spare_garbage() -> None:
-    """Look less for it, which with a threshold of 700 takes a sixth of the seconds in which torch is imported, and not
-    once more in all that was loaded before the process ends, which takes more than one."""
-    gc.set_threshold(10_000)
-    atexit.unregister(gc.freeze)  # of a run before
-    atexit.register(gc.freeze)
 
 
 def _interrupted() -> None:

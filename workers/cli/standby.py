@@ -6,7 +6,8 @@ import sys
 
 def main() -> None:
     """A line has the arguments of one; the process ends with the first that fails, or when no more can come."""
-    from workers.cli.entry import run, spare_garbage
+    from workers.cli.entry import run
+    from workers.garbage import spare_garbage
 
     spare_garbage()
     import torch

@@ -5,7 +5,6 @@
 prints one JSON object as its last line. An exception here is a finding of the caller: "cannot be loaded".
 """
 
-import gc
 import json
 import math
 import os
@@ -18,6 +17,8 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from workers.garbage import spare_garbage
 
 
 def probe_import(name: str) -> dict[str, Any]:
@@ -147,5 +148,5 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
+    spare_garbage()
     print(json.dumps(PROBES[sys.argv[1]](*sys.argv[2:])))
-    gc.freeze()  # else the interpreter looks for garbage in all that was loaded before it ends

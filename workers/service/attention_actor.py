@@ -1,7 +1,6 @@
 """The attention worker as an actor: one process that owns a device, a model, and the requests that it decodes."""
 
 import asyncio
-import gc
 import logging
 import os
 import threading
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from csattn.errors import CsattnError
 from offload.errors import OffloadError
+from workers.garbage import spare_garbage
 from workers.service.log_lines import log_to_stderr
 from workers.serving.messages import Ask, Event, Health, ServingError, Standing
 from workers.settings import Settings
@@ -39,7 +39,7 @@ class AttentionActor:
 
     def __init__(self, settings: Settings):
         log_to_stderr()
-        gc.set_threshold(10_000)  # as the command line has it, for what is imported now
+        spare_garbage()
         # only the process that runs this has a use for models and engines
         from workers.service.making import make_backend
         from workers.service.search_actor import SearchActors

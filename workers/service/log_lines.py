@@ -4,6 +4,7 @@ import faulthandler
 import logging
 import sys
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from workers.words import harmless
@@ -18,22 +19,41 @@ def log_to_stderr() -> None:
     if sys.__stderr__ is not None and not faulthandler.is_enabled():  # Ray has it in its workers
         with suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
             faulthandler.enable(sys.__stderr__)
-    logging.setLogRecordFactory(_OneLine)  # in whatever form they are written: Serve's handlers have their own
+    _clean_records()
     logging.basicConfig(stream=sys.__stderr__, format=FORM, level=logging.WARNING)
     for name in _OURS:
         logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left
 
 
-class _OneLine(logging.LogRecord):
-    """A message is one line, and those of a trace are indented: names of files, which a stranger may have given, write
-    none that looks like another."""
+@cache
+def _clean_records() -> None:
+    """In whatever form they are written: Serve's handlers have their own. What made records before, Ray's too, goes on
+    making them.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.exc_info:
-            trace = logging.Formatter().formatException(self.exc_info)
-            self.exc_text = harmless("\n".join(f"  {line}" for line in trace.splitlines()))
+    A message is one line, and those of a trace are indented: names of files, which a stranger may have given, write
+    none that looks like another.
+    """
+    make = logging.getLogRecordFactory()
 
-    def getMessage(self) -> str:  # noqa: N802, it is logging's
-        return harmless(" ".join(super().getMessage().splitlines()))
+    def cleaned(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.name:
+            record.name = _one_line(record.name)
+        with suppress(Exception):  # it does not go with its arguments: who writes it says so
+            record.msg, record.args = _one_line(record.getMessage()), None
+        if record.exc_info:
+            record.exc_text = _indented(logging.Formatter().formatException(record.exc_info))
+        if record.stack_info:
+            record.stack_info = _indented(record.stack_info)
+        return record
+
+    logging.setLogRecordFactory(cleaned)
+
+
+def _one_line(text: str) -> str:
+    return harmless(" ".join(text.splitlines()))
+
+
+def _indented(text: str) -> str:
+    return harmless("\n".join(f"  {line}" for line in text.splitlines()))

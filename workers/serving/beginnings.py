@@ -85,14 +85,13 @@ class Beginnings:
                 resident = await using.__aenter__()
                 break
             except ContextNotReadyError as error:  # it was damaged since it was found, or has gone
-                if ask.context:
+                if ask.context or found.path is None or found.is_new:
+                    which = f"context {ask.context!r}" if ask.context else "context of the prompt's beginning"
                     raise ContextNotReadyError(
-                        f"the context {ask.context!r} cannot be answered from: its files are missing, damaged, or of "
-                        "another model; the service's operator finds what is wrong in its log",
+                        f"the {which} cannot be answered from: its files are missing, damaged, or of another model; "
+                        "the service's operator finds what is wrong in its log",
                         detail=str(error),
                     ) from error
-                if found.path is None or found.is_new:
-                    raise
                 await self.own_contexts.drop(found.path)
                 without.add(found.path)
         try:

@@ -28,6 +28,7 @@ from workers.serving.messages import (
     UnknownModelError,
     closing,
 )
+from workers.serving.names_in_store import by_names_in_store
 from workers.serving.usable import Known
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
@@ -98,7 +99,8 @@ class Contexts:
                 f"the context {name!r} is still being built ({progress:.0f} %); ask again when it is ready"
             )
         if record.artifact_id is None:
-            raise ContextNotReadyError(f"the context {name!r} could not be built: {self._told(record.error)}")
+            told = f"the context {name!r} could not be built"
+            raise ContextNotReadyError(f"{told}: {self._told(record.error)}", detail=f"{told}: {record.error}")
         return self._store / record.artifact_id
 
     async def register(self, name: str, text: str) -> ContextInfo:
@@ -298,7 +300,7 @@ class Contexts:
 
     def _told(self, why: str) -> str:
         """To clients: files by their names in the store."""
-        return why.replace(f"{self._store}/", "")
+        return by_names_in_store(why, self._store)
 
 
 def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:

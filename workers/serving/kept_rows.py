@@ -27,9 +27,10 @@ from csattn.models import LoadedModel
 from offload.block_files import BlockFiles
 from offload.blocks import BlockCounts, BlockName, Blocks, Label
 from offload.budget import host_memory_bytes
-from workers.serving.kept_store import DIRECTORY
+from workers.serving.kept_store import DIRECTORY, DiskBudget
 from workers.serving.messages import Selector
 from workers.settings import Settings
+from workers.words import size
 
 BLOCK_ROWS = 64
 _KEEPABLE: tuple[Selector, ...] = ("csattn", "full")  # others remember what they were asked
@@ -163,8 +164,15 @@ def row_identity(
 
 def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
     kept = settings.kept
-    files = BlockFiles(settings.store.path / DIRECTORY, kept.disk_bytes) if kept.disk_bytes else None
+    files, directory = None, settings.store.path / DIRECTORY
+    if kept.disk_bytes:
+        budget = DiskBudget("kept.disk_bytes", kept.disk_bytes, directory)
+        files = BlockFiles(directory, budget.find)
+        budget.find(files.num_bytes)
     memory_bytes = min(kept.memory_bytes, host_memory_bytes() // 4)
+    if memory_bytes < kept.memory_bytes:
+        told = "kept.memory_bytes is %s, and %s is kept to: a quarter of the memory that is free"
+        _log.info(told, size(kept.memory_bytes), size(memory_bytes))
     return KeptRows(Blocks(memory_bytes, files), loaded.geometry, loaded.dtype)
 
 

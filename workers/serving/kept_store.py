@@ -6,6 +6,7 @@
 Whatever goes is gone at once for all who look: services that run may look, and do without it.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -15,15 +16,40 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csattn.artifact import collect_garbage
+from csattn.artifact.durable import available_bytes
 from csattn.artifact.find import is_artifact_id
 from csattn.artifact.lock import alone_in
 from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below
 from csattn.errors import ArtifactError
 from offload.block_files import PARTIAL, SUFFIX
+from workers.words import size
 
 DIRECTORY = "kept"  # in the store
 GONE_PREFIX = "gone-"  # of what is being removed
 _SALTED = re.compile(r"[0-9a-f]{32}")
+_log = logging.getLogger(__name__)
+
+
+class DiskBudget:
+    """What files of one kind may take together: what is set, and no more than they leave free.
+
+    The disk is others', too. The log is told once when that is less than what is set.
+    """
+
+    def __init__(self, setting: str, most_bytes: int, directory: Path) -> None:
+        self._setting, self._most_bytes, self._directory = setting, most_bytes, directory
+        self.num_bytes = most_bytes  # as it was found last
+        self._is_told = False
+
+    def find(self, kept_bytes: int) -> int:
+        """While they take so much."""
+        free = available_bytes(self._directory)
+        self.num_bytes = self._most_bytes if free is None else min(self._most_bytes, (kept_bytes + free) // 2)
+        if self.num_bytes < self._most_bytes and not self._is_told:
+            self._is_told = True
+            told = "%s is %s, and %s is kept to for now: the disk of %s would have less free beside more"
+            _log.info(told, self._setting, size(self._most_bytes), size(self.num_bytes), self._directory)
+        return self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,7 @@ class LocalBackend:
             loaded_bytes=self._residency.held_bytes,
             loaded_budget=self._settings.engine.context_bytes,
             kept_bytes=own.num_bytes,
-            kept_budget=self._settings.kept.context_bytes,
+            kept_budget=own.budget.num_bytes,
         )
 
     def _reserve(self) -> None:

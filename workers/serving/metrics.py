@@ -148,7 +148,11 @@ def _context_metrics(counts: ContextCounts) -> Iterator[Metric]:
         ("loaded_context_bytes", "Contexts that are loaded, coming or going.", counts.loaded_bytes),
         ("loaded_context_budget_bytes", "What they may take: engine.context_bytes.", counts.loaded_budget),
         ("kept_context_bytes", "Contexts of prompts on disk, when the last one was built.", counts.kept_bytes),
-        ("kept_context_budget_bytes", "What they may take: kept.context_bytes.", counts.kept_budget),
+        (
+            "kept_context_budget_bytes",
+            "What they may take: kept.context_bytes, or what the disk leaves them.",
+            counts.kept_budget,
+        ),
     ):
         if value is not None:
             yield GaugeMetricFamily(f"csattn_{name}", words, value)

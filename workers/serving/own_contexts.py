@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from csattn.artifact import open_artifact
-from csattn.artifact.durable import available_bytes, store_errors
+from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id
 from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below, used_at
 from csattn.config import preset
@@ -27,8 +27,9 @@ from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
-from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, entries, remove_at_once, salted
+from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, DiskBudget, entries, kept_files, remove_at_once, salted
 from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
+from workers.serving.names_in_store import by_names_in_store
 from workers.serving.residency import Residency
 from workers.serving.setbacks import Setbacks
 from workers.serving.usable import Tokens, Usable
@@ -66,6 +67,8 @@ class OwnContexts:
     ) -> None:
         self._settings, self._usable, self._residency, self._builder = settings, usable, residency, builder
         self._directory = settings.store.path / DIRECTORY
+        self.budget = DiskBudget("kept.context_bytes", settings.kept.context_bytes, self._directory)
+        self.budget.find(kept_files(settings.store.path).context_bytes)
         self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
         self._index_config = preset(settings.build.preset)
         self._checked: set[Path] = set()  # own ones whose every byte was looked at
@@ -185,9 +188,10 @@ class OwnContexts:
         except (CsattnError, OSError) as error:  # OSError: no process could be started
             self._num_failed += 1
             # all are told, and who knows a salt's hash can try guesses
-            why = str(error).replace(f"{self._settings.store.path}/", "").replace(directory.name, "...")
+            why = by_names_in_store(str(error), self._settings.store.path).replace(directory.name, "...")
             refusal = _refusal(self.setbacks.add(key, len(ids), why))
-            _log.warning("%s", refusal)
+            refusal.detail = refusal.message.replace(why, str(error))
+            _log.warning("%s", refusal.detail)
             raise refusal from error
         finally:
             with suppress(OSError):
@@ -208,9 +212,8 @@ class OwnContexts:
     async def _keep_to_budget(self, newest: Path) -> None:
         """Remove what nobody uses, the least recently used first, until all together take no more than they may."""
         sizes = await asyncio.to_thread(self._sizes)
-        self.num_bytes, budget = sum(sizes.values()), self._settings.kept.context_bytes
-        if (free := available_bytes(self._directory)) is not None:  # no more than they leave: the disk is others', too
-            budget = min(budget, (self.num_bytes + free) // 2)
+        self.num_bytes = sum(sizes.values())
+        budget = self.budget.find(self.num_bytes)
         for path, num_bytes in sizes.items():
             if self.num_bytes > budget and path != newest and not self._residency.is_used(path):
                 await self._residency.forget(path)

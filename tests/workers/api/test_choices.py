@@ -175,6 +175,28 @@ def test_tokens_of_parts_of_characters_are_told_by_their_bytes(service: Running,
     assert plain.logprobs.top_logprobs[3] == {r"bytes:\xf0": -1.0, r"bytes:\xf1": -2.0}
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"\x80", b"\xbf", b"a"],
+        [b"\xc3", b"b", b"", b"\xe0", b"\x80", b"\xc3\xa9"],
+        [b"\xf0\x9f", b"\xc3", b"\xa9\x98z", b"\xff", b"c"],
+    ],
+)
+def test_offsets_are_of_the_text_with_what_stands_for_lone_bytes(
+    service: Running, client: openai.OpenAI, parts: list[bytes]
+) -> None:
+    scores = tuple(TokenScore(i, part.decode(errors="surrogateescape"), -1.0) for i, part in enumerate(parts))
+    text = b"".join(parts).decode(errors="replace")
+    service.backend.scripts = {"?": Script((Piece(text, scores),))}
+    told = client.completions.create(model=MODEL, prompt="?", logprobs=0).choices[0]
+    # whether a token goes on with a character is seen by what its bytes would be without it
+    before = [b"".join(parts[:i]).decode(errors="replace") for i in range(len(parts))]
+    with_first = [(b"".join(parts[:i]) + part[:1]).decode(errors="replace") for i, part in enumerate(parts)]
+    begins = [max(0, len(text) - 1) if parts[i] else len(before[i]) for i, text in enumerate(with_first)]
+    assert told.logprobs is not None and told.text == text and told.logprobs.text_offset == begins
+
+
 def test_tokens_and_back(service: Running) -> None:
     with httpx2.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         told = http.post("/tokenize", json={"model": MODEL, "prompt": "ab", "return_token_strs": True}).json()

@@ -69,3 +69,31 @@ def test_a_stream_without_a_descriptor_is_logged_to() -> None:
     says = f"import io, sys\nsys.__stderr__ = io.StringIO()\n{SAYS}\nprint(sys.__stderr__.getvalue())"
     ended = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
     assert "warning of others" in ended.stdout
+
+
+def test_records_are_made_as_before_and_cleaned_in_every_part_once() -> None:
+    """As Ray makes them, with a time of its own that its form wants."""
+    says = """
+import logging
+from ray._private.log import INTERNAL_TIMESTAMP_LOG_KEY, _setup_log_record_factory
+from workers.service.log_lines import log_to_stderr
+
+_setup_log_record_factory()
+log_to_stderr()
+made = logging.getLogRecordFactory()
+log_to_stderr()
+assert logging.getLogRecordFactory() is made, "it is set once"
+logging.getLogger().handlers[0].setFormatter(
+    logging.Formatter(f"%(name)s %(msg)s %(args)s: %(message)s {{%({INTERNAL_TIMESTAMP_LOG_KEY})d}}")
+)
+logging.getLogger("a\\nname").warning("%s\\x1b", "b\\nc", stack_info=True)
+logging.getLogger("workers").warning("100 %")
+logging.getLogger("workers").warning("%d", "none")
+logging.makeLogRecord({"msg": "as sent by another process"}).getMessage()
+"""
+    ended = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    lines = ended.stderr.splitlines()
+    assert re.fullmatch(r"a name b c\ufffd None: b c\ufffd \{\d{15,}\}", lines[0])
+    assert lines[1] == "  Stack (most recent call last):" and lines[2].startswith("    ")
+    assert any(line.startswith("workers 100 % None: 100 % {") for line in lines)
+    assert "--- Logging error ---" in lines and "TypeError: %d format: a real number is required, not str" in lines

@@ -101,7 +101,8 @@ def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(
             return (await answer(backend, ask("otter")))[0], await backend.contexts()
 
     before = asyncio.run(first())
-    begun, done, _, found = [record.getMessage() for record in caplog.records]
+    told = [record.getMessage() for record in caplog.records if record.name.endswith("contexts")]
+    begun, done, _, found = told
     num_tokens = before[1][0].num_tokens
     assert begun == "the context otter is being built"
     assert re.fullmatch(rf"the context otter, of {num_tokens:,} tokens, was built in \d+\.\d s", done)

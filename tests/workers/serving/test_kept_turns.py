@@ -163,7 +163,8 @@ def test_what_a_long_prompt_s_blocks_are_takes_little_memory(tmp_path) -> None:
         kept.close()
 
 
-def test_a_small_machine_keeps_rows_in_a_quarter_of_its_memory(tmp_path, monkeypatch) -> None:
+def test_a_small_machine_keeps_rows_in_a_quarter_of_its_memory(tmp_path, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(kept_rows, "host_memory_bytes", lambda: 4 * 100)
     with closing(
         open_kept_rows(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
@@ -171,6 +172,7 @@ def test_a_small_machine_keeps_rows_in_a_quarter_of_its_memory(tmp_path, monkeyp
         kept.find(b"mine", []).keep(range(640), lambda *_: lambda: torch.zeros(30, dtype=torch.uint8))
         kept.flush()
         assert kept.counts.memory_blocks == 3
+    assert "GiB, and 100 B is kept to: a quarter of the memory" in caplog.text
 
 
 def test_tokens_are_looked_at_when_a_block_has_become_whole(tmp_path, monkeypatch) -> None:
@@ -242,6 +244,7 @@ def test_rows_of_one_who_left_are_kept(tmp_path) -> None:
             for _ in range(60):
                 await anext(events)
             await events.aclose()
+            await asyncio.to_thread(backend._beginnings.kept.flush)
             _, done = await answer(backend, ask(FIRST))
             assert computed(done) <= BLOCK_ROWS
             backend._beginnings.kept.flush()

@@ -18,13 +18,13 @@ from csattn.errors import ArtifactError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import own_contexts
+from workers.serving import kept_store, residency
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
 from workers.serving.kept_rows import BLOCK_ROWS
 from workers.serving.kept_store import DIRECTORY
-from workers.serving.messages import ContextNotReadyError, ContextTooLongError, Turn, WorkerLostError
+from workers.serving.messages import ContextNotReadyError, ContextTooLongError, ServingError, Turn, WorkerLostError
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency
 from workers.serving.setbacks import FIRST_WAIT_S, LONGEST_WAIT_S, Setbacks
@@ -37,7 +37,7 @@ def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds, c
     question = ask(DOCUMENT + "Which are red?"), ask(DOCUMENT + "How many hours does lamp 3 burn?")
     (_, first), (said, second) = answers(tmp_path / "kept", *question)
     assert len(builds) == 1 and first.context_tokens == second.context_tokens == 512
-    begun, built = [record.getMessage() for record in caplog.records]
+    begun, built = [record.getMessage() for record in caplog.records if record.name.endswith("own_contexts")]
     assert begun == "a context of 512 tokens is being built of a prompt"
     assert re.fullmatch(r"a context of 512 tokens was built in \d+\.\d s", built)
     assert first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens
@@ -210,13 +210,39 @@ def test_why_a_build_failed_does_not_tell_of_its_salt(tmp_path, monkeypatch, cap
 
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
-            with pytest.raises(ContextNotReadyError, match=r"cannot write kept/\.\.\./x: the disk is full"):
+            with pytest.raises(ContextNotReadyError, match=r"cannot write kept/\.\.\./x: the disk is full") as refused:
                 await answer(backend, replace(ask(DOCUMENT), cache_salt="red"))
             [failed] = backend.standing().failed_builds
-            assert places[0].name not in failed.why + caplog.text and "the disk is full" in failed.why
+            assert places[0].name not in failed.why + refused.value.message and "the disk is full" in failed.why
+            assert f"cannot write {places[0]}/x: " in refused.value.detail and refused.value.detail in caplog.text
 
     monkeypatch.setattr(Builder, "build", fail)
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("fault", ["damaged", "unreadable"])
+def test_files_that_cannot_be_loaded_are_told_to_the_log_alone(tmp_path, builds, monkeypatch, fault) -> None:
+    """Their path has the salt's hash."""
+    whole = Builder.build
+
+    async def damaged(self: Builder, source: list[str], store: Path, *rest: Any, **options: Any) -> dict[str, Any]:
+        result = await whole(self, source, store, *rest, **options)
+        index = next((store / result["artifact"]).glob("*index*"))
+        index.chmod(0o644)
+        index.write_bytes(b"")
+        return result
+
+    def unreadable(path: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path / "x"))
+
+    if fault == "damaged":
+        monkeypatch.setattr(Builder, "build", damaged)
+    else:
+        monkeypatch.setattr(residency, "read_index", unreadable)
+    with pytest.raises(ServingError, match=r"its files .* the service's operator finds what is wrong") as refused:
+        answers(tmp_path, ask(DOCUMENT))
+    assert builds[0].name not in refused.value.message and str(tmp_path) not in refused.value.message
+    assert str(builds[0]) in refused.value.detail
 
 
 def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_path, builds, monkeypatch, caplog) -> None:
@@ -324,8 +350,21 @@ def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeyp
     assert len(builds) == 3 and len(left) == 2 and used in left
 
 
-def test_a_small_disk_keeps_no_more_contexts_than_it_has_left(tmp_path, builds, monkeypatch) -> None:
+def test_a_small_disk_keeps_no_more_contexts_than_it_has_left(tmp_path, builds, monkeypatch, caplog) -> None:
+    """What is kept to is told in the log, once, and as a measure."""
+    caplog.set_level("INFO", "workers.serving.kept_store")
     answers(tmp_path, ask(DOCUMENT))
-    monkeypatch.setattr(own_contexts, "available_bytes", lambda path: 0)
-    answers(tmp_path, ask(f"1 {DOCUMENT}"))
+    monkeypatch.setattr(kept_store, "available_bytes", lambda path: 0)
+    kept_bytes = kept_store.kept_files(tmp_path).context_bytes
+    caplog.clear()
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            assert caplog.text.count("kept.context_bytes is ") == 1
+            assert backend.context_counts().kept_budget == kept_bytes // 2
+            await answer(backend, ask(f"1 {DOCUMENT}"))
+            assert caplog.text.count("kept.context_bytes is ") == 1
+            assert kept_bytes // 2 < backend.context_counts().kept_budget < 2 * kept_bytes
+
+    asyncio.run(main())
     assert len(builds) == 2 and len([path for path in builds[0].iterdir() if path.is_dir()]) == 1

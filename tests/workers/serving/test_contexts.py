@@ -160,6 +160,9 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(
         deleted = await contexts.delete("waits")
         assert deleted is None and "waits" not in {info.name for info in await contexts.infos()}
         failed = await ended(contexts, "short")
+        async with asyncio.timeout(TIMEOUT_S):
+            while contexts.counts.num_building:  # its record is written before its place is free
+                await asyncio.sleep(0.01)
         assert contexts.counts == BuildCounts(num_failed=1)
         assert failed.state == "failed" and "an index needs at least" in failed.what
         assert f"the context short could not be built: {failed.what}" in caplog.text

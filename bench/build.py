@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from bench import build_parts
 from bench.shapes import config_named
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from csattn.artifact import open_artifact, verify_artifact
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
@@ -161,7 +161,7 @@ def main() -> None:
     result = {"bench": "build", "model": loaded.name, "num_layers": loaded.geometry.num_layers}
     result |= {"device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu"}
     result |= {"dtype": str(loaded.dtype).removeprefix("torch."), "index_config": config.to_json()}
-    finish(result | {"machine": machine(), "cases": cases}, given.json)
+    finish(result | {"cases": cases}, given.json)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.build import random_model
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from csattn.artifact import verify_artifact
 from csattn.build_options import BuildOptions
 from index_build.job_list import Job, read_jobs
@@ -97,7 +97,6 @@ def main() -> None:
         "gain": round(one["seconds"] / all_gpus["seconds"], 3),
         "cases": cases,
         "device": torch.cuda.get_device_name(),
-        "machine": machine(),
     }
     finish(result, options.json)
 

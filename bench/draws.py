@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.timing import finish, gate, machine, measure
+from bench.timing import finish, gate, measure
 from csattn.cpus import available_cpus
 from workers.engine.draws import DrawsOnDevice
 from workers.model.runner import StepOutput
@@ -88,7 +88,7 @@ def main() -> None:
     for name, times in ways.items():
         print(f"{name:40} {', '.join(f'{what} {time:.3f}' for what, time in times.items())}")
     asked = {"vocab_size": options.vocab_size, "rows": options.rows, "device": options.device}
-    finish({"bench": "draws", **asked, **ways, "machine": machine()}, options.json)
+    finish({"bench": "draws", **asked, **ways}, options.json)
 
 
 if __name__ == "__main__":

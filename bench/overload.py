@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from tests.workers.service.serving import Service, serving
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
@@ -151,7 +151,7 @@ def main() -> None:
             model = service.register("overload", TEXT.read_text()[: options.context_chars])["model"]
             result = asyncio.run(measure(service, model, options))
     told = {"model": model, "mode": "ray" if options.on_ray else "local", "running": options.running}
-    finish({"bench": "overload", "machine": machine(), **told, "queued": options.queued, **result}, options.json)
+    finish({"bench": "overload", **told, "queued": options.queued, **result}, options.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bench import search_layer
 from bench.random_sketch import random_sketch
-from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
+from bench.timing import finish, gate, measure, read_bandwidth_gbps
 from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, empty_selection, reference
 from csattn.search.workspace import empty_token_selections
@@ -242,7 +242,6 @@ def main() -> None:
             print_search(searches[-1])
     result = {
         "name": "search-cpu",
-        "machine": machine(),
         "step": {"num_heads": NUM_HEADS, "group_size": GROUP_SIZE, "head_dim": HEAD_DIM, "keep": KEEP},
         "read_gbps": {n: round(gbps, 1) for n, gbps in peaks.items()},
         "searches": searches,

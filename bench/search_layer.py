@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.random_sketch import random_sketch
-from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
+from bench.timing import finish, gate, measure, read_bandwidth_gbps
 from csattn.cpu.addresses import call_stage
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.waiting import now_ns
@@ -143,5 +143,5 @@ def main(json_path: Path | None, context_len: int, thread_counts: list[int], sec
         inside = {"stages_cpu_us": measure_stages(searches, num_threads)}
         results.append({"threads": num_threads} | timed | read | inside)
         print(results[-1], flush=True)
-    result = {"name": "search-layer", "machine": machine(), "context_len": context_len, "results": results}
+    result = {"name": "search-layer", "context_len": context_len, "results": results}
     finish(result | {"read_gbps": {n: round(gbps, 1) for n, gbps in peaks.items()}}, json_path)

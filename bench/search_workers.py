@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from csattn.artifact import Artifact, open_artifact
 from csattn.artifact.share import index_of_heads
 from csattn.search import LayerSearch, SearchWorkspace, TokenSelections
@@ -188,7 +188,7 @@ def main(json_path: Path | None, context_len: int, worker_counts: list[int], sec
                 for num_rows in (1, 8):
                     results.append(measure(artifact, num_workers, num_rows, seconds, num_kills))
                     print(results[-1], flush=True)
-    finish({"name": "search-workers", "machine": machine(), "context_len": context_len, "results": results}, json_path)
+    finish({"name": "search-workers", "context_len": context_len, "results": results}, json_path)
 
 
 if __name__ == "__main__":

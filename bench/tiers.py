@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from bench.disk_speed import disk_speed
 from bench.process_memory import Watch, mapped_bytes, resident_bytes, return_freed_memory, small_pages_only
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.models import LoadedModel, load_model
@@ -226,7 +226,6 @@ def main() -> None:
             "index_bytes": index_bytes,
             "disk": disk,
             "cases": results,
-            "machine": machine(),
         },
         options.json,
     )

@@ -20,7 +20,7 @@ import torch
 
 from bench.accuracy.texts import find_text
 from bench.served_model import saved_model
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from bench.turns.service import MODEL, NEVER_ENDS, Service, ask, serving, user
 
 CHARS_A_TOKEN = 4  # of the demo model
@@ -115,7 +115,7 @@ def main() -> None:
             result = run(service, prompts, options.decoding)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     header = {"bench": "turns.beside", "model": options.model, "device": device}
-    finish({**header, **result, "settings": settings, "machine": machine()}, options.json)
+    finish({**header, **result, "settings": settings}, options.json)
 
 
 if __name__ == "__main__":

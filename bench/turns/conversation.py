@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from bench.turns.service import TEXTS, Reply, ask, assistant, serving, user
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig
@@ -162,7 +162,6 @@ def main() -> None:
             "one_service": {**cheap, **beside},
             "killed_between_turns": {**after_kills, "written_behind_s": float(np.round(np.median(written), 3))},
             "wrong_answers": 0,
-            "machine": machine(),
         },
         options.json,
     )

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from bench.turns.service import TEXTS
 from csattn.models import LoadedModel, load_model
 from offload.block_files import SUFFIX, fault_of
@@ -212,7 +212,7 @@ def main() -> None:
         serve_lives(options.model)
         return
     result = run(options.kills, options.seed, options.model, options.longest_s)
-    finish({"bench": "turns.kills", "seed": options.seed, **result, "machine": machine()}, options.json)
+    finish({"bench": "turns.kills", "seed": options.seed, **result}, options.json)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate
 from bench.turns.service import TEXTS, Reply, Service, ask, serving, user
 
 TENANTS = ("heron", "walnut", "quartz", "bellows", "saffron", "granite", "juniper", "cobalt")
@@ -75,7 +75,6 @@ def main() -> None:
             "foreign_words": 0,
             "wrong_answers": 0,
             "ttft_s": {"own": round(own_s, 3), "wrong_salt": round(foreign_s, 3), "never_sent": round(fresh_s, 3)},
-            "machine": machine(),
         },
         options.json,
     )

@@ -1,12 +1,11 @@
 // Draws the token after each row of a step, a block for each, without sorting. The definition is in
 // workers/serving/draw_reference.py. Weights are whole numbers, 2^40 of the likeliest token, so that sums of them do not
-// depend on their order. Compiled for THREADS.
+// depend on their order. Compiled for THREADS and MAX_TOP.
 
 #include "../../csattn/cuda/warps.cuh"
 
 constexpr int UNROLL = 8, TILE = UNROLL * THREADS;
 constexpr int DIGIT = 11, NUM_BINS = 1 << DIGIT, PLACE_BITS = 31, ID_BITS = 24, KEY_BITS = PLACE_BITS + ID_BITS;
-constexpr int MAX_TOP = 20;
 constexpr u64 ALL = ~0ull;
 #define INF __int_as_float(0x7f800000)  // NVRTC has no math.h
 constexpr float WHOLE = 1099511627776.f, FARTHEST = 28.f;  // 2^40, and past its logarithm: what is that far off has no weight

@@ -121,7 +121,7 @@ class _OnBoth:
 
 
 def _kernel() -> CudaKernel:
-    return cuda_kernel(_SOURCE, "draw", {"THREADS": _THREADS})
+    return cuda_kernel(_SOURCE, "draw", {"THREADS": _THREADS, "MAX_TOP": MAX_TOP})
 
 
 def _likelihood(score: np.void) -> Likelihood:

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,13 @@ def how_to_draw(
         repeated = in_prompt.copy()
         repeated[np.asarray(token_ids, np.int64)] = True
     added_ids, added = _additions(sampling, token_ids, ends)
-    how = Draw(
+    is_greedy = sampling.temperature == 0
+    return Draw(
         temperature=max(sampling.temperature, _COLDEST),
         top_p=max(sampling.top_p, _LEAST_TOP_P),
-        top_k=sampling.top_k,
+        top_k=1 if is_greedy else sampling.top_k,
         min_p=min(sampling.min_p, 1.0),
-        at=np.random.Generator(np.random.Philox(key=seed, counter=position)).random(),
+        at=0.0 if is_greedy else np.random.Generator(np.random.Philox(key=seed, counter=position)).random(),
         repeated=repeated,
         penalty=sampling.repetition_penalty,
         added_ids=added_ids,
@@ -48,9 +48,6 @@ def how_to_draw(
         allowed=allowed,
         num_top=sampling.top_logprobs,
     )
-    if sampling.temperature > 0:
-        return how
-    return replace(how, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
 
 
 def _additions(sampling: Sampling, token_ids: Sequence[int], ends: Set[int]) -> "tuple[NDArray[Any], NDArray[Any]]":

@@ -21,7 +21,7 @@ class Draw:
 
     temperature: float  # above 0
     top_p: float
-    top_k: int  # 0: all; 1: the likeliest
+    top_k: int  # 0: all; 1: the likeliest, and the other numbers do not count
     min_p: float  # at most 1
     at: float  # in [0, 1): which of those that may be
     repeated: NDArray[np.bool_] | None = None  # [vocab_size]: tokens whose logits the penalty makes less; None: none

@@ -1,13 +1,16 @@
 """What holding answers to a JSON schema adds to a step: a batch of requests with a schema beside one without, in turns.
 
-    python -m bench.constrained_step [--batch 8] [--tokens 64] [--rounds 6] [--threads N] [--store DIR] [--json FILE]
+    python -m bench.constrained_step [--batch 8] [--tokens 64] [--rounds 6] [--json FILE]
+    python -m bench.constrained_step --model llama-3.1-8b --placement hybrid
 
-Greedy and drawn. Time is from token to token as a reader of the backend sees it: engine, masks, drawing and text.
-Gate: every request of every round gives all of its tokens, and those with a schema the start of a list.
+Greedy and drawn. Time is from token to token as a reader of the backend sees it: engine, masks, drawing and text. A
+shape has random weights, and the demo model's tokens. Gate: every request of every round gives all of its tokens, and
+those with a schema the start of a list.
 """
 
 import argparse
 import asyncio
+import tempfile
 import time
 from contextlib import aclosing
 from pathlib import Path
@@ -16,17 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.served_model import saved_model
 from bench.timing import finish, gate
 from csattn.config import SearchConfig, preset
-from csattn.cpus import available_cpus
 from csattn.models import load_model
 from csattn.models.prompt import context_ids
 from index_build.pipeline import build_artifact
-from workers.engine.cpu_engine import CpuEngine
+from workers.searchers.process import ChildProcess
+from workers.service.making import make_backend
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, Sampling
-from workers.settings import Settings, StoreSettings
+from workers.settings import Settings, load_settings
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 CONTEXT_LEN = 2048
@@ -40,24 +44,38 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--store", type=Path, default=Path("~/.cache/csattn/bench").expanduser())
+    parser.add_argument("--model", default="demo", help="demo, or a shape")
+    parser.add_argument("--placement", default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    loaded = load_model()
-    ids = context_ids(loaded.tokenizer, TEXT.read_text(), "none")[:CONTEXT_LEN]
-    artifact_id = build_artifact(loaded, ids, preset("default"), args.store).artifact_id
-    name_artifact(args.store, CONTEXT, artifact_id, "float32")
-    engine = CpuEngine(loaded, max_rows=16, num_slots=16, tail_capacity=256, num_threads=args.threads)
-    settings = Settings(store=StoreSettings(path=args.store), search=SearchConfig(keep=0.05))
-    times = asyncio.run(_measure(LocalBackend(engine, loaded, settings), args.batch, args.tokens, args.rounds))
-    told: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        settings = _settings(args.model, args.placement, args.batch, Path(directory))
+        backend = make_backend(settings, ChildProcess)
+        times = asyncio.run(_measure(backend, args.batch, args.tokens, args.rounds))
+    device = "cpu" if args.placement == "cpu" else torch.cuda.get_device_name()
+    told: dict[str, Any] = {"model": args.model, "placement": args.placement, "device": device}
     for drawing in ("greedy", "drawn"):
         free, held = (float(np.median(times[drawing, has_schema])) for has_schema in (False, True))
         told[drawing] = {"free_ms": round(free, 2), "held_ms": round(held, 2), "ratio": round(held / free, 3)}
         print(f"{drawing}: {free:.1f} ms a step without a schema, {held:.1f} with one: {held / free:.3f} x")
     finish({"bench": "constrained_step", "batch": args.batch, **told}, args.json)
+
+
+def _settings(model: str, placement: str, batch: int, place: Path) -> Settings:
+    """Of a service over a store that has the context."""
+    path, dtype = saved_model(model, None, place)
+    demo = load_model()
+    if path is not None:
+        demo.tokenizer.save_pretrained(path)
+    loaded = demo if path is None else load_model(path, dtype, "cpu" if placement == "cpu" else "cuda")
+    ids = context_ids(loaded.tokenizer, TEXT.read_text(), "none")[:CONTEXT_LEN]
+    name_artifact(place, CONTEXT, build_artifact(loaded, ids, preset("default"), place).artifact_id, "float32")
+    sets = {"store.path": place, "search.keep": 0.05, "limits.max_concurrent_requests": 2 * batch}
+    if path is not None:
+        sets |= {"model.name": str(path), "build.dtype": dtype}
+    if placement != "cpu":
+        sets |= {"engine.placement": placement, "engine.max_context_len": CONTEXT_LEN}
+    return load_settings(None, {}, sets).settings
 
 
 async def _measure(

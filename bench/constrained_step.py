@@ -69,7 +69,8 @@ def _settings(model: str, placement: str, batch: int, place: Path) -> Settings:
         demo.tokenizer.save_pretrained(path)
     loaded = demo if path is None else load_model(path, dtype, "cpu" if placement == "cpu" else "cuda")
     ids = context_ids(loaded.tokenizer, TEXT.read_text(), "none")[:CONTEXT_LEN]
-    name_artifact(place, CONTEXT, build_artifact(loaded, ids, preset("default"), place).artifact_id, "float32")
+    artifact_id = build_artifact(loaded, ids, preset("default"), place).artifact_id
+    name_artifact(place, CONTEXT, artifact_id, "float32" if path is None else dtype)
     sets = {"store.path": place, "search.keep": 0.05, "limits.max_concurrent_requests": 2 * batch}
     if path is not None:
         sets |= {"model.name": str(path), "build.dtype": dtype}

@@ -177,11 +177,17 @@ def fault_of_index(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
     lookahead = {} if index.next_query is None else {"next_query": index.next_query}
     for name, array in {**index_arrays(index), **lookahead}.items():
         limit = float(np.finfo(np.float32).max) if name == "next_query" else LARGEST_NUMBER
-        if array.dtype.kind == "f" and not all(-limit <= float(x.min()) <= float(x.max()) <= limit for x in array):
+        if array.dtype.kind == "f" and not all(_greatest(x) <= limit for x in array):
             return f"{name} holds NaN, infinity or a number beyond {limit:.1e}"
     if isinstance(index, NoIndex):
         return None
     return _fault_of_sketch(index) if isinstance(index, SketchIndex) else _fault_of_lists(index)
+
+
+def _greatest(array: NDArray[np.floating[Any]]) -> float:
+    """The greatest magnitude; NaN if there is one. By its bits: compared as they are, float16 takes 100 times as long."""
+    without_sign = np.iinfo(f"i{array.itemsize}").max
+    return float((array.view(f"u{array.itemsize}") & without_sign).max().view(array.dtype))
 
 
 def _fault_of_sketch(index: SketchIndex) -> str | None:

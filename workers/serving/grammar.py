@@ -269,9 +269,15 @@ def _marker(form: ChatForm, marker: str) -> str:
 
 
 def _plain(tokenizer: Any) -> str:
-    """The tokenizer as JSON, without padding and truncation."""
+    """The tokenizer as JSON, without padding and truncation.
+
+    Of a decoder for bytes with others before it, as some releases of transformers make of a GGUF file, only that one is
+    told: by the others the library takes tokens for text.
+    """
     told = json.loads(tokenizer.backend_tokenizer.to_str())
-    return json.dumps({**told, "padding": None, "truncation": None})
+    *_, last = (told["decoder"] or {}).get("decoders") or [told["decoder"]]
+    decoder = last if last and last["type"] == "ByteLevel" else told["decoder"]
+    return json.dumps({**told, "padding": None, "truncation": None, "decoder": decoder})
 
 
 def _reason(error: str) -> str:

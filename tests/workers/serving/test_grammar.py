@@ -3,11 +3,13 @@
 import asyncio
 import json
 import weakref
+from copy import deepcopy
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import decoders
 
 from tests.chat_models import TEMPLATES, chat_model
 from tests.tiny import loaded
@@ -220,6 +222,18 @@ def test_multiples_that_go_together_are_held_to() -> None:
     }
     text, _, _ = walk("hermes", ask(schema=schema), 0)
     jsonschema.validate(json.loads(text), schema)
+
+
+def test_a_decoder_of_bytes_may_stand_behind_others() -> None:
+    """Some releases of transformers make such of a GGUF file: tokens are bytes all the same."""
+    model = deepcopy(loaded())
+    others = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
+    model.tokenizer.backend_tokenizer.decoder = decoders.Sequence([*others, decoders.ByteLevel()])
+    grammar = Grammars(model).make_now(ask(schema={"const": [1, 2]}), ChatForm(model.tokenizer))
+    for token_id in model.tokenizer("[1, 2]").input_ids:
+        allowed = np.flatnonzero(grammar.allowed(model.geometry.vocab_size))
+        assert allowed.tolist() == [token_id]
+        grammar.accept(token_id)
 
 
 def test_free_answers_have_no_grammar() -> None:

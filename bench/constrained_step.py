@@ -21,7 +21,7 @@ import torch
 
 from bench.served_model import saved_model
 from bench.timing import finish, gate
-from csattn.config import SearchConfig, preset
+from csattn.config import preset
 from csattn.models import load_model
 from csattn.models.prompt import context_ids
 from index_build.pipeline import build_artifact

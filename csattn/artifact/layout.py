@@ -185,7 +185,7 @@ def fault_of_index(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
 
 
 def _greatest(array: NDArray[np.floating[Any]]) -> float:
-    """The greatest magnitude; NaN if there is one. By its bits: compared as they are, float16 takes 100 times as long."""
+    """The greatest magnitude; NaN if there is one. By its bits: float16 as it is takes a hundred times as long."""
     without_sign = np.iinfo(f"i{array.itemsize}").max
     return float((array.view(f"u{array.itemsize}") & without_sign).max().view(array.dtype))
 

@@ -33,7 +33,7 @@ def fetched(hub_id: str) -> str:
     """The directory of its weights and settings, on this machine from now on."""
     from huggingface_hub import snapshot_download
 
-    folder: str = snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"])
+    folder: str = snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"], ignore_patterns="consolidated*")
     return folder
 
 

@@ -358,7 +358,8 @@ def _latent_scale(config: Any) -> float:
 def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
     """None: all the way."""
     kind = layer_type(config, layer_idx)
-    if kind == "full_attention" and family.field(config, "sliding_window", None):  # of all layers
+    window = family.field(config, "sliding_window", None) or config.max_position_embeddings  # of all layers
+    if kind == "full_attention" and window < config.max_position_embeddings:
         kind = "sliding_attention"
     num_rows = getattr(config, _REACHES[kind]) if kind in _REACHES else None
     return None if num_rows is None else Reach(num_rows=num_rows, chunked=kind == "chunked_attention")

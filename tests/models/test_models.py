@@ -64,6 +64,12 @@ def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) 
 
 
 def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_path: Path) -> None:
+def test_a_window_that_is_as_long_as_all_positions_is_none() -> None:
+    """As Ministral 8B's, and Phi-3's of 128K."""
+    for family, window in (("mistral", 1024), ("mixtral", 4096), ("phi3", 262144)):
+        assert len(describe(tiny_config(family, sliding_window=window)).indexed_layers) == 3
+
+
     first = load_model(str(save(tmp_path, "gemma4_text")))
     assert first.fingerprint == load_model(str(tmp_path)).fingerprint
     first.model.model.layers[1].layer_scalar += 0.1

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from csattn.config import IndexConfig, ListConfig
 from csattn.errors import ArtifactMismatchError, ContextError, ModelError
+from csattn.models.hub import first_line
 from csattn.models.loader import LoadedModel
 
 # How the context is wrapped: as the system message, inside the first user message, or not at all.
@@ -21,18 +22,21 @@ def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
     """The first wrapping that this tokenizer's chat template renders as a fixed prefix; `none` without a template."""
     if not chat or not tokenizer.chat_template:
         return "none"
+    fault = ""
     for wrapping in ("system", "user"):
         try:
             first, second = (_render(tokenizer, wrapping, question) for question in ("a", "b"))
-        except Exception:  # templates raise errors of their own for roles they do not know
+            separator = _separator(tokenizer, wrapping)
+        except Exception as error:  # templates raise errors of their own for roles they do not know
+            fault = f"cannot be used ({first_line(error)})"
             continue
         before, _, after = first.partition(_PROBE)
         same_start = second.startswith(before + _PROBE)
-        if same_start and after.startswith(_separator(tokenizer, wrapping)):
+        if same_start and after.startswith(separator):
             return wrapping
+        fault = "does not write the context as it is, before the question, each time alike"
     raise ModelError(
-        "the model's chat template puts the question before the context, so a prefilled context cannot be shared; "
-        "build with --no-chat"
+        f"the model's chat template {fault}, so a prefilled context cannot be shared; build with --no-chat"
     )
 
 
@@ -203,5 +207,8 @@ def _separator(tokenizer: Any, wrapping: str) -> str:
     """What stands between the context and the question's turn, or the question itself."""
     if wrapping == "user":
         return _BETWEEN
-    alone = tokenizer.apply_chat_template([{"role": "system", "content": _PROBE}], tokenize=False)
+    try:
+        alone = tokenizer.apply_chat_template([{"role": "system", "content": _PROBE}], tokenize=False)
+    except Exception:  # of templates that want a question: there the user's messages end alike, or it is refused
+        alone = tokenizer.apply_chat_template([{"role": "user", "content": _PROBE}], tokenize=False)
     return alone.partition(_PROBE)[2]  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 from csattn.models.query import queries_before_rope
 from csattn.models.rope import model_frequencies
 from index_build.capture import prefill
-from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, save, tiny_config, token_ids
+from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, loaded, make_model, save, tiny_config, token_ids
 
 
 @pytest.mark.parametrize(
@@ -297,9 +297,27 @@ def test_no_chat_leaves_the_text_alone() -> None:
     assert tokenizer.decode(context_ids(tokenizer, " as it is ", "none")) == " as it is "
 
 
-def test_a_template_that_puts_the_question_first_is_refused() -> None:
-    with pytest.raises(ModelError, match="--no-chat"):
-        choose_wrapping(byte_tokenizer(QUESTION_FIRST))
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        (QUESTION_FIRST, "does not write the context as it is, before the question"),
+        ("{{ raise_exception('never') }}", r"cannot be used \(never\)"),
+    ],
+)
+def test_a_template_that_no_context_can_stand_in_is_refused(template: str, match: str) -> None:
+    with pytest.raises(ModelError, match=f"template {match}.*--no-chat"):
+        choose_wrapping(byte_tokenizer(template))
+
+
+def test_a_template_that_wants_a_question_has_the_context_as_its_system_message() -> None:
+    """As Qwen 3.5's."""
+    wanted = "{% if messages[-1].role == 'system' %}{{ raise_exception('No user query found') }}{% endif %}"
+    tokenizer, plain = byte_tokenizer(wanted + CHAT_TEMPLATE), byte_tokenizer()
+    assert choose_wrapping(tokenizer) == "system"
+    prefix = context_ids(tokenizer, "a long text", "system")
+    assert prefix.tolist() == context_ids(plain, "a long text", "system").tolist()
+    rest = question_ids(tokenizer, prefix, "why?", "system")
+    assert rest.tolist() == question_ids(plain, prefix, "why?", "system").tolist()
 
 
 def test_a_question_that_changes_the_contexts_tokens_is_refused() -> None:

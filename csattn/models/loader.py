@@ -72,9 +72,11 @@ class LoadedModel:
 
     @property
     def stop_ids(self) -> set[int]:
-        """The tokens at which the model ends its turn."""
+        """The tokens at which the model ends its turn: by its generation config, and by its tokenizer, of which
+        fine-tunes often change one alone."""
         ids = self.model.generation_config.eos_token_id
-        return set(ids) if isinstance(ids, list) else {ids} - {None}
+        ids = [*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id]
+        return {i for i in ids if isinstance(i, int) and 0 <= i < self.geometry.vocab_size}  # others are never drawn
 
 
 def load_model(

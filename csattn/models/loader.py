@@ -337,7 +337,8 @@ def _demo_gguf() -> Path:
 def _converted(gguf: Path) -> Path:
     """A directory with the GGUF file's de-quantised weights, made on first use."""
     stat = gguf.stat()
-    key = hashlib.sha256(f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    # the first number: of how it is converted
+    key = hashlib.sha256(f"2 {gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
     cache = Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()
     target = cache / "models" / f"{gguf.stem}-{key}"
     if target.is_dir():
@@ -377,16 +378,21 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     needed, free = weight_bytes(config, torch.float32.itemsize)[0], available_bytes(target)
     if free is not None and free < needed:
         raise ModelError(
-            f"{gguf} is converted once, to float32: {needed / 2**30:.2f} GiB, and {target.parent} has "
+            f"it is converted once, to float32: {needed / 2**30:.2f} GiB, and {target.parent} has "
             f"{free / 2**30:.2f} GiB free; make room there, or name another directory with CSATTN_CACHE"
         )
-    dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    dequantised, found = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
+    )
+    _require_whole(found, is_part=False)
     config = dequantised.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
         plain = type(dequantised)(config)
     plain.load_state_dict(dequantised.state_dict(), assign=True)  # not copied: all of it is in memory once
+    except ModelError as error:
+        raise ModelError(f"{gguf} could not be converted: {error}") from error
     plain.tie_weights()
     plain.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
@@ -398,6 +404,7 @@ def geometry_of(spec: ModelSpec) -> ModelGeometry:
     rows_of = tuple(i if x.attention.rows_of is None else x.attention.rows_of for i, x in enumerate(spec.layers))
     reaches = tuple(_reach(layer) for layer in spec.layers)
     state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
+    _require_read(gguf)
     return ModelGeometry(
         **{name: getattr(spec, name) for name in names},
         reaches=reaches if any(reaches) else (),
@@ -417,6 +424,24 @@ def _reach(layer: LayerSpec) -> int:
 
 def _fingerprint(model: Any) -> str:
     """SHA-256 over every parameter's name, shape, dtype and an even sample of its values, and what those do not tell.
+
+def _require_read(gguf: Path) -> None:
+    """Raise ModelError for what `transformers` passes over in a GGUF file, and would make another model of it."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    values = {name: field.parts[-1] for name, field in reader.fields.items()}
+    if "split.count" in values and (count := int(values["split.count"][0])) > 1:
+        raise ModelError(f"it is one of {count} parts; join them with llama.cpp's llama-gguf-split --merge")
+    family = bytes(values["general.architecture"]).decode()
+    scaling = bytes(values.get(f"{family}.rope.scaling.type", b"none")).decode()
+    factors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # which are read
+        raise ModelError(
+            f"its positions are scaled ({factors[0] if factors else scaling}), which is not read from GGUF files here; "
+            "give the model as a directory that transformers saved"
+        )
+
 
     A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
     """

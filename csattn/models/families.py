@@ -177,6 +177,12 @@ FAMILIES = {
 }
 
 
+def unsupported(family: str | None) -> ModelError:
+    """By its name in configs."""
+    why = f": {_REFUSED[family]}" if family in _REFUSED else ""
+    return ModelError(f"model family {family!r} is not supported{why}; csattn reproduces {', '.join(FAMILIES)}")
+
+
 def describe(config: Any) -> ModelSpec:
     """What a `transformers` config of a supported family describes.
 
@@ -184,8 +190,7 @@ def describe(config: Any) -> ModelSpec:
     """
     name = getattr(config, "model_type", None)
     if name not in FAMILIES:
-        why = f": {_REFUSED[name]}" if name in _REFUSED else ""
-        raise ModelError(f"model family {name!r} is not supported{why}; csattn reproduces {', '.join(FAMILIES)}")
+        raise unsupported(name)
     family = FAMILIES[name]
     _require_reproduced(config, family)
     layers = tuple(describe_layer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))

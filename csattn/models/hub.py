@@ -39,5 +39,5 @@ def fetched(hub_id: str) -> str:
 
 def first_line(error: Exception) -> str:
     """Of a library's message, and the one that it announces."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    lines = [line.rstrip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

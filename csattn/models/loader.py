@@ -20,7 +20,7 @@ from csattn.artifact.durable import available_bytes
 from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
 from csattn.errors import ConfigError, CsattnError, ModelError
-from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions
+from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
 from csattn.models.few_bits import experts_of_layers, keep, linears_of_layers, round_weights
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
@@ -98,17 +98,16 @@ def load_model(
     """
     rounding, name = require_numbers(dtype, weights), model_name(name)
     _require_device(device)
-    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     source = _resolve(name)
     try:
-        whole = AutoConfig.from_pretrained(source)
+        whole = _whole_config(source)
         config = _text_config(whole)
         describe(config)
         stretch_positions(config, stretch)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = _load_tokenizer(source)
         model = _load_whole(source, config, DTYPES[dtype], rounding, is_part=config is not whole).eval()
         model = place(model, device) if may_lend else model.to(device)
     except ModelError as error:
@@ -152,15 +151,37 @@ def require_numbers(dtype: str, weights: str | None) -> Rounding | None:
 
 def read_config(name: str | None) -> Any:
     """The `transformers` config of what `load_model` takes; no weight is read. Raises ModelError if there is none."""
-    from transformers import AutoConfig
-
     name = model_name(name)
     try:
-        return _text_config(AutoConfig.from_pretrained(_resolve(name)))
+        return _text_config(_whole_config(_resolve(name)))
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{name} has no config that can be read: {first_line(error)}") from error
+
+
+def _whole_config(source: str) -> Any:
+    """A family that `transformers` does not know is refused by name: it would ask to run the checkpoint's own code."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+    given, _ = PreTrainedConfig.get_config_dict(source)
+    if isinstance(given, dict) and (family := given.get("model_type")) and family not in CONFIG_MAPPING:
+        raise unsupported(family)
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def _load_tokenizer(source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except MemoryError:
+        raise
+    except Exception as error:  # libraries raise anything over files that are damaged, or not there
+        raise ModelError(
+            f"its tokenizer could not be read: {first_line(error)}; put one beside the weights that transformers loads "
+            "without code of its own, tokenizer.json and tokenizer_config.json, say"
+        ) from error
 
 
 def _text_config(config: Any) -> Any:
@@ -266,7 +287,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         "ignore_mismatched_sizes": True,
         "key_mapping": _TEXT_MODEL_AT if is_part else None,
     }
-    quantized: dict[str, QuantizedWeight] = {}
+    folder, quantized = Path(source), dict[str, QuantizedWeight]()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it would report is refused below
     try:
@@ -274,7 +295,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         if quantization is None:
             model, found = AutoModelForCausalLM.from_pretrained(source, **how)
         else:
-            folder = Path(source if Path(source).is_dir() else fetched(source))
+            folder = folder if folder.is_dir() else Path(fetched(source))
             if weights is not None:
                 raise ModelError(
                     f"its weights are in few bits as published; load it without rounding them to {weights}"
@@ -283,8 +304,8 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
-            if (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder)
+        if (folder / "generation_config.json").is_file():  # which `transformers` passes over where it is damaged
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     finally:
         logging.set_verbosity(verbosity)
     _require_whole(found, is_part)
@@ -315,6 +336,11 @@ def _resolve(name: str) -> str:
         return str(_converted(_demo_gguf()))
     path = Path(os.path.expanduser(name))  # as it is where nobody has such a home
     if os.path.isdir(path):  # False of what no path can be, too
+        if (path / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{path} has an adapter (adapter_config.json), and csattn loads whole models; merge it into its model, "
+                "as peft's merge_and_unload does, save that with its tokenizer, and give its directory"
+            )
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
         return str(path)
@@ -360,8 +386,10 @@ def _converted(gguf: Path) -> Path:
         except OSError:  # another process converted the same file first
             if not target.is_dir():
                 raise
-    except (ModelError, MemoryError):
+    except MemoryError:
         raise
+    except ModelError as error:
+        raise ModelError(f"{gguf} could not be converted: {error}") from error
     except Exception as error:
         why = first_line(error).replace(f"{gguf}", "it")
         raise ModelError(f"{gguf} could not be converted: {why}; give a whole .gguf file, or a directory") from error
@@ -373,6 +401,7 @@ def _converted(gguf: Path) -> Path:
 def _convert_gguf(gguf: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    _require_read(gguf)
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
     describe(config := AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
     needed, free = weight_bytes(config, torch.float32.itemsize)[0], available_bytes(target)
@@ -391,11 +420,27 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     with torch.device("meta"):
         plain = type(dequantised)(config)
     plain.load_state_dict(dequantised.state_dict(), assign=True)  # not copied: all of it is in memory once
-    except ModelError as error:
-        raise ModelError(f"{gguf} could not be converted: {error}") from error
     plain.tie_weights()
     plain.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+def _require_read(gguf: Path) -> None:
+    """Raise ModelError for what `transformers` passes over in a GGUF file, and would make another model of it."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    values = {name: field.parts[-1] for name, field in reader.fields.items()}
+    if "split.count" in values and (count := int(values["split.count"][0])) > 1:
+        raise ModelError(f"it is one of {count} parts; join them with llama.cpp's llama-gguf-split --merge")
+    family = bytes(values["general.architecture"]).decode()
+    scaling = bytes(values.get(f"{family}.rope.scaling.type", b"none")).decode()
+    factors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # which are read
+        raise ModelError(
+            f"its positions are scaled ({factors[0] if factors else scaling}), which is not read from GGUF files here; "
+            "give the model as a directory that transformers saved"
+        )
 
 
 def geometry_of(spec: ModelSpec) -> ModelGeometry:
@@ -404,7 +449,6 @@ def geometry_of(spec: ModelSpec) -> ModelGeometry:
     rows_of = tuple(i if x.attention.rows_of is None else x.attention.rows_of for i, x in enumerate(spec.layers))
     reaches = tuple(_reach(layer) for layer in spec.layers)
     state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
-    _require_read(gguf)
     return ModelGeometry(
         **{name: getattr(spec, name) for name in names},
         reaches=reaches if any(reaches) else (),
@@ -424,24 +468,6 @@ def _reach(layer: LayerSpec) -> int:
 
 def _fingerprint(model: Any) -> str:
     """SHA-256 over every parameter's name, shape, dtype and an even sample of its values, and what those do not tell.
-
-def _require_read(gguf: Path) -> None:
-    """Raise ModelError for what `transformers` passes over in a GGUF file, and would make another model of it."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf)
-    values = {name: field.parts[-1] for name, field in reader.fields.items()}
-    if "split.count" in values and (count := int(values["split.count"][0])) > 1:
-        raise ModelError(f"it is one of {count} parts; join them with llama.cpp's llama-gguf-split --merge")
-    family = bytes(values["general.architecture"]).decode()
-    scaling = bytes(values.get(f"{family}.rope.scaling.type", b"none")).decode()
-    factors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
-    if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # which are read
-        raise ModelError(
-            f"its positions are scaled ({factors[0] if factors else scaling}), which is not read from GGUF files here; "
-            "give the model as a directory that transformers saved"
-        )
-
 
     A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
     """

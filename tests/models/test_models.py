@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
 
@@ -63,13 +64,13 @@ def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) 
         describe(config)
 
 
-def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_path: Path) -> None:
 def test_a_window_that_is_as_long_as_all_positions_is_none() -> None:
     """As Ministral 8B's, and Phi-3's of 128K."""
     for family, window in (("mistral", 1024), ("mixtral", 4096), ("phi3", 262144)):
         assert len(describe(tiny_config(family, sliding_window=window)).indexed_layers) == 3
 
 
+def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_path: Path) -> None:
     first = load_model(str(save(tmp_path, "gemma4_text")))
     assert first.fingerprint == load_model(str(tmp_path)).fingerprint
     first.model.model.layers[1].layer_scalar += 0.1
@@ -113,9 +114,13 @@ def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("file", "text", "match"),
     [
-        ("tokenizer.json", "[]", "could not be loaded"),
-        ("tokenizer_config.json", "[]", "could not be loaded"),
+        ("tokenizer.json", "[]", "its tokenizer could not be read: .*; put one beside the weights"),
+        ("tokenizer_config.json", "[]", "its tokenizer could not be read"),
         ("generation_config.json", "[]", "could not be loaded"),
+        ("generation_config.json", "{", "generation_config.json' is not a valid JSON file"),
+        ("adapter_config.json", "{}", "has an adapter .*; merge it into its model"),
+        ("config.json", "[]", "could not be loaded"),
+        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "family 'own' is not supported"),
         ("config.json", {"num_attention_heads": 0}, "could not be loaded"),
         ("config.json", {"head_dim": -1}, "could not be loaded"),
         (
@@ -134,6 +139,64 @@ def test_a_damaged_model_is_told_of_in_one_sentence(
     with pytest.raises(ModelError, match=match) as raised:
         load_model(str(tmp_path))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_checkpoint_is_not_asked_for(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = save(tmp_path) / file, Mock(return_value="y")
+    its = {"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}}
+    its["tokenizer_class" if file == "tokenizer_config.json" else "model_type"] = "Own"
+    path.write_text(json.dumps(json.loads(path.read_text()) | its))
+    monkeypatch.setattr("builtins.input", asked)
+    with pytest.raises(ModelError):
+        load_model(str(tmp_path))
+    asked.assert_not_called()
+
+
+def write_gguf(path: Path, family: str = "llama", tensors: tuple[str, ...] = (), **fields: Any) -> Path:
+    sizes = {"context_length": 512, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96}
+    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 4, "vocab_size": 256}
+    writer = GGUFWriter(path, family)
+    for name, size in sizes.items():
+        writer.add_uint32(f"{family}.{name}", size)
+    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", 1e-5)
+    for name, value in fields.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint16
+        add(name.replace("__", "."), value)
+    for name in tensors:
+        writer.add_tensor(name, np.ones((256, 64) if name == "token_embd.weight" else 64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"split__count": 3}, "it is one of 3 parts; join them"),
+        ({"llama__rope__scaling__type": "yarn"}, r"its positions are scaled \(yarn\)"),
+        ({"tensors": ("rope_freqs.weight",)}, r"its positions are scaled \(rope_freqs.weight\)"),
+        ({"tensors": ("token_embd.weight",), "llama__rope__scaling__type": "none"}, "lacks model.layers.0"),
+    ],
+)
+def test_what_a_gguf_file_says_is_not_passed_over(
+    how: dict[str, Any], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=f"model.gguf could not be converted: .*{match}"):
+        load_model(write_gguf(tmp_path / "model.gguf", **how))
+
+
+@pytest.mark.parametrize(
+    ("generated", "tokenized", "stops"),
+    [(7, "a", {7, 64}), ([7, 9], None, {7, 9}), (None, "a", {64}), ([None, 300, -1], None, set())],
+)
+def test_a_turn_ends_by_the_generation_config_and_by_the_tokenizer(generated, tokenized, stops) -> None:
+    model, tokenizer = make_model(), byte_tokenizer()
+    model.generation_config.eos_token_id, tokenizer.eos_token = generated, tokenized
+    assert wrap_model(model, tokenizer, "tiny").stop_ids == stops
 
 
 def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

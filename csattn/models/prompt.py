@@ -46,7 +46,10 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
     Raises ModelError where no question could follow them: better now than when all of it has been prefilled.
     """
     if wrapping == "none":
-        return np.asarray(tokenizer(text).input_ids, dtype=np.int32)
+        ids, end = tokenizer(text).input_ids, [tokenizer.eos_token_id]
+        if ids[-1:] == end and tokenizer(text, add_special_tokens=False).input_ids[-1:] != end:
+            ids = ids[:-1]  # of tokenizers that add an end, behind which a question would follow nothing
+        return np.asarray(ids, dtype=np.int32)
     whole = _before(tokenizer, wrapping) + text.strip() + _separator(tokenizer, wrapping)
     ids = np.asarray(tokenizer(whole, add_special_tokens=False).input_ids, dtype=np.int32)
     try:
@@ -82,7 +85,7 @@ def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded:
     if (greatest := int(token_ids.max())) >= model.vocab_size:
         raise ContextError(
             f"the context has the token {greatest}, and the model's embedding has those below {model.vocab_size}; "
-            "make its tokens with this model's tokenizer"
+            "make its tokens with the tokenizer that the model was saved with"
         )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from safetensors import SafetensorError
+from tokenizers import processors
 from transformers import LlamaForCausalLM
 
 from bench.accuracy.attending.rotation import rotate_for
@@ -374,6 +375,18 @@ def test_a_template_that_no_context_can_stand_in_is_refused(template: str, match
 
 def test_a_template_that_wants_a_question_has_the_context_as_its_system_message() -> None:
     """As Qwen 3.5's."""
+def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
+    tokenizer = byte_tokenizer(None)
+    tokenizer.eos_token = "a"
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A a", special_tokens=[("a", end)]
+    )
+    assert tokenizer("bcd").input_ids[-1] == end
+    assert tokenizer.decode(context_ids(tokenizer, "bcd", "none")) == "bcd"
+    assert context_ids(tokenizer, "bca", "none")[-1] == end
+
+
     wanted = "{% if messages[-1].role == 'system' %}{{ raise_exception('No user query found') }}{% endif %}"
     tokenizer, plain = byte_tokenizer(wanted + CHAT_TEMPLATE), byte_tokenizer()
     assert choose_wrapping(tokenizer) == "system"

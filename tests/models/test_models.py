@@ -243,6 +243,20 @@ def test_a_name_that_is_none_is_not_the_demo_model(name: Any) -> None:
             load(name)
 
 
+def test_an_artifact_of_a_model_in_a_directory_is_asked_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    assert load_model("model").name == str(tmp_path / "model")
+
+
+def test_a_cache_that_training_left_off_is_on(tmp_path: Path) -> None:
+    save(tmp_path, use_cache=False)
+    (tmp_path / "generation_config.json").unlink()
+    assert load_model(tmp_path).model.generation_config.use_cache
+
+
 def test_a_model_may_be_named_by_its_path(tmp_path: Path) -> None:
     assert load_model(save(tmp_path / "model")).name == str(tmp_path / "model")
 

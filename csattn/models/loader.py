@@ -181,8 +181,8 @@ def _load_tokenizer(source: str) -> Any:
         raise
     except Exception as error:  # libraries raise anything over files that are damaged, or not there
         raise ModelError(
-            f"its tokenizer could not be read: {first_line(error)}; put one beside the weights that transformers loads "
-            "without code of its own, tokenizer.json and tokenizer_config.json, say"
+            f"its tokenizer could not be read: {first_line(error)}; put tokenizer.json and tokenizer_config.json beside "
+            "the weights, or install sentencepiece where it has a tokenizer.model alone (its own code is not run)"
         ) from error
 
 
@@ -311,6 +311,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     finally:
         logging.set_verbosity(verbosity)
     _require_whole(found, is_part)
+    model.generation_config.use_cache = True  # a session is one; training leaves it off
     keep(model, quantized)
     if weights is not None:
         round_weights(model, weights)

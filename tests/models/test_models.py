@@ -115,7 +115,7 @@ def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("file", "text", "match"),
     [
-        ("tokenizer.json", "[]", "its tokenizer could not be read: .*; put one beside the weights"),
+        ("tokenizer.json", "[]", "its tokenizer could not be read: .*; put tokenizer.json and"),
         ("tokenizer_config.json", "[]", "its tokenizer could not be read"),
         ("generation_config.json", "[]", "could not be loaded"),
         ("generation_config.json", "{", "generation_config.json' is not a valid JSON file"),
@@ -375,6 +375,18 @@ def test_no_chat_leaves_the_text_alone() -> None:
     assert tokenizer.decode(context_ids(tokenizer, " as it is ", "none")) == " as it is "
 
 
+def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
+    tokenizer = byte_tokenizer(None)
+    tokenizer.eos_token = "a"
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A a", special_tokens=[("a", end)]
+    )
+    assert tokenizer("bcd").input_ids[-1] == end
+    assert tokenizer.decode(context_ids(tokenizer, "bcd", "none")) == "bcd"
+    assert context_ids(tokenizer, "bca", "none")[-1] == end
+
+
 @pytest.mark.parametrize(
     ("template", "match"),
     [
@@ -389,18 +401,6 @@ def test_a_template_that_no_context_can_stand_in_is_refused(template: str, match
 
 def test_a_template_that_wants_a_question_has_the_context_as_its_system_message() -> None:
     """As Qwen 3.5's."""
-def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
-    tokenizer = byte_tokenizer(None)
-    tokenizer.eos_token = "a"
-    end = tokenizer.eos_token_id
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A a", special_tokens=[("a", end)]
-    )
-    assert tokenizer("bcd").input_ids[-1] == end
-    assert tokenizer.decode(context_ids(tokenizer, "bcd", "none")) == "bcd"
-    assert context_ids(tokenizer, "bca", "none")[-1] == end
-
-
     wanted = "{% if messages[-1].role == 'system' %}{{ raise_exception('No user query found') }}{% endif %}"
     tokenizer, plain = byte_tokenizer(wanted + CHAT_TEMPLATE), byte_tokenizer()
     assert choose_wrapping(tokenizer) == "system"

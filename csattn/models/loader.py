@@ -181,8 +181,8 @@ def _load_tokenizer(source: str) -> Any:
         raise
     except Exception as error:  # libraries raise anything over files that are damaged, or not there
         raise ModelError(
-            f"its tokenizer could not be read: {first_line(error)}; put tokenizer.json and tokenizer_config.json beside "
-            "the weights, or install sentencepiece where it has a tokenizer.model alone (its own code is not run)"
+            f"its tokenizer could not be read: {first_line(error)}; put tokenizer.json and tokenizer_config.json there,"
+            " or install sentencepiece where it has a tokenizer.model alone (a checkpoint's own code is not run)"
         ) from error
 
 

@@ -306,6 +306,9 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
+            # AutoGPTQ writes biases of zeros, which no model misses
+            zeros = {x for x, tensor in state.items() if x.endswith(".bias") and not tensor.any()}
+            found["unexpected_keys"] = set(found["unexpected_keys"]) - zeros
         if (folder / "generation_config.json").is_file():  # which `transformers` passes over where it is damaged
             model.generation_config = GenerationConfig.from_pretrained(folder)
     finally:

@@ -27,11 +27,12 @@ METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 _WORD_BITS, _MXFP4_GROUP = 32, 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each of a word's nibbles belongs to
 _BYTE_TYPES = (torch.float8_e4m3fn, torch.int8)
-# what a quantized matrix has besides, and a decoded one does without; the last few scale activations or KV
+# what a quantized matrix has besides, and a decoded one does without; the last few scale activations
 _PARTS = (
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale"),
+    *("qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "output_scale"),
 )
+_OF_ROWS = ("q_scale", "k_scale", "v_scale", "kv_scale")  # of attention in 8 bits, which others do
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def read_state(
         module, _, last = name.rpartition(".")
         if last in _PARTS and any(f"{module}.{kind}" in files for kind in ("weight", "qweight", "weight_packed")):
             continue
-        if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in files:
+        if last in _OF_ROWS or (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in files):
             continue
         if named(name) is None:
             continue

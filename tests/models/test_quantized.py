@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,7 @@ def quantize(plain: Path, to: Path, form: str, rng: np.random.Generator) -> dict
         module = name.removesuffix(".weight")
         state |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
         state[f"{module}.input_scale"] = torch.ones(1)  # of activations: nothing of it is heeded
+        state[f"{module.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # of KV, likewise
     change(plain, to, state, quantization_config=config)
     return meant
 
@@ -393,6 +395,16 @@ def test_a_damaged_quantized_checkpoint_is_a_sentence(damage: str, in_gptq: Path
     change(in_gptq, tmp_path / "quantized", state)
     with pytest.raises(ModelError, match=match):
         load_model(str(tmp_path / "quantized"))
+
+
+def test_a_bias_of_zeros_may_be_where_a_model_has_none(in_gptq: Path, tmp_path: Path) -> None:
+    """As AutoGPTQ writes it."""
+    shutil.copytree(in_gptq, tmp_path, dirs_exist_ok=True)
+    for bias in (torch.zeros(96), torch.ones(96)):
+        state = load_file(in_gptq / "model.safetensors") | {f"{MODULE}.bias": bias}
+        save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+        with nullcontext() if not bias.any() else pytest.raises(ModelError, match=f"has {MODULE}.bias, for which"):
+            load_model(tmp_path)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

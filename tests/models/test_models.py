@@ -452,6 +452,14 @@ def test_positions_can_be_stretched(tmp_path) -> None:
             load_model(source, stretch=factor)
 
 
+def test_positions_that_yarn_was_added_for_are_the_models() -> None:
+    """As Qwen 2.5's and 3's cards say: the field stays as it is."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+    for most, positions in ((640, 2048), (2048, 2048), (4096, 4096)):
+        config = tiny_config("qwen3", rope_parameters=yarn, max_position_embeddings=most)
+        assert describe(config).max_positions == positions
+
+
 def test_stretched_positions_are_not_stretched_again() -> None:
     config = tiny_config("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ModelError, match="scaled by 'linear' already"):

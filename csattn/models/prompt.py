@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from csattn.config import IndexConfig, ListConfig
 from csattn.errors import ArtifactMismatchError, ContextError, ModelError
+from csattn.models.hub import first_line
 from csattn.models.loader import LoadedModel
 
 # How the context is wrapped: as the system message, inside the first user message, or not at all.
@@ -21,18 +22,21 @@ def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
     """The first wrapping that this tokenizer's chat template renders as a fixed prefix; `none` without a template."""
     if not chat or not tokenizer.chat_template:
         return "none"
+    fault = ""
     for wrapping in ("system", "user"):
         try:
             first, second = (_render(tokenizer, wrapping, question) for question in ("a", "b"))
-        except Exception:  # templates raise errors of their own for roles they do not know
+            separator = _separator(tokenizer, wrapping)
+        except Exception as error:  # templates raise errors of their own for roles they do not know
+            fault = f"cannot be used ({first_line(error)})"
             continue
         before, _, after = first.partition(_PROBE)
         same_start = second.startswith(before + _PROBE)
-        if same_start and after.startswith(_separator(tokenizer, wrapping)):
+        if same_start and after.startswith(separator):
             return wrapping
+        fault = "does not write the context as it is, before the question, each time alike"
     raise ModelError(
-        "the model's chat template puts the question before the context, so a prefilled context cannot be shared; "
-        "build with --no-chat"
+        f"the model's chat template {fault}, so a prefilled context cannot be shared; build with --no-chat"
     )
 
 
@@ -42,7 +46,10 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
     Raises ModelError where no question could follow them: better now than when all of it has been prefilled.
     """
     if wrapping == "none":
-        return np.asarray(tokenizer(text).input_ids, dtype=np.int32)
+        ids, end = tokenizer(text).input_ids, [tokenizer.eos_token_id]
+        if ids[-1:] == end and tokenizer(text, add_special_tokens=False).input_ids[-1:] != end:
+            ids = ids[:-1]  # of tokenizers that add an end, behind which a question would follow nothing
+        return np.asarray(ids, dtype=np.int32)
     whole = _before(tokenizer, wrapping) + text.strip() + _separator(tokenizer, wrapping)
     ids = np.asarray(tokenizer(whole, add_special_tokens=False).input_ids, dtype=np.int32)
     try:
@@ -78,7 +85,7 @@ def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded:
     if (greatest := int(token_ids.max())) >= model.vocab_size:
         raise ContextError(
             f"the context has the token {greatest}, and the model's embedding has those below {model.vocab_size}; "
-            "make its tokens with this model's tokenizer"
+            "make its tokens with the tokenizer that the model was saved with"
         )
 
 
@@ -203,5 +210,8 @@ def _separator(tokenizer: Any, wrapping: str) -> str:
     """What stands between the context and the question's turn, or the question itself."""
     if wrapping == "user":
         return _BETWEEN
-    alone = tokenizer.apply_chat_template([{"role": "system", "content": _PROBE}], tokenize=False)
+    try:
+        alone = tokenizer.apply_chat_template([{"role": "system", "content": _PROBE}], tokenize=False)
+    except Exception:  # of templates that want a question: there the user's messages end alike, or it is refused
+        alone = tokenizer.apply_chat_template([{"role": "user", "content": _PROBE}], tokenize=False)
     return alone.partition(_PROBE)[2]  # type: ignore[no-any-return]

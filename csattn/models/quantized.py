@@ -27,11 +27,12 @@ METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 _WORD_BITS, _MXFP4_GROUP = 32, 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each of a word's nibbles belongs to
 _BYTE_TYPES = (torch.float8_e4m3fn, torch.int8)
-# what a quantized matrix has besides, and a decoded one does without; the last few scale activations or KV
+# what a quantized matrix has besides, and a decoded one does without; the last few scale activations
 _PARTS = (
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale"),
+    *("qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "output_scale"),
 )
+_OF_ROWS = ("q_scale", "k_scale", "v_scale", "kv_scale")  # of attention in 8 bits, which others do
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class Quantization:
             raise ModelError(
                 f"its weights are quantized by {method!r}, of which nothing here can read weights; "
                 f"take a checkpoint in {', '.join(METHODS)}, or in 16 bits"
+            )
+        if config.get("transform_config"):
+            raise ModelError(
+                "its weights are rotated (transform_config), which is not undone here; take a checkpoint without it"
             )
         of_weights = config
         if method == "compressed-tensors":
@@ -159,7 +164,7 @@ def read_state(
         module, _, last = name.rpartition(".")
         if last in _PARTS and any(f"{module}.{kind}" in files for kind in ("weight", "qweight", "weight_packed")):
             continue
-        if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in files:
+        if last in _OF_ROWS or (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in files):
             continue
         if named(name) is None:
             continue
@@ -197,8 +202,18 @@ def _matrix(files: "_Tensors", name: str, quantization: Quantization) -> _Matrix
     if last == "weight_packed":
         return _packed(files, module, quantization)
     if files.dtype(name) in _BYTE_TYPES:
-        return _scaled(module, files.read(name), files.scale(module), quantization)
+        return _scaled(files, module, files.read(name), files.scale(module), quantization)
     return None
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """As `transformers` finds them: beside them may lie the same weights in another layout."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
 
 
 class _Tensors:
@@ -206,7 +221,7 @@ class _Tensors:
 
     def __init__(self, folder: Path):
         self._file_of: dict[str, Any] = {}
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = _files_of(folder)
         if not paths:
             raise ModelError(f"{folder} has no safetensors files, of which alone quantized weights are read")
         for path in paths:
@@ -240,6 +255,7 @@ class _Tensors:
 
 
 def _scaled(
+    files: _Tensors,
     module: str,
     weight: Tensor,  # [num_out, num_in] of a byte each
     scale: Tensor,  # [], [1], [num_out], [num_out, 1], [num_out, groups] or [blocks of outputs, of inputs] float32
@@ -256,8 +272,11 @@ def _scaled(
             f"{module}'s weights of shape {tuple(weight.shape)} have scales of shape {tuple(scale.shape)} where "
             f"{expected} were expected; the checkpoint is damaged, or its quantization_config is another's"
         )
+    zeros = None
+    if (name := f"{module}.weight_zero_point") in files and (stored := files.read(name).to(torch.int32)).any():
+        zeros = stored.reshape(scale.shape).repeat_interleave(outs, 0)[:num_out]
     scales = scale.repeat_interleave(outs, 0)[:num_out]
-    return _Matrix(weight, 8, scales, None, torch.arange(num_in) // ins)
+    return _Matrix(weight, 8, scales, zeros, torch.arange(num_in) // ins)
 
 
 def _packed(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:

@@ -9,7 +9,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors import SafetensorError
+from tokenizers import processors
 from transformers import LlamaForCausalLM
 
 from bench.accuracy.attending.rotation import rotate_for
@@ -22,7 +24,7 @@ from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 from csattn.models.query import queries_before_rope
 from csattn.models.rope import model_frequencies
 from index_build.capture import prefill
-from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, save, tiny_config, token_ids
+from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, loaded, make_model, save, tiny_config, token_ids
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,12 @@ def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) 
         config.model_type = changes["model_type"]
     with pytest.raises(ModelError, match=match):
         describe(config)
+
+
+def test_a_window_that_is_as_long_as_all_positions_is_none() -> None:
+    """As Ministral 8B's, and Phi-3's of 128K."""
+    for family, window in (("mistral", 1024), ("mixtral", 4096), ("phi3", 262144)):
+        assert len(describe(tiny_config(family, sliding_window=window)).indexed_layers) == 3
 
 
 def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_path: Path) -> None:
@@ -107,9 +115,13 @@ def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("file", "text", "match"),
     [
-        ("tokenizer.json", "[]", "could not be loaded"),
-        ("tokenizer_config.json", "[]", "could not be loaded"),
+        ("tokenizer.json", "[]", "its tokenizer could not be read: .*; put tokenizer.json and"),
+        ("tokenizer_config.json", "[]", "its tokenizer could not be read"),
         ("generation_config.json", "[]", "could not be loaded"),
+        ("generation_config.json", "{", "generation_config.json' is not a valid JSON file"),
+        ("adapter_config.json", "{}", "has an adapter .*; merge it into its model"),
+        ("config.json", "[]", "could not be loaded"),
+        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "family 'own' is not supported"),
         ("config.json", {"num_attention_heads": 0}, "could not be loaded"),
         ("config.json", {"head_dim": -1}, "could not be loaded"),
         (
@@ -128,6 +140,73 @@ def test_a_damaged_model_is_told_of_in_one_sentence(
     with pytest.raises(ModelError, match=match) as raised:
         load_model(str(tmp_path))
     assert "\n" not in str(raised.value)
+
+
+def test_a_model_with_an_adapter_in_its_layers_is_refused() -> None:
+    """As peft puts it around them."""
+    model = make_model()
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = torch.nn.ModuleDict({"base_layer": attention.q_proj})
+    with pytest.raises(ModelError, match=r"tuned has an adapter in its layers, .*; merge it into its model"):
+        wrap_model(model, byte_tokenizer(), "tuned")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_checkpoint_is_not_asked_for(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = save(tmp_path) / file, Mock(return_value="y")
+    its = {"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}}
+    its["tokenizer_class" if file == "tokenizer_config.json" else "model_type"] = "Own"
+    path.write_text(json.dumps(json.loads(path.read_text()) | its))
+    monkeypatch.setattr("builtins.input", asked)
+    with pytest.raises(ModelError):
+        load_model(str(tmp_path))
+    asked.assert_not_called()
+
+
+def write_gguf(path: Path, family: str = "llama", tensors: tuple[str, ...] = (), **fields: Any) -> Path:
+    sizes = {"context_length": 512, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96}
+    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 4, "vocab_size": 256}
+    writer = GGUFWriter(path, family)
+    for name, size in sizes.items():
+        writer.add_uint32(f"{family}.{name}", size)
+    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", 1e-5)
+    for name, value in fields.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint16
+        add(name.replace("__", "."), value)
+    for name in tensors:
+        writer.add_tensor(name, np.ones((256, 64) if name == "token_embd.weight" else 64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"split__count": 3}, "it is one of 3 parts; join them"),
+        ({"llama__rope__scaling__type": "yarn"}, r"its positions are scaled \(yarn\)"),
+        ({"tensors": ("rope_freqs.weight",)}, r"its positions are scaled \(rope_freqs.weight\)"),
+        ({"tensors": ("token_embd.weight",), "llama__rope__scaling__type": "none"}, "lacks model.layers.0"),
+    ],
+)
+def test_what_a_gguf_file_says_is_not_passed_over(
+    how: dict[str, Any], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=f"model.gguf could not be converted: .*{match}"):
+        load_model(write_gguf(tmp_path / "model.gguf", **how))
+
+
+@pytest.mark.parametrize(
+    ("generated", "tokenized", "stops"),
+    [(7, "a", {7, 64}), ([7, 9], None, {7, 9}), (None, "a", {64}), ([None, 300, -1], None, set())],
+)
+def test_a_turn_ends_by_the_generation_config_and_by_the_tokenizer(generated, tokenized, stops) -> None:
+    model, tokenizer = make_model(), byte_tokenizer()
+    model.generation_config.eos_token_id, tokenizer.eos_token = generated, tokenized
+    assert wrap_model(model, tokenizer, "tiny").stop_ids == stops
 
 
 def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +250,20 @@ def test_a_name_that_is_none_is_not_the_demo_model(name: Any) -> None:
     for load in (load_model, read_config, lambda name: BuildOptions(model=name)):
         with pytest.raises(ConfigError, match=f"a .gguf file or a hub id, got {name!r}; give one, or leave it out"):
             load(name)
+
+
+def test_an_artifact_of_a_model_in_a_directory_is_asked_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    assert load_model("model").name == str(tmp_path / "model")
+
+
+def test_a_cache_that_training_left_off_is_on(tmp_path: Path) -> None:
+    save(tmp_path, use_cache=False)
+    (tmp_path / "generation_config.json").unlink()
+    assert load_model(tmp_path).model.generation_config.use_cache
 
 
 def test_a_model_may_be_named_by_its_path(tmp_path: Path) -> None:
@@ -291,9 +384,39 @@ def test_no_chat_leaves_the_text_alone() -> None:
     assert tokenizer.decode(context_ids(tokenizer, " as it is ", "none")) == " as it is "
 
 
-def test_a_template_that_puts_the_question_first_is_refused() -> None:
-    with pytest.raises(ModelError, match="--no-chat"):
-        choose_wrapping(byte_tokenizer(QUESTION_FIRST))
+def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
+    tokenizer = byte_tokenizer(None)
+    tokenizer.eos_token = "a"
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A a", special_tokens=[("a", end)]
+    )
+    assert tokenizer("bcd").input_ids[-1] == end
+    assert tokenizer.decode(context_ids(tokenizer, "bcd", "none")) == "bcd"
+    assert context_ids(tokenizer, "bca", "none")[-1] == end
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        (QUESTION_FIRST, "does not write the context as it is, before the question"),
+        ("{{ raise_exception('never') }}", r"cannot be used \(never\)"),
+    ],
+)
+def test_a_template_that_no_context_can_stand_in_is_refused(template: str, match: str) -> None:
+    with pytest.raises(ModelError, match=f"template {match}.*--no-chat"):
+        choose_wrapping(byte_tokenizer(template))
+
+
+def test_a_template_that_wants_a_question_has_the_context_as_its_system_message() -> None:
+    """As Qwen 3.5's."""
+    wanted = "{% if messages[-1].role == 'system' %}{{ raise_exception('No user query found') }}{% endif %}"
+    tokenizer, plain = byte_tokenizer(wanted + CHAT_TEMPLATE), byte_tokenizer()
+    assert choose_wrapping(tokenizer) == "system"
+    prefix = context_ids(tokenizer, "a long text", "system")
+    assert prefix.tolist() == context_ids(plain, "a long text", "system").tolist()
+    rest = question_ids(tokenizer, prefix, "why?", "system")
+    assert rest.tolist() == question_ids(plain, prefix, "why?", "system").tolist()
 
 
 def test_a_question_that_changes_the_contexts_tokens_is_refused() -> None:
@@ -336,6 +459,14 @@ def test_positions_can_be_stretched(tmp_path) -> None:
     for factor in (0.5, float("inf")):
         with pytest.raises(ModelError, match="stretched by a factor of 1 to 1024, got"):
             load_model(source, stretch=factor)
+
+
+def test_positions_that_yarn_was_added_for_are_the_models() -> None:
+    """As Qwen 2.5's and 3's cards say: the field stays as it is."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+    for most, positions in ((640, 2048), (2048, 2048), (4096, 4096)):
+        config = tiny_config("qwen3", rope_parameters=yarn, max_position_embeddings=most)
+        assert describe(config).max_positions == positions
 
 
 def test_stretched_positions_are_not_stretched_again() -> None:

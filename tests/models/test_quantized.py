@@ -1,6 +1,8 @@
 """Checkpoints as they are published in 8 and 4 bits, written here number by number."""
 
 import json
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,14 @@ def eight_bits(shape: tuple[int, int], rng: np.random.Generator, of_scales: str)
     return {"weight": q, name: scales}, torch.from_numpy(weight)
 
 
+def with_zeros(shape: tuple[int, int], rng: np.random.Generator) -> Written:
+    q, zeros = rng.integers(-128, 128, shape, np.int8), rng.integers(-128, 128, (shape[0], 1), np.int8)
+    scales = rng.uniform(0.001, 0.01, (shape[0], 1)).astype(np.float32)
+    weight = (q.astype(np.float32) - zeros.astype(np.float32)) * scales
+    parts = {"weight": q, "weight_scale": scales, "weight_zero_point": zeros}
+    return {name: torch.from_numpy(part) for name, part in parts.items()}, torch.from_numpy(weight)
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": weights}}}
 
@@ -119,6 +129,10 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp8 by matrix": (
         lambda *of: eight_bits(*of, "matrix"),
         compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+    ),
+    "int8 with zero points": (
+        with_zeros,
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
     ),
     "packed": (
         lambda *of: packed(*of, symmetric=True),
@@ -142,7 +156,7 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-NOT_KEPT = ("fp8 by small block", "gptq of 8 bits")  # by a GPU, which decodes them once
+NOT_KEPT = ("fp8 by small block", "gptq of 8 bits", "int8 with zero points")  # by a GPU, which decodes them once
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +180,7 @@ def quantize(plain: Path, to: Path, form: str, rng: np.random.Generator) -> dict
         module = name.removesuffix(".weight")
         state |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
         state[f"{module}.input_scale"] = torch.ones(1)  # of activations: nothing of it is heeded
+        state[f"{module.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # of KV, likewise
     change(plain, to, state, quantization_config=config)
     return meant
 
@@ -382,6 +397,28 @@ def test_a_damaged_quantized_checkpoint_is_a_sentence(damage: str, in_gptq: Path
         load_model(str(tmp_path / "quantized"))
 
 
+def test_a_bias_of_zeros_may_be_where_a_model_has_none(in_gptq: Path, tmp_path: Path) -> None:
+    """As AutoGPTQ writes it."""
+    shutil.copytree(in_gptq, tmp_path, dirs_exist_ok=True)
+    for bias in (torch.zeros(96), torch.ones(96)):
+        state = load_file(in_gptq / "model.safetensors") | {f"{MODULE}.bias": bias}
+        save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+        with nullcontext() if not bias.any() else pytest.raises(ModelError, match=f"has {MODULE}.bias, for which"):
+            load_model(tmp_path)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_the_same_weights_in_another_layout_are_left_alone(is_sharded: bool, in_gptq: Path, tmp_path: Path) -> None:
+    """As Mistral publishes them besides."""
+    shutil.copytree(in_gptq, tmp_path, dirs_exist_ok=True)
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    if is_sharded:
+        file = (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(load_file(file), file.name)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert load_model(tmp_path).fingerprint == load_model(in_gptq).fingerprint
+
+
 def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path, rng) -> None:
     quantize(plain, tmp_path / "quantized", "fp8 by small block", rng)
     config = tmp_path / "quantized" / "config.json"
@@ -396,6 +433,10 @@ def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path
         ({"quant_method": "aqlm"}, "'aqlm', of which nothing here can read weights; take a checkpoint in fp8"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits, which do not divide a word"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "laid out as 'gemv'"),
+        (
+            {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R3": {}}}},
+            r"its weights are rotated \(transform_config\)",
+        ),
         (
             {
                 "quant_method": "compressed-tensors",

@@ -44,5 +44,7 @@ def names_model(asked: str, model: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    last = PurePath(name).name.lower().removesuffix(".gguf")
-    return re.sub(r"[^a-z0-9._-]+", "-", last).strip("-.")
+    path = PurePath(name)
+    if path.match("models--*/snapshots/*"):  # of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        path = PurePath(path.parents[1].name.replace("--", "/"))
+    return re.sub(r"[^a-z0-9._-]+", "-", path.name.lower().removesuffix(".gguf")).strip("-.")

@@ -374,6 +374,8 @@ def test_models_that_cannot_be(asked: str) -> None:
         ("smollm2-135m-instruct", "smollm2-135m"),
         ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
         ("/models/My Model (v2).GGUF", "my-model-v2"),
+        ("/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f249", "llama-3.1-8b"),
+        ("/runs/snapshots/0e9e39f249", "0e9e39f249"),
         ("///", "model"),
     ],
 )

@@ -48,11 +48,11 @@ class DrawsOnDevice:
         if not draws:
             return
         asked, words, vocab_size = np.zeros(len(draws), _DRAW), _Words(), output.logits.shape[1]
-        for i, (number, draw) in enumerate(draws):
+        finding = [None if draw.allowed is None else draw.allowed(vocab_size) for _, draw in draws]
+        for i, ((number, draw), found) in enumerate(zip(draws, finding, strict=True)):
             num_top = -1 if draw.num_top is None else min(draw.num_top, MAX_TOP)
             added = len(draw.added_ids), words.add(draw.added_ids), words.add(draw.added)
-            allowed = None if draw.allowed is None else draw.allowed(vocab_size)
-            masks = words.add_mask(draw.repeated), words.add_mask(allowed)
+            masks = words.add_mask(draw.repeated), words.add_mask(None if found is None else found())
             numbers = draw.top_p, draw.at, draw.temperature, draw.min_p, draw.penalty
             asked[i] = (*numbers, number, draw.top_k, num_top, *added, *masks, 0)
         sent = np.concatenate([part.view(np.uint8) for part in (asked, *words.parts)])

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, To
 from workers.serving.outlet import Outlet
 from workers.serving.sampling import allowed_without, changed, draw, how_to_draw, likelihood_of
 from workers.serving.speech import Parts, Speech
-from workers.serving.step_engine import Draw, Likelihood
+from workers.serving.step_engine import Allowed, Draw, Likelihood
 from workers.serving.text import StopFinder, TextStream, token_bytes
 
 
@@ -109,13 +110,19 @@ class Request:
             self.grammar.accept(token_id)
         return token_id, None if likelihood is None else self.writer.score(token_id, likelihood)
 
-    def _allowed(self, grammar: Grammar, ends: Set[int], vocab_size: int) -> NDArray[np.bool_]:
+    def _allowed(self, grammar: Grammar, ends: Set[int], vocab_size: int) -> Allowed:
         """What it raises is raised when the token is taken: a step is not this request's alone."""
-        try:
-            return allowed_without(grammar.allowed(vocab_size), ends)
-        except Exception as error:
-            self.fault = error
-            return np.ones(vocab_size, np.bool_)
+        with suppress(Exception):  # which it raises again
+            grammar.begin()
+
+        def found() -> NDArray[np.bool_]:
+            try:
+                return allowed_without(grammar.allowed(vocab_size), ends)
+            except Exception as error:
+                self.fault = error
+                return np.ones(vocab_size, np.bool_)
+
+        return found
 
     def ends_with(self, token_id: int, stop_ids: Set[int]) -> bool:
         """Whether this token, of which no text is told, is the end. Where there is a grammar, an end that is ignored

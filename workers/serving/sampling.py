@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import readonly
 from workers.serving.draw_kernel import Scratch, draw_kernel, weigh_all
 from workers.serving.messages import Sampling
-from workers.serving.step_engine import Draw, Likelihood
+from workers.serving.step_engine import Allowed, Draw, Likelihood
 
 _SCRATCH = Scratch()
 _LEAST_TOP_P = 1e-9  # the likeliest token alone
@@ -25,7 +25,7 @@ def how_to_draw(
     token_ids: Sequence[int] = (),  # of the answer so far
     in_prompt: NDArray[np.bool_] | None = None,  # [vocab_size]: context or question has the token; None: nobody asks
     ends: Set[int] = frozenset(),  # tokens that may not come now
-    allowed: Callable[[int], NDArray[np.bool_]] | None = None,  # as in `Draw`
+    allowed: Callable[[int], Allowed] | None = None,  # as in `Draw`
 ) -> Draw:
     """The likeliest token where temperature is 0; else one of the top_k likeliest that have min_p of the likeliest
     one's share, of which those are kept that together have a share of top_p."""
@@ -77,7 +77,7 @@ def changed(
     if len(how.added_ids):
         out, is_there = out.copy(), how.added_ids < len(out)
         out[how.added_ids[is_there]] += how.added[is_there]
-    return out if how.allowed is None else np.where(how.allowed(len(out)), out, np.float32(-np.inf))
+    return out if how.allowed is None else np.where(how.allowed(len(out))(), out, np.float32(-np.inf))
 
 
 def allowed_without(

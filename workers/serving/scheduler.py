@@ -220,7 +220,7 @@ class Scheduler:
             rows.append(StepRow(request.slot, last, asks=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
-            if gives and request.grammar is not None:
+            if gives and request.grammar is not None and draw is None:
                 request.grammar.begin()
         watched = self._choose_watched(plan)
         watch = None if watched is None else (last_rows[watched[0]], watched[1])

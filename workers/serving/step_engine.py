@@ -15,6 +15,9 @@ from workers.serving.messages import Selector
 NO_CONTEXT = -1  # in place of a context's number: the request begins with nothing
 
 
+Allowed = Callable[[], NDArray[np.bool_]]  # gives [vocab_size]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
     """How the token after a row is drawn; see `draw_reference`."""
@@ -28,8 +31,9 @@ class Draw:
     penalty: float = 1.0  # divides logits above 0, multiplies others
     added_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # each token once
     added: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # then to their logits
-    # [vocab_size] of so many tokens: which may be drawn. Asked once, when the step is under way, and raises nothing
-    allowed: Callable[[int], NDArray[np.bool_]] | None = None
+    # begins to find which of so many tokens may be drawn; what is returned gives them. Raises nothing, and neither does
+    # that. Called once, when the step is under way: whoever finds is not to hold it up
+    allowed: Callable[[int], Allowed] | None = None
     num_top: int | None = None  # how many likely tokens are told beside the drawn one; None: no logits
 
 

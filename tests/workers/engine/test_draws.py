@@ -107,8 +107,8 @@ def test_logits_are_changed_as_asked_and_likelihoods_do_not_know_of_it(rng) -> N
         how_to_draw(replace(greedy, top_logprobs=5), SEED, 0, ends={likely[2]}),
         how_to_draw(greedy, SEED, 0, ends={likely[3], 5}),
         how_to_draw(replace(greedy, logit_bias=((8, -100.0),)), SEED, 0),
-        how_to_draw(replace(greedy, top_logprobs=3), SEED, 0, allowed=lambda vocab_size: ~some[:vocab_size]),
-        how_to_draw(how(top_logprobs=0), SEED, 0, allowed=lambda vocab_size: one),
+        how_to_draw(replace(greedy, top_logprobs=3), SEED, 0, allowed=lambda vocab_size: lambda: ~some[:vocab_size]),
+        how_to_draw(how(top_logprobs=0), SEED, 0, allowed=lambda vocab_size: lambda: one),
         how_to_draw(replace(greedy, repetition_penalty=1.7, top_logprobs=1), SEED, 0, told, in_prompt=some),
         how_to_draw(
             replace(greedy, repetition_penalty=0.5, logit_bias=((likely[8], 9.0),), top_logprobs=1),
@@ -116,9 +116,9 @@ def test_logits_are_changed_as_asked_and_likelihoods_do_not_know_of_it(rng) -> N
             0,
             told,
             in_prompt=~some,
-            allowed=lambda vocab_size: np.ones(vocab_size, bool),
+            allowed=lambda vocab_size: lambda: np.ones(vocab_size, bool),
         ),
-        how_to_draw(how(), SEED, 0, allowed=lambda vocab_size: np.zeros(vocab_size, bool)),
+        how_to_draw(how(), SEED, 0, allowed=lambda vocab_size: lambda: np.zeros(vocab_size, bool)),
     ]
     got, likelihoods = drawn(logits, asked)
     wanted = [int(changed(row, draw).argmax()) for row, draw in zip(logits, asked, strict=True)]

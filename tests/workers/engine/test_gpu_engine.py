@@ -226,7 +226,7 @@ def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(arti
     hows = [
         how_to_draw(sampling, 5, 0),
         how_to_draw(sampling, 5, 1, token_ids=[7, 9], ends={11}),
-        how_to_draw(sampling, 5, 2, allowed=lambda vocab_size: mask),
+        how_to_draw(sampling, 5, 2, allowed=lambda vocab_size: lambda: mask),
     ]
     with make_engine("hybrid") as engine:
         engine.add_context(0, artifacts[0])

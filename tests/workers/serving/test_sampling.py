@@ -192,7 +192,7 @@ def test_logits_are_adjusted_by_the_definition(penalty, allowed, answer) -> None
     )
     in_prompt = np.array([False, True, False, False, False]) if penalty != 1.0 else None
     mask = None if allowed is None else np.array(allowed)
-    allows = None if mask is None else lambda vocab_size: mask[:vocab_size]
+    allows = None if mask is None else lambda vocab_size: lambda: mask[:vocab_size]
     got = changed(logits, how_to_draw(asked, 0, 0, answer, in_prompt, allowed=allows))
     np.testing.assert_allclose(got, adjusted_by_definition(logits, asked, answer, in_prompt, mask), rtol=1e-6)
     np.testing.assert_array_equal(logits, before)

@@ -8,12 +8,7 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel
-from csattn.search.device.compiling import (
-    CHUNK_KEYS,
-    compiled,
-    multiprocessors,
-    require_queries,
-)
+from csattn.search.device.compiling import CHUNK_KEYS, compiled, multiprocessors, require_queries
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import WIDE_HEAD_DIM, SketchShape
 from csattn.sketch.codes import BLOCK_KEYS

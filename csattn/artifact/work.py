@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def files_to_json(records: Mapping[str, FileRecord]) -> dict[str, Any]:
-    return {"files": {name: record.to_json() for name, record in records.items()}}
+    return {"files": {name: asdict(record) for name, record in records.items()}}
 
 
 def files_from_json(record: dict[str, Any] | None) -> dict[str, FileRecord]:

@@ -14,7 +14,7 @@ _SECONDS = 1.5  # of each measurement
 
 def disk_speed(paths: Sequence[Path], num_readers: int = 8) -> dict[str, object]:
     """Best of what one and several readers get. paths: files of some megabytes."""
-    files = [DiskFile.open(path) for path in paths]
+    files = [DiskFile(path) for path in paths]
     blocks = [path.stat().st_size // BLOCK_BYTES for path in paths]
     try:
         sequential = [_rate(files, blocks, readers, 256, False) for readers in (1, 2, num_readers)]

@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,22 +26,17 @@ class DiskFile:
     Several threads may read at the same time.
     """
 
-    def __init__(self, fd: int, path: Path, direct: bool):
-        self._fd = fd
+    def __init__(self, path: Path):
+        """Open it for reading."""
         self._path = path
-        self.direct = direct
+        try:
+            self._fd, self.direct = _open(path)
+        except OSError as error:
+            raise DiskError(f"cannot open {path}: {_why(error)}; check the file and its permissions") from error
 
     def __repr__(self) -> str:
         state = "closed" if self._fd < 0 else "direct" if self.direct else "through the page cache"
         return f"<DiskFile {self._path}, {state}>"
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """For reading."""
-        try:
-            return cls(*_open(path, os.O_RDONLY))
-        except OSError as error:
-            raise DiskError(f"cannot open {path}: {_why(error)}; check the file and its permissions") from error
 
     def read(self, into: NDArray[np.uint8], offset: int, at_least: int | None = None) -> None:
         """Fill memory from the file; whole blocks. The end of the file may come after `at_least` bytes of it."""
@@ -66,12 +60,12 @@ class DiskFile:
             self._fd = -1
 
 
-def _open(path: Path, flags: int) -> tuple[int, Path, bool]:
+def _open(path: Path) -> tuple[int, bool]:
     """Directly where that works: some file systems refuse at opening, others at the first read."""
-    direct = getattr(os, "O_DIRECT", 0)
+    flags, direct = os.O_RDONLY | os.O_CLOEXEC, getattr(os, "O_DIRECT", 0)
     if direct:
         try:
-            fd = os.open(path, flags | direct | os.O_CLOEXEC)
+            fd = os.open(path, flags | direct)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -83,11 +77,11 @@ def _open(path: Path, flags: int) -> tuple[int, Path, bool]:
                 if error.errno != errno.EINVAL:
                     raise
             else:
-                return fd, path, True
-    fd = os.open(path, flags | os.O_CLOEXEC)
+                return fd, True
+    fd = os.open(path, flags)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead that nobody asked for
-    return fd, path, False
+    return fd, False
 
 
 def _why(error: OSError) -> str:

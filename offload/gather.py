@@ -1,7 +1,7 @@
 """Copies listed rows between memories that the device can address, without the host and without a copy engine."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,11 +10,12 @@ from csattn.cuda import cuda_kernel
 from offload.errors import OffloadError
 
 PIECE_BYTES = 16  # what a thread copies at once
+_NUM_BLOCKS, _THREADS = 16, 512  # few blocks saturate the link
+_IN_FLIGHT = 4  # loads of a thread at the same time
 _SOURCE = Path(__file__).with_name("gather.cu")
 
 
-@dataclass(frozen=True, slots=True)
-class RowLists:
+class RowLists(NamedTuple):
     """Rows to copy, all on the device: row `from_rows[l, i]` of memory `from_addresses[l]` goes to row
     `to_rows[l, i]` of memory `to_addresses[l]`, for every list l and every i below `counts[l]`.
 
@@ -41,16 +42,9 @@ def make_row_lists(num_lists: int, capacity: int, device: torch.device) -> RowLi
 
 
 class RowGather:
-    """A kernel for rows of one size. Few blocks saturate the link, so it takes few multiprocessors from others."""
+    """A kernel for rows of one size. It takes few multiprocessors from others."""
 
-    def __init__(
-        self,
-        row_bytes: int,
-        max_lists: int,
-        num_blocks: int = 16,
-        threads: int = 512,
-        in_flight: int = 4,  # loads of a thread at the same time
-    ) -> None:
+    def __init__(self, row_bytes: int, max_lists: int) -> None:
         if row_bytes <= 0 or row_bytes % PIECE_BYTES:
             raise OffloadError(
                 f"rows of {row_bytes} bytes cannot be gathered: a row has to be a multiple of {PIECE_BYTES} bytes; "
@@ -58,28 +52,16 @@ class RowGather:
             )
         self.row_bytes = row_bytes
         self._max_lists = max_lists
-        self._num_blocks = num_blocks
-        self._threads = threads
-        defines = {"ROW_BYTES": row_bytes, "MAX_LISTS": max_lists, "THREADS": threads, "IN_FLIGHT": in_flight}
+        defines = {"ROW_BYTES": row_bytes, "MAX_LISTS": max_lists, "THREADS": _THREADS, "IN_FLIGHT": _IN_FLIGHT}
         self._kernel = cuda_kernel(_SOURCE, "gather_rows", defines)
 
     def __repr__(self) -> str:
-        return f"<RowGather {self.row_bytes}-byte rows, {self._num_blocks} blocks of {self._threads} threads>"
+        return f"<RowGather {self.row_bytes}-byte rows of up to {self._max_lists} lists>"
 
     def launch(self, lists: RowLists) -> None:
         """Enqueue the copy on torch's current stream. No row may be written that another list entry reads."""
         num_lists, capacity = lists.from_rows.shape
-        assert num_lists <= self._max_lists, f"{num_lists} lists; {self!r} was made for {self._max_lists}"
+        assert num_lists <= self._max_lists, f"{num_lists} lists for {self!r}"
         num_pieces = num_lists * capacity * self.row_bytes // PIECE_BYTES
         assert num_pieces < 1 << 32, "the kernel counts pieces in 32 bits"
-        self._kernel.launch(
-            (self._num_blocks, 1, 1),
-            self._threads,
-            lists.counts,
-            lists.from_addresses,
-            lists.to_addresses,
-            lists.from_rows,
-            lists.to_rows,
-            num_lists,
-            capacity,
-        )
+        self._kernel.launch((_NUM_BLOCKS, 1, 1), _THREADS, *lists, num_lists, capacity)

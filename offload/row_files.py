@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +34,9 @@ class RowFiles:
         self._layers = list(layers)
         self._files: list[DiskFile] = []
         try:
-            self._files.extend(DiskFile.open(layer.path) for layer in layers)
-            for layer, file in zip(self._layers, self._files, strict=True):
-                _require_size(layer, file)
+            self._files.extend(DiskFile(layer.path) for layer in layers)
+            for layer in self._layers:
+                _require_size(layer)
         except BaseException:
             self._close_files()
             raise
@@ -79,12 +78,6 @@ class RowFiles:
         """No read may be under way."""
         self._readers.shutdown()
         self._close_files()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _read_runs(self, file: DiskFile, runs: "Runs", chosen: slice, scratch: Bytes) -> int:
         begins, ends, needed = runs.begins[chosen].tolist(), runs.ends[chosen].tolist(), runs.needed[chosen].tolist()
@@ -160,7 +153,7 @@ def _copy(scratch: Bytes, begins: Numbers, ends: Numbers, out: Bytes, places: Nu
         out[place, : end - begin] = scratch[begin:end]
 
 
-def _require_size(layer: FileSpan, file: DiskFile) -> None:
+def _require_size(layer: FileSpan) -> None:
     size_bytes, wanted = layer.path.stat().st_size, layer.offset + layer.num_bytes
     if size_bytes < wanted:
         raise DiskError(

@@ -148,7 +148,8 @@ class SlotCache:
         assert kv_indices.is_contiguous() and valid_len.is_contiguous() and context_ids.is_contiguous()
         turn = self._num_lookups % _LIST_SETS
         self._num_lookups += 1
-        lists, ids = _first_lists(self._lists[turn], batch * shape.num_kv_heads), self._ids[turn, :batch]
+        ids = self._ids[turn, :batch]
+        lists = RowLists(*(of_all[: batch * shape.num_kv_heads] for of_all in self._lists[turn]))
         if batch not in self._kernels:
             self._kernels[batch] = _kernel(shape, batch)
         self._kernels[batch].launch(
@@ -164,11 +165,7 @@ class SlotCache:
             self.host_addresses[layer_idx],
             self.context_lens,
             ids,
-            lists.counts,
-            lists.from_addresses,
-            lists.to_addresses,
-            lists.from_rows,
-            lists.to_rows,
+            *lists,
             self._statistics[layer_idx],
         )
         return Lookup(ids, lists)
@@ -213,16 +210,6 @@ class SlotCache:
         assert bool((ages[:, num_slots:] == 0).all()), f"{self!r} has aged slots that do not exist"
         assert bool(((ages[:, :num_slots] == NEVER_USED) == (keys < 0)).all()), f"{self!r} has ages that contradict"
         assert bool((ages[:, :num_slots] > 0).all()), f"{self!r} lost a slot"
-
-
-def _first_lists(lists: RowLists, num_lists: int) -> RowLists:
-    return RowLists(
-        lists.counts[:num_lists],
-        lists.from_addresses[:num_lists],
-        lists.to_addresses[:num_lists],
-        lists.from_rows[:num_lists],
-        lists.to_rows[:num_lists],
-    )
 
 
 def _kernel(shape: SlotCacheShape, batch: int) -> CudaKernel:

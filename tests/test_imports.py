@@ -28,7 +28,12 @@ ADDRESSES: dict[str, tuple[str, ...]] = {
     "ray": ("*_actor.py", "*/jobs.py", "workers/service/ray_*.py"),
     "fsspec": ("csattn/artifact/remote.py",),
     "cupy": ("csattn/cuda/__init__.py", "offload/cuda.py"),
-    "triton": ("index_build/device_kernels.py", "csattn/lightning/*triton_*.py", "workers/model/gpu/*.py"),
+    "triton": (
+        "index_build/device_kernels.py",
+        "csattn/cuda/triton_start.py",
+        "csattn/lightning/*triton_*.py",
+        "workers/model/gpu/*.py",
+    ),
     "typer": ("workers/cli*.py",),
     "fastapi": ("workers/api/app.py",),
     "llguidance": ("workers/serving/grammar.py",),

@@ -4,12 +4,7 @@ from typing import Any
 
 import torch
 
-from bench.decode.baselines import (
-    TOLERANCE,
-    fastest_full_attention,
-    reference_attention,
-    relative_error,
-)
+from bench.decode.baselines import TOLERANCE, fastest_full_attention, reference_attention, relative_error
 from bench.decode.gpu_timing import Timing, capture, num_input_sets, time_graph, time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.options import Options

@@ -174,7 +174,7 @@ class MethodSearch(ListsPass):
             statistics = self._scores, self.max_keys, self._statistics
             self._launch("sum_tiles", indexes.context_lens, context_ids, self._softmax_scale, *statistics)
 
-    def _mark(self, places: tuple[Tensor | int, ...], out: DeviceSelection) -> None:
+    def _mark(self, places: tuple[Tensor | int | None, ...], out: DeviceSelection) -> None:
         """See `ListsPass._mark`: with passes over bins that are crowded."""
         scores = self._group_scores, self.max_keys
         for name in ("refine_bins", "count_ties"):

@@ -103,7 +103,6 @@ class WindowSteps(StepAttention):
             head_dim=head_dim,
             dtype=tails.dtype,
             max_top_k=1,
-            max_resident_len=resident[0][0].shape[1],
             tail_capacity=tail_capacity,
             softmax_scale=softmax_scale,
             device=device,

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from bench.decode.recording import Recording
-from bench.decode.widened import (
-    NUM_WIDE_LAYERS,
-    Heads,
-    Which,
-    tile_rows,
-    wide_context_queries,
-    wide_queries,
-    wide_rows,
-)
+from bench.decode.widened import NUM_WIDE_LAYERS, Heads, Which, tile_rows, wide_context_queries, wide_queries, wide_rows
 from csattn.artifact.layout import index_from_arrays
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SketchConfig

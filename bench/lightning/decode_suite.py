@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.lightning.decode_workloads import (
-    ATTENTION_PAGES,
-    ATTENTION_TOKENS,
-    INDEXER_PAGES,
-    INDEXER_WORKLOADS,
-)
+from bench.lightning.decode_workloads import ATTENTION_PAGES, ATTENTION_TOKENS, INDEXER_PAGES, INDEXER_WORKLOADS
 from bench.lightning.suite import Prepared, Trial
 from csattn.lightning import (
     PAGE_SIZE,

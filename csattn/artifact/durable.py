@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from csattn.errors import ArtifactError, StoreFullError
 
@@ -26,9 +25,6 @@ class FileRecord:
 
     size_bytes: int
     sha256: str  # hex
-
-    def to_json(self) -> dict[str, Any]:
-        return {"size_bytes": self.size_bytes, "sha256": self.sha256}
 
 
 @contextmanager

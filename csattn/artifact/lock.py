@@ -23,11 +23,20 @@ os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 class BuildLock:
-    """An exclusive flock on a file that exists only while a process builds or waits."""
+    """An exclusive flock on a file that exists only while a process builds or waits.
+
+    Once it is taken, `with` gives it back at the end.
+    """
 
     def __init__(self, path: Path):
         self._path = path
         self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
 
     def acquire(self, on_wait: Callable[[], None] | None = None) -> Self:
         """Take the lock; call `on_wait` once before waiting for another builder."""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -202,7 +202,7 @@ class Manifest:
             "kv_dtype": spec.kv_dtype,
             "library_versions": dict(self.library_versions),
             "build_notes": dict(self.build_notes),
-            "files": {name: record.to_json() for name, record in self.files.items()},
+            "files": {name: asdict(record) for name, record in self.files.items()},
         }
         return json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
 

@@ -57,7 +57,8 @@ def read_manifest(place: Path | str) -> Manifest:
 def verify_artifact(place: Path | str, progress: Progress | None = None) -> Manifest:
     """Read every byte where it lies and compare it with the manifest; raise ArtifactError at the first that differs."""
     if not is_url(place):
-        return reader.verify_artifact(Path(place), progress)
+        with reader.open_artifact(Path(place), verify="full", progress=progress) as artifact:
+            return artifact.manifest
     remote, artifact_id = _locate(place)
     return remote.verify(artifact_id, progress)
 

@@ -38,7 +38,6 @@ from csattn.sketch import SketchIndex
 
 Progress = Callable[[int, int], None]  # bytes hashed so far, bytes in all
 
-_CHUNK_BYTES = 4 * 2**20
 _MAX_THREADS = 8  # that hash files
 _MAX_MANIFEST_BYTES = 16 * 2**20
 
@@ -230,12 +229,6 @@ def open_artifact(
     return artifact
 
 
-def verify_artifact(path: Path, progress: Progress | None = None) -> Manifest:
-    """Read every byte and compare it with the manifest; raise ArtifactError at the first that differs."""
-    with open_artifact(path, verify="full", progress=progress) as artifact:
-        return artifact.manifest
-
-
 def _read_manifest(path: Path) -> Manifest:
     if not (path / MANIFEST_FILE).exists():
         # only what has an artifact's name is to be deleted: anything else may be a store, or a home directory
@@ -251,7 +244,7 @@ def _read_manifest(path: Path) -> Manifest:
     if not hash_path.exists():
         raise ArtifactCorruptError(f"{hash_path} is missing; {how_to_heal(path)}")
     with open_regular_file(hash_path) as file:
-        stored = file.read(_CHUNK_BYTES)
+        stored = file.read(_MAX_MANIFEST_BYTES)
     return parse_manifest(path, data, stored, how_to_heal(path))
 
 
@@ -315,11 +308,8 @@ def _require_hashes(path: Path, manifest: Manifest, progress: Progress | None) -
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a file, hex. Read, not mapped: a file that shrinks meanwhile must not end the process."""
-    sha256 = hashlib.sha256()
     with open_regular_file(path) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            sha256.update(chunk)
-    return sha256.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def has_hash(path: Path, sha256: str) -> bool:

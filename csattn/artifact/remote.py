@@ -19,6 +19,7 @@ from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, open_artifact, parse_manifest
+from csattn.artifact.tensor_file import how_to_heal
 from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, used_at
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 
@@ -90,12 +91,9 @@ class RemoteStore:
             return target
         with store_errors(f"make the cache {cache}", cache):
             cache.mkdir(parents=True, exist_ok=True)
-        lock = BuildLock(cache / f"{BUILDING_PREFIX}{artifact_id}{LOCK_SUFFIX}").acquire()
-        try:
+        with BuildLock(cache / f"{BUILDING_PREFIX}{artifact_id}{LOCK_SUFFIX}").acquire():
             if not _is_whole(target):
                 self._download(artifact_id, cache, target)
-        finally:
-            lock.release()
         return target
 
     def upload(self, path: Path) -> None:
@@ -140,8 +138,8 @@ class RemoteStore:
                 file.write(chunk)
         if file.record != wanted:
             raise ArtifactCorruptError(
-                f"{self.url}/{artifact_id}/{name} is not what its manifest says: it is truncated or altered; delete "
-                f"{self.url}/{artifact_id}, and copy it again or build it again with `csattn build`"
+                f"{self.url}/{artifact_id}/{name} is not what its manifest says: it is truncated or altered; "
+                f"{how_to_heal(f'{self.url}/{artifact_id}')}"
             )
 
     def _manifest(self, artifact_id: str) -> tuple[Manifest, bytes, bytes]:
@@ -154,8 +152,7 @@ class RemoteStore:
                 )
             data = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_FILE)))
             hash_line = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_HASH_FILE)))
-        remedy = f"delete {place}, and copy it again or build it again with `csattn build`"
-        manifest = parse_manifest(place, data, hash_line, remedy)
+        manifest = parse_manifest(place, data, hash_line, how_to_heal(place))
         if manifest.spec.artifact_id != artifact_id:
             raise ArtifactCorruptError(f"{place} holds the artifact {manifest.spec.artifact_id}; delete it")
         return manifest, data, hash_line
@@ -179,16 +176,13 @@ def shrink_cache(max_bytes: int) -> list[Path]:
         lock = BuildLock(cache / f"{BUILDING_PREFIX}{path.name}{LOCK_SUFFIX}")
         if left_bytes <= max_bytes or not lock.try_acquire():
             continue
-        try:
-            with store_errors(f"remove {path}", cache), suppress(FileNotFoundError):  # somebody else has removed it
-                left_bytes -= num_bytes
-                gone = cache / f"{BUILDING_PREFIX}{path.name}"
-                remove(gone)
-                os.rename(path, gone)  # at once, so that nobody opens half of it
-                remove(gone)
-                removed.append(path)
-        finally:
-            lock.release()
+        with lock, store_errors(f"remove {path}", cache), suppress(FileNotFoundError):  # somebody else has removed it
+            left_bytes -= num_bytes
+            gone = cache / f"{BUILDING_PREFIX}{path.name}"
+            remove(gone)
+            os.rename(path, gone)  # at once, so that nobody opens half of it
+            remove(gone)
+            removed.append(path)
     return removed
 
 

@@ -70,12 +70,9 @@ def collect_garbage(store: Path) -> list[Path]:
         lock = BuildLock(store / f"{work.name}{LOCK_SUFFIX}")
         if not lock.try_acquire():
             continue
-        try:
-            with store_errors(f"remove {work}", store):
-                remove(work)
+        with lock, store_errors(f"remove {work}", store):
+            remove(work)
             removed.append(work)
-        finally:
-            lock.release()
     return removed
 
 

@@ -140,9 +140,9 @@ def open_regular_file(path: Path) -> Any:
     return open(path, "rb")
 
 
-def how_to_heal(artifact_dir: Path) -> str:
+def how_to_heal(place: Path | str) -> str:
     """What to do about a damaged artifact, as the end of a sentence."""
-    return f"delete {artifact_dir}, and copy it again or build it again with `csattn build`"
+    return f"delete {place}, and copy it again or build it again with `csattn build`"
 
 
 def _is_padding(part: TensorSpec) -> bool:

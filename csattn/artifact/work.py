@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,8 @@ class WorkDir:
         """Write the index of a layer whose KV or state is there, and with it the layer's record."""
         if fault := fault_of_index(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
-        records, arrays = (
-            {next(layer_files(self.spec, layer_idx)): kv_record},
-            {**index_arrays(index), **next_query_arrays(index.next_query)},
-        )
+        records = {next(layer_files(self.spec, layer_idx)): kv_record}
+        arrays = index_arrays(index) | next_query_arrays(index.next_query)
         if arrays:
             records[index_file(layer_idx)] = self.write_part(index_file(layer_idx), arrays)
         write_record(self.layer_record(layer_idx), files_to_json(records))
@@ -138,7 +137,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def files_to_json(records: Mapping[str, FileRecord]) -> dict[str, Any]:
-    return {"files": {name: record.to_json() for name, record in records.items()}}
+    return {"files": {name: asdict(record) for name, record in records.items()}}
 
 
 def files_from_json(record: dict[str, Any] | None) -> dict[str, FileRecord]:

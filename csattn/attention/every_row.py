@@ -128,7 +128,7 @@ class EveryRowAttention:
             contexts.rows_per_head,
             rows.context_ids,
             rows.tail_lens,
-            0 if sinks is None else sinks,
+            sinks,
             out,
             capacity,
         )

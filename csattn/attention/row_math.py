@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.addresses import array_at
-from csattn.cpu.floats import exp_lanes, largest_of, load_float, load_floats, sum_of, sums_of_4, sums_of_16
+from csattn.cpu.floats import exp_lanes, load_float, load_floats, sum_of, sums_of_4, sums_of_16
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.lanes import fma, larger, where_less
+from csattn.cpu.lanes import fma, larger, largest_lane, where_less
 from csattn.cpu.simd import LANES, F32x16, I32x16, fill, lane_numbers, load, store
 
 
@@ -71,7 +71,7 @@ def weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: ND
     largest = fill(F32x16, -np.inf)
     for i in range(0, room, LANES):  # what stands behind `count` are the last row's scores again
         largest = larger(load(F32x16, weights, at + i), largest)
-    top = largest_of(largest)
+    top = largest_lane(largest)
     sums = fill(F32x16, 0.0)
     for i in range(0, room, LANES):
         power = exp_lanes(load(F32x16, weights, at + i) - fill(F32x16, top))

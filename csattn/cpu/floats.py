@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, lane_0, larger, smaller
-from csattn.cpu.llvm import by_elements, by_values, call, shuffle
+from csattn.cpu.llvm import by_elements, by_values, shuffle
 from csattn.cpu.simd import LANES, F32x16, I32x16, Vector, as_bits, fill
 
 F32x4 = Vector(types.float32, 4)
@@ -124,10 +124,3 @@ def sum_of(vector):  # type: ignore[no-untyped-def]
     """The sum of the lanes, in the order of `sums_of_16`."""
     four = sums_of_4(vector, vector, vector, vector)
     return lane_0(sums_of_16(four, four, four, four))
-
-
-@intrinsic
-def largest_of(typing_context, vector):  # type: ignore[no-untyped-def]
-    """The largest lane; none may be NaN."""
-    name = f"llvm.vector.reduce.fmax.v{LANES}f32"
-    return types.float32(vector), by_values(lambda builder, vector: call(builder, name, _F32, [vector]))

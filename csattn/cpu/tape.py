@@ -33,13 +33,12 @@ class Tape:
         self._kept: list[NDArray[np.int64]] = []
         self._array = np.zeros((0, NUM_FIELDS), np.int64)
 
-    def add(self, stage: Stage, arguments: NDArray[np.int64], num_pieces: int = 0, waits: bool = True) -> int:
-        """Append a stage; its number. num_pieces may be set before every run, through `pieces`."""
+    def add(self, stage: Stage, arguments: NDArray[np.int64], num_pieces: int = 0, waits: bool = True) -> None:
+        """Append a stage. num_pieces may be set before every run, through `pieces`."""
         assert arguments.dtype == np.int64 and arguments.flags.c_contiguous
         self._kept.append(arguments)
         self._stages.append((compiled_address(stage), arguments.ctypes.data, num_pieces, int(waits)))
         self._array = np.array(self._stages, np.int64)
-        return len(self._stages) - 1
 
     @property
     def stages(self) -> NDArray[np.int64]:

@@ -60,7 +60,7 @@ class CudaKernel:
     def launch(self, grid: tuple[int, int, int], block: int, *args: Any) -> None:
         """Enqueue on torch's current stream.
 
-        A tensor passes its address, an int 64 bits, a float a double; numpy scalars pass as they are.
+        A tensor passes its address, None 0 for one, an int 64 bits, a float a double; numpy scalars pass as they are.
         """
         values = [as_argument(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -134,8 +134,8 @@ def _encoded_map(address: int, rows: int, width: int, row_bytes: int, size: int,
 
 def as_argument(arg: Any) -> Any:
     """The value as the kernel's parameter has it in memory."""
-    if isinstance(arg, Tensor):
-        return ctypes.c_uint64(arg.data_ptr())
+    if arg is None or isinstance(arg, Tensor):
+        return ctypes.c_uint64(0 if arg is None else arg.data_ptr())
     if isinstance(arg, int):
         return ctypes.c_int64(arg)
     if isinstance(arg, float) and not hasattr(arg, "dtype"):

@@ -1,7 +1,6 @@
-"""What Triton kernels share: programmatic dependent launch, as of `csattn.cuda.cuda_kernel`, and rounding to FP8."""
+"""What Triton kernels share: how they are launched, and rounding to FP8."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from typing import Any
@@ -9,20 +8,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     """To be passed to every launch of a kernel that calls `wait_for_earlier`; an interpreted one starts when called."""
     return {"EARLY": True, "launch_pdl": True} if device.type == "cuda" else {"EARLY": False}
-
-
-@triton.jit
-def wait_for_earlier(EARLY: tl.constexpr):
-    """Before it, a kernel reads and writes nothing; after it, the next kernel may start. Every program calls it."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

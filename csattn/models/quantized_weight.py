@@ -83,9 +83,9 @@ class QuantizedWeight:
         if format == "fp8":
             scale = extreme.abs() / torch.finfo(torch.float8_e4m3fn).max
             codes = (grouped / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-            return cls.pack(format, codes.flatten(1)[:, :num_in], scale[..., 0], group_size)
-        scale = extreme / -ZERO  # the lowest code is the one without a counterpart: the extreme takes it
-        codes = (grouped / scale).round_().add_(ZERO).clamp_(0, 2 * ZERO - 1).to(torch.uint8)
+        else:
+            scale = extreme / -ZERO  # the lowest code is the one without a counterpart: the extreme takes it
+            codes = (grouped / scale).round_().add_(ZERO).clamp_(0, 2 * ZERO - 1).to(torch.uint8)
         return cls.pack(format, codes.flatten(1)[:, :num_in], scale[..., 0], group_size)
 
     @staticmethod

@@ -306,9 +306,8 @@ def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec) -> tuple[Linear, .
 
 def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
     """Of each head the first or the second half of what a projection gives."""
-    whole, size = _linear(module), heads.head_dim
-    firsts = [(2 * head + second) * size for head in range(heads.num_q_heads)]
-    return tuple(whole.outputs(first, first + size) for first in firsts)
+    number, size = heads.num_q_heads, heads.head_dim
+    return _by_head(_linear(module), number, (size, size))[second * number :][:number]
 
 
 def _delta(module: Any, spec: DeltaSpec) -> DeltaWeights:

@@ -12,13 +12,7 @@ from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import mask_at_least
 from csattn.cpu.simd import LANES, I32x16, fill, lane_numbers, load, store
-from csattn.search.group_scores import (
-    NO_SHIFT,
-    NOT_SCORED,
-    as_group_scores,
-    group_scores_of_shares,
-    share_terms,
-)
+from csattn.search.group_scores import NO_SHIFT, NOT_SCORED, as_group_scores, group_scores_of_shares, share_terms
 from csattn.search.plan import eligible_of, place_of, scratch_at, search_at
 from csattn.search.select import first_rank, guess_threshold, store_lanes, take_best
 from csattn.search.sketch_group_scores import LEAST_GROUP_SCORE

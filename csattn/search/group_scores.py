@@ -17,14 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.lanes import (
-    fma,
-    larger,
-    largest_lane,
-    sum_of_lanes,
-    where_equal,
-    where_less,
-)
+from csattn.cpu.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal, where_less
 from csattn.cpu.simd import LANES, F32x16, I32x16, as_bits, fill, lane_numbers, load
 
 NOT_SCORED = -(2**31)  # group score of what may not be chosen, and the bits of -0.0

@@ -11,12 +11,7 @@ from csattn.search.calls import LIST_STAGES, REST_STAGE, SKETCH_STAGES
 from csattn.search.plan import MAX_JOBS, MAX_PIECES, SEARCH
 from csattn.search.sketch import describe_sketch, query_bytes
 from csattn.search.work import FIRST_STAGE, NUM_CALLS, SEARCH_RECORD, begin, finish
-from csattn.search.workspace import (
-    LIST_SCORE_BYTES,
-    SKETCH_SCORE_BYTES,
-    SearchWorkspace,
-    TokenSelections,
-)
+from csattn.search.workspace import LIST_SCORE_BYTES, SKETCH_SCORE_BYTES, SearchWorkspace, TokenSelections
 from csattn.sketch.index import SketchIndex
 from csattn.table.tail import ListTail
 

@@ -11,16 +11,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.addresses import array_at, record_at
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.simd import (
-    LANES,
-    F32x16,
-    U16x16,
-    fill,
-    floats_of_halves,
-    load,
-    prefetch_early,
-    store,
-)
+from csattn.cpu.simd import LANES, F32x16, U16x16, fill, floats_of_halves, load, prefetch_early, store
 from csattn.sketch.codes import COARSE_BITS, COARSE_CODES, FINE_BITS, FINE_CODES
 from csattn.sketch.index import SketchIndex
 from csattn.sketch.reference import LARGEST_EXPONENT, LARGEST_MULTIPLIER, LOG2_E, SCORE_ROOM

@@ -10,15 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.jit import exact_kernel, inlined_kernel
-from csattn.cpu.lanes import (
-    larger,
-    largest_lane,
-    largest_of_eights,
-    less_or_zero,
-    smaller,
-    sum_of_lanes,
-    where_less,
-)
+from csattn.cpu.lanes import larger, largest_lane, largest_of_eights, less_or_zero, smaller, sum_of_lanes, where_less
 from csattn.cpu.simd import LANES, I32x16, U16x16, U16x32, convert, fill, lane_numbers, load, store
 from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG_BITS, NORMALISER_KEYS, TOTAL_BITS
 

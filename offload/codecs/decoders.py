@@ -14,7 +14,6 @@ from offload.codecs.formats import (
     FLOAT16,
     FLOAT32,
     FORMATS,
-    FP8,
     FP8_HEAD_BYTES,
     Q4_0,
     Q4_0_BYTES,
@@ -68,53 +67,20 @@ def decode_vector(number: int, coded: NDArray[np.uint8], at: int, head_dim: int,
             out[j] = float_of_e4m3(coded[at + FP8_HEAD_BYTES + j]) * d
 
 
-@exact_kernel
-def _read(number: int, num_bytes: int, rows: int, num_rows: int, head_dim: int, out: int) -> None:
-    places = array_at(rows, num_rows, np.int64(0))
-    for i in range(num_rows):
-        vector = array_at(out + 4 * head_dim * i, head_dim, np.float32(0))
-        decode_vector(number, array_at(places[i], num_bytes, np.uint8(0)), 0, head_dim, vector)
+def _reader_of(form: Format) -> Stage:
+    number, head_bytes, unit_len, unit_bytes = form.number, form.head_bytes, form.unit_len, form.unit_bytes
+
+    def read(rows: int, num_rows: int, head_dim: int, out: int) -> int:
+        places, num_bytes = array_at(rows, num_rows, np.int64(0)), head_bytes + head_dim // unit_len * unit_bytes
+        for i in range(num_rows):
+            vector = array_at(out + 4 * head_dim * i, head_dim, np.float32(0))
+            decode_vector(number, array_at(places[i], num_bytes, np.uint8(0)), 0, head_dim, vector)
+        return 0
+
+    return read
 
 
-def _read_float32(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(FLOAT32, 4 * head_dim, rows, num_rows, head_dim, out)
-    return 0
-
-
-def _read_bfloat16(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(BFLOAT16, 2 * head_dim, rows, num_rows, head_dim, out)
-    return 0
-
-
-def _read_float16(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(FLOAT16, 2 * head_dim, rows, num_rows, head_dim, out)
-    return 0
-
-
-def _read_q8_0(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(Q8_0, head_dim // BLOCK_LEN * Q8_0_BYTES, rows, num_rows, head_dim, out)
-    return 0
-
-
-def _read_q4_0(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(Q4_0, head_dim // BLOCK_LEN * Q4_0_BYTES, rows, num_rows, head_dim, out)
-    return 0
-
-
-def _read_fp8(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(FP8, FP8_HEAD_BYTES + head_dim, rows, num_rows, head_dim, out)
-    return 0
-
-
-_READERS: dict[str, Stage] = {
-    "float32": _read_float32,
-    "bfloat16": _read_bfloat16,
-    "float16": _read_float16,
-    "q8_0": _read_q8_0,
-    "q4_0": _read_q4_0,
-    "fp8": _read_fp8,
-}
-assert _READERS.keys() == FORMATS.keys()
+_READERS = {name: _reader_of(form) for name, form in FORMATS.items()}
 
 
 def reader_address(form: Format) -> int:

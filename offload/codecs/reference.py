@@ -18,15 +18,7 @@ values up to 3.7e-6 in Q8_0 and 2.3e-7 in Q4_0. Up to 0.007 and 0.0004 it has fe
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.codecs.formats import (
-    BLOCK_LEN,
-    FP8_HEAD_BYTES,
-    Q4_0_BYTES,
-    Q8_0_BYTES,
-    Format,
-    not_finite,
-    too_large,
-)
+from offload.codecs.formats import BLOCK_LEN, FP8_HEAD_BYTES, Q4_0_BYTES, Q8_0_BYTES, Format, not_finite, too_large
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

@@ -12,13 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csattn.artifact import (
-    ArtifactWriter,
-    collect_garbage,
-    list_store,
-    require_space,
-    verify_artifact,
-)
+from csattn.artifact import ArtifactWriter, collect_garbage, list_store, require_space, verify_artifact
 from csattn.artifact.durable import unsynced
 from csattn.artifact.lock import BuildLock
 from csattn.errors import ArtifactError, StoreFullError

@@ -109,7 +109,7 @@ def test_a_source_tells_addresses_and_lengths() -> None:
 )
 def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, object], message: str) -> None:
     plan: dict[str, object] = {"num_q_heads": 8, "num_kv_heads": 2, "num_index_heads": 2, "head_dim": 64}
-    plan |= {"dtype": torch.float32, "batch_size": 1, "max_top_k": 1, "max_resident_len": 1, "tail_capacity": 1}
+    plan |= {"dtype": torch.float32, "batch_size": 1, "max_top_k": 1, "tail_capacity": 1}
     with pytest.raises(ConfigError, match=message):
         DeviceAttention(**plan | changed, softmax_scale=1.0, device=torch.device("cuda"))  # type: ignore[arg-type]
 

@@ -94,6 +94,6 @@ def test_a_format_of_more_bytes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"takes 512 bytes and a plain one 256; choose a format of fewer bytes"):
         DeviceAttention(
             batch_size=1, num_q_heads=2, num_kv_heads=2, num_index_heads=2, head_dim=64, dtype=torch.bfloat16,
-            max_top_k=1, max_resident_len=1, tail_capacity=1, softmax_scale=1.0, device=torch.device("cuda"),
+            max_top_k=1, tail_capacity=1, softmax_scale=1.0, device=torch.device("cuda"),
             coding=coding,
         )  # fmt: skip

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.cpu.floats import F32x16, exp_lanes, largest_of, load_float, load_floats, store_float, sum_of
+from csattn.cpu.floats import F32x16, exp_lanes, load_float, load_floats, store_float, sum_of
 from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import largest_lane
 from csattn.cpu.simd import LANES, load, store
 
 DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
@@ -33,7 +34,7 @@ def exponentials(x, out):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def sum_and_largest(x):  # type: ignore[no-untyped-def]
-    return sum_of(load(F32x16, x, 0)), largest_of(load(F32x16, x, 0))
+    return sum_of(load(F32x16, x, 0)), largest_lane(load(F32x16, x, 0))
 
 
 def as_stored(values: torch.Tensor) -> np.ndarray:

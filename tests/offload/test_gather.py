@@ -55,8 +55,11 @@ LISTS = [([0, 7, 0, 1009, 1, 0], 3), ([31, 32, 33] * 40, 16), ([0], 1), ([1], 1)
 
 
 @pytest.mark.parametrize(("row_bytes", "lists"), crossed([(16,), (128,), (320,), (4096,)], LISTS))
-def test_listed_rows_are_copied_and_no_others(row_bytes: int, lists: tuple[list[int], int]) -> None:
+def test_listed_rows_are_copied_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, row_bytes: int, lists: tuple[list[int], int]
+) -> None:
     counts, num_blocks = lists
+    monkeypatch.setattr(module, "_NUM_BLOCKS", num_blocks)
     num_rows = 1024
     sources = torch.randn(len(counts), num_rows, row_bytes // 4)
     lists = make_lists(counts, num_rows, sources, sources)
@@ -70,15 +73,17 @@ def test_listed_rows_are_copied_and_no_others(row_bytes: int, lists: tuple[list[
         poisoned[i, from_rows[i, :count]] = sources[i, from_rows[i, :count]]
     sources.copy_(poisoned)
     with readable_for_device(sources):
-        RowGather(row_bytes, max_lists=len(counts), num_blocks=num_blocks).launch(lists)
+        RowGather(row_bytes, max_lists=len(counts)).launch(lists)
         assert torch.equal(targets.cpu(), wanted)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 8])
-def test_how_many_loads_are_in_flight_changes_nothing(in_flight: int) -> None:
+def test_how_many_loads_are_in_flight_changes_nothing(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
+    for name, value in {"_NUM_BLOCKS": 2, "_THREADS": 256, "_IN_FLIGHT": in_flight}.items():
+        monkeypatch.setattr(module, name, value)
     sources, targets = torch.randn(2, 500, 64, device=DEVICE), torch.zeros(2, 500, 64, device=DEVICE)
     lists = make_lists([499, 13], 500, sources, targets)
-    RowGather(256, max_lists=2, num_blocks=2, threads=256, in_flight=in_flight).launch(lists)
+    RowGather(256, max_lists=2).launch(lists)
     for i, count in enumerate([499, 13]):
         copied = lists.to_rows[i, :count].long()
         assert torch.equal(targets[i, copied], sources[i, lists.from_rows[i, :count].long()])

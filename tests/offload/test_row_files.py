@@ -1,5 +1,7 @@
 """Pieces of files, read in runs of whole blocks."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,7 +20,7 @@ def test_pieces_are_the_bytes_of_the_file_also_at_its_end(tmp_path, rng, piece_b
     (tmp_path / "file").write_bytes(data.tobytes())
     offset, num_bytes = 77, 50_000
     scratch = aligned_bytes(RowFiles.least_scratch_bytes(piece_bytes) + spare_blocks * BLOCK_BYTES)
-    with RowFiles([FileSpan(tmp_path / "file", offset, num_bytes)]) as files:
+    with closing(RowFiles([FileSpan(tmp_path / "file", offset, num_bytes)])) as files:
         for starts in ([0, 49_999], [49_000, 49_500, 49_998], sorted(rng.integers(50_000, size=60).tolist()), []):
             out = np.full((len(starts), piece_bytes), POISON, np.uint8)
             places = rng.permutation(len(starts))

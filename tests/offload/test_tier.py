@@ -100,7 +100,7 @@ def test_a_file_reads_the_same_with_and_without_the_page_cache(tmp_path, monkeyp
         monkeypatch.setattr(os, "O_DIRECT", 0, raising=False)
     data = np.random.default_rng(0).integers(256, size=2 * BLOCK_BYTES + 100, dtype=np.uint8)
     (tmp_path / "file").write_bytes(data.tobytes())
-    file, into = DiskFile.open(tmp_path / "file"), aligned_bytes(3 * BLOCK_BYTES)
+    file, into = DiskFile(tmp_path / "file"), aligned_bytes(3 * BLOCK_BYTES)
     file.read(into, 0, at_least=len(data))
     assert np.array_equal(into[: len(data)], data)
     assert direct or not file.direct
@@ -108,4 +108,4 @@ def test_a_file_reads_the_same_with_and_without_the_page_cache(tmp_path, monkeyp
         file.read(into, 0)
     file.close()
     with pytest.raises(DiskError, match="cannot open"):
-        DiskFile.open(tmp_path / "none")
+        DiskFile(tmp_path / "none")

@@ -12,15 +12,7 @@ from csattn.batch import DeviceSelection, make_device_selection
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.search import reference
-from csattn.search.device import (
-    DeviceIndexes,
-    DeviceSearch,
-    SketchPass,
-    SketchShape,
-    compiling,
-    sketch_pass,
-    to_device,
-)
+from csattn.search.device import DeviceIndexes, DeviceSearch, SketchPass, SketchShape, compiling, sketch_pass, to_device
 from csattn.search.workspace import empty_selection
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex

@@ -96,7 +96,6 @@ def plan_attention(shape: EngineShape, device: torch.device) -> dict[int, Device
             head_dim=shape.head_dim,
             dtype=shape.dtype,
             max_top_k=shape.max_top_k,
-            max_resident_len=shape.max_resident_len,
             tail_capacity=shape.tail_capacity,
             softmax_scale=shape.softmax_scale,
             device=device,

@@ -9,9 +9,9 @@ import numpy as np
 
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
-from csattn.cpu.floats import exp_lanes, largest_of, load_float
+from csattn.cpu.floats import exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.lanes import fma, larger
+from csattn.cpu.lanes import fma, larger, largest_lane
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from workers.model.cpu.linear import TILE, products
 
@@ -167,7 +167,7 @@ def attend_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
             for i in range(count, LANES):
                 sums[head * LANES + i] = -np.inf
             logits = load(F32x16, sums, head * LANES) * scale
-            most = max(largest[head], largest_of(logits))
+            most = max(largest[head], largest_lane(logits))
             before = np.exp(largest[head] - most)
             store(shares, 0, exp_lanes(logits - fill(F32x16, most)))
             largest[head] = most

@@ -140,7 +140,6 @@ def _attention(
         head_dim=head_dim,
         dtype=shape.dtype,
         max_top_k=1,
-        max_resident_len=shape.max_context_len,
         tail_capacity=shape.tail_capacity,
         softmax_scale=shape.softmax_scale,
         device=device,

@@ -60,9 +60,8 @@ class RowPlan:
 
     order: NDArray[np.int64]  # [num_rows]: the step's row that is worked on as the i-th
     requests: list[CpuRequest]  # of the rows as they are worked on
-    sources: list[
-        int
-    ]  # whose choice each of them reads: a row's, its own where it is searched for; KEPT: the request's
+    # whose choice each of them reads: a row's, its own where it is searched for; KEPT: the request's
+    sources: list[int]
     last_searches: list[int]  # the last row that is searched for, of each request that keeps its choice
     alone: list[bool]  # which of them `PlainRows` attends to
     groups: list[Group]

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -197,24 +198,12 @@ class _Step:
 
 
 def _pieces(calls: list[Call], pool: Any) -> list[Callable[[], None]]:
+    """Neighbouring calls are captured together, but for those that run on the host."""
     pieces: list[Callable[[], None]] = []
-    for together in _runs_between(calls):
-        if together[0].on_host:
-            pieces += [call.run for call in together]
-        else:
-            pieces.append(_captured([call.run for call in together], pool))
+    for on_host, run in groupby(calls, key=lambda call: call.on_host):
+        together = [call.run for call in run]
+        pieces += together if on_host else [_captured(together, pool)]
     return pieces
-
-
-def _runs_between(calls: list[Call]) -> list[list[Call]]:
-    """Neighbouring calls that are captured together, or all run on the host."""
-    runs: list[list[Call]] = []
-    for call in calls:
-        if runs and runs[-1][0].on_host == call.on_host:
-            runs[-1].append(call)
-        else:
-            runs.append([call])
-    return runs
 
 
 @contextmanager

@@ -34,15 +34,7 @@ from workers.searchers.mail import (
 )
 from workers.searchers.rendezvous import connect
 from workers.searchers.step_searches import StepSearches
-from workers.searchers.words import (
-    ANSWERED,
-    ASKED,
-    CLIENT_SLEEPS,
-    WORKER_SLEEPS,
-    await_word,
-    compile_words,
-    post,
-)
+from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEPS, await_word, compile_words, post
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,8 +68,7 @@ class ContextFile:
         """Let `edit` change the records, and write them if it did."""
         with store_errors(f"make the store {self._store}", self._store):
             self._store.mkdir(parents=True, exist_ok=True)
-        lock = BuildLock(self._store / LOCK_NAME).acquire()
-        try:
+        with BuildLock(self._store / LOCK_NAME).acquire():
             records = self.read()
             before = dict(records)
             result = edit(records)
@@ -77,8 +76,6 @@ class ContextFile:
                 document = {"version": _VERSION, "contexts": [asdict(record) for record in records.values()]}
                 write_bytes(self._path, json.dumps(document, indent=1).encode() + b"\n")
             return result
-        finally:
-            lock.release()
 
 
 def _record(item: dict[str, Any]) -> Record:

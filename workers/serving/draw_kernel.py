@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.floats import exp_lanes, largest_of, sum_of
+from csattn.cpu.floats import exp_lanes, sum_of
 from csattn.cpu.jit import exact_kernel, inlined_kernel
-from csattn.cpu.lanes import larger, mask_at_least, trailing_zeros, where_less
+from csattn.cpu.lanes import larger, largest_lane, mask_at_least, trailing_zeros, where_less
 from csattn.cpu.simd import LANES, F32x16, I32x16, as_bits, fill, load, store
 
 _BLOCK = 512  # weights that are summed up before it is asked which of them is drawn
@@ -118,7 +118,7 @@ def _no_more_than_greatest(weights: Any, most: Any) -> Any:
         of_block = load(F32x16, weights, block * _BLOCK)
         for i in range(block * _BLOCK + LANES, (block + 1) * _BLOCK, LANES):
             of_block = larger(of_block, load(F32x16, weights, i))
-        greatest[block] = largest_of(of_block)
+        greatest[block] = largest_lane(of_block)
     return np.sort(greatest)[num - most]
 
 

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from csattn.cuda.triton_start import wait_for_earlier
 from csattn.errors import ArrayError
 from csattn.lightning.mla.reference import LOG2_E
 from csattn.lightning.mla.rows import SelectedRows
-from csattn.lightning.triton_common import launch_options, wait_for_earlier
+from csattn.lightning.triton_common import launch_options
 
 MAX_SPLITS = 64
 ENOUGH_PROGRAMS = 128  # about one for each multiprocessor

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from csattn.cuda.triton_start import wait_for_earlier
 from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.operands.quantise import FP8_LEAST_AMAX, FP8_MAX
-from csattn.lightning.triton_common import launch_options, round_to_e4m3, wait_for_earlier
+from csattn.lightning.triton_common import launch_options, round_to_e4m3
 
 ENOUGH_PROGRAMS = 4096  # more tiles than that are shared out among as many programs
 TILE_KEYS = 128

@@ -63,8 +63,7 @@ def write_scores(
     """Score every step-th key, on torch's current stream; for a step above 1, those of whole blocks of 64 * step."""
     sizes = out.stride(0), len(operands.q), len(operands.k), keys.start, keys.stop, keys.step
     maps = _query_map(operands), _key_map(operands, keys.step)
-    scale = 0 if operands.key_scale is None else operands.key_scale
-    _launch("write_scores", operands, longest, *maps, operands.weights, scale, longest, out, *sizes)
+    _launch("write_scores", operands, longest, *maps, operands.weights, operands.key_scale, longest, out, *sizes)
 
 
 def list_contenders(
@@ -80,8 +79,7 @@ def list_contenders(
     """Score what `write_scores` with that step has not, and list what reaches its query's bar."""
     num_queries, capacity = lists.shape
     maps = _query_map(operands), _key_map(operands, 1), _key_map(operands, step)
-    scale = 0 if operands.key_scale is None else operands.key_scale
-    arrays = operands.weights, scale, longest, legal_len, bar_scores, bar_indices, lists, counts
+    arrays = operands.weights, operands.key_scale, longest, legal_len, bar_scores, bar_indices, lists, counts
     _launch("list_contenders", operands, longest, *maps, *arrays, num_queries, len(operands.k), step, capacity)
 
 

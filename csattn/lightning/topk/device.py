@@ -83,8 +83,8 @@ def select_on_device(
         scores,
         scores.stride(0),
         length,
-        _address(legal_len),
-        _address(pages),
+        legal_len,
+        pages,
         0 if pages is None else pages.stride(0),
         page_size,
         out,
@@ -123,8 +123,3 @@ def _kernel(shape: BlockShape | DigitShape, cluster: int, by_position: bool) -> 
         return cuda_kernel(DIGIT_SOURCE, "select_by_digits", defines, shape.shared_bytes(by_position), early_start=True)
     defines |= {"CAPACITY": shape.capacity}
     return cuda_kernel(TILE_SOURCE, "select_top_k", defines, shape.shared_bytes, early_start=True)
-
-
-def _address(array: Tensor | None) -> Tensor | int:
-    """What a kernel takes for an array that may be missing."""
-    return 0 if array is None else array

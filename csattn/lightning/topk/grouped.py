@@ -88,7 +88,7 @@ def choose_listed(
         bests.keys,
         bests.keys.stride(0),
         4 * bests.group_keys,
-        0 if pages is None else pages,
+        pages,
         0 if pages is None else pages.stride(0),
         PAGE_SIZE.bit_length() - 1,
         bests.slots,

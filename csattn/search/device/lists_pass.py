@@ -77,21 +77,20 @@ class ListsPass:
     ) -> None:
         """Enqueue the choice, after `run` with the same rows."""
         config, max_keys = indexes.config, self.max_keys
-        of_rows = context_ids, 0 if top_ks is None else top_ks
-        places = indexes.context_lens, indexes.top_ks, *of_rows, config.sink_len, config.window_len
+        places = indexes.context_lens, indexes.top_ks, context_ids, top_ks, config.sink_len, config.window_len
         read = self._softmax_scale, self._scores, self._statistics
         self._launch("combine_lists", *places, *read, self._group_scores, max_keys, self._choices)
         self._mark(places, out)
         written = self._choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
         self._write.launch(self._choosing_grid, THREADS, *places, self._marks, max_keys, *written)
 
-    def _mark(self, places: tuple[Tensor | int, ...], out: DeviceSelection) -> None:
+    def _mark(self, places: tuple[Tensor | int | None, ...], out: DeviceSelection) -> None:
         """Enqueue the marking of keys that are chosen, but for those that have to be compared one by one."""
         read = self._group_scores, self.max_keys
         marked = self._marks, self._choices, out.kv_indices, out.kv_indices.shape[2]
         self._find.launch(self._choosing_grid, THREADS, *places, *read, *marked)
 
-    def _launch(self, name: str, *args: Tensor | int | float) -> None:
+    def _launch(self, name: str, *args: Tensor | float | None) -> None:
         if name not in self._kernels:
             self._kernels[name] = compiled("lists.cu", name, self.shape)
         grid = self._blocks, self.shape.num_index_heads, self._batch_size
@@ -105,12 +104,9 @@ class ListsPass:
     def _match_threads(self) -> int:
         return 32 * min(self.shape.group_size, MAX_MATCH_WARPS)
 
-    @property
+    @cached_property
     def _match(self) -> CudaKernel:
-        if "match" not in self._kernels:
-            made = compiled("match.cu", "match_centroids", self.shape, self._query_dtype, self._match_threads)
-            self._kernels["match"] = made
-        return self._kernels["match"]
+        return compiled("match.cu", "match_centroids", self.shape, self._query_dtype, self._match_threads)
 
     @cached_property
     def _find(self) -> CudaKernel:

@@ -8,12 +8,7 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel
-from csattn.search.device.compiling import (
-    CHUNK_KEYS,
-    compiled,
-    multiprocessors,
-    require_queries,
-)
+from csattn.search.device.compiling import CHUNK_KEYS, compiled, multiprocessors, require_queries
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import WIDE_HEAD_DIM, SketchShape
 from csattn.sketch.codes import BLOCK_KEYS
@@ -100,7 +95,7 @@ class SketchPass:
         assert indexes.max_segments == self.max_segments, f"indexes have up to {indexes.max_segments} segments"
         table, config = indexes.tables[layer_idx], indexes.config
         grid = self.max_segments, shape.num_index_heads, self.batch_size
-        projected = *self._queries, self._octave_counts if self._keeps_scores else 0
+        projected = *self._queries, self._octave_counts if self._keeps_scores else None
         self._project.launch(grid, self._project_threads, q, table, context_ids, self._octaves, *projected)
         self._score.launch(
             (self._num_blocks, 1, 1),
@@ -122,7 +117,7 @@ class SketchPass:
         self._choose.launch(
             (self._choosing, self.shape.num_index_heads, self.batch_size),
             self._choosing_threads,
-            *(indexes.context_lens, indexes.top_ks, context_ids, 0 if top_ks is None else top_ks),
+            *(indexes.context_lens, indexes.top_ks, context_ids, top_ks),
             *(config.sink_len, config.window_len, indexes.marks_from),
             *(indexes.tables[layer_idx], *self._queries),
             *(self._scores, self.max_keys, self._octave_counts, self._group_scores, self._arrived, self._counted),

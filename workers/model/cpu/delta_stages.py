@@ -55,37 +55,10 @@ def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     """The channels' convolution. A piece is a block of channels of a row: of the first of a request for all of its."""
     args = _mix_at(arguments)
     blocks = -(-args.num_channels // BLOCK)
-    _mix(args, piece // blocks, piece % blocks * BLOCK)
-    return 0
-
-
-def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """The memory's part. A piece is a value head of a row: of the first of a request for all of its."""
-    args = _remember_at(arguments)
-    _remember(args, piece // args.num_v_heads, piece % args.num_v_heads)
-    return 0
-
-
-@exact_kernel
-def _rows_of(args: Any, row: int) -> NDArray[np.int64]:
-    """Rows of the row's request, where it is the first of them; else none."""
-    num_rows = word_of(args.num_rows, 0)
-    tails, found = array_at(args.tail_ids, num_rows, np.int64(0)), np.empty(num_rows, np.int64)
-    count = 0
-    for other in range(num_rows):
-        if tails[other] == tails[row]:
-            if other < row:
-                return found[:0]
-            found[count] = other
-            count += 1
-    return found[:count]
-
-
-@exact_kernel
-def _mix(args: Any, row: int, first: int) -> None:
+    row, first = piece // blocks, piece % blocks * BLOCK
     rows = _rows_of(args, row)
     if len(rows) == 0:
-        return
+        return 0
     in_width, num_channels, size = args.in_width, args.num_channels, args.conv_len
     tail = word_of(args.tail_ids, row)
     turn = word_of(args.turns, tail)
@@ -108,13 +81,16 @@ def _mix(args: Any, row: int, first: int) -> None:
                 seen[i] = seen[i + 1]
         for i in range(size - 1):
             after[channel * (size - 1) + i] = seen[i]
+    return 0
 
 
-@exact_kernel
-def _remember(args: Any, row: int, head: int) -> None:
+def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """The memory's part. A piece is a value head of a row: of the first of a request for all of its."""
+    args = _remember_at(arguments)
+    row, head = piece // args.num_v_heads, piece % args.num_v_heads
     rows = _rows_of(args, row)
     if len(rows) == 0:
-        return
+        return 0
     in_width, num_channels, k_dim, v_dim = args.in_width, args.num_channels, args.k_dim, args.v_dim
     num_k_heads, num_v_heads = args.num_k_heads, args.num_v_heads
     tail = word_of(args.tail_ids, row)
@@ -157,6 +133,22 @@ def _remember(args: Any, row: int, head: int) -> None:
         for j in range(v_dim):
             z = inputs[z_at + j]
             out[j] = read[j] * rms * norm[j] * z * _sigmoid(z)
+    return 0
+
+
+@exact_kernel
+def _rows_of(args: Any, row: int) -> NDArray[np.int64]:
+    """Rows of the row's request, where it is the first of them; else none."""
+    num_rows = word_of(args.num_rows, 0)
+    tails, found = array_at(args.tail_ids, num_rows, np.int64(0)), np.empty(num_rows, np.int64)
+    count = 0
+    for other in range(num_rows):
+        if tails[other] == tails[row]:
+            if other < row:
+                return found[:0]
+            found[count] = other
+            count += 1
+    return found[:count]
 
 
 @exact_kernel

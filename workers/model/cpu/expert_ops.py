@@ -12,10 +12,9 @@ from workers.model.cpu.expert_stages import (
     SCORES,
     add_experts_stage,
     choose_stage,
-    expert_pieces,
     experts_stage,
 )
-from workers.model.cpu.linear_stage import ACTIVATIONS
+from workers.model.cpu.linear_stage import ACTIVATIONS, linear_pieces
 from workers.model.cpu.notes import Notes
 from workers.model.ops import ExpertRoom, Normed, Readers, Stream
 
@@ -30,7 +29,6 @@ class TapeExpertOps(Notes):
             CHOOSE,
             reads=[room.logits],
             writes=[room.chosen, room.shares],
-            per_row=1,
             logits=room.logits,
             bias=bias,
             num_experts=spec.num_experts,
@@ -53,7 +51,7 @@ class TapeExpertOps(Notes):
             EXPERTS,
             reads=[x.x, room.chosen, room.shares],
             writes=[room.gated],
-            per_row=spec.num_chosen * expert_pieces(spec.intermediate_size),
+            per_row=spec.num_chosen * linear_pieces(spec.intermediate_size),
             x=x.x,
             num_in=x.x.shape[1],
             chosen=room.chosen,
@@ -101,7 +99,7 @@ class TapeExpertOps(Notes):
             ADD_EXPERTS,
             reads=[room.gated, room.chosen, room.shares, *([out] if multiplier is not None else [])],
             writes=[out],
-            per_row=expert_pieces(hidden_size),
+            per_row=linear_pieces(hidden_size),
             x=room.gated,
             num_in=spec.intermediate_size,
             chosen=room.chosen,

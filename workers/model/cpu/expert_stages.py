@@ -63,11 +63,6 @@ ADD_EXPERTS = (
 _choose_at, _experts_at, _add_at = words_at(CHOOSE), words_at(EXPERTS), words_at(ADD_EXPERTS)
 
 
-def expert_pieces(num_out: int) -> int:
-    """Of an expert of a row; of all of a row's where they are added."""
-    return -(-num_out // LANES)
-
-
 def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     """A piece is a row."""
     args = _choose_at(arguments)

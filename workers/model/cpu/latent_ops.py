@@ -32,7 +32,6 @@ class TapeLatentOps(Notes):
             APPEND,
             reads=[room.inputs],
             writes=[tail, room.q_latents],
-            per_row=1,
             inputs=room.inputs,
             in_width=room.inputs.shape[1],
             q_rank=spec.q_rank or 0,

@@ -6,10 +6,9 @@ import numpy as np
 
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
-from csattn.cpu.floats import load_float, load_floats, store_float
-from csattn.cpu.lanes import fma
-from csattn.cpu.simd import LANES, F32x16, fill, store
-from workers.model.cpu.linear import TILE, products
+from csattn.cpu.floats import store_float
+from csattn.cpu.simd import LANES
+from workers.model.cpu.linear import TILE, add_up_rows, products
 from workers.model.cpu.row_stages import inverse_rms, turn
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said.
@@ -127,17 +126,7 @@ def ask_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
         return 0
     at, out = head * (nope_dim + 2 * half), floats_of(args.q, row * num_heads + head, kv_rank + 2 * half)
     up = array_at(args.up_k + head * args.head_stride * itemsize, nope_dim * kv_rank, like)
-    whole = kv_rank - kv_rank % LANES
-    for j in range(0, whole, LANES):
-        sums = fill(F32x16, 0.0)
-        for i in range(nope_dim):
-            sums = fma(fill(F32x16, projected[at + i]), load_floats(up, i * kv_rank + j), sums)
-        store(out, j, sums)
-    for j in range(whole, kv_rank):
-        total = np.float32(0.0)
-        for i in range(nope_dim):
-            total += projected[at + i] * load_float(up, i * kv_rank + j)
-        out[j] = total
+    add_up_rows(projected, at, nope_dim, up, kv_rank, out)
     turn(projected, at + nope_dim, 2 * half, cos, sin, args.interleaved != 0, out, kv_rank)
     return 0
 

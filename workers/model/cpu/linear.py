@@ -104,6 +104,22 @@ def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, ahead, sums, ou
 
 
 @exact_kernel
+def add_up_rows(x, at, num_in, matrix, width, out):  # type: ignore[no-untyped-def]
+    """out[j] = the sum over i < num_in of x[at + i] * matrix[i * width + j], in order of i. matrix: of any floats."""
+    whole = width - width % LANES
+    for j in range(0, whole, LANES):
+        sums = fill(F32x16, 0.0)
+        for i in range(num_in):
+            sums = fma(fill(F32x16, x[at + i]), load_floats(matrix, i * width + j), sums)
+        store(out, j, sums)
+    for j in range(whole, width):
+        total = np.float32(0.0)
+        for i in range(num_in):
+            total += x[at + i] * load_float(matrix, i * width + j)
+        out[j] = total
+
+
+@exact_kernel
 def _add_products(x, at_x, weight, w0, w1, w2, w3, sums, at):  # type: ignore[no-untyped-def]
     """One element's part of four outputs."""
     sums[at] += x[at_x] * load_float(weight, w0)

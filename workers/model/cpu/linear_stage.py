@@ -34,6 +34,7 @@ NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED = range(7)
 
 
 def linear_pieces(num_out: int) -> int:
+    """Of products of so many outputs."""
     return -(-num_out // LANES)
 
 

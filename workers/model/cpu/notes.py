@@ -41,8 +41,8 @@ class Notes:
         *,
         reads: Sequence[Tensor],  # of what stages write
         writes: Sequence[Tensor],
-        fixed: int = 0,  # pieces
-        per_row: int = 0,
+        fixed: int = 0,  # pieces, and those of each row
+        per_row: int = 1,
         **values: Any,  # the arguments: numbers, arrays and tensors
     ) -> None:
         arguments = words_of(names, values)
@@ -68,7 +68,6 @@ class Notes:
                 stream.scaled_ahead,
                 *([stream.hidden] if stream.centred or added is not None else []),
             ],
-            per_row=1,
             hidden=stream.hidden,
             width=stream.hidden.shape[1],
             added=added,

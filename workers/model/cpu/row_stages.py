@@ -11,6 +11,7 @@ from csattn.cpu.floats import exp_lanes, load_float, store_float, sum_of
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
+from workers.model.cpu.linear import add_up_rows
 from workers.model.cpu.linear_stage import activate
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said. eps, multiplier and cap are
@@ -203,17 +204,9 @@ def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     elif q_norm != 0:
         _normalise_head(early, 0, head_dim, q_norm, np.float32(0.0), eps)
     mapped = np.empty(head_dim, np.float32)
-    whole = head_dim - head_dim % LANES
-    for j in range(0, whole, LANES):
-        sums = fill(F32x16, 0.0)
-        for i in range(head_dim):
-            sums = fma(fill(F32x16, early[i]), load(F32x16, matrix, i * head_dim + j), sums)
-        store(mapped, j, sums + load(F32x16, matrix, head_dim * head_dim + j))
-    for j in range(whole, head_dim):
-        total = np.float32(0.0)
-        for i in range(head_dim):
-            total += early[i] * matrix[i * head_dim + j]
-        mapped[j] = total + matrix[head_dim * head_dim + j]
+    add_up_rows(early, 0, head_dim, matrix, head_dim, mapped)
+    for i in range(head_dim):
+        mapped[i] += matrix[head_dim * head_dim + i]
     half, interleaved = args.half, args.interleaved != 0
     cos, sin, q = floats_of(args.cos, row, half), floats_of(args.sin, row, half), floats_of(args.q, piece, head_dim)
     turn(mapped, 0, head_dim, cos, sin, interleaved, q, 0)

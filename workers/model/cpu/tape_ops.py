@@ -63,7 +63,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             EMBED,
             reads=[],
             writes=[stream.hidden],
-            per_row=1,
             token_ids=rows.token_ids,
             embedding=embedding,
             vocab_size=vocab_size,
@@ -123,7 +122,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             ROTATE,
             reads=[qkv],
             writes=[qkv, q, *([] if tail is None else [tail])],
-            per_row=1,
             qkv=qkv,
             num_kv_heads=num_kv_heads,
             k_norm=None if norms is None else norms.k,
@@ -145,7 +143,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             ADD_NORMS,
             reads=[x, other],
             writes=[x],
-            per_row=1,
             x=x,
             norm=norm,
             other=other,
@@ -161,7 +158,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             COPY_ROWS,
             reads=[source],
             writes=[tail],
-            per_row=1,
             source=source,
             tails=tail,
             num_kv_heads=num_kv_heads,
@@ -178,7 +174,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             MAKE_INPUTS,
             reads=[projected],
             writes=[projected, out],
-            per_row=1,
             projected=projected,
             num_layers=num_layers,
             width=width,
@@ -199,7 +194,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             TAKE_INPUT,
             reads=[gates, given],
             writes=[gates],
-            per_row=1,
             gates=gates,
             activation=ACTIVATIONS.index(activation),
             given=given,
@@ -208,7 +202,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         width = x.shape[1]
-        self._note(gate_stage, GATE, reads=[x, gates], writes=[x], per_row=1, x=x, gates=gates, width=width)
+        self._note(gate_stage, GATE, reads=[x, gates], writes=[x], x=x, gates=gates, width=width)
 
     def predict_query(
         self,
@@ -237,7 +231,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             FINISH_LOGITS,
             reads=[logits],
             writes=[logits],
-            per_row=1,
             logits=logits,
             vocab_size=logits.shape[1],
             multiplier=self._number(multiplier),
@@ -263,6 +256,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             reads=[x] if multiplier is None else [x, out],
             writes=[out],
             fixed=linear_pieces(num_out),
+            per_row=0,
             num_rows=self._num_rows,
             x=x,
             num_in=num_in,

@@ -6,16 +6,15 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from csattn.cuda.triton_start import wait_for_earlier
 
 
 @triton.jit
 def gate_kernel(x, gates, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """x *= sigmoid(gates), of `num` elements each."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     value = tl.load(x + i, mask=i < num, other=0.0).to(tl.float32)
     gate = tl.load(gates + i, mask=i < num, other=0.0).to(tl.float32)
     tl.store(x + i, (value * tl.sigmoid(gate)).to(x.dtype.element_ty), mask=i < num)
@@ -46,9 +45,7 @@ def mix_kernel(
     j = tl.arange(0, BLOCK_LEN)
     inside = (c < num_channels)[:, None] & (j < CONV_LEN)[None, :]
     weights = tl.load(conv + c[:, None] * CONV_LEN + j[None, :], mask=inside, other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     if is_first:
         turn = tl.load(turns + tail)
         places = (c[:, None] * (CONV_LEN - 1) + j[None, :]).to(tl.int64)
@@ -112,9 +109,7 @@ def remember_kernel(
     is_k, is_v = i < K_DIM, j < V_DIM
     weights = tl.load(norm + j, mask=is_v, other=0.0)
     head_decay, head_bias = tl.load(decay + head), tl.load(decay_bias + head)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     if is_first:
         turn = tl.load(turns + tail)
         size: tl.constexpr = K_DIM * V_DIM

@@ -6,8 +6,8 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from csattn.cuda.triton_start import wait_for_earlier
 from workers.model.gpu.linear_kernels import activated
 
 
@@ -35,9 +35,7 @@ def choose_kernel(
     e = tl.arange(0, BLOCK)
     inside = e < num_experts
     offsets = tl.load(bias + e, mask=inside, other=0.0) if HAS_BIAS else 0.0
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     least = float("-inf")
     x = tl.load(logits + row * num_experts + e, mask=inside, other=least)
     if SCORES == "softmax":
@@ -100,9 +98,7 @@ def sum_parts_kernel(
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < hidden_size
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         value += tl.load(parts + (row * NUM_PARTS + part) * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
@@ -142,9 +138,7 @@ def experts_kernel(
     weight_row = tl.minimum(tile * (BLOCK_N // 2) + r // 2, num_out - 1) + (r % 2) * num_out
     weight_row = expert.to(tl.int64) * 2 * num_out + weight_row
     biases = tl.load(bias + weight_row).to(tl.float32) if HAS_BIAS else 0.0
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     mine, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
     for first in range(0, count, BLOCK_M):
@@ -197,9 +191,7 @@ def experts_down_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = expert.to(tl.int64) * num_out + tl.minimum(n, num_out - 1)
     biases = tl.load(bias + weight_row).to(tl.float32) if HAS_BIAS else 0.0
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     mine, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
     for first in range(0, count, BLOCK_M):
         pair, there = _some_pairs(mine, rank, count, first, BLOCK_PAIRS, BLOCK_M)

@@ -6,7 +6,8 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from csattn.cuda.triton_start import wait_for_earlier
 
 
 @triton.jit
@@ -45,9 +46,7 @@ def rotate_append_kernel(
     slot = tl.load(tail_lens + row) - 1 - tl.load(tail_starts + row)
     active = (slot >= 0) & (slot < tail_capacity)
     tail_id = tl.load(tail_ids + row).to(tl.int64)
-    if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     heads = qkv + row.to(tl.int64) * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     first = tl.load(heads + head * HEAD_DIM + first_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(heads + head * HEAD_DIM + second_at, mask=inside, other=0.0).to(tl.float32)
@@ -99,9 +98,7 @@ def copy_rows_kernel(
     slot = tl.load(tail_lens + row) - 1 - tl.load(tail_starts + row)
     active = (slot >= 0) & (slot < tail_capacity)
     at = ((tl.load(tail_ids + row).to(tl.int64) * tl.num_programs(1) + head) * tail_capacity + slot) * row_width + i
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     if active:
         tl.store(tail + at, tl.load(source + at, mask=i < row_width), mask=i < row_width)
 
@@ -146,9 +143,7 @@ def predict_query_kernel(
     lower_right = tl.load(second_rows + second_out[None, :], mask=square, other=0.0)
     first = tl.load(matrix + HEAD_DIM * HEAD_DIM + first_out, mask=out_inside, other=0.0).to(tl.float32)
     second = tl.load(matrix + HEAD_DIM * HEAD_DIM + second_out, mask=out_inside, other=0.0).to(tl.float32)
-    if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     heads = early + row.to(tl.int64) * NUM_Q_HEADS * HEAD_DIM
     x_first = tl.load(heads + head * HEAD_DIM + first_at, mask=inside, other=0.0).to(tl.float32)
     x_second = tl.load(heads + head * HEAD_DIM + second_at, mask=inside, other=0.0).to(tl.float32)

@@ -6,8 +6,8 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from csattn.cuda.triton_start import wait_for_earlier
 from workers.model.gpu.linear_kernels import activated
 
 
@@ -31,9 +31,7 @@ def make_inputs_kernel(
     i = tl.arange(0, BLOCK)
     inside = i < width
     weight = tl.load(norm + i, mask=inside, other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     token_id = tl.load(token_ids + row)
     own = tl.load(table + (token_id * num_layers + layer) * width + i, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(projected + (row * num_layers + layer) * width + i, mask=inside, other=0.0).to(tl.float32) * scale
@@ -47,9 +45,7 @@ def make_inputs_kernel(
 def take_input_kernel(gates, given, num, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """gates = activation(gates) * given, of `num` elements each."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     gate = tl.load(gates + i, mask=i < num, other=0.0).to(tl.float32)
     factor = tl.load(given + i, mask=i < num, other=0.0).to(tl.float32)
     tl.store(gates + i, (activated(gate, ACTIVATION) * factor).to(gates.dtype.element_ty), mask=i < num)

@@ -6,8 +6,8 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from csattn.cuda.triton_start import wait_for_earlier
 from workers.model.gpu.head_kernels import angles, pairs
 
 
@@ -44,9 +44,7 @@ def append_latents_kernel(
     slot = tl.load(tail_lens + row) - 1
     active = (slot >= 0) & (slot < tail_capacity)
     kept = tail + (tl.load(tail_ids + row).to(tl.int64) * tail_capacity + slot) * width
-    if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     x = inputs + row * in_width
     if Q_RANK:
         of_q = tl.arange(0, BLOCK_Q)
@@ -107,9 +105,7 @@ def ask_latents_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)  # of the attention, then of the indexer
     c, s = angles(cos, sin, row, HALF, BLOCK_HALF)
-    if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     x = projected + row * projected_width
     if head < NUM_HEADS:
         out = q + (row * NUM_HEADS + head) * (KV_RANK + 2 * HALF) + KV_RANK
@@ -152,9 +148,7 @@ def heads_product_kernel(
     head = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     x += head * x_head
     ups += head * ups_head
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

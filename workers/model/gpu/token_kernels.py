@@ -9,7 +9,8 @@ As torch's own kernels it took 46 µs longer on an H200, four rows of 128 256 lo
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from csattn.cuda.triton_start import wait_for_earlier
 
 
 @triton.jit
@@ -94,9 +95,7 @@ def add_normed_kernel(
     i = tl.arange(0, BLOCK)
     inside = i < hidden_size
     factor = tl.load(weight + i, mask=inside, other=0.0) if IS_NORMED else 1.0
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         value += tl.load(x + (row * NUM_PARTS + part) * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
@@ -122,9 +121,7 @@ def weigh_kernel(
     i = tl.arange(0, BLOCK)
     inside = i < hidden_size
     weight = tl.load(norm + i, mask=inside, other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     value = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * hidden_size + i, (value * weight).to(out.dtype.element_ty), mask=inside)
 
@@ -146,9 +143,7 @@ def add_norms_kernel(
     at = row * hidden_size + i
     weight = tl.load(norm + i, mask=inside, other=0.0)
     other_weight = tl.load(other_norm + i, mask=inside, other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
     first = first * tl.math.rsqrt(tl.sum(first * first, axis=0) / hidden_size + eps) * weight
@@ -200,9 +195,7 @@ def finish_logits_kernel(
     PDL: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     value = tl.load(logits + i, mask=i < num_logits, other=0.0) * multiplier
     if HAS_CAP:
         value = cap * (2.0 * tl.sigmoid(2.0 * value / cap) - 1.0)  # tanh
@@ -220,9 +213,7 @@ def likeliest_of_part_kernel(
 ):
     row, part = tl.program_id(0), tl.program_id(1)
     i = part * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     value = tl.load(logits + row.to(tl.int64) * vocab_size + i, mask=i < vocab_size, other=float("-inf"))
     value = tl.where(value == value, value, float("inf"))  # NaN is the greatest
     largest, at = tl.max(value, axis=0, return_indices=True)
@@ -241,9 +232,7 @@ def likeliest_kernel(
 ):
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier(PDL)
     value = tl.load(best + row * num_parts + i, mask=i < num_parts, other=float("-inf"))
     token_id = tl.load(best_ids + row * num_parts + i, mask=i < num_parts, other=0)
     largest, part = tl.max(value, axis=0, return_indices=True)

@@ -20,7 +20,7 @@ from workers.api.contexts import ServedModel, context_object, find_context, list
 from workers.api.errors import HttpError, error_reply
 from workers.api.guard import Guard
 from workers.api.measures import Measures
-from workers.api.names import short_model_name
+from workers.api.names import context_or_own, short_model_name
 from workers.api.responses import read_response
 from workers.api.status import status_object
 from workers.api.tokenizing import read_detokenize, read_tokenize, tokens_object
@@ -121,7 +121,8 @@ class Routes:
         return _json(listed(model_objects(await self._backend.contexts(), await self._served())))
 
     async def model(self, model: str) -> Response:
-        return _json(model_object(await self._backend.contexts(), model, await self._served()))
+        name = context_or_own(model, self._model)
+        return _json(model_object(await self._backend.contexts(name), model, await self._served()))
 
     async def chat(self, request: Request) -> Response:
         body = await self._bodies.read_json(request)
@@ -153,10 +154,10 @@ class Routes:
         return _json(context_object(info, self._model), 202 if info.state == "building" else 200)
 
     async def context(self, name: str) -> Response:
-        return _json(context_object(find_context(await self._backend.contexts(), name), self._model))
+        return _json(context_object(find_context(await self._backend.contexts(name), name), self._model))
 
     async def delete(self, name: str) -> Response:
-        find_context(await self._backend.contexts(), name)
+        find_context(await self._backend.contexts(name), name)
         await self._backend.delete(name)
         return _json({"id": name, "object": "context.deleted", "deleted": True})
 

@@ -13,7 +13,7 @@ def listen(server: ServerSettings) -> socket.socket:
     Raises ConfigError where the address cannot be had.
     """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio's TCP_NODELAY wants it named
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((server.host, server.port))

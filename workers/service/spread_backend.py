@@ -77,8 +77,8 @@ class SpreadBackend:
     async def detokenize(self, ids: tuple[int, ...]) -> str:
         return str(await self._ask_one("", "detokenize", ids))
 
-    async def contexts(self) -> list[ContextInfo]:
-        answers = await self._try_all("contexts")
+    async def contexts(self, name: str | None = None) -> list[ContextInfo]:
+        answers = await self._try_all("contexts", name)
         given = [answer for answer in answers if not isinstance(answer, ServingError)]
         if not given:
             raise answers[0]
@@ -123,12 +123,12 @@ class SpreadBackend:
                 lost.append(error)
         raise lost[0]
 
-    async def _try_all(self, method: str) -> list[Any]:
+    async def _try_all(self, method: str, *arguments: Any) -> list[Any]:
         """Answers in the workers' order; a ServingError is one."""
 
         async def ask(worker: "RayWorker") -> Any:
             try:
-                return await worker.call(method)
+                return await worker.call(method, *arguments)
             except ServingError as error:
                 return error
 

@@ -23,7 +23,9 @@ class Backend(Protocol):
 
     async def detokenize(self, ids: tuple[int, ...]) -> str: ...
 
-    async def contexts(self) -> list[ContextInfo]: ...
+    async def contexts(self, name: str | None = None) -> list[ContextInfo]:
+        """All; or the one of that name, where there is one, without a look at the others' files."""
+        ...
 
     async def register(self, name: str, text: str) -> ContextInfo:
         """Start building; the same name with the same text again is the same context."""

@@ -75,8 +75,9 @@ class Contexts:
             if record.state == "building":
                 self._build(record)
 
-    async def infos(self) -> list[ContextInfo]:
-        records = (await self._records()).values()
+    async def infos(self, name: str | None = None) -> list[ContextInfo]:
+        """Of all, or of that name."""
+        records = [record for record in (await self._records()).values() if name in (None, record.name)]
         faults = await asyncio.to_thread(lambda: [self._fault(record) for record in records])
         return [self._info(record, fault) for record, fault in zip(records, faults, strict=True)]
 

@@ -176,8 +176,8 @@ class LocalBackend:
             if request is None:
                 scheduler.flow.release(was_answered=False)
 
-    async def contexts(self) -> list[ContextInfo]:
-        return await self._contexts.infos()
+    async def contexts(self, name: str | None = None) -> list[ContextInfo]:
+        return await self._contexts.infos(name)
 
     async def register(self, name: str, text: str) -> ContextInfo:
         return await self._contexts.register(name, text)
@@ -191,7 +191,7 @@ class LocalBackend:
     async def delete(self, name: str) -> None:
         path = await self._contexts.delete(name)
         self._measured.forget_context(name)
-        if path is not None and path.name not in {info.artifact_id for info in await self._contexts.infos()}:
+        if path is not None and path not in await self._contexts.paths():
             await self._residency.forget(path)
 
     async def tokenize(self, ask: TokenizeAsk) -> Tokens:

@@ -72,8 +72,9 @@ def changed(
     """
     out = logits
     if how.repeated is not None:
-        penalty = np.float32(how.penalty)
-        out = np.where(how.repeated, np.where(out > 0, out / penalty, out * penalty), out)
+        ids, penalty = np.flatnonzero(how.repeated), np.float32(how.penalty)
+        some, out = logits[ids], logits.copy()
+        out[ids] = np.where(some > 0, some / penalty, some * penalty)
     if len(how.added_ids):
         out, is_there = out.copy(), how.added_ids < len(out)
         out[how.added_ids[is_there]] += how.added[is_there]

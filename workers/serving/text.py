@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -94,6 +94,7 @@ def overlap(text: str, marker: str) -> int:
     return len(text) - at if at >= 0 else 0
 
 
+@lru_cache(1 << 16)  # a token with 20 others beside it asks 21 times, on the thread that makes steps
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
     """The bytes that a token stands for; a special token's name."""
     token = tokenizer.convert_ids_to_tokens(token_id)

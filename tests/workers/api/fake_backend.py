@@ -112,8 +112,8 @@ class FakeBackend:
     async def detokenize(self, ids: tuple[int, ...]) -> str:
         return "".join(map(chr, ids))
 
-    async def contexts(self) -> list[ContextInfo]:
-        return list(self.infos.values())
+    async def contexts(self, name: str | None = None) -> list[ContextInfo]:
+        return [info for info in self.infos.values() if name in (None, info.name)]
 
     async def register(self, name: str, text: str) -> ContextInfo:
         if self.texts.get(name, text) != text:

@@ -365,7 +365,7 @@ def test_an_error_of_the_disk_is_ours_and_no_client_that_left(caplog: pytest.Log
     fault = OSError(errno.EIO, os.strerror(errno.EIO))
 
     class Broken(FakeBackend):
-        async def contexts(self) -> list[ContextInfo]:
+        async def contexts(self, name: str | None = None) -> list[ContextInfo]:
             raise fault
 
     with serving(Broken(scripts={"x": Script(fail_at=0, error=fault)})) as service:

@@ -1,5 +1,6 @@
 """Where the service listens."""
 
+import asyncio
 import socket
 
 import pytest
@@ -26,6 +27,23 @@ def test_an_address_of_another_machine_is_a_sentence() -> None:
     elsewhere = ServerSettings(host="203.0.113.7", port=0, api_keys=(Secret("key"),))
     with pytest.raises(ConfigError, match=r"cannot listen on 203.0.113.7 .*; name an address of this machine"):
         listen(elsewhere)
+
+
+def test_what_is_written_to_a_connection_leaves_at_once() -> None:
+    """Else what follows waits for a client that acknowledges late: 40 ms of each answer on a connection used again."""
+
+    async def delays() -> bool:
+        accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+        listener = listen(ServerSettings(port=0))
+        async with await asyncio.start_server(lambda _, writer: accepted.put_nowait(writer), sock=listener):
+            _, client = await asyncio.open_connection(*listener.getsockname())
+            writer = await accepted.get()
+            is_delayed = not writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            client.close()
+            writer.close()
+        return is_delayed
+
+    assert not asyncio.run(delays())
 
 
 def test_urls() -> None:

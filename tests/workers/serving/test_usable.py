@@ -79,6 +79,29 @@ def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedMo
     asyncio.run(main())
 
 
+def test_one_context_is_told_of_without_a_look_at_the_others(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name_artifact(store, "otter", build(store, text_of("otter")), "float32")
+    looked: list[Path] = []
+    real = usable.Usable.look
+
+    def look(self: usable.Usable, path: Path) -> usable.Known:
+        looked.append(path)
+        return real(self, path)
+
+    monkeypatch.setattr(usable.Usable, "look", look)
+
+    async def main() -> None:
+        async with backend_of(store, loaded()) as backend:
+            assert [info.name for info in await backend.contexts()] == ["heron", "otter"]
+            looked.clear()
+            (info,) = await backend.contexts("otter")
+            assert info.name == "otter" and await backend.contexts("none") == []
+            await backend.delete("otter")
+            assert {path.name for path in looked} == {info.artifact_id}
+
+    asyncio.run(main())
+
+
 def test_what_is_missing_is_looked_for_again(store: Path) -> None:
     async def main() -> None:
         (artifact,) = (path for path in store.iterdir() if (path / "manifest.json").exists())

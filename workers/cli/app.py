@@ -65,7 +65,7 @@ _SEARCH, _BUILD = SearchConfig(), BuildOptions()  # the defaults of what several
 def build(
     context: Annotated[str | None, typer.Option(help="Text file, or - for standard input.")] = None,
     tokens: Annotated[Path | None, typer.Option(help="Instead: its token ids, a list in JSON.")] = None,
-    jobs: Annotated[Path | None, typer.Option(help="Instead: a JSON object per line, each with a context.")] = None,
+    jobs: Annotated[Path | None, typer.Option(help="Instead, or -: a JSON object a line, each with a context.")] = None,
     ray: Annotated[str | None, typer.Option(help="With --jobs, a Ray cluster: its address, auto, or local.")] = None,
     model: Model = None,
     store: Store = Path("store"),

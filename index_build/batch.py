@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
 from index_build.context_build import BuildState, ContextBuild, Outcome
@@ -89,15 +90,19 @@ def run_batch(
     *,
     device: str = "auto",
     num_threads: int | None = None,
+    require_room: Callable[[BuildOptions], object] = lambda options: None,
     on_progress: OnJobProgress = lambda job_idx, state: None,
     on_result: OnJobResult = lambda job_idx, result: None,
 ) -> BatchReport:
-    """Build all jobs one after the other, those of one model together; whatever fails is in the report."""
+    """Build all jobs one after the other, those of one model together; whatever fails is in the report.
+
+    require_room: called before a model is loaded; raises where memory has no room for it.
+    """
     started = time.perf_counter()
     device = choose_device(device)
     results: dict[int, JobResult] = {}
     for group in by_model(jobs):
-        results |= _run_group(jobs, group, store, device, num_threads, on_progress, on_result)
+        results |= _run_group(jobs, group, store, device, num_threads, require_room, on_progress, on_result)
     return BatchReport(tuple(results[idx] for idx in range(len(jobs))), time.perf_counter() - started)
 
 
@@ -156,6 +161,7 @@ def _run_group(
     store: Path | str,
     device: str,
     num_threads: int | None,
+    require_room: Callable[[BuildOptions], object],
     on_progress: OnJobProgress,
     on_result: OnJobResult,
 ) -> Iterator[tuple[int, JobResult]]:
@@ -164,6 +170,7 @@ def _run_group(
     loaded: LoadedModel | None = None
     fault = ""
     try:
+        require_room(options)
         loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_lend=True)
     except Exception as error:
         fault = sentence(error)

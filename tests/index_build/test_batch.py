@@ -20,6 +20,7 @@ from csattn.models import load_model
 from index_build.batch import BatchReport, JobResult, plan_job, run_batch
 from index_build.context_build import BuildState
 from index_build.job_list import Job, read_jobs
+from offload.errors import MemoryPlanError
 from tests.index_build.batches import make_place, write_list
 from workers.cli import main
 from workers.cli.batch_display import BatchDisplay, BatchTotals
@@ -226,6 +227,31 @@ def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_pa
     assert "0.txt built in" in printed.err
 
 
+def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
+    place: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """... and a model that memory has no room for fails its own jobs."""
+
+    def require_room(model: str, dtype: str, weights: str | None) -> None:
+        if dtype == "float32":
+            raise MemoryPlanError("there is no room")
+
+    monkeypatch.setattr("workers.cli.batching.require_room_for_weights", require_room)
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("waits for a disk"))
+    file = write_list(place, {"context": "0.txt", "dtype": "float32"}, {"context": "1.txt", "dtype": "bfloat16"})
+    options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--no-sync"]
+    monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options), "--progress", "json", "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    told = [json.loads(line) for line in printed.err.splitlines()]
+    assert [one["progress"] for one in told] == sorted(one["progress"] for one in told)
+    assert (told[-1]["progress"], told[-1]["finished"], told[-1]["contexts"]) == (1.0, 2, 2) and len(told) > 4
+    jobs = json.loads(printed.out.splitlines()[-1])["jobs"]
+    assert [one["job"] for one in told if "job" in one] == jobs
+    assert [job["outcome"] for job in jobs] == ["failed", "built"] and "there is no room" in jobs[0]["error"]
+
+
 def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, capsys, monkeypatch) -> None:
     file = write_list(place, {"context": "0.txt"}, {"context": "1.txt"})
     options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu"]
@@ -307,7 +333,7 @@ def test_the_verbs_take_a_url_for_a_store(place: Path, tmp_path: Path, capsys, m
         ([], "error: build takes --context FILE, --tokens FILE or --jobs FILE"),
         (["--context", "a", "--jobs", "b"], "error: build takes --context FILE, --tokens FILE or --jobs FILE"),
         (["--context", "a", "--ray", "auto"], "error: --ray builds the contexts of a list"),
-        (["--jobs", "a", "--no-sync"], "error: --no-sync is for one context"),
+        (["--jobs", "a", "--ray", "auto", "--no-sync"], "error: --no-sync is for builds in this process"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: list[str], words: str, capsys, monkeypatch) -> None:

@@ -111,12 +111,9 @@ def keep_model() -> None:
     _load_model = lru_cache(maxsize=1)(_load)
 
 
-def require_progress(progress: str, jobs: Path | None) -> None:
-    """A list of contexts has a display of its own."""
+def require_progress(progress: str) -> None:
     if progress not in ("auto", "json"):
         raise ConfigError(f"--progress must be auto or json, got {progress!r}")
-    if progress == "json" and jobs is not None:
-        raise ConfigError("--progress json shows one context; give --context, or leave it out")
 
 
 def use_threads(threads: int | None) -> None:

@@ -328,10 +328,12 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     listed = last_line(in_process("ls", "--store", place / "store", "--json", capsys=capsys))
     assert inspected["size_bytes"] == verified["size_bytes"] == listed["artifacts"][0]["size_bytes"]
     assert verified["intact"] is True
+    assert listed["artifacts"][0]["source"] == inspected["notes"]["source"]
     work = place / "store" / f".building-{'0' * 16}"
     work.mkdir()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
-    assert last_line(shown)["unfinished"] == [str(work)] and "the same build goes on with it" in shown.stderr
+    told = f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it"
+    assert last_line(shown)["unfinished"] == [str(work)] and told in shown.stderr.splitlines()
     lock = BuildLock(work.with_name(f"{work.name}.lock")).acquire()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
     assert (last_line(shown)["unfinished"], last_line(shown)["building"]) == ([], [str(work)])
@@ -340,6 +342,20 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     lock.release()
     for removed in ([str(work)], []):
         assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
+
+
+def test_a_whole_store_is_verified_and_every_fault_told(capsys, artifact: Path, tmp_path: Path) -> None:
+    shutil.copytree(artifact, tmp_path / artifact.name)
+    broken = tmp_path / ("0" * 16)
+    shutil.copytree(artifact, broken)
+    done = in_process("verify", tmp_path, "--json", capsys=capsys)
+    assert done.returncode == 1 and done.stderr.count("not intact: ") == 1
+    assert "1 of 2 artifacts in" in done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["artifacts"] == [artifact.name] and list(found["broken"]) == [broken.name] and not found["intact"]
+    shutil.rmtree(broken)
+    done = in_process("verify", tmp_path, "--json", capsys=capsys)
+    assert last_line(done)["intact"]
 
 
 def test_no_order_to_the_terminal_comes_from_an_artifact(capsys, artifact: Path, tmp_path: Path) -> None:

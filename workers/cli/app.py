@@ -211,10 +211,12 @@ def inspect(artifact: ArtifactPath, json: Json = False) -> None:
 
 @app.command()
 def verify(artifact: ArtifactPath, json: Json = False) -> None:
-    """Read every byte of an artifact and compare it with its manifest."""
+    """Read every byte of an artifact, or of all in a store's directory, and compare it with its manifest."""
     from workers.cli import shelf, terminal
 
-    terminal.end(shelf.verify(artifact), json)
+    result = shelf.verify(artifact)
+    terminal.end(result, json)
+    sys.exit(0 if result["intact"] else 1)
 
 
 @app.command()

@@ -47,6 +47,11 @@ def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:
             build_context(loaded(), text, tmp_path / "store")  # type: ignore[arg-type]
     with pytest.raises(ContextError, match="an index needs at least"):
         build_context(loaded(), "short", tmp_path / "store")
+    most = loaded().geometry.max_positions
+    with pytest.raises(ContextError, match=f"the context has {most} tokens and"):
+        build_context(loaded(), "x" * most, tmp_path / "store", chat=False)
+    with pytest.raises(ContextError, match=f"the context has more than {most} tokens and"):  # not all are counted
+        build_context(loaded(), "x" * 9 * most, tmp_path / "store", chat=False)
 
 
 def test_a_process_that_is_forked_from_a_builder_is_told_so_and_does_not_wait_without_end(

@@ -1,5 +1,6 @@
 """Many contexts in one go: checked as a whole, one model loaded once, nothing built twice, no failure in the way."""
 
+import errno
 import json
 import os
 import signal
@@ -250,6 +251,19 @@ def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
     jobs = json.loads(printed.out.splitlines()[-1])["jobs"]
     assert [one["job"] for one in told if "job" in one] == jobs
     assert [job["outcome"] for job in jobs] == ["failed", "built"] and "there is no room" in jobs[0]["error"]
+
+
+def test_a_log_on_a_full_disk_ends_no_build(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(BatchDisplay, "_show", full)
+    file = write_list(place, {"context": "0.txt"}, {"context": "1.txt"})
+    options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--json"]
+    monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0 and json.loads(capsys.readouterr().out.splitlines()[-1])["built"] == 2
 
 
 def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, capsys, monkeypatch) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from csattn.artifact.lock import BuildLock
 from tests.artifact.faults import reseal
 from tests.tiny import byte_tokenizer, save
-from workers.cli import building, main
+from workers.cli import building, main, terminal
 
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
@@ -342,6 +343,21 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     lock.release()
     for removed in ([str(work)], []):
         assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
+
+
+def test_a_result_has_no_need_of_readers_of_what_is_told_beside_it(place: Path, monkeypatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), os.fdopen(writer, "w") as nobody:
+        monkeypatch.setattr(terminal.err, "_file", nobody)
+        terminal.err.print("a word")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stdout", "stderr"):  # closed, as by >&-
+            patch.setattr(sys, name, None)
+        patch.setattr(sys, "argv", ["csattn", "ls", "--store", str(place), "--json"])
+        main()
+        sys.stdout.close()
+        sys.stderr.close()
 
 
 def test_a_whole_store_is_verified_and_every_fault_told(capsys, artifact: Path, tmp_path: Path) -> None:

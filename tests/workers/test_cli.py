@@ -490,6 +490,7 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model", "--selectors", "best"], 1, "choose from"),
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model"], 1, "longer text"),
         (["verify", "{place}"], 1, "artifact"),
+        (["ls", "--store", "s3:/bucket"], 2, "a URL has two slashes behind its colon, got s3:/bucket"),
         (["frobnicate"], 2, "No such command"),
         (["build", "--keep", "3"], 2, "--keep belongs to generate, eval and serve; `csattn build --help` lists"),
         (["verify", "{artifact}", "--set", "a=b"], 2, "--set belongs to serve and config show; `csattn verify --help`"),

@@ -1,5 +1,6 @@
 """torch by one of many threads: its sums, and those of the libraries below it, depend on how many there are."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -7,9 +8,26 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from csattn.errors import ConfigError
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Map = Callable[..., Any]  # the builtin, or a pool's
+
+_had_many: int | None = None  # the process
+
+
+def require_threads() -> None:
+    """A process that is forked has none of its parent's threads, and torch waits for them without end: refused."""
+    global _had_many
+    if torch.get_num_threads() == 1:
+        return
+    if _had_many not in (None, os.getpid()):
+        raise ConfigError(
+            "this process was forked from one that has built, and torch's threads did not come along: start it by "
+            'multiprocessing.get_context("spawn"), or call torch.set_num_threads(1) in it first'
+        )
+    _had_many = os.getpid()
 
 
 @contextmanager

@@ -6,11 +6,12 @@ A model is loaded once. Failed jobs do not stop the batch; they are reported at 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
 from index_build.context_build import BuildState, ContextBuild, Outcome
@@ -89,15 +90,19 @@ def run_batch(
     *,
     device: str = "auto",
     num_threads: int | None = None,
+    require_room: Callable[[BuildOptions], object] = lambda options: None,
     on_progress: OnJobProgress = lambda job_idx, state: None,
     on_result: OnJobResult = lambda job_idx, result: None,
 ) -> BatchReport:
-    """Build all jobs one after the other, those of one model together; whatever fails is in the report."""
+    """Build all jobs one after the other, those of one model together; whatever fails is in the report.
+
+    require_room: called before a model is loaded; raises where memory has no room for it.
+    """
     started = time.perf_counter()
     device = choose_device(device)
     results: dict[int, JobResult] = {}
     for group in by_model(jobs):
-        results |= _run_group(jobs, group, store, device, num_threads, on_progress, on_result)
+        results |= _run_group(jobs, group, store, device, num_threads, require_room, on_progress, on_result)
     return BatchReport(tuple(results[idx] for idx in range(len(jobs))), time.perf_counter() - started)
 
 
@@ -156,27 +161,39 @@ def _run_group(
     store: Path | str,
     device: str,
     num_threads: int | None,
+    require_room: Callable[[BuildOptions], object],
     on_progress: OnJobProgress,
     on_result: OnJobResult,
 ) -> Iterator[tuple[int, JobResult]]:
-    """Build the jobs of one model, which is gone from memory afterwards."""
+    """Build the jobs of one model, which is gone from memory afterwards; last, those that another process builds."""
     options = jobs[group[0]].options
     loaded: LoadedModel | None = None
     fault = ""
     try:
+        require_room(options)
         loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_lend=True)
     except Exception as error:
         fault = sentence(error)
-    for idx in group:
-        build = ContextBuild(store, by_layer=True)
-        if loaded is None:
-            build.fail(fault)
-        else:
-            with failing(build):
-                _build_job(idx, jobs[idx], build, loaded, num_threads, on_progress)
-        result = result_of(jobs[idx], build)
-        on_result(idx, result)
-        yield idx, result
+    left: dict[int, Plan | None] = dict.fromkeys(group)
+    for may_wait in (False, True):
+        for idx, plan in list(left.items()):
+            build = ContextBuild(store, plan, by_layer=True)
+            if loaded is None:
+                build.fail(fault)
+            else:
+                with failing(build):
+                    _build_job(idx, jobs[idx], build, loaded, num_threads, on_progress, may_wait)
+            if build.outcome is None:
+                left[idx] = build.plan
+                continue
+            del left[idx]
+            result = result_of(jobs[idx], build)
+            on_result(idx, result)
+            yield idx, result
+
+
+class _BuiltElsewhereError(Exception):
+    """Another process is building this artifact."""
 
 
 def _build_job(
@@ -186,7 +203,10 @@ def _build_job(
     loaded: LoadedModel,
     num_threads: int | None,
     on_progress: OnJobProgress,
+    may_wait: bool,
 ) -> None:
+    """Without an outcome where another process builds it, unless this may wait for that."""
+
     def show(progress: BuildProgress | None = None) -> None:
         state = build.progress
         assert state is not None
@@ -196,7 +216,14 @@ def _build_job(
             state = state._replace(share=share, where=where)
         on_progress(job_idx, state)
 
-    (plan,) = build.due()
-    build.start(plan)
-    build.settle(plan, plan_job(job, loaded, loaded.device.type))
-    run_here(build, loaded, show, show, num_threads)
+    def wait() -> None:
+        if not may_wait:
+            raise _BuiltElsewhereError
+        show()
+
+    if build.plan is None:
+        (plan,) = build.due()
+        build.start(plan)
+        build.settle(plan, plan_job(job, loaded, loaded.device.type))
+    with suppress(_BuiltElsewhereError):
+        run_here(build, loaded, show, wait, num_threads)

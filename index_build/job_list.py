@@ -1,6 +1,9 @@
 """A list of contexts to build, one JSON object per line: read and checked as a whole before any work."""
 
 import json
+import os
+import re
+import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,13 @@ _DEFAULTS = BuildOptions()
 def read_jobs(path: Path, defaults: BuildOptions = _DEFAULTS) -> list[Job]:
     """The jobs of a JSON-lines file; paths in it are relative to it. Blank lines are skipped.
 
+    `-` is standard input. In it, and in a pipe, which lies nowhere, paths are relative to the current directory.
     Raises ConfigError that names every bad line at once, with what is wrong in it.
     """
+    base = path.absolute().parent if path.is_file() else Path.cwd()
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        data = sys.stdin.buffer.read() if path == Path("-") else path.read_bytes()
+        lines = re.split("\r\n?|\n", data.decode("utf-8-sig"))  # whatever else ends a line may stand in a string
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a file with one JSON object per line") from error
     except UnicodeDecodeError as error:
@@ -42,7 +48,7 @@ def read_jobs(path: Path, defaults: BuildOptions = _DEFAULTS) -> list[Job]:
         if not line.strip():
             continue
         try:
-            jobs.append(_read_job(line, number, path.absolute().parent, defaults))
+            jobs.append(_read_job(line, number, base, defaults))
         except (ConfigError, ContextError) as fault:
             faults.append(f"line {number}: {fault}")
     if faults:
@@ -58,17 +64,38 @@ def _lines(count: int) -> str:
 
 def _read_job(line: str, number: int, base: Path, defaults: BuildOptions) -> Job:
     try:
-        given = json.loads(line)
+        given = json.loads(line, object_pairs_hook=_unique)
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"this is not JSON ({error}); write one object per line") from error
     if not isinstance(given, dict):
         raise ConfigError(f'expected an object like {{"context": "handbook.txt"}}, got {line.strip()[:60]}')
+    for name, value in given.items():
+        if isinstance(value, str) and not _may_be_path(value):
+            raise ConfigError(f'"{name}" has characters that no path has, got {json.dumps(value)[:60]}')
     context = given.pop("context", None)
     options = _read_options(given, base, defaults)
     if not isinstance(context, str) or not context:
         raise ConfigError('"context" must be the path of a text file' + ("" if context is None else f", got {context}"))
-    file = base / Path(context).expanduser()
+    file = base / os.path.expanduser(context)
+    if os.path.exists(file) and not (file.is_file() or file.is_dir()):
+        raise ContextError(f"{file} is a pipe or a device, which cannot be read again; give a file")
     return Job(line=number, context=file, context_bytes=len(read_text(str(file)).encode()), options=options)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    given = dict(pairs)
+    if len(given) != len(pairs):
+        raise ConfigError("a name is there twice; write one object per line, and each name once")
+    return given
+
+
+def _may_be_path(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half a surrogate pair that stands for no byte
+        return False
 
 
 def _read_options(given: dict[str, Any], base: Path, defaults: BuildOptions) -> BuildOptions:
@@ -103,8 +130,8 @@ def _locate(model: str | None, base: Path) -> str | None:
     """An absolute path for a model on disk; anything else is a hub id, or the name of the demo model."""
     if model is None:
         return None
-    path = base / Path(model).expanduser()
-    if path.exists():
+    path = base / os.path.expanduser(model)
+    if os.path.exists(path):  # not so for what is too long for a name
         return str(path)
     if model.startswith(("/", ".", "~")) or model.endswith(".gguf"):
         raise ConfigError(f"there is no model at {path}; give a directory, a .gguf file, or a hub id like owner/name")

@@ -14,6 +14,7 @@ from csattn.checks import require_text
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
+from csattn.torch_threads import require_threads
 from index_build.context_build import ContextBuild
 from index_build.pieces import OnProgress, PhaseTimes, perform
 from index_build.plan import Plan, make_plan, plan_text
@@ -102,6 +103,7 @@ def run_here(
 ) -> None:
     """Do piece after piece until the build has its outcome; an error leaves what was done for the next build."""
     assert build.plan is not None
+    require_threads()
     has_waited = False
     try:
         while build.outcome is None:

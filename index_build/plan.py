@@ -15,7 +15,7 @@ from csattn.artifact.manifest import AS_THEY_ARE
 from csattn.build_options import BuildOptions
 from csattn.config import IndexConfig
 from csattn.models import LoadedModel
-from csattn.models.prompt import choose_wrapping, context_ids, require_indexable
+from csattn.models.prompt import choose_wrapping, context_ids, require_indexable, require_not_far_too_long
 from index_build.inputs import make_config
 from index_build.kmeans import kmeans_version
 
@@ -50,6 +50,7 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
 def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:
     """The artifact of a text. source: the text's name, for the manifest; index_device: where the index is made."""
     config = make_config(options.preset, options.index_changes, index_device)
+    require_not_far_too_long(text, loaded)
     wrapping = choose_wrapping(loaded.tokenizer, options.chat)
     token_ids = context_ids(loaded.tokenizer, text, wrapping)
     return make_plan(loaded, token_ids, config, {"wrapping": wrapping, "preset": options.preset, "source": source})

@@ -185,7 +185,15 @@ class Manifest:
     @property
     def weights(self) -> str | None:
         """What the model's weights were rounded to, or AS_THEY_ARE; None where the notes do not say, as older ones."""
-        noted = self.build_notes.get("weights")
+        return self._noted("weights")
+
+    @property
+    def source(self) -> str | None:
+        """The name of the text that it was built of, where the notes say it."""
+        return self._noted("source")
+
+    def _noted(self, name: str) -> str | None:
+        noted = self.build_notes.get(name)
         return noted if isinstance(noted, str) else None
 
     def to_bytes(self) -> bytes:

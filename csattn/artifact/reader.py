@@ -259,6 +259,8 @@ def parse_manifest(place: Path | str, data: bytes, hash_line: bytes, remedy: str
         )
     try:
         manifest = Manifest.from_bytes(data)
+    except ArtifactMismatchError as error:  # it may be whole, and another csattn's: nothing to delete
+        raise ArtifactMismatchError(f"{place}: {error}") from error
     except ArtifactError as error:
         raise type(error)(f"{place}: {error}; {remedy}") from error
     if manifest.spec.model.num_layers > MAX_LAYERS or set(manifest.files) != set(file_names(manifest.spec)):

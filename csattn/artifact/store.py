@@ -28,6 +28,7 @@ class ArtifactSummary:
     kv_dtype: str
     weights: str | None  # as `Manifest.weights`
     size_bytes: int
+    source: str | None  # the text's name, where the builder noted it
 
     @classmethod
     def of(cls, path: Path | str, manifest: Manifest) -> Self:
@@ -41,6 +42,7 @@ class ArtifactSummary:
             kv_dtype=spec.kv_dtype,
             weights=manifest.weights,
             size_bytes=manifest.size_bytes,
+            source=manifest.source,
         )
 
 

@@ -14,6 +14,7 @@ from csattn.models.loader import LoadedModel
 # How the context is wrapped: as the system message, inside the first user message, or not at all.
 Wrapping = Literal["system", "user", "none"]
 MIN_CONTEXT_LEN = 256  # fewer rows are cheaper to attend to than to index
+_CHARS_LOOKED_AT = 8  # for each of the model's positions
 _PROBE = "⟨context⟩"
 _BETWEEN = "\n"  # separates context and question where both stand in one message
 
@@ -78,15 +79,29 @@ def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded:
             "a context this short is better put into the prompt"
         )
     if context_len >= model.max_positions:
-        raise ContextError(
-            f"the context has {context_len} tokens and {loaded.name} has {model.max_positions} positions, "
-            "one at least for the question; shorten the context or use a model with more positions"
-        )
+        raise _too_long(str(context_len), loaded)
     if (greatest := int(token_ids.max())) >= model.vocab_size:
         raise ContextError(
             f"the context has the token {greatest}, and the model's embedding has those below {model.vocab_size}; "
             "make its tokens with the tokenizer that the model was saved with"
         )
+
+
+def require_not_far_too_long(text: str, loaded: LoadedModel) -> None:
+    """Refuse by its beginning a text that no model could read: tokens of all of it may be more than memory holds."""
+    most = loaded.geometry.max_positions
+    start = text[: _CHARS_LOOKED_AT * most]
+    if len(start) < len(text):
+        num_tokens = len(loaded.tokenizer(start, add_special_tokens=False).input_ids)
+        if num_tokens > 1.25 * most:  # where it was cut, some few tokens may be others
+            raise _too_long(f"more than {most}", loaded)
+
+
+def _too_long(num_tokens: str, loaded: LoadedModel) -> ContextError:
+    return ContextError(
+        f"the context has {num_tokens} tokens and {loaded.name} has {loaded.geometry.max_positions} positions, "
+        "one at least for the question; shorten the context or use a model with more positions"
+    )
 
 
 def question_ids(tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapping: Wrapping) -> NDArray[np.int32]:

@@ -1,10 +1,12 @@
 """Many contexts in one go: checked as a whole, one model loaded once, nothing built twice, no failure in the way."""
 
+import errno
 import json
 import os
 import signal
 import sys
 from contextlib import suppress
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ import pytest
 
 import index_build.batch
 from csattn.artifact import list_store, verify_artifact
+from csattn.artifact.lock import BuildLock
 from csattn.build_options import BuildOptions
 from csattn.errors import ConfigError
-from index_build.batch import BatchReport, JobResult, run_batch
+from csattn.models import load_model
+from index_build.batch import BatchReport, JobResult, plan_job, run_batch
 from index_build.context_build import BuildState
 from index_build.job_list import Job, read_jobs
+from offload.errors import MemoryPlanError
 from tests.index_build.batches import make_place, write_list
 from workers.cli import main
 from workers.cli.batch_display import BatchDisplay, BatchTotals
@@ -75,6 +80,12 @@ BAD_LINES = {
     '{"context": "0.txt", "chat": 1}': '"chat" must be true or false',
     '{"context": "0.txt", "preset": "lists", "kmeans": "best"}': "kmeans must be one of",
     '{"context": "0.txt", "model": "./absent"}': "there is no model at",
+    '{"context": "0.txt", "context": "1.txt"}': "a name is there twice",
+    '{"context": "0.txt\\u0000"}': '"context" has characters that no path has',
+    '{"context": "0.txt", "model": "\\ud800"}': '"model" has characters that no path has',
+    '{"context": "~no-such-user/0.txt"}': "No such file",
+    '{"context": "0.txt", "model": "~no-such-user/model"}': "there is no model at",
+    '{"context": "/dev/null"}': "is a pipe or a device",
 }
 
 
@@ -88,6 +99,25 @@ def test_every_bad_line_is_told_at_once(place: Path) -> None:
     for number, (fault, words) in enumerate(zip(faults, BAD_LINES.values(), strict=True), start=2):
         assert fault.startswith(f"  line {number}: ")
         assert words in fault
+
+
+def test_a_line_ends_where_a_line_of_json_ends(place: Path) -> None:
+    name = "0\u2028\x85.txt"
+    (place / name).write_text("a text")
+    (place / "jobs.jsonl").write_bytes(f'\ufeff{{"context": "{name}"}}\r\n\r{{"context": "0.txt"}}\r'.encode())
+    assert [(job.line, job.context.name) for job in read_jobs(place / "jobs.jsonl")] == [(1, name), (3, "0.txt")]
+
+
+def test_paths_of_a_list_that_lies_nowhere_are_relative_to_the_current_directory(place: Path, monkeypatch) -> None:
+    monkeypatch.chdir(place)
+    line = b'{"context": "0.txt"}\n'
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(line)))
+    reader, writer = os.pipe()
+    os.write(writer, line)
+    os.close(writer)
+    for source in ("-", f"/dev/fd/{reader}"):
+        assert [job.context for job in read_jobs(Path(source))] == [place / "0.txt"]
+    os.close(reader)
 
 
 def test_a_list_without_jobs_is_refused(place: Path) -> None:
@@ -128,6 +158,20 @@ def test_jobs_are_built_once_and_a_failure_stops_nothing(place: Path, tmp_path: 
     assert report.to_json()["failed"] == 2
     again = run_batch(read_jobs(file), tmp_path, device="cpu")
     assert outcomes(again) == ["reused", "failed", "failed", "reused", "reused"]
+
+
+def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path: Path) -> None:
+    jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(3))))
+    first = plan_job(jobs[0], load_model(str(place / "model")), "cpu").spec.artifact_id
+    lock = BuildLock(tmp_path / f".building-{first}.lock").acquire()
+    order: list[int] = []
+
+    def let_go(job_idx: int, state: BuildState) -> None:
+        if "waiting" in state.where:
+            lock.release()
+
+    report = run_batch(jobs, tmp_path, on_progress=let_go, on_result=lambda job_idx, result: order.append(job_idx))
+    assert order == [1, 2, 0] and outcomes(report) == ["built"] * 3
 
 
 def test_an_interrupted_batch_goes_on_at_the_layer_where_it_stopped(place: Path, tmp_path: Path) -> None:
@@ -182,6 +226,44 @@ def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_pa
     assert [(entry["line"], entry["outcome"]) for entry in report["jobs"]] == [(1, "failed"), (2, "built")]
     assert (report["built"], report["failed"]) == (1, 1)
     assert "0.txt built in" in printed.err
+
+
+def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
+    place: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """... and a model that memory has no room for fails its own jobs."""
+
+    def require_room(model: str, dtype: str, weights: str | None) -> None:
+        if dtype == "float32":
+            raise MemoryPlanError("there is no room")
+
+    monkeypatch.setattr("workers.cli.batching.require_room_for_weights", require_room)
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("waits for a disk"))
+    file = write_list(place, {"context": "0.txt", "dtype": "float32"}, {"context": "1.txt", "dtype": "bfloat16"})
+    options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--no-sync"]
+    monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options), "--progress", "json", "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    told = [json.loads(line) for line in printed.err.splitlines()]
+    assert [one["progress"] for one in told] == sorted(one["progress"] for one in told)
+    assert (told[-1]["progress"], told[-1]["finished"], told[-1]["contexts"]) == (1.0, 2, 2) and len(told) > 4
+    jobs = json.loads(printed.out.splitlines()[-1])["jobs"]
+    assert [one["job"] for one in told if "job" in one] == jobs
+    assert [job["outcome"] for job in jobs] == ["failed", "built"] and "there is no room" in jobs[0]["error"]
+
+
+def test_a_log_on_a_full_disk_ends_no_build(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(BatchDisplay, "_show", full)
+    file = write_list(place, {"context": "0.txt"}, {"context": "1.txt"})
+    options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--json"]
+    monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0 and json.loads(capsys.readouterr().out.splitlines()[-1])["built"] == 2
 
 
 def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, capsys, monkeypatch) -> None:
@@ -265,7 +347,7 @@ def test_the_verbs_take_a_url_for_a_store(place: Path, tmp_path: Path, capsys, m
         ([], "error: build takes --context FILE, --tokens FILE or --jobs FILE"),
         (["--context", "a", "--jobs", "b"], "error: build takes --context FILE, --tokens FILE or --jobs FILE"),
         (["--context", "a", "--ray", "auto"], "error: --ray builds the contexts of a list"),
-        (["--jobs", "a", "--no-sync"], "error: --no-sync is for one context"),
+        (["--jobs", "a", "--ray", "auto", "--no-sync"], "error: --no-sync is for builds in this process"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: list[str], words: str, capsys, monkeypatch) -> None:

@@ -1,13 +1,16 @@
 """A context built from Python, as docs/use.md shows it."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from csattn.artifact import read_manifest
 from csattn.errors import ConfigError, ContextError
+from csattn.torch_threads import threads_kept
 from index_build import build_context
 from tests.tiny import loaded
 from workers import csattn_session
@@ -44,6 +47,26 @@ def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:
             build_context(loaded(), text, tmp_path / "store")  # type: ignore[arg-type]
     with pytest.raises(ContextError, match="an index needs at least"):
         build_context(loaded(), "short", tmp_path / "store")
+    most = loaded().geometry.max_positions
+    with pytest.raises(ContextError, match=f"the context has {most} tokens and"):
+        build_context(loaded(), "x" * most, tmp_path / "store", chat=False)
+    with pytest.raises(ContextError, match=f"the context has more than {most} tokens and"):  # not all are counted
+        build_context(loaded(), "x" * 9 * most, tmp_path / "store", chat=False)
+
+
+def test_a_process_that_is_forked_from_a_builder_is_told_so_and_does_not_wait_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded()
+    with threads_kept():
+        torch.set_num_threads(2)
+        build_context(model, TEXT, tmp_path)
+        parent = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+        with pytest.raises(ConfigError, match="forked from one that has built"):
+            build_context(model, f"{TEXT}More.", tmp_path)
+        torch.set_num_threads(1)
+        assert not build_context(model, f"{TEXT}More.", tmp_path).reused
 
 
 def test_what_is_not_exported_is_not_there() -> None:

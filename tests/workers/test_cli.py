@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from csattn.artifact.lock import BuildLock
 from tests.artifact.faults import reseal
 from tests.tiny import byte_tokenizer, save
-from workers.cli import building, main
+from workers.cli import building, main, terminal
 
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
@@ -328,10 +329,12 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     listed = last_line(in_process("ls", "--store", place / "store", "--json", capsys=capsys))
     assert inspected["size_bytes"] == verified["size_bytes"] == listed["artifacts"][0]["size_bytes"]
     assert verified["intact"] is True
+    assert listed["artifacts"][0]["source"] == inspected["notes"]["source"]
     work = place / "store" / f".building-{'0' * 16}"
     work.mkdir()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
-    assert last_line(shown)["unfinished"] == [str(work)] and "the same build goes on with it" in shown.stderr
+    told = f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it"
+    assert last_line(shown)["unfinished"] == [str(work)] and told in shown.stderr.splitlines()
     lock = BuildLock(work.with_name(f"{work.name}.lock")).acquire()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
     assert (last_line(shown)["unfinished"], last_line(shown)["building"]) == ([], [str(work)])
@@ -340,6 +343,35 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     lock.release()
     for removed in ([str(work)], []):
         assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
+
+
+def test_a_result_has_no_need_of_readers_of_what_is_told_beside_it(place: Path, monkeypatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), os.fdopen(writer, "w") as nobody:
+        monkeypatch.setattr(terminal.err, "_file", nobody)
+        terminal.err.print("a word")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stdout", "stderr"):  # closed, as by >&-
+            patch.setattr(sys, name, None)
+        patch.setattr(sys, "argv", ["csattn", "ls", "--store", str(place), "--json"])
+        main()
+        sys.stdout.close()
+        sys.stderr.close()
+
+
+def test_a_whole_store_is_verified_and_every_fault_told(capsys, artifact: Path, tmp_path: Path) -> None:
+    shutil.copytree(artifact, tmp_path / artifact.name)
+    broken = tmp_path / ("0" * 16)
+    shutil.copytree(artifact, broken)
+    done = in_process("verify", tmp_path, "--json", capsys=capsys)
+    assert done.returncode == 1 and done.stderr.count("not intact: ") == 1
+    assert "1 of 2 artifacts in" in done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["artifacts"] == [artifact.name] and list(found["broken"]) == [broken.name] and not found["intact"]
+    shutil.rmtree(broken)
+    done = in_process("verify", tmp_path, "--json", capsys=capsys)
+    assert last_line(done)["intact"]
 
 
 def test_no_order_to_the_terminal_comes_from_an_artifact(capsys, artifact: Path, tmp_path: Path) -> None:
@@ -458,6 +490,7 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model", "--selectors", "best"], 1, "choose from"),
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model"], 1, "longer text"),
         (["verify", "{place}"], 1, "artifact"),
+        (["ls", "--store", "s3:/bucket"], 2, "a URL has two slashes behind its colon, got s3:/bucket"),
         (["frobnicate"], 2, "No such command"),
         (["build", "--keep", "3"], 2, "--keep belongs to generate, eval and serve; `csattn build --help` lists"),
         (["verify", "{artifact}", "--set", "a=b"], 2, "--set belongs to serve and config show; `csattn verify --help`"),

@@ -65,7 +65,7 @@ _SEARCH, _BUILD = SearchConfig(), BuildOptions()  # the defaults of what several
 def build(
     context: Annotated[str | None, typer.Option(help="Text file, or - for standard input.")] = None,
     tokens: Annotated[Path | None, typer.Option(help="Instead: its token ids, a list in JSON.")] = None,
-    jobs: Annotated[Path | None, typer.Option(help="Instead: a JSON object per line, each with a context.")] = None,
+    jobs: Annotated[Path | None, typer.Option(help="Instead, or -: a JSON object a line, each with a context.")] = None,
     ray: Annotated[str | None, typer.Option(help="With --jobs, a Ray cluster: its address, auto, or local.")] = None,
     model: Model = None,
     store: Store = Path("store"),
@@ -87,7 +87,7 @@ def build(
     sync: Annotated[
         bool, typer.Option(help="Wait for the disk; else let `csattn verify` look at it after a loss of power.")
     ] = True,
-    progress: Annotated[str, typer.Option(help="json: with --context, one JSON object a line on stderr.")] = "auto",
+    progress: Annotated[str, typer.Option(help="json: one JSON object a line on stderr.")] = "auto",
     json: Json = False,
 ) -> None:
     """Prefill a context once and index it: writes an artifact to the store. With --jobs, one for each of many."""
@@ -95,12 +95,12 @@ def build(
     from workers.words import size
 
     batching.require_one_source(context, tokens, jobs, ray, sync)
-    building.require_progress(progress, jobs)
+    building.require_progress(progress)
     changes: dict[str, Any] = {"num_fine": num_fine, "num_coarse": num_coarse, "segment_len": segment_len}
     changes |= {"num_subspaces": num_subspaces, "num_centroids": num_centroids, "list_len": list_len, "kmeans": kmeans}
     options = BuildOptions(model=model, preset=preset, dtype=dtype, weights=weights, chat=chat, **changes)
     if jobs is not None:
-        report = batching.build_jobs(jobs, options, store, ray, threads, device)
+        report = batching.build_jobs(jobs, options, store, ray, threads, device, progress, sync)
         terminal.end(report, json)
         sys.exit(1 if report["failed"] else 0)
     result = building.build(
@@ -211,10 +211,12 @@ def inspect(artifact: ArtifactPath, json: Json = False) -> None:
 
 @app.command()
 def verify(artifact: ArtifactPath, json: Json = False) -> None:
-    """Read every byte of an artifact and compare it with its manifest."""
+    """Read every byte of an artifact, or of all in a store's directory, and compare it with its manifest."""
     from workers.cli import shelf, terminal
 
-    terminal.end(shelf.verify(artifact), json)
+    result = shelf.verify(artifact)
+    terminal.end(result, json)
+    sys.exit(0 if result["intact"] else 1)
 
 
 @app.command()

@@ -1,5 +1,7 @@
 """How far a batch of builds is: what is being built, and a bar for all contexts, with rate and time left."""
 
+import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +60,38 @@ class BatchTotals:
     def _built(self, job_idx: int) -> float:
         """Tokens of that job that this run has built."""
         return self._context_lens[job_idx] * max(self._share[job_idx] - self._first[job_idx], 0.0)
+
+
+class JsonBatchProgress:
+    """For programs: on stderr, one JSON object a line, when a context has ended or another hundredth of all is done."""
+
+    def __init__(self, jobs: Sequence[Job]):
+        self._totals, self._num_jobs, self._told = BatchTotals(jobs, time.monotonic()), len(jobs), 0.0
+
+    def __enter__(self) -> "JsonBatchProgress":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing was opened."""
+
+    def on_progress(self, idx: int, progress: BuildState) -> None:
+        self._totals.update(idx, progress)
+        if self._now.share >= self._told + 0.01:
+            self._tell()
+
+    def on_result(self, idx: int, result: JobResult) -> None:
+        self._totals.finish(idx, result)
+        self._tell(job=result.to_json())
+
+    @property
+    def _now(self) -> Totals:
+        return self._totals.totals(time.monotonic())
+
+    def _tell(self, **more: object) -> None:
+        now = self._now
+        self._told = now.share
+        what = {"progress": round(now.share, 4), "finished": now.num_finished, "contexts": self._num_jobs}
+        print(json.dumps({**what, **more}), file=sys.stderr, flush=True)
 
 
 class BatchDisplay:

@@ -1,13 +1,17 @@
 """`csattn build --jobs`: read the list, build it here or on a Ray cluster, show how far it is and what became of it."""
 
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from csattn.artifact.durable import unsynced
 from csattn.build_options import BuildOptions
 from index_build.batch import OUTCOMES, BatchReport, JobResult, run_batch
+from index_build.context_build import BuildState
 from index_build.job_list import read_jobs
-from workers.cli.batch_display import BatchDisplay
+from workers.capacity import require_room_for_weights
+from workers.cli.batch_display import BatchDisplay, JsonBatchProgress
 from workers.cli.building import use_threads
 from workers.cli.terminal import err, out, table
 from workers.cli.usage import UsageError
@@ -20,22 +24,32 @@ def build_jobs(
     ray_address: str | None,
     threads: int | None,
     device: str,
+    progress: str,
+    sync: bool,
 ) -> dict[str, Any]:
-    """Build and return the verb's JSON object."""
+    """Build and return the verb's JSON object. sync: what is made survives a loss of power."""
     jobs, started = read_jobs(jobs_file, defaults), time.perf_counter()
-    err.print(f"{len(jobs)} contexts to build" + (f" on the Ray cluster {ray_address}" if ray_address else ""))
+    if progress != "json":
+        with suppress(OSError):
+            err.print(f"{len(jobs)} contexts to build" + (f" on the Ray cluster {ray_address}" if ray_address else ""))
     finished: dict[int, JobResult] = {}
-    with BatchDisplay(jobs) as display:
+    with JsonBatchProgress(jobs) if progress == "json" else BatchDisplay(jobs) as display:
+        # a log on a full disk, or whose reader has gone, ends no build
+        def on_progress(idx: int, state: BuildState) -> None:
+            with suppress(OSError):
+                display.on_progress(idx, state)
 
         def on_result(idx: int, result: JobResult) -> None:
             finished[idx] = result
-            display.on_result(idx, result)
+            with suppress(OSError):
+                display.on_result(idx, result)
 
         try:
-            told: Any = {"on_progress": display.on_progress, "on_result": on_result, "num_threads": threads}
+            told: Any = {"on_progress": on_progress, "on_result": on_result, "num_threads": threads}
             if ray_address is None:
                 use_threads(threads)
-                report = run_batch(jobs, store, device=device, **told)
+                with nullcontext() if sync else unsynced():
+                    report = run_batch(jobs, store, device=device, require_room=_require_room, **told)
             else:
                 from index_build.jobs import run_on_ray
 
@@ -48,16 +62,20 @@ def build_jobs(
     return report.to_json()
 
 
+def _require_room(options: BuildOptions) -> None:
+    require_room_for_weights(options.model, options.dtype, options.weights)
+
+
 def require_one_source(
     context: str | None, tokens_file: Path | None, jobs_file: Path | None, ray_address: str | None, sync: bool
 ) -> None:
-    """`build` takes one context or one list, a cluster only for a list, and no list without waiting for the disk."""
+    """`build` takes one context or one list, a cluster only for a list, which waits for its disks."""
     if sum(source is not None for source in (context, tokens_file, jobs_file)) != 1:
         raise UsageError("build takes --context FILE, --tokens FILE or --jobs FILE; give one of them")
     if ray_address is not None and jobs_file is None:
         raise UsageError("--ray builds the contexts of a list; give --jobs FILE, or leave --ray out")
-    if jobs_file is not None and not sync:
-        raise UsageError("--no-sync is for one context; leave it out with --jobs")
+    if ray_address is not None and not sync:
+        raise UsageError("--no-sync is for builds in this process; leave it out with --ray")
 
 
 def show_summary(report: BatchReport) -> None:

@@ -12,7 +12,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from csattn.models.loader import model_name, require_numbers
-from csattn.models.prompt import num_special
+from csattn.models.prompt import num_special, require_not_far_too_long
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from index_build.pipeline import BuildReport, build_plan
 from index_build.plan import Plan, plan_text, plan_tokens
@@ -42,6 +42,7 @@ def build(
     if ids is not None:
         plan = plan_tokens(ids, options, loaded, device)
     else:
+        require_not_far_too_long(text, loaded)
         if progress != "json":  # there the last words on stderr are why it ended
             _tell_special(loaded, text)
         plan = plan_text(text, "stdin" if context == "-" else Path(str(context)).name, options, loaded, device)
@@ -111,12 +112,9 @@ def keep_model() -> None:
     _load_model = lru_cache(maxsize=1)(_load)
 
 
-def require_progress(progress: str, jobs: Path | None) -> None:
-    """A list of contexts has a display of its own."""
+def require_progress(progress: str) -> None:
     if progress not in ("auto", "json"):
         raise ConfigError(f"--progress must be auto or json, got {progress!r}")
-    if progress == "json" and jobs is not None:
-        raise ConfigError("--progress json shows one context; give --context, or leave it out")
 
 
 def use_threads(threads: int | None) -> None:

@@ -1,5 +1,6 @@
 """The entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
 
+import os
 import signal
 import sys
 from contextlib import nullcontext
@@ -26,6 +27,9 @@ _REMEDIES = (
 
 
 def main() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed where csattn was started, as by >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):  # an answer may have characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does
     ending.tell(signal.SIGINT)

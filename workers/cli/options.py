@@ -1,5 +1,6 @@
 """Options that several verbs of `csattn` have. Loads no heavy library."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ from csattn.checks import require_model_name
 
 def _place(text: Any) -> Path | str:
     """A directory, or a URL as it is. An empty one is a variable of a shell that is not set, and no directory."""
+    if re.match("[a-z][a-z0-9+]+:/(?!/)", str(text)):
+        raise ValueError(f"a URL has two slashes behind its colon, got {text}; give ./{text} if it is a directory")
     return text if "://" in str(text) else directory(text)
 
 

@@ -21,9 +21,11 @@ from csattn.artifact import (
     unfinished_builds,
     verify_artifact,
 )
+from csattn.artifact.find import is_artifact_id, store_entries
+from csattn.artifact.layout import MANIFEST_FILE
 from csattn.artifact.manifest import AS_THEY_ARE
 from csattn.config import IndexConfig, SketchConfig
-from csattn.errors import ArtifactNotFoundError, ConfigError
+from csattn.errors import ArtifactError, ArtifactNotFoundError, ConfigError
 from workers.cli.terminal import counting, err, out, table
 from workers.serving.kept_store import DIRECTORY, KeptFiles, kept_files, remove_kept
 from workers.words import counted, size
@@ -79,6 +81,9 @@ def _described(config: IndexConfig) -> str:
 
 
 def verify(place: Path | str) -> dict[str, Any]:
+    """Of one artifact, which raises what is wrong with it; or of all that lie in a store."""
+    if isinstance(place, Path) and not (place / MANIFEST_FILE).exists() and (names := _artifacts(place)):
+        return _verify_store(place, names)
     total = read_manifest(place).size_bytes
     seen = 0
     with counting("verifying", total, "bytes") as count:
@@ -91,6 +96,28 @@ def verify(place: Path | str) -> dict[str, Any]:
         manifest = verify_artifact(place, progress)
     out.print(f"artifact {manifest.spec.artifact_id} is intact: {size(total)} in {len(manifest.files)} files")
     return {"artifact": manifest.spec.artifact_id, "intact": True, "size_bytes": total, "files": len(manifest.files)}
+
+
+def _artifacts(store: Path) -> list[str]:
+    """The ids that directories of a store have for names; none where it is no directory, or an artifact's own."""
+    if not store.is_dir() or is_artifact_id(store.name):
+        return []
+    return [name for name in store_entries(store) if is_artifact_id(name)]
+
+
+def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
+    intact, broken = list[str](), dict[str, str]()
+    with counting("verifying", len(names), "artifacts") as count:
+        for name in names:
+            try:
+                verify_artifact(store / name)
+                intact.append(name)
+            except ArtifactError as error:
+                broken[name] = str(error)
+                err.print(f"not intact: {name}: {error}", soft_wrap=True)
+            count(1)
+    out.print(f"{len(intact)} of {counted(len(names), 'artifact')} in {store} are intact")
+    return {"store": str(store), "intact": not broken, "artifacts": intact, "broken": broken}
 
 
 def listing(store: Path | str) -> dict[str, Any]:
@@ -110,12 +137,13 @@ def listing(store: Path | str) -> dict[str, Any]:
     if kept.num_bytes:
         out.print(f"{_told(store, kept)}; `csattn gc --kept` removes it", soft_wrap=True)
     for name, error in faults.items():
-        err.print(f"not usable: {name}: {error}")
+        err.print(f"not usable: {name}: {error}", soft_wrap=True)
     for work in unfinished:
         if work in building:
             err.print(f"being built: {work.name}")
         else:
-            err.print(f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it")
+            told = f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it"
+            err.print(told, soft_wrap=True)
     return {
         "store": str(store),
         "artifacts": [
@@ -127,6 +155,7 @@ def listing(store: Path | str) -> dict[str, Any]:
                 "kv_dtype": of.kv_dtype,
                 "weights": of.weights,
                 "size_bytes": of.size_bytes,
+                "source": of.source,
             }
             for of in found
         ],
@@ -146,12 +175,13 @@ def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
             str(of.context_len),
             of.layout,
             size(of.size_bytes),
+            of.source or "",
         ]
         for of in found
     ]
-    columns = ["artifact", "model", "dtype", "tokens", "index", "size"]
+    columns = ["artifact", "model", "dtype", "tokens", "index", "size", "source"]
     shown = table(f"{counted(len(rows), 'artifact')} in {store}", columns, rows)
-    shown.columns[0].no_wrap, shown.columns[1].overflow = True, "fold"  # ids are copied, names may be paths
+    shown.columns[0].no_wrap = True  # ids are copied
     return shown
 
 

@@ -25,11 +25,16 @@ class _Console(Console):
         return super().render_str(harmless(text), **options)
 
 
+class _Told(_Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads what is told beside the result, which may have another reader: the work goes on."""
+
+
 # Tables need room where nobody resizes a window: in pipes and logs.
 _WIDTH = None if sys.stdout.isatty() else 140
 # Models, paths and errors are shown as they are: "csattn[serve]" is no markup, ":smile:" no picture.
 out = _Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
-err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
+err = _Told(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(value: dict[str, Any]) -> None:

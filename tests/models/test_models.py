@@ -19,7 +19,7 @@ from csattn.build_options import BuildOptions
 from csattn.errors import ArtifactMismatchError, ConfigError, ContextError, ModelError
 from csattn.models import load_model, loader
 from csattn.models.families import describe, stretch_positions
-from csattn.models.loader import read_config, wrap_model
+from csattn.models.loader import _scale_positions, read_config, wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 from csattn.models.query import queries_before_rope
 from csattn.models.rope import model_frequencies
@@ -163,6 +163,14 @@ def test_code_of_a_checkpoint_is_not_asked_for(tmp_path: Path, file: str, monkey
     asked.assert_not_called()
 
 
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
 def write_gguf(path: Path, family: str = "llama", tensors: tuple[str, ...] = (), **fields: Any) -> Path:
     sizes = {"context_length": 512, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 4, "vocab_size": 256}
@@ -187,7 +195,7 @@ def write_gguf(path: Path, family: str = "llama", tensors: tuple[str, ...] = (),
     [
         ({"split__count": 3}, "it is one of 3 parts; join them"),
         ({"llama__rope__scaling__type": "yarn"}, r"its positions are scaled \(yarn\)"),
-        ({"tensors": ("rope_freqs.weight",)}, r"its positions are scaled \(rope_freqs.weight\)"),
+        ({"tensors": ("rope_factors_long.weight",)}, r"its positions are scaled \(rope_factors_long.weight\)"),
         ({"tensors": ("token_embd.weight",), "llama__rope__scaling__type": "none"}, "lacks model.layers.0"),
     ],
 )
@@ -197,6 +205,46 @@ def test_what_a_gguf_file_says_is_not_passed_over(
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=f"model.gguf could not be converted: .*{match}"):
         load_model(write_gguf(tmp_path / "model.gguf", **how))
+
+
+def test_a_gguf_file_of_llama_3s_positions_is_that_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    model = make_model("llama", rope_parameters=rope, max_position_embeddings=131072)
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_context_length(131072)
+    writer.add_embedding_length(model.config.hidden_size)
+    writer.add_block_count(model.config.num_hidden_layers)
+    writer.add_feed_forward_length(model.config.intermediate_size)
+    writer.add_head_count(model.config.num_attention_heads)
+    writer.add_head_count_kv(model.config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(model.config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab"])
+    writer.add_token_merges(["a b"])
+    dim = model.config.head_dim
+    for name, tensor in model.state_dict().items():
+        array = tensor.numpy()
+        if "q_proj" in name or "k_proj" in name:  # of each pair one stands behind the other
+            pairs = array.reshape(-1, 2, dim // 2, array.shape[1])
+            array = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+        for ours, theirs in GGUF_NAMES.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, array)
+    plain = rope["rope_theta"] ** (-np.arange(0, dim, 2, np.float32) / dim)
+    writer.add_tensor("rope_freqs.weight", plain / model.model.rotary_emb.inv_freq.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ids = torch.from_numpy(token_ids(200)).long()[None]
+    got = load_model(tmp_path / "model.gguf")
+    torch.testing.assert_close(got.model(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+    with pytest.raises(ModelError, match=r"scaled \(rope_freqs.weight\) in a way that is not read"):
+        _scale_positions(model.config, torch.full((dim // 2,), 32.0))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,8 @@ async def _measure(
 
 
 def _ask(index: int, number: int, drawing: str, has_schema: bool, num_tokens: int) -> Ask:
-    sampling = Sampling(max_new_tokens=num_tokens, temperature=float(drawing == "drawn"), seed=100 * number + index)
+    temperature, seed = float(drawing == "drawn"), 100 * number + index
+    sampling = Sampling(max_new_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True)
     prompt = f"\n\nChapter {index}. A list of what was seen:\n"
     return Ask(
         request_id=f"{index}", context=CONTEXT, prompt=prompt, sampling=sampling, schema=SCHEMA if has_schema else None

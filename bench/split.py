@@ -85,6 +85,7 @@ def main() -> None:
         _run_processes(most)
         return
     rank, meeting = int(arguments.process[0]), Path(arguments.process[1])
+    del sys.argv[sys.argv.index("--process") :]  # no part of the command that is told
     assert set(counts) <= {1, most}, "one GPU, and another number of them"
     devices = Devices(Share(rank, most), torch.device("cuda", rank), meeting)
     with torch.no_grad():

@@ -81,11 +81,10 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
 
     Each has what Ray takes for a GPU.
     """
-    pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # read as it is imported
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        import ray
+        ray = pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
         from ray.cluster_utils import Cluster
 
         cluster = Cluster(

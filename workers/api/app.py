@@ -17,7 +17,7 @@ from workers.api.answering import Answering, EventStream, unless_gone
 from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.body import BodyReader, Pace
 from workers.api.contexts import ServedModel, context_object, find_context, listed, model_object, model_objects
-from workers.api.errors import HttpError, error_reply
+from workers.api.errors import HttpError, error_reply, quoted
 from workers.api.guard import Guard
 from workers.api.measures import Measures
 from workers.api.names import context_or_own, short_model_name
@@ -199,4 +199,6 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
             405, "method_not_allowed", f"this address does not do {request.method[:16]}; wanted {allowed}"
         )
         return error_reply(wrong, error.headers)
-    return error_reply(HttpError(error.status_code, "not_found", "there is nothing at this address"))
+    path = quoted(request.url.path)
+    what = f"there is nothing at {path}; what OpenAI's clients call is below /v1, which their base_url ends with"
+    return error_reply(HttpError(error.status_code, "not_found", what))

@@ -24,11 +24,13 @@ MAX_NUM_TOKENS = 2**31 - 1  # that may be asked for; clients send any large numb
 IGNORED = (
     "metadata",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
     "store",
     "user",
+    "verbosity",
 )
 Kind = Literal["chat", "text", "response"]
 

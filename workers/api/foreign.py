@@ -5,7 +5,16 @@ from typing import Any
 from workers.api.fields import Fields
 
 # llama.cpp's, Ollama's and vLLM's, about the server's own work
-IGNORED = ("cache_prompt", "id_slot", "keep_alive", "n_keep", "priority", "return_tokens", "timings_per_token")
+IGNORED = (
+    "cache_control",
+    "cache_prompt",
+    "id_slot",
+    "keep_alive",
+    "n_keep",
+    "priority",
+    "return_tokens",
+    "timings_per_token",
+)
 
 _NO_FORM = "answers are held to a form by response_format; send that"
 _NO_SAMPLER = "tokens are not drawn so here; leave it out"

@@ -28,7 +28,7 @@ class ResponseAsked(Asked):
 def read_response(body: object, request_id: str, model: str, limits: LimitSettings) -> ResponseAsked:
     """Of a body for /v1/responses."""
     told = (
-        {name: body.get(name) for name in ("instructions", "text", "tool_choice", "tools")}
+        {name: body.get(name) for name in ("instructions", "metadata", "text", "tool_choice", "tools")}
         if isinstance(body, dict)
         else {}
     )
@@ -195,7 +195,7 @@ class ResponseForm:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": told["instructions"],
             "max_output_tokens": sampling.max_new_tokens,
-            "metadata": {},
+            "metadata": told["metadata"] or {},
             "model": self._asked.model,
             "output": list(self._items),
             "parallel_tool_calls": self._ask.parallel_calls,
@@ -273,7 +273,9 @@ def _refuse_what_is_not_done(fields: Fields) -> None:
     fields.only("previous_response_id", why=UNSTORED)
     fields.only("conversation", why=UNSTORED)
     fields.only("background", False, why="answers are given at once")
-    fields.only("truncation", "disabled", why="nothing is cut out of a conversation")
+    fields.only("truncation", "disabled", "auto", why="nothing is cut out of a conversation")
+    for name in ("max_tokens", "max_completion_tokens"):
+        fields.only(name, why="it is called max_output_tokens here")
     fields.only("prompt", why="no prompts are kept here; send input")
     fields.only("max_tool_calls", why="the service runs no tools of its own")
 
@@ -284,7 +286,6 @@ def _effort(fields: Fields) -> str | None:
     if reasoning is None:
         return None
     effort = reasoning.choice("effort", EFFORTS)
-    for name in ("summary", "generate_summary"):
-        reasoning.only(name, "none", why="all of a thought is told")
+    reasoning.ignore("summary", "generate_summary")  # all of a thought is told
     reasoning.finish()
     return effort

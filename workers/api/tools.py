@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from workers.api.fields import Fields
+from workers.api.fields import Fields, told
 from workers.serving.messages import Tool, ToolCall, Turn
 
 MAX_TOOLS = 128
@@ -72,14 +72,13 @@ def read_calls(fields: Fields) -> tuple[ToolCall, ...]:
 def read_call(fields: Fields, call_id: str) -> ToolCall:
     """Of name and arguments, which are all that the fields have."""
     name, written = checked_name(fields), fields.text("arguments", MAX_CHARS) or "{}"
+    fields.finish()
     try:
         arguments = json.loads(written)
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
-        fields.refuse("arguments", "is not the text of a JSON object")
-    fields.finish()
-    return ToolCall(call_id, name, arguments)
+    # a call that max_tokens cut off is sent back with all later turns
+    return ToolCall(call_id, name, arguments if isinstance(arguments, dict) else written)
 
 
 def require_answered_calls(turns: tuple[Turn, ...], fields: Fields, name: str) -> None:
@@ -100,8 +99,10 @@ def checked_name(fields: Fields) -> str:
 
 def _tool(value: object, where: str, is_nested: bool) -> Tool:
     outer = Fields(value, where)
-    if outer.any_of("type") != "function":
-        outer.refuse("type", 'is not "function": the service runs no tools of its own')
+    kind = outer.any_of("type")
+    if kind != "function":
+        outer.refuse("type", f'is {told(kind)}, wanted "function": the service runs no tools of its own')
+    outer.ignore("cache_control")
     fields = outer.inner("function") if is_nested else outer
     if fields is None:
         outer.refuse("function", "is missing, wanted an object with name and parameters")

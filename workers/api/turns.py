@@ -86,7 +86,7 @@ def _turn(value: object, where: str, most_chars: int) -> Turn:
         fields.refuse("role", f"is missing, wanted one of {', '.join(ROLES)}")
     calls: tuple[ToolCall, ...] = ()
     call_id = reasoning = ""
-    fields.ignore("name")
+    fields.ignore("name", "cache_control")
     fields.only("annotations", [], why="they are not read here")
     if role == "assistant":  # as OpenAI's client writes an answer that is sent back
         calls = read_calls(fields)
@@ -95,7 +95,7 @@ def _turn(value: object, where: str, most_chars: int) -> Turn:
         call_id = fields.needed_text("tool_call_id", 256)
     else:
         fields.only("tool_calls", [], why="only an assistant calls tools")
-    content = content_of(fields, where, most_chars, is_needed=not calls)
+    content = content_of(fields, where, most_chars, is_needed=role != "assistant")
     fields.finish()
     return Turn(cast(Any, ROLES[role]), content, calls, call_id, reasoning)
 
@@ -112,10 +112,11 @@ def content_of(
     texts = []
     for index, item in enumerate(value):
         part = Fields(item, f"{where}content[{index}].")
-        if part.any_of("type") not in kinds:
-            part.refuse("type", f'is not "{kinds[0]}": only text is read here')
+        kind = part.any_of("type")
+        if kind not in kinds:
+            part.refuse("type", f'is {told(kind)}, wanted "{kinds[0]}": only text is read here')
         texts.append(part.needed_text("text", most_chars))
-        part.ignore("annotations", "logprobs")
+        part.ignore("annotations", "cache_control", "logprobs")
         part.finish()
     if not texts:
         fields.refuse("content", "is an empty list, wanted text")

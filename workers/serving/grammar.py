@@ -26,6 +26,8 @@ _ANYTHING = "/(?s:.*)/"
 _MAX_CHARS = 1 << 16  # of all schemas of a request
 _MAX_COUNT = 10_000
 _MAX_MULTIPLE = 100_000  # of which a number has to be a multiple, for all the schema's together
+# keys of an object's schema beside which its properties are all that it may have, if it says nothing else
+_ALL_NAMED = {"$defs", "$schema", "definitions", "description", "properties", "required", "title", "type"}
 _COUNTS = {"minItems", "maxItems", "minProperties", "maxProperties"}
 
 
@@ -197,8 +199,19 @@ def _numbers(schema: object) -> Iterator[tuple[str, float]]:
 def _held_tools(ask: Ask) -> list[Tool]:
     """The tools that may be called, with the schemas that their arguments are held to."""
     if ask.must_call:
-        return [tool for tool in ask.tools if tool.name in ask.must_call]
-    return [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in ask.tools]
+        return [replace(tool, parameters=_closed(tool.parameters)) for tool in ask.tools if tool.name in ask.must_call]
+    anything = {"type": "object"}
+    return [replace(tool, parameters=_closed(tool.parameters) if tool.strict else anything) for tool in ask.tools]
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Without arguments that are not named, where it is certain that all are: functions take no others, and small
+    models make them up."""
+    named, required = parameters.get("properties"), parameters.get("required", [])
+    if named is None or not isinstance(required, list) or not set(parameters) <= _ALL_NAMED:
+        return parameters
+    is_all = all(isinstance(name, str) and name in named for name in required)
+    return {**parameters, "additionalProperties": False} if is_all else parameters
 
 
 def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:

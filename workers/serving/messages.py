@@ -43,7 +43,7 @@ class ToolCall:
 
     call_id: str
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | str  # as it came, where it is not the text of an object
 
 
 @dataclass(frozen=True, slots=True)

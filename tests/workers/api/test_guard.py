@@ -131,6 +131,13 @@ def test_there_is_nothing_else(service: Running, method: str, path: str, status:
     assert ("allow" in reply.headers) == (status == 405)
 
 
+def test_an_address_without_its_beginning_is_told_what_it_lacks(service: Running) -> None:
+    reply = httpx2.post(f"{service.url}/chat/completions", headers=AUTH, json={})
+    assert (
+        'nothing at "/chat/completions"; what OpenAI\'s clients call is below /v1' in reply.json()["error"]["message"]
+    )
+
+
 def test_a_requests_id_comes_back(service: Running) -> None:
     assert httpx2.get(f"{service.url}/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
     for bad in ("a" * 129, "a b", "<x>", "\u00e9".encode()):

@@ -30,11 +30,14 @@ def read(**fields: Any) -> Any:
 
 
 def test_text(client: openai.OpenAI) -> None:
-    answer = client.responses.create(model=MODEL, input="?", instructions="Be short.", max_output_tokens=9)
+    answer = client.responses.create(
+        model=MODEL, input="?", instructions="Be short.", max_output_tokens=9, metadata={"a": "b"}
+    )
     assert answer.output_text == "The answer is 42." and answer.status == "completed"
     assert answer.usage is not None and answer.usage.input_tokens_details.cached_tokens == CONTEXT_TOKENS
     assert (answer.usage.output_tokens, answer.usage.total_tokens) == (4, CONTEXT_TOKENS + 11)
     assert (answer.instructions, answer.max_output_tokens, answer.previous_response_id) == ("Be short.", 9, None)
+    assert answer.metadata == {"a": "b"}
     cut = client.responses.create(model=MODEL, input="?", max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details is not None
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "The answer "
@@ -117,6 +120,10 @@ def test_a_conversation_of_items() -> None:
     assert ask.tools == (Tool("add", {"type": "object"}, None, True),) and ask.must_call == ("add",)
 
 
+def test_what_asks_for_nothing_that_is_not_done_anyway() -> None:
+    assert read(truncation="auto", reasoning={"summary": "auto"}) == read()
+
+
 def test_the_form_of_an_answer() -> None:
     form = {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "integer"}}}
     assert read(text=form).schema == {"type": "integer"}
@@ -148,9 +155,9 @@ def test_the_form_of_an_answer() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id is .*nothing is stored here"),
         ({"conversation": "conv_1"}, "nothing is stored here"),
         ({"background": True}, "background is true"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"max_tokens": 5}, "max_tokens is 5: it is called max_output_tokens here"),
         ({"reasoning": {"effort": "much"}}, 'reasoning.effort is "much", wanted one of none'),
-        ({"reasoning": {"summary": "auto"}}, "all of a thought is told"),
         ({"include": ["file_search_call.results"]}, "include names"),
         ({"tools": [{"type": "web_search"}]}, "runs no tools of its own"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),

@@ -144,6 +144,41 @@ def test_an_answer_of_a_schema_may_be_a_call_instead(kind: str, own_tokens: bool
         assert json.loads(text) == {"z": None} and not calls
 
 
+@pytest.mark.parametrize(
+    ("more", "may_be_open"),
+    [
+        ({}, False),
+        ({"required": ["a"], "$defs": {}}, False),
+        ({"properties": {}}, False),
+        ({"additionalProperties": True}, True),
+        ({"anyOf": [{"required": ["b"]}, {}]}, True),
+        ({"required": ["b"]}, True),
+    ],
+)
+def test_a_function_is_called_without_arguments_that_it_does_not_name(more: dict[str, Any], may_be_open: bool) -> None:
+    model = chat_model("hermes")
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+    required = '"a": 1, ' if more.get("required") == ["a"] else ""
+    begins = f'<tool_call>\n{{"name": "f", "arguments": {{{required}"b'
+    for is_strict in (True, False):
+        asked = ask(tools=(Tool("f", parameters, strict=is_strict),), must_call=() if is_strict else ("f",))
+        grammar = Grammars(model).make_now(asked, ChatForm(model.tokenizer))
+        token_ids = iter(model.tokenizer(begins).input_ids)
+        while (token_id := next(token_ids, None)) is not None and grammar.allowed(model.model.config.vocab_size)[
+            token_id
+        ]:
+            grammar.accept(token_id)
+        assert (token_id is None) == may_be_open
+
+
+@pytest.mark.parametrize("required", [5, [[1]], [None]])
+def test_what_is_no_list_of_names_is_refused(required: Any) -> None:
+    model = chat_model("hermes")
+    parameters = {"type": "object", "properties": {}, "required": required}
+    with pytest.raises(BadRequestError, match="tools: f"):
+        Grammars(model).make_now(ask(tools=(Tool("f", parameters),), must_call=("f",)), ChatForm(model.tokenizer))
+
+
 def test_a_tool_whose_schema_is_not_held_to_may_have_any() -> None:
     odd = Tool("odd", {"type": "object", "properties": {"a": {"uniqueItems": True}}, "required": ["a"]})
     asked = ask(tools=(Tool("add", INT, strict=True), odd))

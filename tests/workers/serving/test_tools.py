@@ -90,6 +90,14 @@ def test_tools_are_told_as_the_template_has_them(store: Path, kind: str, turns: 
     assert "Adds." in model.tokenizer.decode(got) and "Adds." not in model.tokenizer.decode(plain)
 
 
+@pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
+def test_a_call_that_was_cut_off_is_written_as_it_came(kind: str) -> None:
+    turns = (TALK[0], Turn("assistant", "", (ToolCall("123456789", "add", '{"a": 1'),)), *TALK[2:])
+    tokenizer = chat_model(kind).tokenizer
+    written = tokenize(tokenizer, ChatForm(tokenizer), TokenizeAsk(turns=turns), 99)
+    assert r'"{\"a\": 1"' in tokenizer.decode(written.ids)
+
+
 def test_forms_are_known_by_the_template() -> None:
     for kind, form in (("hermes", HERMES), ("may_think", HERMES), ("mistral", MISTRAL), ("llama", LLAMA)):
         assert ChatForm(chat_model(kind).tokenizer).calls is form

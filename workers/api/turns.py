@@ -103,7 +103,7 @@ def _turn(value: object, where: str, most_chars: int) -> Turn:
 def content_of(
     fields: Fields, where: str, most_chars: int, is_needed: bool = True, kinds: tuple[str, ...] = ("text",)
 ) -> str:
-    """Text, or a list of text parts."""
+    """Text, or a list of text parts: lines of their own, as vLLM and llama.cpp take them."""
     value = fields.any_of("content")
     if value is None and not is_needed:
         return ""
@@ -120,4 +120,4 @@ def content_of(
         part.finish()
     if not texts:
         fields.refuse("content", "is an empty list, wanted text")
-    return "".join(texts)
+    return "\n".join(texts)

@@ -119,7 +119,7 @@ def test_conversations() -> None:
         {"role": "user", "content": "c"},
     ]
     assert [(turn.role, turn.content) for turn in ask_of(chat(messages=turns)).turns] == [
-        ("system", "Be short."), ("user", "ab"), ("assistant", ""), ("user", "c"),
+        ("system", "Be short."), ("user", "a\nb"), ("assistant", ""), ("user", "c"),
     ]  # fmt: skip
 
 

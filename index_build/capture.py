@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from csattn.attention import attend_chunk, merge_state
 from csattn.cuda import free_device_bytes
 from csattn.errors import CaptureError
+from csattn.models.attending_cache import CACHE
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.families import describe, layer_type
 from csattn.models.lending import lent
@@ -184,9 +185,9 @@ def prefill(
                             hidden[None, rows],
                             attention_mask=None,
                             position_ids=positions[:, rows],
-                            past_key_values=cache,
                             use_cache=True,
                             position_embeddings=of_rows,
+                            **{CACHE: cache},
                             **more,
                         )[0]
                     on_chunk(layer_idx, rows.stop - rows.start)

@@ -42,7 +42,7 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     Returns [num_q_heads, context_len] float32 of each layer.
     """
     # with them comes all of transformers, which takes seconds: processes without its models do without
-    from csattn.models.attending_cache import AttendingCache
+    from csattn.models.attending_cache import CACHE, AttendingCache
     from csattn.models.attention_hook import attention_implementation
 
     if STATE in loaded.geometry.reaches:
@@ -70,7 +70,7 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     replayed = AttendingCache(rows)
     with attention_implementation(loaded.model):
         for chunk in torch.split(ids, chunk_len, dim=1):
-            loaded.model.model(chunk, past_key_values=replayed)
+            loaded.model.model(chunk, **{CACHE: replayed})
     return [layer_rows.received for layer_rows in rows if isinstance(layer_rows, _Replayed)]
 
 

@@ -12,6 +12,7 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from csattn.models.attending_cache import CACHE
 from offload.codecs.formats import KvFormat
 from workers.observe import AttentionProbe
 from workers.request_cache import RequestCache
@@ -125,7 +126,7 @@ def _predict(
     model, chunks = session.loaded.model, []
     for chunk in np.array_split(token_ids, -(-len(token_ids) // _CHUNK_LEN)):
         ids = torch.from_numpy(chunk).long()[None]
-        chunks.append(model(ids, past_key_values=request).logits[0].float().log_softmax(-1))
+        chunks.append(model(ids, **{CACHE: request}).logits[0].float().log_softmax(-1))
         on_token(len(chunk))
     return torch.cat(chunks)
 

@@ -19,6 +19,7 @@ from csattn.checks import require_at_least, require_text
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
+from csattn.models.attending_cache import CACHE
 from offload.codecs.formats import KvFormat
 from workers.engine.answer import question_tokens, require_positions
 from workers.engine.cpu_engine import CpuEngine
@@ -129,7 +130,7 @@ class Session:
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
-            "past_key_values": self.request(observer),
+            CACHE: self.request(observer),
         }
 
     def request(self, observer: Observer | None = None) -> RequestCache:

@@ -10,6 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from csattn.checks import require_at_least
 from csattn.errors import ConfigError
+from csattn.models.attending_cache import CACHE, cache_in
 from workers.request_cache import RequestCache
 
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
@@ -46,7 +47,7 @@ class Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self._signature.bind(*args, **kwargs).arguments
         given = {**given.pop("kwargs", {}), **given}
-        cache = given.get("past_key_values")
+        cache = cache_in(given)
         if isinstance(cache, RequestCache) and cache.session.is_open and cache.session.loaded.model is self._model:
             if self.name == "forward":
                 return _decode(cache, given)
@@ -111,7 +112,7 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
     logits = cache.session.feed(cache, new, first_wanted)
     if not isinstance(keep, int):
         logits = logits[keep.cpu()]
-    out = CausalLMOutputWithPast(logits=logits[None].to(ids.device), past_key_values=cache)
+    out = CausalLMOutputWithPast(logits=logits[None].to(ids.device), **{CACHE: cache})
     return out.to_tuple() if given.get("return_dict") is False else out
 
 

@@ -5,8 +5,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from csattn.errors import ConfigError
+
+# transformers' name of a cache among a model's arguments and results: from 5.24 on `cache`
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def cache_in(arguments: dict[str, Any]) -> Any:
+    """The cache that a model is called with, by either name; None without one."""
+    return arguments.get("cache", arguments.get("past_key_values"))
 
 
 class AttendingRows(Protocol):

@@ -179,7 +179,7 @@ def _load_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, clean_up_tokenization_spaces=False)
     except MemoryError:
         raise
     except Exception as error:  # libraries raise anything over files that are damaged, or not there

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ConfigError
+from csattn.models.attending_cache import cache_in
 
 
 class unrotated:
@@ -28,7 +29,7 @@ class unrotated:
         self._hook.remove()
 
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(kwargs.get("past_key_values"), self._cache_kind):
+        if not isinstance(cache_in(kwargs), self._cache_kind):
             return None
         ids: Tensor = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"][..., 0]
         mask = kwargs.get("attention_mask")

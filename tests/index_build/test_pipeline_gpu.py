@@ -12,6 +12,7 @@ import torch
 from csattn.artifact import list_store, open_artifact, verify_artifact
 from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig
 from csattn.models import lending
+from csattn.models.attending_cache import CACHE
 from csattn.models.lending import place
 from csattn.models.loader import LoadedModel, wrap_model
 from index_build.capture import prefill
@@ -76,7 +77,7 @@ def test_an_artifact_of_the_gpu_verifies_and_decodes_on_the_cpu(tmp_path, config
     with csattn_session(model, report.path, SearchConfig(keep=1.0)) as session:
         arguments = session.continue_with(token_ids(20, seed=1))
         got = model.model.generate(**arguments, max_new_tokens=8, do_sample=False)
-    del arguments["past_key_values"]
+    del arguments[CACHE]
     want = model.model.generate(**arguments, max_new_tokens=8, do_sample=False)
     assert torch.equal(got, want)
     with csattn_session(model, report.path, SearchConfig(keep=0.1, window_len=8, lookahead=1)) as session:

@@ -87,6 +87,13 @@ def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
     assert load_model(str(tmp_path / "a"), "bfloat16").fingerprint != first.fingerprint
 
 
+def test_a_tokenizer_that_says_to_strip_spaces_does_not(tmp_path: Path) -> None:
+    """transformers would not either, and warn at the first answer."""
+    told = save(tmp_path) / "tokenizer_config.json"
+    told.write_text(json.dumps({**json.loads(told.read_text()), "clean_up_tokenization_spaces": True}))
+    assert not load_model(str(tmp_path)).tokenizer.clean_up_tokenization_spaces
+
+
 @pytest.mark.parametrize(
     ("name", "match"),
     [

@@ -13,6 +13,8 @@ atexit.register(lambda: print(gc.get_threshold()[0], gc.get_freeze_count() > 100
 spare_garbage()
 spare_garbage()
 """
+# what a library that is made with nanobind brings
+NANOBIND = 'kept = type("nb_type_0", (type,), {"__module__": "nanobind"})'
 
 
 def test_there_is_one_place_that_says_how() -> None:
@@ -30,3 +32,8 @@ def test_there_is_one_place_that_says_how() -> None:
 def test_it_is_looked_for_less_and_no_more_at_the_end() -> None:
     ended = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["10000", "True"]
+
+
+def test_it_is_looked_for_at_the_end_where_nanobind_would_tell_of_leaks() -> None:
+    ended = subprocess.run([sys.executable, "-c", SAYS + NANOBIND], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["10000", "False"]

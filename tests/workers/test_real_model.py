@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.models import LoadedModel, load_model
+from csattn.models.attending_cache import CACHE
 from csattn.models.prompt import context_ids
 from index_build.pipeline import build_artifact
 from workers.engine.cpu_engine import CpuEngine
@@ -61,7 +62,7 @@ def test_keep_1_gives_full_attentions_tokens_and_logits(demo, token_ids, artifac
     with csattn_session(demo, artifact, SearchConfig(keep=1.0)) as session:
         arguments = session.continue_with(token_ids[600:630])
         got = demo.model.generate(**arguments, **options)
-    del arguments["past_key_values"]
+    del arguments[CACHE]
     want = demo.model.generate(**arguments, **options)
     assert torch.equal(got.sequences, want.sequences)
     difference = max(float((a - b).abs().max()) for a, b in zip(got.logits, want.logits, strict=True))

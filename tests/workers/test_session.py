@@ -16,11 +16,13 @@ from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
 from csattn.models import LoadedModel
+from csattn.models.attending_cache import CACHE
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
 from workers.engine.fidelity import Seen
 from workers.evaluate import full_attention, measure
+from workers.request_cache import RequestCache
 from workers.session import csattn_session
 
 CONTEXT_LEN = 400
@@ -239,7 +241,7 @@ def test_a_call_of_the_model_takes_a_whole_request_as_generate_does(store) -> No
         want = logits_of(session, question, [9])
         asked = session.continue_with(question)
         assert torch.equal(model(**asked).logits[0], want)
-        assert asked["past_key_values"].get_seq_length() == CONTEXT_LEN + 9
+        assert asked[CACHE].get_seq_length() == CONTEXT_LEN + 9
         with pytest.raises(ConfigError, match="it has been decoded already; ask again"):
             model(**asked)
         positions = torch.arange(CONTEXT_LEN + 9)[None]
@@ -305,7 +307,7 @@ def test_what_generate_cannot_do_with_a_request_is_refused_before_it_begins(stor
         asked = session.continue_with(token_ids(9))
         with pytest.raises(ConfigError, match=sentence):
             loaded().model.generate(**asked, **options)
-        assert asked["past_key_values"].get_seq_length() == CONTEXT_LEN
+        assert asked[CACHE].get_seq_length() == CONTEXT_LEN
         loaded().model.generate(**asked, max_new_tokens=1)
     with (
         csattn_session(loaded(), artifact_of(store)) as session,
@@ -324,7 +326,7 @@ def test_an_answer_that_does_not_fit_is_refused_before_it_begins(store, said) ->
         for options in (said, {"generation_config": GenerationConfig(**said)}):
             with pytest.raises(ContextError, match=sentence):
                 loaded().model.generate(**asked, **options)
-        assert asked["past_key_values"].get_seq_length() == CONTEXT_LEN
+        assert asked[CACHE].get_seq_length() == CONTEXT_LEN
         with pytest.raises(ContextError, match="room for 0; ask a shorter question, or open"):
             loaded().model.generate(**session.continue_with(token_ids(21)))
 
@@ -341,7 +343,7 @@ def test_the_models_last_position_is_no_matter_of_tail_capacity(store) -> None:
             pytest.raises(ContextError, match=f"room for {MAX_POSITIONS - CONTEXT_LEN} behind this context"),
             torch.inference_mode(),
         ):
-            loaded().model(torch.zeros(1, 9, dtype=torch.long), past_key_values=asked["past_key_values"])
+            loaded().model(torch.zeros(1, 9, dtype=torch.long), past_key_values=asked[CACHE])
 
 
 def test_a_batch_is_refused_with_a_sentence(store) -> None:
@@ -364,6 +366,16 @@ def test_logits_are_those_that_are_asked_for(store, keep) -> None:
     assert whole.shape == (1, 33, 256)
 
 
+def test_a_request_is_taken_by_either_name_of_a_cache(store) -> None:
+    """`past_key_values` is `cache` from transformers 5.24 on."""
+    ids = torch.from_numpy(token_ids(3)).long()[None]
+    with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
+        old, new = (loaded().model(ids, **{name: session.request()}) for name in ("past_key_values", "cache"))
+        assert isinstance(session.continue_with(token_ids(3))[CACHE], RequestCache)
+    assert isinstance(new[CACHE], RequestCache)
+    assert torch.equal(new.logits, old.logits)
+
+
 def test_what_a_request_cannot_give_is_refused(store) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session:
@@ -383,9 +395,9 @@ def test_a_request_is_not_copied(store, make) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         asked = session.continue_with(token_ids(3))
         with pytest.raises(ConfigError, match=r"a request cannot be copied, .* ask again in its session"):
-            make(asked["past_key_values"])
+            make(asked[CACHE])
         with pytest.raises(ConfigError, match="cannot go back to fewer tokens; ask again in its session"):
-            asked["past_key_values"].crop(CONTEXT_LEN)
+            asked[CACHE].crop(CONTEXT_LEN)
         loaded().model.generate(**asked, max_new_tokens=1)
 
 
@@ -421,7 +433,7 @@ def test_a_request_beyond_its_room_is_refused_and_goes_on(store) -> None:
         arguments = session.continue_with(token_ids(18))
         assert session.room_for(CONTEXT_LEN + 18, 60) == 3
         with pytest.raises(ContextError, match="21 tokens of its own, question and answer, and there is room for 20"):
-            loaded().model(torch.zeros(1, 21, dtype=torch.long), past_key_values=arguments["past_key_values"])
+            loaded().model(torch.zeros(1, 21, dtype=torch.long), past_key_values=arguments[CACHE])
         whole = loaded().model.generate(**arguments, max_new_tokens=3, do_sample=False)
     assert whole.shape[1] == CONTEXT_LEN + 21
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
-from csattn.models.attending_cache import AttendingCache
+from csattn.models.attending_cache import CACHE, AttendingCache
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.families import describe
 from csattn.models.rope import model_frequencies
@@ -68,13 +68,13 @@ class StreamSession:
         self._attention.__exit__(*exc)
 
     def cache(self) -> "StreamCache":
-        """A sequence without tokens yet, for the model's `past_key_values`."""
+        """A sequence without tokens yet, for the model's `cache`, before transformers 5.24 `past_key_values`."""
         return StreamCache([self._layer_rows() for _ in range(self.loaded.geometry.num_layers)])
 
     def start(self, token_ids: NDArray[np.int32]) -> dict[str, Any]:
         """Arguments for `generate`, which keeps all ids (and so grows); `tokens` does not."""
         ids = self._ids(token_ids)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": self.cache()}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: self.cache()}
 
     @torch.inference_mode()
     def tokens(self, token_ids: NDArray[np.int32], cache: "StreamCache | None" = None) -> Iterator[int]:
@@ -100,7 +100,7 @@ class StreamSession:
         return torch.from_numpy(ids.astype(np.int64))[None].to(self.loaded.device)
 
     def _step(self, ids: Tensor, cache: "StreamCache") -> Tensor:
-        return self.loaded.model(ids, past_key_values=cache, logits_to_keep=1).logits  # type: ignore[no-any-return]
+        return self.loaded.model(ids, logits_to_keep=1, **{CACHE: cache}).logits  # type: ignore[no-any-return]
 
     def _layer_rows(self) -> WindowRows | HeavyRows:
         geometry, config = self.loaded.geometry, self.config

@@ -1,5 +1,7 @@
 """Models that generate from the rows of a stream, against transformers' own attention over the same rows."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,9 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from csattn.errors import ConfigError, ContextError
+from csattn.models.attending_cache import CACHE
 from csattn.models.loader import wrap_model
+from csattn.models.unrotated import unrotated
 from tests.tiny import FAMILIES, MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
 from workers.streaming.config import StreamConfig
 from workers.streaming.session import StreamSession
@@ -101,7 +105,7 @@ def test_generate_gives_the_tokens_of_the_stream_also_beyond_the_models_position
         got = model.model.generate(**arguments, max_new_tokens=30, do_sample=False)[0, len(prompt) :].tolist()
         stream = session.tokens(prompt)
         assert [next(stream) for _ in range(30)] == got
-    assert arguments["past_key_values"].num_tokens == len(prompt) + 29
+    assert arguments[CACHE].num_tokens == len(prompt) + 29
 
 
 def memory_of(cache) -> list[tuple[int, int]]:
@@ -206,3 +210,13 @@ def test_bad_input_is_refused_with_a_sentence() -> None:
         padded = torch.tensor([[0, 1, 1]])
         with pytest.raises(ConfigError, match="without padding"):
             loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, past_key_values=session.cache())
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_stream_is_seen_by_either_name_of_a_cache(name) -> None:
+    """transformers calls it `cache` from 5.24 on; unseen, its keys would be rotated twice."""
+    decoder = torch.nn.Identity()
+    decoder.forward = lambda **given: given
+    with unrotated(SimpleNamespace(model=decoder), dict):
+        given = decoder(input_ids=torch.ones(1, 3, dtype=torch.long), **{name: {}})
+    assert not given["position_ids"].any()

@@ -1,6 +1,7 @@
 """Tokens drawn by a step, against the definition."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,18 @@ def test_tokens_are_those_of_the_definition(vocab_size, rng) -> None:
             assert token_id == logits.argmax(), sampling
         else:
             assert token_id in draw_reference(logits, sampling, draw.at), (sampling, draw)
+
+
+def test_all_masks_are_begun_before_one_is_waited_for() -> None:
+    did = []
+
+    def allowed(number: int, vocab_size: int):
+        did.append(("begun", number))
+        return lambda: did.append(("wanted", number)) or np.arange(vocab_size) == number
+
+    draws_ = [how_to_draw(how(), SEED, 0, allowed=partial(allowed, number)) for number in range(2)]
+    assert drawn(np.zeros((2, 40), np.float32), draws_)[0] == [0, 1]
+    assert did == [("begun", 0), ("begun", 1), ("wanted", 0), ("wanted", 1)]
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-3, 1e3])

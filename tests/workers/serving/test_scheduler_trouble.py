@@ -1,6 +1,7 @@
 """Continuous batching when something goes wrong: deadlines, slow readers, full queues, broken engines."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -171,6 +172,16 @@ def test_what_a_grammar_refuses_is_told_as_the_fault_of_who_asked(built: Path, e
     error = read(request)[1]
     assert isinstance(error, BadRequestError) and error.message == "ask for a simpler one"
     scheduler.check()
+
+
+def test_a_mask_is_begun_when_it_is_asked_for_and_waited_for_when_it_is_used(built: Path) -> None:
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2, draws=True))
+    request = make_request(scheduler, max_new_tokens=6)
+    request.grammar = Mock()
+    request.grammar.allowed.return_value = np.arange(5) == 3
+    found = request.how_to_draw(set()).allowed(5)
+    assert [call[0] for call in request.grammar.method_calls] == ["begin"]
+    assert found().tolist() == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 1}, {"top_logprobs": 2}])

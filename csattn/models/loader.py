@@ -119,7 +119,7 @@ def load_model(
         raise
     except Exception as error:  # libraries raise anything over files that are damaged
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
-    if os.path.exists(path := os.path.expanduser(name)):
+    if name != DEMO_MODEL and os.path.exists(path := os.path.expanduser(name)):
         name = os.path.abspath(path)  # artifacts are asked from other directories, too
     return replace(wrap_model(model, tokenizer, name), rounding=rounding)
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,8 @@ BAD_LINES = {
     '{"context": "0.txt", "preset": "lists", "kmeans": "best"}': "kmeans must be one of",
     '{"context": "0.txt", "model": "./absent"}': "there is no model at",
     '{"context": "0.txt", "context": "1.txt"}': "a name is there twice",
-    '{"context": "0.txt\\u0000"}': '"context" has characters that no path has',
-    '{"context": "0.txt", "model": "\\ud800"}': '"model" has characters that no path has',
+    '{"context": "0.txt\\u0000"}': '"context" has characters that cannot be in it',
+    '{"context": "0.txt", "model": "\\ud800"}': '"model" has characters that cannot be in it',
     '{"context": "~no-such-user/0.txt"}': "No such file",
     '{"context": "0.txt", "model": "~no-such-user/model"}': "there is no model at",
     '{"context": "/dev/null"}': "is a pipe or a device",
@@ -115,9 +115,12 @@ def test_paths_of_a_list_that_lies_nowhere_are_relative_to_the_current_directory
     reader, writer = os.pipe()
     os.write(writer, line)
     os.close(writer)
-    for source in ("-", f"/dev/fd/{reader}"):
+    (place / "jobs").mkdir()
+    file = os.open(write_list(place / "jobs", {"context": "0.txt"}), os.O_RDONLY)
+    for source in ("-", f"/dev/fd/{reader}", f"/dev/fd/{file}"):
         assert [job.context for job in read_jobs(Path(source))] == [place / "0.txt"]
     os.close(reader)
+    os.close(file)
 
 
 def test_a_list_without_jobs_is_refused(place: Path) -> None:
@@ -253,17 +256,20 @@ def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
     assert [job["outcome"] for job in jobs] == ["failed", "built"] and "there is no room" in jobs[0]["error"]
 
 
-def test_a_log_on_a_full_disk_ends_no_build(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("progress", ["auto", "json"])
+def test_a_log_on_a_full_disk_ends_no_build(place: Path, tmp_path: Path, capsys, monkeypatch, progress: str) -> None:
+    class Full(StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(BatchDisplay, "_show", full)
-    file = write_list(place, {"context": "0.txt"}, {"context": "1.txt"})
-    options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--json"]
-    monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0 and json.loads(capsys.readouterr().out.splitlines()[-1])["built"] == 2
+    monkeypatch.setattr(sys, "stderr", Full())
+    options = "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--progress", progress, "--json"
+    for source in ("--jobs", write_list(place, {"context": "0.txt"})), ("--context", place / "1.txt"):
+        monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, source + options)])
+        with suppress(SystemExit):  # with 0, or the next line has nothing to read
+            main()
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told["artifact"] if "artifact" in told else told["built"] == 1
 
 
 def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, capsys, monkeypatch) -> None:

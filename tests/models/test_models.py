@@ -315,6 +315,14 @@ def test_an_artifact_of_a_model_in_a_directory_is_asked_from_others(
     assert load_model("model").name == str(tmp_path / "model")
 
 
+def test_the_demo_model_is_no_directory_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "model")
+    (tmp_path / loader.DEMO_MODEL).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loader, "_resolve", lambda name: "model")
+    assert load_model().name == loader.DEMO_MODEL
+
+
 def test_a_cache_that_training_left_off_is_on(tmp_path: Path) -> None:
     save(tmp_path, use_cache=False)
     (tmp_path / "generation_config.json").unlink()

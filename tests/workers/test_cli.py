@@ -352,12 +352,13 @@ def test_a_result_has_no_need_of_readers_of_what_is_told_beside_it(place: Path, 
         monkeypatch.setattr(terminal.err, "_file", nobody)
         terminal.err.print("a word")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("stdout", "stderr"):  # closed, as by >&-
+        for name in ("stdin", "stdout", "stderr"):  # closed, as by >&-
             patch.setattr(sys, name, None)
         patch.setattr(sys, "argv", ["csattn", "ls", "--store", str(place), "--json"])
         main()
-        sys.stdout.close()
-        sys.stderr.close()
+        assert sys.stdin.buffer.read() == b""
+        for file in (sys.stdin, sys.stdout, sys.stderr):
+            file.close()
 
 
 def test_a_whole_store_is_verified_and_every_fault_told(capsys, artifact: Path, tmp_path: Path) -> None:

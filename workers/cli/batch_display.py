@@ -1,7 +1,5 @@
 """How far a batch of builds is: what is being built, and a bar for all contexts, with rate and time left."""
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from index_build.batch import JobResult
 from index_build.context_build import BuildState
 from index_build.job_list import Job
-from workers.cli.terminal import err
+from workers.cli.terminal import err, tell_json
 
 HEARTBEAT_S = 15.0  # without a terminal, a line at least this often
 
@@ -91,7 +89,7 @@ class JsonBatchProgress:
         now = self._now
         self._told = now.share
         what = {"progress": round(now.share, 4), "finished": now.num_finished, "contexts": self._num_jobs}
-        print(json.dumps({**what, **more}), file=sys.stderr, flush=True)
+        tell_json({**what, **more})
 
 
 class BatchDisplay:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -163,7 +164,9 @@ def test_jobs_are_built_once_and_a_failure_stops_nothing(place: Path, tmp_path: 
     assert outcomes(again) == ["reused", "failed", "failed", "reused", "reused"]
 
 
-def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path: Path) -> None:
+def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path: Path, monkeypatch) -> None:
+    planned = Mock(side_effect=plan_job)
+    monkeypatch.setattr(index_build.batch, "plan_job", planned)
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(3))))
     first = plan_job(jobs[0], load_model(str(place / "model")), "cpu").spec.artifact_id
     lock = BuildLock(tmp_path / f".building-{first}.lock").acquire()
@@ -175,6 +178,7 @@ def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path:
 
     report = run_batch(jobs, tmp_path, on_progress=let_go, on_result=lambda job_idx, result: order.append(job_idx))
     assert order == [1, 2, 0] and outcomes(report) == ["built"] * 3
+    assert planned.call_count == 3, "a text is not tokenised anew when it is looked at again"
 
 
 def test_an_interrupted_batch_goes_on_at_the_layer_where_it_stopped(place: Path, tmp_path: Path) -> None:
@@ -237,12 +241,12 @@ def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
     """... and a model that memory has no room for fails its own jobs."""
 
     def require_room(model: str, dtype: str, weights: str | None) -> None:
-        if dtype == "float32":
+        if (dtype, weights) == ("float32", "fp8"):
             raise MemoryPlanError("there is no room")
 
     monkeypatch.setattr("workers.cli.batching.require_room_for_weights", require_room)
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("waits for a disk"))
-    file = write_list(place, {"context": "0.txt", "dtype": "float32"}, {"context": "1.txt", "dtype": "bfloat16"})
+    file = write_list(place, {"context": "0.txt", "weights": "fp8"}, {"context": "1.txt", "dtype": "bfloat16"})
     options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--no-sync"]
     monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options), "--progress", "json", "--json"])
     with pytest.raises(SystemExit):

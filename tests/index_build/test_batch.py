@@ -25,7 +25,7 @@ from index_build.job_list import Job, read_jobs
 from offload.errors import MemoryPlanError
 from tests.index_build.batches import make_place, write_list
 from workers.cli import main
-from workers.cli.batch_display import BatchDisplay, BatchTotals
+from workers.cli.batch_display import BatchDisplay, BatchTotals, JsonBatchProgress
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +220,15 @@ def test_time_left_counts_only_what_is_built() -> None:
     assert end.tokens_per_s == pytest.approx(2.5)
 
 
+def test_small_steps_are_not_summed_up_over_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, totals = JsonBatchProgress([job(1, 100), job(2, 100)]), Mock(wraps=BatchTotals([job(1, 100)], 0.0).totals)
+    monkeypatch.setattr(BatchTotals, "totals", totals)
+    told.on_progress(0, BuildState(50, 0.0, 0.019, ""))
+    totals.assert_not_called()
+    told.on_progress(0, BuildState(50, 0.0, 0.021, ""))
+    totals.assert_called_once()
+
+
 def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     (place / "short.txt").write_text("hello")
     file = write_list(place, {"context": "short.txt"}, {"context": "0.txt"})
@@ -268,12 +277,15 @@ def test_a_log_on_a_full_disk_ends_no_build(place: Path, tmp_path: Path, capsys,
 
     monkeypatch.setattr(sys, "stderr", Full())
     options = "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--progress", progress, "--json"
-    for source in ("--jobs", write_list(place, {"context": "0.txt"})), ("--context", place / "1.txt"):
+    for source, result in (
+        (("--jobs", write_list(place, {"context": "0.txt"})), "built"),
+        (("--context", place / "1.txt"), "artifact"),
+        (("--context", place / "none"), "error"),
+    ):
         monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, source + options)])
-        with suppress(SystemExit):  # with 0, or the next line has nothing to read
+        with suppress(SystemExit):
             main()
-        told = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert told["artifact"] if "artifact" in told else told["built"] == 1
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])[result]
 
 
 def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, capsys, monkeypatch) -> None:

@@ -31,10 +31,13 @@ _DEFAULTS = BuildOptions()
 def read_jobs(path: Path, defaults: BuildOptions = _DEFAULTS) -> list[Job]:
     """The jobs of a JSON-lines file; paths in it are relative to it. Blank lines are skipped.
 
-    `-` is standard input. In it, and in a pipe, which lies nowhere, paths are relative to the current directory.
+    `-` is standard input. In it, and in a pipe or an open file's number, which lie nowhere, paths are relative to the
+    current directory.
     Raises ConfigError that names every bad line at once, with what is wrong in it.
     """
-    base = path.absolute().parent if path.is_file() else Path.cwd()
+    base = path.absolute().parent
+    if not path.is_file() or re.match("/dev(/fd)?$|/proc/", str(base)):
+        base = Path.cwd()
     try:
         data = sys.stdin.buffer.read() if path == Path("-") else path.read_bytes()
         lines = re.split("\r\n?|\n", data.decode("utf-8-sig"))  # whatever else ends a line may stand in a string
@@ -73,7 +76,7 @@ def _read_job(line: str, number: int, base: Path, defaults: BuildOptions) -> Job
         raise ConfigError(f'expected an object like {{"context": "handbook.txt"}}, got {line.strip()[:60]}')
     for name, value in given.items():
         if isinstance(value, str) and not _may_be_path(value):
-            raise ConfigError(f'"{name}" has characters that no path has, got {json.dumps(value)[:60]}')
+            raise ConfigError(f'"{name}" has characters that cannot be in it, got {json.dumps(value)[:60]}')
     context = given.pop("context", None)
     options = _read_options(given, base, defaults)
     if not isinstance(context, str) or not context:

@@ -103,11 +103,12 @@ def run_here(
 ) -> None:
     """Do piece after piece until the build has its outcome; an error leaves what was done for the next build."""
     assert build.plan is not None
-    require_threads()
     has_waited = False
     try:
         while build.outcome is None:
             for piece in build.due()[:1]:
+                if piece.kind != "upload":
+                    require_threads()
                 build.start(piece)
                 threads = num_threads or available_cpus()
                 build.settle(piece, perform(piece, build.plan, build.store, loaded, threads, on_progress, times))

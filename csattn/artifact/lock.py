@@ -33,6 +33,7 @@ class BuildLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
+        assert self._descriptor is not None, "entered a lock that is not held"
         return self
 
     def __exit__(self, *exc: object) -> None:

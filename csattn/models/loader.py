@@ -78,7 +78,7 @@ class LoadedModel:
         """The tokens at which the model ends its turn: by its generation config, and by its tokenizer, of which
         fine-tunes often change one alone."""
         ids = self.model.generation_config.eos_token_id
-        ids = [*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id]
+        ids = [*(ids if isinstance(ids, list) else [ids]), getattr(self.tokenizer, "eos_token_id", None)]
         return {i for i in ids if isinstance(i, int) and 0 <= i < self.geometry.vocab_size}  # others are never drawn
 
 
@@ -119,9 +119,11 @@ def load_model(
         raise
     except Exception as error:  # libraries raise anything over files that are damaged
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
-    if os.path.exists(path := os.path.expanduser(name)):
+    if name != DEMO_MODEL and os.path.exists(path := os.path.expanduser(name)):
         name = os.path.abspath(path)  # artifacts are asked from other directories, too
-    return replace(wrap_model(model, tokenizer, name), rounding=rounding)
+    loaded = replace(wrap_model(model, tokenizer, name), rounding=rounding)
+    model.generation_config.eos_token_id = sorted(loaded.stop_ids) or None  # for `model.generate`
+    return loaded
 
 
 def model_name(name: str | Path | None) -> str:
@@ -351,9 +353,11 @@ def _resolve(name: str) -> str:
     path = Path(os.path.expanduser(name))  # as it is where nobody has such a home
     if os.path.isdir(path):  # False of what no path can be, too
         if (path / "adapter_config.json").is_file():
+            is_whole = any(path.glob("model*.safetensors")) or any(path.glob("pytorch_model*.bin"))
             raise ModelError(
                 f"{path} has an adapter (adapter_config.json), {_MERGE}, save that with its tokenizer, and give its "
                 "directory"
+                + ("; or delete adapter_config.json, if the weights there have it in them already" if is_whole else "")
             )
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
@@ -377,10 +381,12 @@ def _demo_gguf() -> Path:
 def _converted(gguf: Path) -> Path:
     """A directory with the GGUF file's de-quantised weights, made on first use."""
     stat = gguf.stat()
-    # the first number: of how it is converted
-    key = hashlib.sha256(f"2 {gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    file = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     cache = Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()
-    target = cache / "models" / f"{gguf.stem}-{key}"
+    # the number: of how it is converted; without one it was the first time
+    target, before = (
+        cache / "models" / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}" for key in (f"2 {file}", file)
+    )
     if target.is_dir():
         return target
     try:
@@ -400,6 +406,7 @@ def _converted(gguf: Path) -> Path:
         except OSError:  # another process converted the same file first
             if not target.is_dir():
                 raise
+        shutil.rmtree(before, ignore_errors=True)
     except MemoryError:
         raise
     except ModelError as error:
@@ -451,7 +458,11 @@ def _require_read(gguf: Path) -> Tensor | None:
     if "split.count" in values and (count := int(values["split.count"][0])) > 1:
         raise ModelError(f"it is one of {count} parts; join them with llama.cpp's llama-gguf-split --merge")
     family = bytes(values["general.architecture"]).decode()
-    scaling = bytes(values.get(f"{family}.rope.scaling.type", b"none")).decode()
+    by_name = (values.get(f"{family}.rope.{name}", [0.0])[0] for name in ("scaling.factor", "scale_linear"))
+    is_scaled = next((factor for factor in by_name if factor), 1.0) != 1.0
+    scaling = bytes(values.get(f"{family}.rope.scaling.type", b"linear")).decode()
+    if scaling == "linear" and not is_scaled:
+        scaling = "none"
     factors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
     freqs = None if family == "gemma4" else factors.pop("rope_freqs.weight", None)
     if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # which are read

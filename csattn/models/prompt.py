@@ -90,6 +90,7 @@ def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded:
 def require_not_far_too_long(text: str, loaded: LoadedModel) -> None:
     """Refuse by its beginning a text that no model could read: tokens of all of it may be more than memory holds."""
     most = loaded.geometry.max_positions
+    text = text.strip()  # as it is read, but in builds without a template, which count all of it
     start = text[: _CHARS_LOOKED_AT * most]
     if len(start) < len(text):
         num_tokens = len(loaded.tokenizer(start, add_special_tokens=False).input_ids)

@@ -188,6 +188,8 @@ def test_a_second_builder_waits_and_finds_the_artifact(tmp_path: Path) -> None:
 
 def test_who_waited_for_a_lock_holds_the_one_that_others_see(tmp_path: Path) -> None:
     path = tmp_path / "lock"
+    with pytest.raises(AssertionError, match="not held"), BuildLock(path):
+        pass
     first, second, third = BuildLock(path), BuildLock(path).acquire(), BuildLock(path)
     waiting = threading.Event()
     waiter = threading.Thread(target=lambda: first.acquire(waiting.set))

@@ -6,9 +6,10 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,7 +25,7 @@ from index_build.job_list import Job, read_jobs
 from offload.errors import MemoryPlanError
 from tests.index_build.batches import make_place, write_list
 from workers.cli import main
-from workers.cli.batch_display import BatchDisplay, BatchTotals
+from workers.cli.batch_display import BatchDisplay, BatchTotals, JsonBatchProgress
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +82,8 @@ BAD_LINES = {
     '{"context": "0.txt", "preset": "lists", "kmeans": "best"}': "kmeans must be one of",
     '{"context": "0.txt", "model": "./absent"}': "there is no model at",
     '{"context": "0.txt", "context": "1.txt"}': "a name is there twice",
-    '{"context": "0.txt\\u0000"}': '"context" has characters that no path has',
-    '{"context": "0.txt", "model": "\\ud800"}': '"model" has characters that no path has',
+    '{"context": "0.txt\\u0000"}': '"context" has characters that cannot be in it',
+    '{"context": "0.txt", "model": "\\ud800"}': '"model" has characters that cannot be in it',
     '{"context": "~no-such-user/0.txt"}': "No such file",
     '{"context": "0.txt", "model": "~no-such-user/model"}': "there is no model at",
     '{"context": "/dev/null"}': "is a pipe or a device",
@@ -115,9 +116,12 @@ def test_paths_of_a_list_that_lies_nowhere_are_relative_to_the_current_directory
     reader, writer = os.pipe()
     os.write(writer, line)
     os.close(writer)
-    for source in ("-", f"/dev/fd/{reader}"):
+    (place / "jobs").mkdir()
+    file = os.open(write_list(place / "jobs", {"context": "0.txt"}), os.O_RDONLY)
+    for source in ("-", f"/dev/fd/{reader}", f"/dev/fd/{file}"):
         assert [job.context for job in read_jobs(Path(source))] == [place / "0.txt"]
     os.close(reader)
+    os.close(file)
 
 
 def test_a_list_without_jobs_is_refused(place: Path) -> None:
@@ -160,7 +164,9 @@ def test_jobs_are_built_once_and_a_failure_stops_nothing(place: Path, tmp_path: 
     assert outcomes(again) == ["reused", "failed", "failed", "reused", "reused"]
 
 
-def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path: Path) -> None:
+def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path: Path, monkeypatch) -> None:
+    planned = Mock(side_effect=plan_job)
+    monkeypatch.setattr(index_build.batch, "plan_job", planned)
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(3))))
     first = plan_job(jobs[0], load_model(str(place / "model")), "cpu").spec.artifact_id
     lock = BuildLock(tmp_path / f".building-{first}.lock").acquire()
@@ -172,6 +178,7 @@ def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path:
 
     report = run_batch(jobs, tmp_path, on_progress=let_go, on_result=lambda job_idx, result: order.append(job_idx))
     assert order == [1, 2, 0] and outcomes(report) == ["built"] * 3
+    assert planned.call_count == 3, "a text is not tokenised anew when it is looked at again"
 
 
 def test_an_interrupted_batch_goes_on_at_the_layer_where_it_stopped(place: Path, tmp_path: Path) -> None:
@@ -213,6 +220,15 @@ def test_time_left_counts_only_what_is_built() -> None:
     assert end.tokens_per_s == pytest.approx(2.5)
 
 
+def test_small_steps_are_not_summed_up_over_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, totals = JsonBatchProgress([job(1, 100), job(2, 100)]), Mock(wraps=BatchTotals([job(1, 100)], 0.0).totals)
+    monkeypatch.setattr(BatchTotals, "totals", totals)
+    told.on_progress(0, BuildState(50, 0.0, 0.019, ""))
+    totals.assert_not_called()
+    told.on_progress(0, BuildState(50, 0.0, 0.021, ""))
+    totals.assert_called_once()
+
+
 def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     (place / "short.txt").write_text("hello")
     file = write_list(place, {"context": "short.txt"}, {"context": "0.txt"})
@@ -234,12 +250,12 @@ def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
     """... and a model that memory has no room for fails its own jobs."""
 
     def require_room(model: str, dtype: str, weights: str | None) -> None:
-        if dtype == "float32":
+        if (dtype, weights) == ("float32", "fp8"):
             raise MemoryPlanError("there is no room")
 
     monkeypatch.setattr("workers.cli.batching.require_room_for_weights", require_room)
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("waits for a disk"))
-    file = write_list(place, {"context": "0.txt", "dtype": "float32"}, {"context": "1.txt", "dtype": "bfloat16"})
+    file = write_list(place, {"context": "0.txt", "weights": "fp8"}, {"context": "1.txt", "dtype": "bfloat16"})
     options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--no-sync"]
     monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options), "--progress", "json", "--json"])
     with pytest.raises(SystemExit):
@@ -253,17 +269,23 @@ def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
     assert [job["outcome"] for job in jobs] == ["failed", "built"] and "there is no room" in jobs[0]["error"]
 
 
-def test_a_log_on_a_full_disk_ends_no_build(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("progress", ["auto", "json"])
+def test_a_log_on_a_full_disk_ends_no_build(place: Path, tmp_path: Path, capsys, monkeypatch, progress: str) -> None:
+    class Full(StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(BatchDisplay, "_show", full)
-    file = write_list(place, {"context": "0.txt"}, {"context": "1.txt"})
-    options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--json"]
-    monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0 and json.loads(capsys.readouterr().out.splitlines()[-1])["built"] == 2
+    monkeypatch.setattr(sys, "stderr", Full())
+    options = "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--progress", progress, "--json"
+    for source, result in (
+        (("--jobs", write_list(place, {"context": "0.txt"})), "built"),
+        (("--context", place / "1.txt"), "artifact"),
+        (("--context", place / "none"), "error"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, source + options)])
+        with suppress(SystemExit):
+            main()
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])[result]
 
 
 def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, capsys, monkeypatch) -> None:

@@ -2,16 +2,19 @@
 
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from csattn import torch_threads
 from csattn.artifact import read_manifest
 from csattn.errors import ConfigError, ContextError
 from csattn.torch_threads import threads_kept
 from index_build import build_context
+from tests.artifact.faults import fork
 from tests.tiny import loaded
 from workers import csattn_session
 
@@ -52,21 +55,38 @@ def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:
         build_context(loaded(), "x" * most, tmp_path / "store", chat=False)
     with pytest.raises(ContextError, match=f"the context has more than {most} tokens and"):  # not all are counted
         build_context(loaded(), "x" * 9 * most, tmp_path / "store", chat=False)
+    for text in ("\n" * 9 * most + TEXT, TEXT + "\n" * 9 * most):  # which are taken off
+        assert build_context(loaded(), text, tmp_path / "store").path.is_dir()
 
 
 def test_a_process_that_is_forked_from_a_builder_is_told_so_and_does_not_wait_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded()
-    with threads_kept():
-        torch.set_num_threads(2)
-        build_context(model, TEXT, tmp_path)
-        parent = os.getpid()
-        monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+
+    def in_child() -> None:
+        signal.alarm(60)
+        assert build_context(model, TEXT, tmp_path).reused
         with pytest.raises(ConfigError, match="forked from one that has built"):
             build_context(model, f"{TEXT}More.", tmp_path)
         torch.set_num_threads(1)
         assert not build_context(model, f"{TEXT}More.", tmp_path).reused
+
+    monkeypatch.setattr(torch_threads, "_had_many", None)
+    with threads_kept():
+        torch.set_num_threads(2)
+        build_context(model, TEXT, tmp_path)
+        assert os.waitpid(fork(in_child), 0)[1] == 0
+
+
+def test_a_process_that_has_found_all_there_has_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded()
+    build_context(model, TEXT, tmp_path)
+    monkeypatch.setattr(torch_threads, "_had_many", None)
+    with threads_kept():
+        torch.set_num_threads(2)
+        assert build_context(model, TEXT, tmp_path).reused
+    assert torch_threads._had_many is None
 
 
 def test_what_is_not_exported_is_not_there() -> None:

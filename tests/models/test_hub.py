@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import filter_repo_objects
 
 from csattn.errors import ModelError
 from csattn.models import load_model
-from csattn.models.hub import hub_source
+from csattn.models.hub import fetched, hub_source
 from tests.tiny import save
 
 
@@ -51,6 +53,17 @@ def test_without_a_hub_what_was_fetched_before_is_loaded(cache: Path, asked: lis
     (of / "refs" / "main").write_text("0" * 40)
     loaded = load_model("some/model")
     assert loaded.name == "some/model" and len(asked) == 1
+
+
+def test_weights_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistral's repositories have them twice."""
+    there = ["config.json", "model-1.safetensors", "consolidated.safetensors", "README.md", "pytorch_model.bin"]
+
+    def names(hub_id: str, **patterns: list[str]) -> str:
+        return " ".join(filter_repo_objects(there, **patterns))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", names)
+    assert fetched("some/model") == "config.json model-1.safetensors"
 
 
 def test_where_the_hub_answers_it_is_asked_for_what_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:

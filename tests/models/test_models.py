@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from tokenizers import processors
 from transformers import LlamaForCausalLM
@@ -19,7 +22,7 @@ from csattn.build_options import BuildOptions
 from csattn.errors import ArtifactMismatchError, ConfigError, ContextError, ModelError
 from csattn.models import load_model, loader
 from csattn.models.families import describe, stretch_positions
-from csattn.models.loader import _scale_positions, read_config, wrap_model
+from csattn.models.loader import read_config, wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 from csattn.models.query import queries_before_rope
 from csattn.models.rope import model_frequencies
@@ -126,7 +129,11 @@ def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name
         ("tokenizer_config.json", "[]", "its tokenizer could not be read"),
         ("generation_config.json", "[]", "could not be loaded"),
         ("generation_config.json", "{", "generation_config.json' is not a valid JSON file"),
-        ("adapter_config.json", "{}", "has an adapter .*; merge it into its model"),
+        (
+            "adapter_config.json",
+            "{}",
+            "has an adapter .*; merge it into its model.*; or delete adapter_config",
+        ),
         ("config.json", "[]", "could not be loaded"),
         ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "family 'own' is not supported"),
         ("config.json", {"num_attention_heads": 0}, "could not be loaded"),
@@ -178,18 +185,22 @@ GGUF_NAMES = {
 }  # fmt: skip
 
 
-def write_gguf(path: Path, family: str = "llama", tensors: tuple[str, ...] = (), **fields: Any) -> Path:
+EMBEDDING = {"token_embd.weight": np.ones((256, 64), np.float32)}
+
+
+def write_gguf(path: Path, tensors: Mapping[str, NDArray[np.float32]] = MappingProxyType({}), **fields: Any) -> Path:
     sizes = {"context_length": 512, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 4, "vocab_size": 256}
-    writer = GGUFWriter(path, family)
-    for name, size in sizes.items():
-        writer.add_uint32(f"{family}.{name}", size)
-    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", 1e-5)
-    for name, value in fields.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint16
-        add(name.replace("__", "."), value)
-    for name in tensors:
-        writer.add_tensor(name, np.ones((256, 64) if name == "token_embd.weight" else 64, np.float32))
+    sizes |= {"attention.layer_norm_rms_epsilon": 1e-5}
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab"])
+    writer.add_token_merges(["a b"])
+    for name, value in {**{f"llama.{name}": size for name, size in sizes.items()}, **fields}.items():
+        kind = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        kind(name.replace("__", "."), value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -202,8 +213,24 @@ def write_gguf(path: Path, family: str = "llama", tensors: tuple[str, ...] = (),
     [
         ({"split__count": 3}, "it is one of 3 parts; join them"),
         ({"llama__rope__scaling__type": "yarn"}, r"its positions are scaled \(yarn\)"),
-        ({"tensors": ("rope_factors_long.weight",)}, r"its positions are scaled \(rope_factors_long.weight\)"),
-        ({"tensors": ("token_embd.weight",), "llama__rope__scaling__type": "none"}, "lacks model.layers.0"),
+        ({"llama__rope__scaling__factor": 4.0}, r"its positions are scaled \(linear\)"),
+        ({"llama__rope__scale_linear": 4.0}, r"its positions are scaled \(linear\)"),
+        (
+            {
+                "tensors": EMBEDDING,
+                "llama__rope__scaling__type": "linear",
+                "llama__rope__scaling__factor": 1.0,
+            },
+            "lacks model.layers.0",
+        ),
+        (
+            {"tensors": {"rope_factors_long.weight": EMBEDDING["token_embd.weight"]}},
+            r"its positions are scaled \(rope_factors_long.weight\)",
+        ),
+        (
+            {"tensors": EMBEDDING, "llama__rope__scaling__type": "none"},
+            "lacks model.layers.0",
+        ),
     ],
 )
 def test_what_a_gguf_file_says_is_not_passed_over(
@@ -219,20 +246,19 @@ def test_a_gguf_file_of_llama_3s_positions_is_that_model(tmp_path: Path, monkeyp
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     model = make_model("llama", rope_parameters=rope, max_position_embeddings=131072)
-    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_context_length(131072)
-    writer.add_embedding_length(model.config.hidden_size)
-    writer.add_block_count(model.config.num_hidden_layers)
-    writer.add_feed_forward_length(model.config.intermediate_size)
-    writer.add_head_count(model.config.num_attention_heads)
-    writer.add_head_count_kv(model.config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_vocab_size(model.config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab"])
-    writer.add_token_merges(["a b"])
-    dim = model.config.head_dim
+    config, tensors = model.config, dict[str, NDArray[np.float32]]()
+    its = {
+        "llama.context_length": 131072,
+        "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": rope["rope_theta"],
+        "llama.vocab_size": config.vocab_size,
+    }
+    dim = config.head_dim
     for name, tensor in model.state_dict().items():
         array = tensor.numpy()
         if "q_proj" in name or "k_proj" in name:  # of each pair one stands behind the other
@@ -240,18 +266,15 @@ def test_a_gguf_file_of_llama_3s_positions_is_that_model(tmp_path: Path, monkeyp
             array = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
         for ours, theirs in GGUF_NAMES.items():
             name = name.replace(ours, theirs)
-        writer.add_tensor(name, array)
+        tensors[name] = array
     plain = rope["rope_theta"] ** (-np.arange(0, dim, 2, np.float32) / dim)
-    writer.add_tensor("rope_freqs.weight", plain / model.model.rotary_emb.inv_freq.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    factors = {"rope_freqs.weight": plain / model.model.rotary_emb.inv_freq.numpy()}
     ids = torch.from_numpy(token_ids(200)).long()[None]
-    got = load_model(tmp_path / "model.gguf")
+    got = load_model(write_gguf(tmp_path / "model.gguf", tensors | factors, **its))
     torch.testing.assert_close(got.model(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+    factors = {"rope_freqs.weight": np.full(dim // 2, 32.0, np.float32)}
     with pytest.raises(ModelError, match=r"scaled \(rope_freqs.weight\) in a way that is not read"):
-        _scale_positions(model.config, torch.full((dim // 2,), 32.0))
+        load_model(write_gguf(tmp_path / "other.gguf", tensors | factors, **its))
 
 
 @pytest.mark.parametrize(
@@ -262,6 +285,35 @@ def test_a_turn_ends_by_the_generation_config_and_by_the_tokenizer(generated, to
     model, tokenizer = make_model(), byte_tokenizer()
     model.generation_config.eos_token_id, tokenizer.eos_token = generated, tokenized
     assert wrap_model(model, tokenizer, "tiny").stop_ids == stops
+
+
+def test_what_generates_from_python_ends_there_too(tmp_path: Path) -> None:
+    told = save(tmp_path) / "generation_config.json"
+    told.write_text(json.dumps({"eos_token_id": [9, 300]}))
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "a"
+    tokenizer.save_pretrained(tmp_path)
+    assert load_model(tmp_path).model.generation_config.eos_token_id == [9, 64]
+
+
+def test_a_tokenizer_may_know_no_end() -> None:
+    model, plain = make_model(), SimpleNamespace(get_vocab=dict, chat_template=None)
+    model.generation_config.eos_token_id = 7
+    assert wrap_model(model, plain, "tiny").stop_ids == {7}
+
+
+def test_an_older_conversion_goes_when_there_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(loader, "_convert_gguf", lambda gguf, target: None)
+    file, its = write_gguf(tmp_path / "model.gguf"), tmp_path / "models"
+    of = f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
+    (its / f"model-{hashlib.sha256(of.encode()).hexdigest()[:12]}" / "part").mkdir(parents=True)
+    (its / "model-of-another").mkdir()
+    with pytest.raises(ModelError):
+        load_model(file)
+    assert [path.name for path in its.iterdir() if path.name != "model-of-another"] == [
+        f"model-{hashlib.sha256(f'2 {of}'.encode()).hexdigest()[:12]}"
+    ]
 
 
 def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +365,14 @@ def test_an_artifact_of_a_model_in_a_directory_is_asked_from_others(
     save(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     assert load_model("model").name == str(tmp_path / "model")
+
+
+def test_the_demo_model_is_no_directory_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "model")
+    (tmp_path / loader.DEMO_MODEL).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loader, "_resolve", lambda name: "model")
+    assert load_model().name == loader.DEMO_MODEL
 
 
 def test_a_cache_that_training_left_off_is_on(tmp_path: Path) -> None:

@@ -352,12 +352,13 @@ def test_a_result_has_no_need_of_readers_of_what_is_told_beside_it(place: Path, 
         monkeypatch.setattr(terminal.err, "_file", nobody)
         terminal.err.print("a word")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("stdout", "stderr"):  # closed, as by >&-
+        for name in ("stdin", "stdout", "stderr"):  # closed, as by >&-
             patch.setattr(sys, name, None)
         patch.setattr(sys, "argv", ["csattn", "ls", "--store", str(place), "--json"])
         main()
-        sys.stdout.close()
-        sys.stderr.close()
+        assert sys.stdin.buffer.read() == b""
+        for file in (sys.stdin, sys.stdout, sys.stderr):
+            file.close()
 
 
 def test_a_whole_store_is_verified_and_every_fault_told(capsys, artifact: Path, tmp_path: Path) -> None:
@@ -369,6 +370,11 @@ def test_a_whole_store_is_verified_and_every_fault_told(capsys, artifact: Path, 
     assert "1 of 2 artifacts in" in done.stdout
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["artifacts"] == [artifact.name] and list(found["broken"]) == [broken.name] and not found["intact"]
+    reseal(broken, lambda manifest: manifest.update(format_version=1))
+    done = in_process("verify", tmp_path, "--json", capsys=capsys)
+    assert done.returncode == 1 and "not intact" not in done.stderr and "not readable here: " in done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found["unreadable"]) == [broken.name] and not found["broken"] and not found["intact"]
     shutil.rmtree(broken)
     done = in_process("verify", tmp_path, "--json", capsys=capsys)
     assert last_line(done)["intact"]

@@ -46,5 +46,5 @@ def names_model(asked: str, model: str) -> bool:
 def _plain(name: str) -> str:
     path = PurePath(name)
     if path.match("models--*/snapshots/*"):  # of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
-        path = PurePath(path.parents[1].name.replace("--", "/"))
+        path = PurePath(path.parents[1].name.split("--", 2)[-1])
     return re.sub(r"[^a-z0-9._-]+", "-", path.name.lower().removesuffix(".gguf")).strip("-.")

@@ -65,7 +65,7 @@ _SEARCH, _BUILD = SearchConfig(), BuildOptions()  # the defaults of what several
 def build(
     context: Annotated[str | None, typer.Option(help="Text file, or - for standard input.")] = None,
     tokens: Annotated[Path | None, typer.Option(help="Instead: its token ids, a list in JSON.")] = None,
-    jobs: Annotated[Path | None, typer.Option(help="Instead, or -: a JSON object a line, each with a context.")] = None,
+    jobs: Annotated[Path | None, typer.Option(help="A file of JSON lines, or - for standard input.")] = None,
     ray: Annotated[str | None, typer.Option(help="With --jobs, a Ray cluster: its address, auto, or local.")] = None,
     model: Model = None,
     store: Store = Path("store"),
@@ -211,7 +211,8 @@ def inspect(artifact: ArtifactPath, json: Json = False) -> None:
 
 @app.command()
 def verify(artifact: ArtifactPath, json: Json = False) -> None:
-    """Read every byte of an artifact, or of all in a store's directory, and compare it with its manifest."""
+    """Read every byte of an artifact, or of all in a store's directory, and compare it with its manifest. Exits with 1
+    where one is not intact, or of a format that this csattn does not read."""
     from workers.cli import shelf, terminal
 
     result = shelf.verify(artifact)

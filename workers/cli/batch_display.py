@@ -1,7 +1,5 @@
 """How far a batch of builds is: what is being built, and a bar for all contexts, with rate and time left."""
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from index_build.batch import JobResult
 from index_build.context_build import BuildState
 from index_build.job_list import Job
-from workers.cli.terminal import err
+from workers.cli.terminal import err, tell_json
 
 HEARTBEAT_S = 15.0  # without a terminal, a line at least this often
 
@@ -31,6 +29,7 @@ class BatchTotals:
 
     def __init__(self, jobs: Sequence[Job], now_s: float):
         self._weights = [job.context_bytes for job in jobs]
+        self.whole, self.done = sum(self._weights), 0.0  # bytes; the latter but for rounding
         self._first = [0.0] * len(jobs)  # shares that this run did not have to build
         self._share = [0.0] * len(jobs)
         self._context_lens = [0] * len(jobs)
@@ -39,23 +38,27 @@ class BatchTotals:
 
     def update(self, idx: int, progress: BuildState) -> None:
         self._context_lens[idx] = progress.context_len
-        self._first[idx], self._share[idx] = progress.first_share, progress.share
+        self._first[idx] = progress.first_share
+        self._set_share(idx, progress.share)
 
     def finish(self, job_idx: int, result: JobResult) -> None:
         self._num_finished += 1
         self._context_lens[job_idx] = result.context_len or self._context_lens[job_idx]
         if result.outcome in ("reused", "failed"):  # nothing more will be built of it
             self._first[job_idx] += 1.0 - self._share[job_idx]
-        self._share[job_idx] = 1.0
+        self._set_share(job_idx, 1.0)
+
+    def _set_share(self, idx: int, share: float) -> None:
+        self.done += self._weights[idx] * (share - self._share[idx])
+        self._share[idx] = share
 
     def totals(self, now_s: float) -> Totals:
         elapsed_s = max(now_s - self._started_s, 1e-9)
         done = sum(weight * share for weight, share in zip(self._weights, self._share, strict=True))
         built = done - sum(weight * first for weight, first in zip(self._weights, self._first, strict=True))
-        whole = sum(self._weights)
         tokens = sum(self._built(idx) for idx in range(len(self._share)))
-        left_s = elapsed_s * (whole - done) / built if built > 0 else 0.0 if done == whole else None
-        return Totals(self._num_finished, done / whole, tokens / elapsed_s, left_s)
+        left_s = elapsed_s * (self.whole - done) / built if built > 0 else 0.0 if done == self.whole else None
+        return Totals(self._num_finished, done / self.whole, tokens / elapsed_s, left_s)
 
     def _built(self, job_idx: int) -> float:
         """Tokens of that job that this run has built."""
@@ -76,22 +79,18 @@ class JsonBatchProgress:
 
     def on_progress(self, idx: int, progress: BuildState) -> None:
         self._totals.update(idx, progress)
-        if self._now.share >= self._told + 0.01:
+        if self._totals.done >= (self._told + 0.01) * self._totals.whole:
             self._tell()
 
     def on_result(self, idx: int, result: JobResult) -> None:
         self._totals.finish(idx, result)
         self._tell(job=result.to_json())
 
-    @property
-    def _now(self) -> Totals:
-        return self._totals.totals(time.monotonic())
-
     def _tell(self, **more: object) -> None:
-        now = self._now
+        now = self._totals.totals(time.monotonic())
         self._told = now.share
         what = {"progress": round(now.share, 4), "finished": now.num_finished, "contexts": self._num_jobs}
-        print(json.dumps({**what, **more}), file=sys.stderr, flush=True)
+        tell_json({**what, **more})
 
 
 class BatchDisplay:

@@ -1,14 +1,13 @@
 """`csattn build --jobs`: read the list, build it here or on a Ray cluster, show how far it is and what became of it."""
 
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from csattn.artifact.durable import unsynced
 from csattn.build_options import BuildOptions
 from index_build.batch import OUTCOMES, BatchReport, JobResult, run_batch
-from index_build.context_build import BuildState
 from index_build.job_list import read_jobs
 from workers.capacity import require_room_for_weights
 from workers.cli.batch_display import BatchDisplay, JsonBatchProgress
@@ -30,22 +29,16 @@ def build_jobs(
     """Build and return the verb's JSON object. sync: what is made survives a loss of power."""
     jobs, started = read_jobs(jobs_file, defaults), time.perf_counter()
     if progress != "json":
-        with suppress(OSError):
-            err.print(f"{len(jobs)} contexts to build" + (f" on the Ray cluster {ray_address}" if ray_address else ""))
+        err.print(f"{len(jobs)} contexts to build" + (f" on the Ray cluster {ray_address}" if ray_address else ""))
     finished: dict[int, JobResult] = {}
     with JsonBatchProgress(jobs) if progress == "json" else BatchDisplay(jobs) as display:
-        # a log on a full disk, or whose reader has gone, ends no build
-        def on_progress(idx: int, state: BuildState) -> None:
-            with suppress(OSError):
-                display.on_progress(idx, state)
 
         def on_result(idx: int, result: JobResult) -> None:
             finished[idx] = result
-            with suppress(OSError):
-                display.on_result(idx, result)
+            display.on_result(idx, result)
 
         try:
-            told: Any = {"on_progress": on_progress, "on_result": on_result, "num_threads": threads}
+            told: Any = {"on_progress": display.on_progress, "on_result": on_result, "num_threads": threads}
             if ray_address is None:
                 use_threads(threads)
                 with nullcontext() if sync else unsynced():

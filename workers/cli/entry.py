@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from io import TextIOWrapper
 from typing import Any
 
@@ -27,9 +27,9 @@ _REMEDIES = (
 
 
 def main() -> None:
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed where csattn was started, as by >&-
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):  # an answer may have characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does
     ending.tell(signal.SIGINT)
@@ -69,7 +69,8 @@ def _interrupted() -> None:
 
 
 def _fail(error: dict[str, Any], exit_code: int) -> None:
-    print(f"error: {harmless(error['message'])}", file=sys.stderr)
+    with suppress(OSError):  # as of a full disk, which keeps nobody from the JSON
+        print(f"error: {harmless(error['message'])}", file=sys.stderr)
     if "--json" in sys.argv[1:]:
         from workers.cli.terminal import print_json
 

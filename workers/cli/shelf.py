@@ -25,7 +25,7 @@ from csattn.artifact.find import is_artifact_id, store_entries
 from csattn.artifact.layout import MANIFEST_FILE
 from csattn.artifact.manifest import AS_THEY_ARE
 from csattn.config import IndexConfig, SketchConfig
-from csattn.errors import ArtifactError, ArtifactNotFoundError, ConfigError
+from csattn.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError, ConfigError
 from workers.cli.terminal import counting, err, out, table
 from workers.serving.kept_store import DIRECTORY, KeptFiles, kept_files, remove_kept
 from workers.words import counted, size
@@ -106,18 +106,22 @@ def _artifacts(store: Path) -> list[str]:
 
 
 def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
-    intact, broken = list[str](), dict[str, str]()
+    intact, broken, unreadable = list[str](), dict[str, str](), dict[str, str]()
     with counting("verifying", len(names), "artifacts") as count:
         for name in names:
             try:
                 verify_artifact(store / name)
                 intact.append(name)
+            except ArtifactMismatchError as error:
+                unreadable[name] = str(error)
+                err.print(f"not readable here: {name}: {error}", soft_wrap=True)
             except ArtifactError as error:
                 broken[name] = str(error)
                 err.print(f"not intact: {name}: {error}", soft_wrap=True)
             count(1)
     out.print(f"{len(intact)} of {counted(len(names), 'artifact')} in {store} are intact")
-    return {"store": str(store), "intact": not broken, "artifacts": intact, "broken": broken}
+    found = {"artifacts": intact, "broken": broken, "unreadable": unreadable}
+    return {"store": str(store), "intact": not (broken or unreadable), **found}
 
 
 def listing(store: Path | str) -> dict[str, Any]:

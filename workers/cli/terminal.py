@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,17 @@ class _Console(Console):
 
 
 class _Told(_Console):
+    """What is told beside the result, which may have another reader: where nobody reads it, or its disk is full, the
+    work goes on."""
+
     def on_broken_pipe(self) -> None:
-        """Nobody reads what is told beside the result, which may have another reader: the work goes on."""
+        """rich's own ends the process."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError:
+            self._buffer.clear()  # else it is tried again, with all that follows
 
 
 # Tables need room where nobody resizes a window: in pipes and logs.
@@ -43,6 +52,12 @@ def print_json(value: dict[str, Any]) -> None:
     line = json.dumps(value, ensure_ascii=not is_utf)
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
     sys.stdout.flush()
+
+
+def tell_json(value: dict[str, Any]) -> None:
+    """One JSON object on one line of stderr, for whoever reads it."""
+    with suppress(OSError):
+        print(json.dumps(value), file=sys.stderr, flush=True)
 
 
 def end(result: dict[str, Any], json: bool) -> None:
@@ -119,7 +134,7 @@ class JsonProgress:
             return
         self._told = share
         what = {"progress": round(share, 4), "layer": progress.layer_idx + 1, "layers": progress.num_layers}
-        print(json.dumps({**what, "phase": progress.phase}), file=sys.stderr, flush=True)
+        tell_json({**what, "phase": progress.phase})
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class FakeBackend:
     running: set[str] = field(default_factory=set)
     num_queued: int = 0
     num_ended_early: int = 0
+    looked_up: list[str | None] = field(default_factory=list)  # contexts that were asked about; None: all
     ended_early_at: list[float] = field(default_factory=list)
 
     def add(self, name: str, **changes: object) -> None:
@@ -113,6 +114,7 @@ class FakeBackend:
         return "".join(map(chr, ids))
 
     async def contexts(self, name: str | None = None) -> list[ContextInfo]:
+        self.looked_up.append(name)
         return [info for info in self.infos.values() if name in (None, info.name)]
 
     async def register(self, name: str, text: str) -> ContextInfo:

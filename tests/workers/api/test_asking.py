@@ -390,6 +390,8 @@ def test_models_that_cannot_be(asked: str) -> None:
         ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
         ("/models/My Model (v2).GGUF", "my-model-v2"),
         ("/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f249", "llama-3.1-8b"),
+        ("/hub/models--o--a--b/snapshots/0e9e39f249", "a--b"),
+        ("/hub/models--gpt2/snapshots/0e9e39f249", "gpt2"),
         ("/runs/snapshots/0e9e39f249", "0e9e39f249"),
         ("///", "model"),
     ],

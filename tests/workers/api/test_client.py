@@ -34,6 +34,7 @@ def test_models_are_the_model_alone_and_the_contexts_that_are_ready(service: Run
         assert client.models.retrieve(name).id == name
         assert client.models.retrieve(name.upper().replace("HANDBOOK", "handbook")).id == name
         assert client.models.retrieve(f"HuggingFaceTB/{name}").id == name
+        assert service.backend.looked_up[-1] == name.partition("@")[2], "all of a store's are not looked at for one"
     for name in ("smollm2-135m@later", "smollm2-135m@none", "gpt-4", "a/b"):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(name)

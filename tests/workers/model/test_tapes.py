@@ -5,12 +5,15 @@ import pytest
 import torch
 
 from csattn.batch import StepRows, make_step_rows
+from csattn.cpu.addresses import KindStage
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
 from csattn.models.latent import LatentQueries
 from csattn.models.weights import Linear, weights_of
 from tests.tiny import ALL_FAMILIES, loaded, make_model
 from workers.model.cpu.cpu_model import CpuModel
+from workers.model.cpu.linear_stage import linear_stage
+from workers.model.cpu.notes import Notes
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
 from workers.model.ops import DeltaState, Normed
@@ -198,3 +201,12 @@ def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None
 def test_weights_that_tapes_cannot_read_are_refused() -> None:
     with pytest.raises(ModelError, match="float64"):
         CpuModel(make_model().double(), 1, 1, 1)
+
+
+def test_a_stage_has_fixed_pieces_or_those_of_each_row() -> None:
+    notes = Notes("float32", np.array([1]))
+    for pieces in ({"fixed": 3}, {}, {"per_row": 2}):
+        notes._note(KindStage(linear_stage, "float32"), (), reads=[], writes=[], **pieces)
+    tape = notes.cut()
+    tape.set_rows(5)
+    assert tape.tape.pieces.tolist() == [3, 5, 10]

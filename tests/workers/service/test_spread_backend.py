@@ -183,7 +183,8 @@ def test_ready_while_any_worker_is() -> None:
 def test_contexts_are_those_of_the_workers_that_answer() -> None:
     info = ContextInfo(name="book", state="ready")
     given = workers(2, answers={"contexts": [info]})
-    assert asyncio.run(SpreadBackend(given).contexts()) == [info]
+    assert asyncio.run(SpreadBackend(given).contexts("book")) == [info]
+    assert given[0].asked == given[1].asked == [("contexts", "book")]
     given[0].error = LOST
     assert asyncio.run(SpreadBackend(given).contexts()) == [info]
     given[1].error = LOST

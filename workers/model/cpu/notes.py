@@ -41,13 +41,13 @@ class Notes:
         *,
         reads: Sequence[Tensor],  # of what stages write
         writes: Sequence[Tensor],
-        fixed: int = 0,  # pieces, and those of each row
+        fixed: int = 0,  # pieces, however many rows there are; 0: those of each row
         per_row: int = 1,
         **values: Any,  # the arguments: numbers, arrays and tensors
     ) -> None:
         arguments = words_of(names, values)
         level, held = self._levels.of(reads, writes), (*reads, *writes, *values.values())
-        self._noted.append(_Stage(stage, arguments, fixed, per_row, level, held))
+        self._noted.append(_Stage(stage, arguments, fixed, 0 if fixed else per_row, level, held))
 
     def _prepare(
         self,

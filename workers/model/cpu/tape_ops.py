@@ -256,7 +256,6 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             reads=[x] if multiplier is None else [x, out],
             writes=[out],
             fixed=linear_pieces(num_out),
-            per_row=0,
             num_rows=self._num_rows,
             x=x,
             num_in=num_in,

@@ -56,7 +56,7 @@ def random_model(
     shape_name: str,
     num_layers: int | None,
     device: str,
-    tokenizer: Any = SimpleNamespace(get_vocab=dict, chat_template=None, eos_token_id=None),  # noqa: B008  # knows no text
+    tokenizer: Any = SimpleNamespace(get_vocab=dict, chat_template=None),  # noqa: B008  # knows no text
 ) -> LoadedModel:
     """Weights of no meaning in bfloat16, for a model of that shape."""
     layers = {} if num_layers is None else {"num_hidden_layers": num_layers}

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from bench.timing import finish, gate, machine
 from csattn.models import LoadedModel, load_model
+from csattn.models.attending_cache import CACHE
 from workers.streaming.config import StreamConfig
 from workers.streaming.session import StreamSession
 
@@ -119,7 +120,7 @@ def stream_nll(loaded: LoadedModel, config: StreamConfig, ids: Tensor, block_len
     """`nll` of a stream that the text passes through in blocks."""
     with StreamSession(loaded, config) as session:
         cache = session.cache()
-        return nll(lambda part: loaded.model(part, past_key_values=cache).logits[0], ids, block_len)
+        return nll(lambda part: loaded.model(part, **{CACHE: cache}).logits[0], ids, block_len)
 
 
 @torch.inference_mode()
@@ -150,7 +151,7 @@ def definition(loaded: LoadedModel, ids: Tensor, config: StreamConfig) -> Tensor
         cache = DynamicCache()
         for layer_idx, (k, v) in enumerate(kept):
             cache.update(apply_rotary_pos_emb(k, k, cos[:, :-1], sin[:, :-1])[0], v, layer_idx)
-        logits = model(part, position_ids=torch.tensor([[num_rows]]), past_key_values=cache).logits[0]
+        logits = model(part, position_ids=torch.tensor([[num_rows]]), **{CACHE: cache}).logits[0]
         rows = []
         for layer_idx, layer in enumerate(cache.layers):
             new = layer.keys[:, :, -1:]

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from csattn.attention import attend_chunk
 from csattn.errors import CaptureError
+from csattn.models.attending_cache import CACHE
 from index_build.capture import attend_chunk_on_gpu, prefill
 from tests.tiny import FAMILIES, make_model, token_ids
 
@@ -20,7 +21,7 @@ def test_prefill_equals_the_models_own_forward(family: str) -> None:
     layers = all_layers(model, ids, chunk_len=64)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        want = model.model(ids[None], past_key_values=cache, output_hidden_states=True)
+        want = model.model(ids[None], **{CACHE: cache}, output_hidden_states=True)
     for layer_idx, (_, kv, leaving) in enumerate(layers):
         torch.testing.assert_close(kv[:, :, 0], cache.layers[layer_idx].keys[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(kv[:, :, 1], cache.layers[layer_idx].values[0], rtol=1e-4, atol=1e-4)

@@ -58,6 +58,8 @@ def save(directory: Path, kind: str) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_says_what_the_whole_says_of_text(kind: str, tmp_path: Path) -> None:
     whole, ids = save(tmp_path, kind), torch.arange(5, 45)[None]
+    if kind == "llama4":
+        whole = whole.language_model  # in transformers 5.24.0 the whole wants of it what it does not give
     loaded = load_model(str(tmp_path))
     assert loaded.model.config.model_type == read_config(str(tmp_path)).model_type == KINDS[kind].text
     with torch.inference_mode():

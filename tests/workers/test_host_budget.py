@@ -16,6 +16,7 @@ from csattn.artifact import open_artifact
 from csattn.artifact.layout import index_file, plan
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArtifactCorruptError, ConfigError
+from csattn.models.attending_cache import CACHE
 from index_build.pipeline import build_artifact
 from offload.errors import DiskError, TierError
 from offload.host_store import HostStore
@@ -47,7 +48,7 @@ def logits(session, num_tokens: int = 24) -> torch.Tensor:
     """A question in one piece, then token by token."""
     ids, request = torch.from_numpy(token_ids(num_tokens, seed=1)).long()[None], session.request()
     with torch.inference_mode():
-        parts = [session.loaded.model(part, past_key_values=request).logits[0] for part in ids.split([9] + [1] * 15, 1)]
+        parts = [session.loaded.model(part, **{CACHE: request}).logits[0] for part in ids.split([9] + [1] * 15, 1)]
     return torch.cat(parts)
 
 

@@ -12,6 +12,7 @@ import torch
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.models import LoadedModel
+from csattn.models.attending_cache import CACHE
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from offload.codecs.codec import KvCodec
@@ -54,7 +55,7 @@ def logits_of(session: Session) -> np.ndarray:
     model, request = session.loaded.model, session.request()
     with torch.inference_mode():
         fed = [torch.from_numpy(token_ids(9 if i == 0 else 1, seed=i)).long()[None] for i in range(3)]
-        return np.stack([model(ids, past_key_values=request).logits[0, -1].float().numpy() for ids in fed])
+        return np.stack([model(ids, **{CACHE: request}).logits[0, -1].float().numpy() for ids in fed])
 
 
 def steps_of(engine: CpuEngine, selector: str) -> np.ndarray:
@@ -116,7 +117,7 @@ def test_a_session_in_bfloat16_attends_in_float32(tmp_path: Path) -> None:
             got, tails = logits_of(session), []
             request = session.request(lambda seen: tails.append(seen.tail.dtype))
             with torch.inference_mode():
-                model(torch.from_numpy(token_ids(3)).long()[None], past_key_values=request)
+                model(torch.from_numpy(token_ids(3)).long()[None], **{CACHE: request})
             assert set(tails) == {torch.bfloat16}
             assert session.engine.context(0).store.rows(0, slice(0, 9)).dtype == torch.float32
         with csattn_session(half, artifact, CONFIG, "full") as session:

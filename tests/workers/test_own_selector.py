@@ -15,6 +15,7 @@ from bench.accuracy.contenders import find_contenders
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArrayError, ConfigError
+from csattn.models.attending_cache import CACHE
 from csattn.selection import Selection
 from csattn.selector_names import ABOUT
 from csattn.selectors import About, register
@@ -56,7 +57,7 @@ def logits_of(artifact: Artifact, config: SearchConfig, selector: str, observer=
     """Of 20 tokens, 12 of which leave the window of 8: with the context's middle as many rows as it has."""
     ids = torch.from_numpy(token_ids(20, seed=2)).long()[None]
     with csattn_session(loaded(), artifact, config, selector) as session, torch.inference_mode():
-        return loaded().model(ids, past_key_values=session.request(observer)).logits[0]
+        return loaded().model(ids, **{CACHE: session.request(observer)}).logits[0]
 
 
 @pytest.mark.parametrize("keeps_top_k", [True, False])

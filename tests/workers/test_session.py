@@ -42,7 +42,7 @@ def logits_of(session, ids, chunk_sizes, observer=None):
     """Feed ids in chunks of those sizes to one request; the logits after each."""
     request, parts = session.request(observer), torch.from_numpy(ids).long()[None].split(chunk_sizes, 1)
     with torch.inference_mode():
-        return torch.cat([session.loaded.model(part, past_key_values=request).logits[0] for part in parts])
+        return torch.cat([session.loaded.model(part, **{CACHE: request}).logits[0] for part in parts])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_window_reads_nothing_far_and_is_worse_than_the_index(store) -> None:
     with csattn_session(loaded(), artifact_of(store), config, "window") as session:
         request = session.request()
         with torch.inference_mode():
-            window = loaded().model(torch.from_numpy(ids).long()[None], past_key_values=request).logits[0]
+            window = loaded().model(torch.from_numpy(ids).long()[None], **{CACHE: request}).logits[0]
         assert request.count.far_rows == 0
     with csattn_session(loaded(), artifact_of(store), config) as session:
         indexed = logits_of(session, ids, [40])
@@ -153,7 +153,7 @@ def test_requests_of_one_session_do_not_see_each_other(store) -> None:
             for a, b in zip(first.reshape(8, 5), second.reshape(8, 5), strict=True):
                 for request, chunk in zip(requests, (a, b), strict=True):
                     ids = torch.from_numpy(chunk).long()[None]
-                    mixed.append(loaded().model(ids, past_key_values=request).logits[0])
+                    mixed.append(loaded().model(ids, **{CACHE: request}).logits[0])
     assert torch.equal(torch.cat(mixed[::2]), alone)
 
 
@@ -161,7 +161,7 @@ def test_a_search_period_reuses_selections(store) -> None:
     with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=0.1, search_period=4)) as session:
         request = session.request()
         with torch.inference_mode():
-            loaded().model(torch.from_numpy(token_ids(16)).long()[None], past_key_values=request)
+            loaded().model(torch.from_numpy(token_ids(16)).long()[None], **{CACHE: request})
     assert request.count.searches == 4 * 3
 
 
@@ -288,10 +288,10 @@ def test_new_ids_alone_are_known_by_a_mask_of_all(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         want = model.generate(**session.continue_with(token_ids(9, seed=3)), max_new_tokens=4, do_sample=False)
         options = {"attention_mask": torch.ones(1, CONTEXT_LEN + 9), "max_new_tokens": 4, "do_sample": False}
-        got = model.generate(question, past_key_values=session.request(), **options)
+        got = model.generate(question, **{CACHE: session.request()}, **options)
         assert torch.equal(got[0], want[0, CONTEXT_LEN:])
         with pytest.raises(ConfigError, match="9 token ids were given to a request of a context of 400, without it"):
-            model.generate(question, past_key_values=session.request(), max_new_tokens=4)
+            model.generate(question, **{CACHE: session.request()}, max_new_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -343,13 +343,13 @@ def test_the_models_last_position_is_no_matter_of_tail_capacity(store) -> None:
             pytest.raises(ContextError, match=f"room for {MAX_POSITIONS - CONTEXT_LEN} behind this context"),
             torch.inference_mode(),
         ):
-            loaded().model(torch.zeros(1, 9, dtype=torch.long), past_key_values=asked[CACHE])
+            loaded().model(torch.zeros(1, 9, dtype=torch.long), **{CACHE: asked[CACHE]})
 
 
 def test_a_batch_is_refused_with_a_sentence(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         with pytest.raises(ConfigError, match="one sequence, got a batch of 2"):
-            loaded().model(torch.zeros(2, 3, dtype=torch.long), past_key_values=session.request())
+            loaded().model(torch.zeros(2, 3, dtype=torch.long), **{CACHE: session.request()})
         with pytest.raises(ConfigError, match="one sequence, got a batch of 2"):
             loaded().model.generate(**session.continue_with(token_ids(3)), num_beams=2, max_new_tokens=2)
 
@@ -358,8 +358,8 @@ def test_a_batch_is_refused_with_a_sentence(store) -> None:
 def test_logits_are_those_that_are_asked_for(store, keep) -> None:
     ids = torch.from_numpy(token_ids(33)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
-        whole = loaded().model(ids, past_key_values=session.request()).logits
-        got = loaded().model(ids, past_key_values=session.request(), logits_to_keep=keep, return_dict=False)
+        whole = loaded().model(ids, **{CACHE: session.request()}).logits
+        got = loaded().model(ids, **{CACHE: session.request()}, logits_to_keep=keep, return_dict=False)
     wanted = keep if isinstance(keep, torch.Tensor) else slice(-keep, None)
     assert isinstance(got, tuple)
     assert torch.equal(got[0], whole[:, wanted])
@@ -381,13 +381,13 @@ def test_what_a_request_cannot_give_is_refused(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         for name, value in (("labels", ids), ("output_attentions", True), ("output_hidden_states", True)):
             with pytest.raises(ConfigError, match=f"leave out {name}"):
-                loaded().model(ids, past_key_values=session.request(), **{name: value})
+                loaded().model(ids, **{CACHE: session.request()}, **{name: value})
         masked = session.ask("who?")
         masked["attention_mask"][0, 3] = 0
         with pytest.raises(ConfigError, match="leave out padding"):
             loaded().model.generate(**masked, max_new_tokens=1)
         with pytest.raises(ConfigError, match=r"decoded by `model.generate` or `model\(...\)`"):
-            loaded().model.model(ids, past_key_values=session.request())
+            loaded().model.model(ids, **{CACHE: session.request()})
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -406,9 +406,9 @@ def test_a_request_of_a_session_that_has_ended_is_refused(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         request = session.request()
     with csattn_session(loaded(), artifact_of(store)), pytest.raises(ConfigError, match="in an open session"):
-        loaded().model(ids, past_key_values=request)
+        loaded().model(ids, **{CACHE: request})
     with pytest.raises(ConfigError, match="in an open session"):
-        loaded().model(ids, past_key_values=request)
+        loaded().model(ids, **{CACHE: request})
 
 
 def test_a_request_has_a_slot_as_long_as_somebody_holds_it(store) -> None:
@@ -416,16 +416,16 @@ def test_a_request_has_a_slot_as_long_as_somebody_holds_it(store) -> None:
     with csattn_session(loaded(), artifact_of(store), num_slots=2) as session, torch.inference_mode():
         held = session.request()
         for _ in range(3):
-            want = loaded().model(ids, past_key_values=session.request()).logits
+            want = loaded().model(ids, **{CACHE: session.request()}).logits
         cycle = [session.request()]
         cycle.append(cycle)
         del cycle
-        assert torch.equal(loaded().model(ids, past_key_values=held).logits, want)
+        assert torch.equal(loaded().model(ids, **{CACHE: held}).logits, want)
         other = session.request()
         with pytest.raises(ConfigError, match="2 requests, as many as it has slots; let one go"):
             session.request()
         del other
-        assert torch.equal(loaded().model(ids, past_key_values=session.request()).logits, want)
+        assert torch.equal(loaded().model(ids, **{CACHE: session.request()}).logits, want)
 
 
 def test_a_request_beyond_its_room_is_refused_and_goes_on(store) -> None:
@@ -433,7 +433,7 @@ def test_a_request_beyond_its_room_is_refused_and_goes_on(store) -> None:
         arguments = session.continue_with(token_ids(18))
         assert session.room_for(CONTEXT_LEN + 18, 60) == 3
         with pytest.raises(ContextError, match="21 tokens of its own, question and answer, and there is room for 20"):
-            loaded().model(torch.zeros(1, 21, dtype=torch.long), past_key_values=arguments[CACHE])
+            loaded().model(torch.zeros(1, 21, dtype=torch.long), **{CACHE: arguments[CACHE]})
         whole = loaded().model.generate(**arguments, max_new_tokens=3, do_sample=False)
     assert whole.shape[1] == CONTEXT_LEN + 21
 
@@ -442,9 +442,9 @@ def test_a_request_whose_step_has_failed_is_refused(store, monkeypatch) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
         request = session.request()
         with pytest.raises(ContextError, match="vocabulary"):
-            loaded().model(torch.full((1, 3), 999), past_key_values=request)
+            loaded().model(torch.full((1, 3), 999), **{CACHE: request})
         with pytest.raises(ConfigError, match="has failed before; ask again"):
-            loaded().model(torch.zeros(1, 3, dtype=torch.long), past_key_values=request)
+            loaded().model(torch.zeros(1, 3, dtype=torch.long), **{CACHE: request})
 
 
 @pytest.mark.parametrize(
@@ -533,9 +533,9 @@ def test_the_model_is_as_before_when_the_sessions_end(store) -> None:
     assert inspect.signature(model.forward) == before
     assert torch.equal(model(ids).logits, want)
     for session in (one, two):
-        model(ids, past_key_values=session.request())
+        model(ids, **{CACHE: session.request()})
     first.__exit__(None, None, None)
-    model(ids, past_key_values=two.request())
+    model(ids, **{CACHE: two.request()})
     second.__exit__(None, None, None)
     assert "forward" not in model.__dict__ and "generate" not in model.__dict__
     assert torch.equal(model(ids).logits, want)

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.accuracy.attending.rotation import rotate_for
 from csattn.artifact.layout import next_query_arrays, take_next_query
 from csattn.models import LoadedModel
-from csattn.models.attending_cache import AttendingCache
+from csattn.models.attending_cache import CACHE, AttendingCache
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.query import queries_before_rope
 from index_build.capture import prefill
@@ -81,7 +81,7 @@ class RealContext:
         rows = [_Rows(layer_idx, self, attend) for layer_idx in range(len(self.layers))]
         ids = torch.from_numpy(self.following[:-1]).long()[None].to(loaded.device)
         with attention_implementation(loaded.model), _looking_ahead(self, rows if ahead else []):
-            return loaded.model(ids, past_key_values=AttendingCache(rows)).logits[0].float().log_softmax(-1)
+            return loaded.model(ids, **{CACHE: AttendingCache(rows)}).logits[0].float().log_softmax(-1)
 
     def kl(self, log_probs: Tensor) -> Tensor:
         """From full attention's predictions, nats of each token [num_tokens]."""

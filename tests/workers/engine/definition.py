@@ -9,7 +9,7 @@ from torch import Tensor
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
-from csattn.models.attending_cache import AttendingCache
+from csattn.models.attending_cache import CACHE, AttendingCache
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.query import queries_before_rope, rotate
 from csattn.rest import moments_of
@@ -47,7 +47,7 @@ def defined_logits(
             for layer_idx in range(len(layers) - 1):
                 stack.callback(predict_queries(model, artifact, layer_idx, layers[layer_idx + 1]).remove)
         for token_id in token_ids:
-            logits.append(model(torch.tensor([[token_id]]), past_key_values=cache).logits[0, -1].float().numpy())
+            logits.append(model(torch.tensor([[token_id]]), **{CACHE: cache}).logits[0, -1].float().numpy())
     return np.stack(logits)
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from csattn.models.attending_cache import CACHE
 from csattn.models.families import describe, layer_type
 from csattn.models.spec import ModelSpec
 from tests.tiny import token_ids
@@ -53,8 +54,8 @@ def cache_of(model: Any, ids: Tensor) -> list[Any]:
     """Of each layer, with all of its rows."""
     types = {layer_type(model.config, layer_idx) for layer_idx in range(model.config.num_hidden_layers)}
     if not {"linear_attention", "indexed_attention"} & types:
-        return list(model(ids[None], past_key_values=DynamicCache()).past_key_values.layers)
-    return list(model(ids[None], use_cache=True).past_key_values.layers)
+        return list(model(ids[None], **{CACHE: DynamicCache()})[CACHE].layers)
+    return list(model(ids[None], use_cache=True)[CACHE].layers)
 
 
 def contexts_of(model: Any) -> list[Tensor]:

@@ -38,7 +38,7 @@ def logits_of(session, ids, sizes):
     cache = session.cache()
     with torch.inference_mode():
         parts = torch.from_numpy(ids).long()[None].split(sizes, 1)
-        return torch.cat([session.loaded.model(part, past_key_values=cache).logits[0] for part in parts])
+        return torch.cat([session.loaded.model(part, **{CACHE: cache}).logits[0] for part in parts])
 
 
 @torch.inference_mode()
@@ -63,7 +63,7 @@ def plain_logits(model, ids, kept_of):
                 k = apply_rotary_pos_emb(k, k, cos[:, :-1], sin[:, :-1])[0]
                 cache.update(k, torch.stack([values[layer_idx][row] for row in kept], dim=2), layer_idx)
         step = torch.tensor([[int(token_id)]])
-        logits.append(model(step, position_ids=torch.tensor([[len(kept)]]), past_key_values=cache).logits[0, 0])
+        logits.append(model(step, position_ids=torch.tensor([[len(kept)]]), **{CACHE: cache}).logits[0, 0])
         for layer_idx, layer in enumerate(cache.layers):
             k = layer.keys[:, :, -1:]
             keys[layer_idx].append(apply_rotary_pos_emb(k, k, cos[:, -1:], -sin[:, -1:])[0][:, :, 0])
@@ -141,7 +141,7 @@ def test_a_step_makes_no_mask_that_grows_with_the_stream(policy) -> None:
         try:
             with torch.inference_mode():
                 for part in torch.from_numpy(token_ids(120)).long()[None].split([50, 1, 69], 1):
-                    loaded().model(part, past_key_values=cache)
+                    loaded().model(part, **{CACHE: cache})
         finally:
             hook.remove()
     assert asked == [None] * 3
@@ -164,7 +164,7 @@ def test_streams_of_one_session_do_not_see_each_other() -> None:
         with torch.inference_mode():
             for parts in zip(first.reshape(6, 10), second.reshape(6, 10), strict=True):
                 for part, cache in zip(parts, caches, strict=True):
-                    mixed.append(loaded().model(torch.from_numpy(part).long()[None], past_key_values=cache).logits[0])
+                    mixed.append(loaded().model(torch.from_numpy(part).long()[None], **{CACHE: cache}).logits[0])
     torch.testing.assert_close(torch.cat(mixed[::2]), alone, rtol=1e-3, atol=1e-3)
 
 
@@ -206,10 +206,10 @@ def test_bad_input_is_refused_with_a_sentence() -> None:
         with pytest.raises(ContextError, match="token id 9999 is not in the model's vocabulary"):
             session.start(np.array([3, 9999]))
         with pytest.raises(ConfigError, match="one sequence"):
-            loaded().model(torch.zeros(2, 3, dtype=torch.long), past_key_values=session.cache())
+            loaded().model(torch.zeros(2, 3, dtype=torch.long), **{CACHE: session.cache()})
         padded = torch.tensor([[0, 1, 1]])
         with pytest.raises(ConfigError, match="without padding"):
-            loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, past_key_values=session.cache())
+            loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, **{CACHE: session.cache()})
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])

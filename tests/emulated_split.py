@@ -38,7 +38,7 @@ def main(kernels: str, recording: str, meeting: str, rank: str) -> None:
     _emulate(Emulator(Path(kernels)), patch)
     devices = Devices(Share(int(rank), 2), torch.device("cpu"), Path(meeting))
     arguments = Namespace(
-        shape="llama-3.1-8b",
+        shape="llama-3.1-70b",
         recording=Path(recording),
         contexts="300",
         batches="2",
@@ -76,7 +76,7 @@ def _emulate(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
 def _few_heads(name: str) -> Any:
     shape = shape_named(name)
     layers = tuple(replace(x, mlp=replace(x.mlp, intermediate_size=48)) for x in shape.layers[:2] if x.mlp)
-    return replace(shape, layers=layers, num_q_heads=8, num_kv_heads=2, hidden_size=64, vocab_size=130)
+    return replace(shape, layers=layers, num_q_heads=16, num_kv_heads=2, hidden_size=64, vocab_size=130)
 
 
 def _time_steps(step: Callable[[], None], num_steps: int) -> list[float]:

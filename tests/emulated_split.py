@@ -34,6 +34,7 @@ ADD_US, STEP_US = 7.0, 5e4
 
 
 def main(kernels: str, recording: str, meeting: str, rank: str) -> None:
+    torch.set_num_threads(1)  # the other process has the other cores
     patch = pytest.MonkeyPatch()
     _emulate(Emulator(Path(kernels)), patch)
     devices = Devices(Share(int(rank), 2), torch.device("cpu"), Path(meeting))

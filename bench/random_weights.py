@@ -1,5 +1,6 @@
 """Weights of any shape that mean nothing: what speed is measured with."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
 from csattn.models.rope import model_frequencies
+from csattn.models.share import require_shares, share_of_head, share_of_layer, share_of_spec
 from csattn.models.spec import DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec
 from csattn.models.weights import (
     DeltaWeights,
@@ -22,6 +24,7 @@ from csattn.models.weights import (
     ModelWeights,
     by_expert,
 )
+from csattn.share import Share
 from workers.model.weights import require_dtype
 
 Few = Rounding | Literal["mxfp4"]  # of linear layers and experts; the last: of experts alone
@@ -34,9 +37,17 @@ def random_weights(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     few: Few | None = None,  # bits
+    share: Share | None = None,  # of the model, for one of several devices; None: all of it
 ) -> ModelWeights:
-    """Weights that keep activations near one; repeatable on the same kind of device."""
+    """Weights that keep activations near one; repeatable on the same kind of device.
+
+    A share has the numbers that the whole has, of which no more than one layer, or the head, is there at a time.
+    Raises ConfigError for what is not shared out.
+    """
     require_dtype(dtype)
+    if share is not None:
+        assert few is None, "weights of few bits are not shared out"
+        require_shares(spec, share.num_devices)
     generator = torch.Generator(device).manual_seed(seed)
     into_stream = (2 * spec.num_layers) ** -0.5  # each layer adds to the stream twice
 
@@ -151,17 +162,42 @@ def random_weights(
         table, norm = matrix(spec.vocab_size, all_widths, width**0.5), torch.ones(width, device=device)
         return InputWeights(linear(all_widths, spec.hidden_size), spec.hidden_size**-0.5, norm, table, width**0.5)
 
-    layers = tuple(layer(of, spec.heads_of(layer_idx)) for layer_idx, of in enumerate(spec.layers))
+    def own_layer(layer_idx: int) -> LayerWeights:
+        of, heads = spec.layers[layer_idx], spec.heads_of(layer_idx)
+        whole = layer(of, heads)
+        return whole if share is None else _copied(share_of_layer(whole, heads, of, share))
+
+    def own_head() -> Linear:
+        whole = Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size))
+        if share is None:
+            return whole
+        part = share_of_head(whole, share)
+        return part if spec.tied_embedding else _joined((part,))[0]
+
+    layers = tuple(map(own_layer, range(spec.num_layers)))
     embedding = matrix(spec.vocab_size, spec.hidden_size, spec.hidden_size**0.5)
     return ModelWeights(
-        spec=spec,
+        spec=spec if share is None else share_of_spec(spec, share.num_devices),
         embedding=embedding,
         layers=layers,
         final_norm=torch.ones(spec.hidden_size, device=device),
-        head=Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)),
+        head=own_head(),
         inputs=inputs(spec.layer_input_width) if spec.layer_input_width else None,
         ropes=tuple(_frequencies(spec, number, device) for number in range(len(spec.ropes))),
     )
+
+
+def _copied(part: LayerWeights) -> LayerWeights:
+    """A share of a layer in memory of its own, so that the whole can go."""
+    return replace(part, qkv=_joined(part.qkv), gates=_joined(part.gates), gate_up=_joined(part.gate_up))
+
+
+def _joined(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    """One of them all, as the steps of a device want it."""
+    if not linears:
+        return ()
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return (Linear(torch.cat([linear.weight for linear in linears]), torch.cat(biases) if biases else None),)
 
 
 def _in_mxfp4(weight: Tensor, generator: torch.Generator) -> QuantizedWeight:

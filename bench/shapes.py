@@ -48,6 +48,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_parameters": _llama3_rope(8.0),
     },
+    "llama-3.1-70b": {
+        "model_type": "llama",
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _llama3_rope(8.0),
+    },
     "llama-3.2-1b": {
         "model_type": "llama",
         "num_hidden_layers": 16,

@@ -2,9 +2,13 @@
 
     python -m bench.split [--devices 1,2] [--contexts 131072] [--batches 1] [--placements device,hybrid] [--json FILE]
 
-A process for each GPU. First it is seen that the logits of one step are those of one GPU, up to the order of sums; then
-both are timed in the same run. Rows and queries are those of `bench.decode`, and so is what is counted as a step: the
-captured graph and the feeding of its tokens. `add_us` is one sum over devices, in a graph of as many as a step has.
+A process for each GPU, which holds its share of the weights, and the whole only while one GPU is timed. What has no
+room is `refused`. Where one GPU has room, it is seen that the logits of one step are those of one GPU, up to the order
+of sums; both are timed in the same run. `--devices 4` leaves one GPU out.
+Rows and queries are those of `bench.decode`, and so is what is counted as a step: the captured graph and the feeding of
+its tokens. `add_us` is one sum over devices, in a graph of as many as a step has. `least_us` is what the bytes that a
+device must read (`moved_bytes`, at `read_gbps` of the run) and the sums take, `bound_us` all of it, or more where the
+link takes longer than the reading; `of_bound` is its share of the mean step.
 """
 
 import argparse
@@ -16,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +29,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.decode.end_to_end import WARM_UP_STEPS, make_runner, time_steps
-from bench.decode.gpu_timing import device_machine
+from bench.decode.end_to_end import WARM_UP_STEPS, make_runner, roofline, time_steps
+from bench.decode.gpu_timing import ceilings, device_machine
 from bench.decode.options import Options
 from bench.decode.placements import placed
+from bench.decode.prepared import TooLargeError, require_memory
 from bench.decode.recording import default_path, load_recording
+from bench.decode.roofline import weight_bytes
 from bench.decode.steps import RecordedQueries, fed_step
 from bench.decode.widened import Heads, Which
-from bench.decode.workload import Workload
+from bench.decode.workload import DTYPE, Workload
 from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.timing import finish, gate, numbers
 from csattn.config import IndexConfig, SearchConfig
-from csattn.models.share import share_of_head, share_of_layer, share_of_spec
-from csattn.models.weights import Linear, ModelWeights
+from csattn.errors import DevicesError
+from csattn.models.share import share_of_spec
 from csattn.share import Share
 from workers.model.devices import Devices
 
@@ -46,13 +53,13 @@ CLOSE = 0.25  # of the logits' spread: what rounding to bfloat16 in all layers m
 
 @dataclass(frozen=True, slots=True)
 class ShareOfWorkload(Workload):
-    """The heads of one device."""
+    """The heads of one device, in memory of their own."""
 
     share: Share = Share(0, 1)  # noqa: RUF009 (it is frozen)
 
     def rows(self, layer_idx: int) -> Tensor:
         rows = Workload.rows(self, layer_idx)
-        return rows[self.share.of(len(rows))].contiguous()
+        return rows[self.share.of(len(rows))].clone()
 
     def queries(self, layer_idx: int, which: Which = "own") -> Tensor:
         q = Workload.queries(self, layer_idx, which)
@@ -62,7 +69,7 @@ class ShareOfWorkload(Workload):
         whole = Workload(self.recording, self.heads, self.context_len, self.batch_size, self.device, self.is_shared)
         arrays = whole._index_arrays(layer_idx, config)
         of_heads = {name: array for name, array in arrays.items() if name != "segment_starts"}
-        return arrays | {name: array[self.share.of(len(array))].contiguous() for name, array in of_heads.items()}
+        return arrays | {name: array[self.share.of(len(array))].clone() for name, array in of_heads.items()}
 
 
 def main() -> None:
@@ -79,21 +86,24 @@ def main() -> None:
     parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)  # the rank, and where they meet
     arguments = parser.parse_args()
     counts = numbers(arguments.devices)
-    most = max(counts)
+    most = max(counts, default=0)
+    wanted = "--devices is a number of GPUs above 1, alone or beside 1: 4, or 1,4"
+    gate(most > 1 and set(counts) <= {1, most}, f"{wanted}; {arguments.devices!r} is neither")
     if arguments.process is None:
         gate(torch.cuda.device_count() >= most, f"{most} GPUs are wanted, {torch.cuda.device_count()} are there")
         _run_processes(most)
         return
     rank, meeting = int(arguments.process[0]), Path(arguments.process[1])
     del sys.argv[sys.argv.index("--process") :]  # no part of the command that is told
-    assert set(counts) <= {1, most}, "one GPU, and another number of them"
     devices = Devices(Share(rank, most), torch.device("cuda", rank), meeting)
     with torch.no_grad():
-        found = _Bench(arguments, devices).run(counts)
+        bench = _Bench(arguments, devices)
+        found = bench.run(counts)
     if rank == 0:
         report = {
             "bench": "split",
             "machine": device_machine(),
+            "ceilings": bench.ceilings,
             "shape": arguments.shape,
             "devices": repr(devices),
             "cases": found,
@@ -120,16 +130,15 @@ def _run_processes(num: int) -> None:
 class _Bench:
     def __init__(self, arguments: argparse.Namespace, devices: Devices) -> None:
         self._arguments, self._devices, self._shape = arguments, devices, shape_named(arguments.shape)
-        self._recording = load_recording(arguments.recording)
+        is_searched = len(self._shape.indexed_layers) == self._shape.num_layers
+        gate(is_searched, f"some layers of {arguments.shape} are not searched; choose a shape of which all are")
+        with devices.together():
+            self._recording = load_recording(arguments.recording)
+        self.ceilings = ceilings()  # measured on all at once: in a step, too, all use their links
+        torch.cuda.empty_cache()
 
     def run(self, counts: list[int]) -> list[dict[str, Any]]:
         arguments, devices, found = self._arguments, self._devices, []
-        whole = random_weights(self._shape, devices.device)
-        own = share_of(whole, devices.share)
-        if devices.share.rank or 1 not in counts:
-            del whole
-        gc.collect()
-        torch.cuda.empty_cache()
         for context_len in numbers(arguments.contexts):
             for batch_size in numbers(arguments.batches):
                 for placement in arguments.placements.split(","):
@@ -138,12 +147,11 @@ class _Bench:
                     if 1 in counts:
                         with devices.together():
                             if devices.share.rank == 0:
-                                timed, logits = self._measure(whole, placement, context_len, batch_size, Share(0, 1))
+                                timed, logits = self._measure(placement, context_len, batch_size, Share(0, 1))
                                 found.append({**case, "num_devices": 1, **timed})
                                 print(json.dumps(found[-1]), flush=True)
-                    timed, got = self._measure(own, placement, context_len, batch_size, devices.share)
-                    timed["add_us"] = self._time_add(batch_size)
-                    if logits is not None:
+                    timed, got = self._measure(placement, context_len, batch_size, devices.share)
+                    if logits is not None and got is not None:
                         timed |= compare(got, logits)
                     found.append({**case, "num_devices": devices.share.num_devices, **timed})
                     if devices.share.rank == 0:
@@ -151,14 +159,36 @@ class _Bench:
         return found
 
     def _measure(
-        self, weights: ModelWeights, placement: str, context_len: int, batch_size: int, share: Share
+        self, placement: str, context_len: int, batch_size: int, share: Share
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """Times, and the logits of the first step, unless there is no room. Nothing else stays on the device."""
+        try:
+            timed, logits = self._time_steps(placement, context_len, batch_size, share)
+        except (TooLargeError, DevicesError) as error:
+            return {"refused": str(error)}, None
+        finally:
+            gc.collect()  # graphs, and what they hold, hang in circles; freed while others are captured, they end that
+            torch.cuda.empty_cache()
+        sums_us = 0.0
+        if share.num_devices > 1:
+            timed["add_us"] = self._time_add(batch_size)
+            sums_us = timed["least_us"]["sums"] = round(2 * self._shape.num_layers * timed["add_us"], 1)
+        bound_us = timed["roofline_us"] + sums_us
+        return timed | {"bound_us": round(bound_us, 1), "of_bound": round(bound_us / timed["mean_us"], 3)}, logits
+
+    def _time_steps(
+        self, placement: str, context_len: int, batch_size: int, share: Share
     ) -> tuple[dict[str, Any], Tensor]:
-        """Times, and the logits of the first step."""
         device, is_split = self._devices.device, share.num_devices > 1
+        what = "each device's share of the weights" if is_split else "the whole model"
         work = ShareOfWorkload(self._recording, Heads.of(self._shape), context_len, batch_size, device, share=share)
-        search = SearchConfig(lookahead=0)
-        options = Options(shape=weights.spec, search=search, ceilings={}, seconds=0.3)
-        prepared = placed(work, options, self._arguments.variant, placement, search)
+        spec, search = share_of_spec(self._shape, share.num_devices), SearchConfig(lookahead=0)
+        options = Options(shape=spec, search=search, ceilings=self.ceilings, seconds=0.3)
+        with self._devices.together() if is_split else nullcontext():
+            require_memory(weight_bytes(spec), what)
+            weights = random_weights(self._shape, device, DTYPE, share=share if is_split else None)
+            torch.cuda.empty_cache()  # of layers that it is a share of
+            prepared = placed(work, options, self._arguments.variant, placement, search)
         try:
             devices = self._devices if is_split else None
             runner = make_runner(work, weights, RecordedQueries(prepared.attention, work), devices)
@@ -167,15 +197,25 @@ class _Bench:
             step = fed_step(runner, batch_size)
             for _ in range(WARM_UP_STEPS):
                 step()
+            prepared.start_counting()
             times_us = time_steps(step, self._arguments.steps)
-            p50, p99 = (round(float(x), 1) for x in np.percentile(times_us, [50, 99]))
-            timed = {"p50_us": p50, "p99_us": p99, "hbm_bytes": torch.cuda.memory_allocated()}
+            facts = prepared.facts(len(times_us))
         finally:
             prepared.close()
-            del prepared
-            gc.collect()
-            torch.cuda.empty_cache()
-        return timed, logits
+        moved_bytes, roofline_us = roofline(work, weights, prepared, options, facts)
+        p50, p99 = (round(float(x), 1) for x in np.percentile(times_us, [50, 99]))
+        of_weights = weights.streamed_bytes, moved_bytes - weights.streamed_bytes
+        least_us = [round(num_bytes / self.ceilings["read_gbps"] / 1e3, 1) for num_bytes in of_weights]
+        return {
+            "p50_us": p50,
+            "p99_us": p99,
+            "mean_us": round(float(np.mean(times_us)), 1),
+            "hbm_bytes": torch.cuda.memory_allocated(),
+            "moved_bytes": round(moved_bytes),
+            "least_us": dict(zip(("weights", "codes and rows"), least_us, strict=True)),
+            "roofline_us": round(roofline_us, 1),
+            **facts,
+        }, logits
 
     def _time_add(self, batch_size: int) -> float:
         """One sum over devices, as the step has them."""
@@ -213,23 +253,6 @@ def compare(got: Tensor, want: Tensor) -> dict[str, Any]:
     gate(apart < CLOSE, f"logits are {apart:.3f} of their spread apart, more than {CLOSE}")
     same = float((got.argmax(1) == want.argmax(1)).float().mean())
     return {"logits_apart": round(apart, 5), "same_tokens": same}
-
-
-def share_of(weights: ModelWeights, share: Share) -> ModelWeights:
-    """Copies, so that the whole can go."""
-
-    def copied(linear: Linear) -> Linear:
-        return Linear(linear.weight.clone(), linear.bias)
-
-    def joined(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
-        return (Linear(torch.cat([linear.weight for linear in linears])),)
-
-    spec, layers = weights.spec, []
-    for layer_idx, (layer, of) in enumerate(zip(weights.layers, weights.spec.layers, strict=True)):
-        part = share_of_layer(layer, spec.heads_of(layer_idx), of, share)
-        layers.append(replace(part, qkv=joined(part.qkv), gate_up=joined(part.gate_up)))
-    head = copied(share_of_head(weights.head, share))
-    return replace(weights, spec=share_of_spec(spec, share.num_devices), layers=tuple(layers), head=head)
 
 
 if __name__ == "__main__":

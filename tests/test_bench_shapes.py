@@ -7,6 +7,7 @@ from bench.timing import GateError
 
 CARDS = {  # parameters in millions, the embeddings included: of a token's step, and in all
     "llama-3.1-8b": (8030, 8030),
+    "llama-3.1-70b": (70554, 70554),
     "llama-3.2-1b": (1236, 1236),
     "llama-3.2-3b": (3213, 3213),
     "qwen2.5-7b": (7616, 7616),

@@ -1,18 +1,32 @@
 """The benchmark of several GPUs: their shares of a workload and of random weights are together the whole."""
 
+import json
+import sys
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 
+from bench import random_weights as random_weights_module
+from bench.decode.recording import save_recording
 from bench.decode.variants import INDEXES
 from bench.decode.widened import Heads
 from bench.decode.workload import Workload
 from bench.random_weights import random_weights
 from bench.shapes import shape_named
-from bench.split import CLOSE, ShareOfWorkload, compare, share_of
+from bench.split import CLOSE, ShareOfWorkload, compare, main
 from bench.timing import GateError
+from csattn.errors import ConfigError
+from csattn.models.spec import ModelSpec
+from csattn.models.weights import LayerWeights
 from csattn.share import Share
+from tests.cuda_on_cpu.emulated import Emulator
+from tests.emulated_split import ADD_US, STEP_US
 from tests.test_bench_decode import built_once, recording  # noqa: F401 (fixtures)
 
 CPU = torch.device("cpu")
@@ -22,6 +36,7 @@ HEADS = Heads.of(shape_named("llama-3.1-8b"))
 def test_shares_of_a_workload_have_its_heads_each_once(recording) -> None:  # noqa: F811
     whole = Workload(recording, HEADS, 192, 2, CPU)
     parts = [ShareOfWorkload(recording, HEADS, 192, 2, CPU, share=Share(rank, 2)) for rank in range(2)]
+    assert parts[1].rows(0).untyped_storage().nbytes() == whole.rows(0).nbytes // 2
     for layer_idx in range(2):
         assert torch.equal(torch.cat([part.rows(layer_idx) for part in parts]), whole.rows(layer_idx))
         queries = torch.cat([part.queries(layer_idx) for part in parts], dim=2)
@@ -32,15 +47,50 @@ def test_shares_of_a_workload_have_its_heads_each_once(recording) -> None:  # no
             assert torch.equal(torch.cat([getattr(part, name) for part in of_parts]), getattr(index, name))
 
 
-def test_shares_of_random_weights_compute_what_the_whole_computes() -> None:
-    shape = shape_named("llama-3.2-1b")
-    weights = random_weights(replace(shape, layers=shape.layers[:1], vocab_size=130), CPU, torch.float32)
-    parts = [share_of(weights, Share(rank, 2)) for rank in range(2)]
-    x = torch.randn(3, weights.layers[0].down.weight.shape[1])
-    added = [half @ part.layers[0].down.weight.T for part, half in zip(parts, x.chunk(2, dim=1), strict=True)]
-    torch.testing.assert_close(sum(added), x @ weights.layers[0].down.weight.T, rtol=1e-4, atol=1e-4)
-    assert [len(part.layers[0].qkv) for part in parts] == [1, 1]
-    assert all(part.layers[0].qkv[0].weight.shape[0] == part.spec.heads.qkv_width for part in parts)
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-7b"])  # whose head is the embedding; that has biases
+def test_shares_of_random_weights_compute_what_the_whole_computes(name: str) -> None:
+    shape = few_layers(name)
+    whole = random_weights(shape, CPU, torch.float32)
+    parts = [random_weights(shape, CPU, torch.float32, share=Share(rank, 2)) for rank in range(2)]
+    down = whole.layers[1].down.weight
+    x = torch.randn(3, down.shape[1])
+    added = [half @ part.layers[1].down.weight.T for part, half in zip(parts, x.chunk(2, dim=1), strict=True)]
+    torch.testing.assert_close(sum(added), x @ down.T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(torch.cat([part.head.weight for part in parts]), whole.head.weight)
+    for part in parts:
+        (qkv,) = part.layers[0].qkv
+        assert len(qkv.weight) == part.spec.heads.qkv_width
+        assert qkv.bias is None or len(qkv.bias) == len(qkv.weight)
+        assert torch.equal(part.embedding, whole.embedding)
+
+
+def test_no_more_of_a_model_than_a_share_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is made, no more than a layer."""
+    wholes, share_of_layer = list[ref[torch.Tensor]](), random_weights_module.share_of_layer
+
+    def watched(whole: LayerWeights, *others: Any) -> LayerWeights:
+        assert not any(other() is not None for other in wholes)
+        wholes.extend(ref(x) for x in (whole.down.weight, whole.qkv[0].weight, whole.gate_up[0].weight))
+        return share_of_layer(whole, *others)
+
+    monkeypatch.setattr(random_weights_module, "share_of_layer", watched)
+    weights, one = (random_weights(few_layers("llama-3.1-8b"), CPU, share=share) for share in (Share(1, 2), None))
+    linears = [weights.head]
+    for layer in weights.layers:
+        linears += [*layer.qkv, layer.out, *layer.gate_up, layer.down]
+    assert len(wholes) == 6 and not any(whole() is not None for whole in wholes)
+    assert sum(linear.weight.untyped_storage().nbytes() for linear in linears) == weights.streamed_bytes
+    assert 2 * weights.streamed_bytes == one.streamed_bytes
+
+
+def test_what_is_not_shared_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 devices cannot share 8 KV heads"):
+        random_weights(few_layers("llama-3.1-8b"), CPU, share=Share(0, 3))
+
+
+def few_layers(name: str) -> ModelSpec:
+    shape = shape_named(name)
+    return replace(shape, layers=shape.layers[:2], hidden_size=64, vocab_size=130)
 
 
 def test_logits_that_are_others_are_not_timed() -> None:
@@ -48,3 +98,47 @@ def test_logits_that_are_others_are_not_timed() -> None:
     assert compare(logits + 0.1 * CLOSE, logits)["same_tokens"] == 1.0
     with pytest.raises(GateError, match="of their spread apart"):
         compare(logits.roll(1, dims=1), logits)
+
+
+def test_devices_are_a_number_above_one_alone_or_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in ("1", "2,4", "", "0"):
+        monkeypatch.setattr("sys.argv", ["bench.split", "--devices", asked])
+        with pytest.raises(GateError, match=f"alone or beside 1: 4, or 1,4; '{asked}' is neither"):
+            main()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for this machine's devices")
+def test_two_devices_and_one_make_the_same_step_and_the_report_says_what_bounds_it(
+    emulator: Emulator,
+    recording,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    save_recording(recording, tmp_path / "recorded.npz")
+    told = str(emulator.directory), str(tmp_path / "recorded.npz"), str(tmp_path / "meeting")
+    command = [sys.executable, "-m", "tests.emulated_split", *told]
+    with ExitStack() as stack:
+        processes = [stack.enter_context(Popen([*command, str(rank)], stdout=PIPE, text=True)) for rank in range(2)]
+        stack.callback(lambda: [process.kill() for process in processes])
+        said = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    (cases, without_whole, without_second), (others, *_) = (json.loads(text.splitlines()[-1]) for text in said)
+    names = ("placement", "num_devices")
+    assert [[case[name] for name in names] for case in cases] == [
+        ["device", 1],
+        ["device", 2],
+        ["hybrid", 1],
+        ["hybrid", 2],
+    ]
+    assert [case["num_devices"] for case in others] == [2, 2]
+    for one, two in (cases[:2], cases[2:]):
+        assert two["logits_apart"] < 1e-3 and two["same_tokens"] == 1.0
+        for part, read_us in one["least_us"].items():
+            assert read_us == pytest.approx(2 * two["least_us"][part], rel=1e-2)
+        assert two["least_us"]["sums"] == 4 * ADD_US and "sums" not in one["least_us"]
+        for case in (one, two):
+            assert case["bound_us"] == pytest.approx(sum(case["least_us"].values()), abs=0.3)
+            assert case["of_bound"] == pytest.approx(case["bound_us"] / STEP_US, abs=1e-3)
+    assert cases[3]["hit_rate"] >= 0
+    whole, split = without_whole
+    assert "the whole model needs" in whole["refused"] and split["of_bound"] == cases[1]["of_bound"]
+    assert "another of the devices could not" in without_second[0]["refused"]

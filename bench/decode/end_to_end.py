@@ -142,9 +142,7 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
     p50, p99 = (float(x) for x in np.percentile(times_us, [50, 99]))
     mean = float(np.mean(times_us))
     facts = prepared.facts(len(times_us))
-    least = weights.streamed_bytes + prepared.step_bytes + other_bytes(work, options)
-    link_us = facts.get("link_bytes", 0) / options.ceilings["h2d_gbps"] / 1e3
-    roofline_us = max(least / options.ceilings["read_gbps"] / 1e3, link_us)
+    least, roofline_us = roofline(work, weights, prepared, options, facts)
     case: dict[str, Any] = {
         "p50_us": round(p50, 1),
         "p99_us": round(p99, 1),
@@ -164,6 +162,15 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
         alone = time_replays(attention_only(attention, rows, q), options.num_layers, options.seconds)
         case |= {"parts_us": parts, "attention_us": round(alone.p50_us, 2)}
     return case
+
+
+def roofline(
+    work: Workload, weights: ModelWeights, prepared: Prepared, options: Options, facts: dict[str, Any]
+) -> tuple[float, float]:
+    """Bytes of the device's memory that a step must read, and the µs that it takes at least: for them, or the link."""
+    least = weights.streamed_bytes + prepared.step_bytes + other_bytes(work, options)
+    link_us = facts.get("link_bytes", 0) / options.ceilings["h2d_gbps"] / 1e3
+    return least, max(least / options.ceilings["read_gbps"] / 1e3, link_us)
 
 
 def make_runner(

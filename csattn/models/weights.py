@@ -216,7 +216,8 @@ class ModelWeights:
                 if experts.quantized is not None:
                     plain = 3 * of.num_experts * of.intermediate_size * self.spec.hidden_size * self.dtype.itemsize
                     saved += (plain - experts.quantized.nbytes) * of.num_chosen // of.num_experts
-        return self.spec.streamed_params * self.dtype.itemsize - saved
+        others = (self.spec.vocab_size - len(self.head.weight)) * self.spec.hidden_size  # other devices' of the head
+        return (self.spec.streamed_params - others) * self.dtype.itemsize - saved
 
 
 def weights_of(model: Any) -> ModelWeights:

@@ -1,0 +1,100 @@
+"""`bench.split`'s process of one of two devices where there are none: its kernels run on the CPU.
+
+Prints what it has found as JSON: with room for all, with none for the whole model, with none on the second device.
+"""
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import split
+from bench.decode import placements, workload
+from bench.decode.prepared import TooLargeError
+from bench.shapes import shape_named
+from csattn.attention import device as attention
+from csattn.attention import every_row
+from csattn.search.device import compiling
+from csattn.share import Share
+from offload import gather, slot_cache, step_mail
+from offload.pinned import PinnedRows
+from tests.cuda_on_cpu.emulated import Emulator
+from tests.workers.engine.emulated_engine import ignore
+from workers.model.devices import Devices
+
+CEILINGS = {"read_gbps": 2.0, "h2d_gbps": 1e9}
+ADD_US, STEP_US = 7.0, 5e4
+
+
+def main(kernels: str, recording: str, meeting: str, rank: str) -> None:
+    torch.set_num_threads(1)  # the other process has the other cores
+    patch = pytest.MonkeyPatch()
+    _emulate(Emulator(Path(kernels)), patch)
+    devices = Devices(Share(int(rank), 2), torch.device("cpu"), Path(meeting))
+    arguments = Namespace(
+        shape="llama-3.1-70b",
+        recording=Path(recording),
+        contexts="300",
+        batches="2",
+        placements="device,hybrid",
+        variant="default",
+        steps=1,
+    )
+    bench = split._Bench(arguments, devices)
+    with torch.no_grad():
+        found = [bench.run([1, 2])]
+        arguments.placements = "device"
+        patch.setattr(split, "require_memory", partial(_refuse, "the whole model"))
+        found.append(bench.run([1, 2]))
+        if devices.share.rank:
+            patch.setattr(split, "require_memory", partial(_refuse, "each device's share of the weights"))
+        found.append(bench.run([2]))
+    print(json.dumps(found))
+    devices.close()
+
+
+def _emulate(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(patch, compiling, attention, every_row, gather, slot_cache, step_mail)
+    for module in (workload, placements, split):
+        patch.setattr(module, "DTYPE", torch.float32)
+    for module in (placements, split):
+        patch.setattr(module, "require_memory", ignore)
+    patch.setattr(placements, "PinnedRows", partial(PinnedRows, register=ignore, unregister=ignore))
+    patch.setattr(split, "ceilings", lambda: CEILINGS)
+    patch.setattr(split, "WARM_UP_STEPS", 1)
+    patch.setattr(split, "time_steps", _time_steps)
+    patch.setattr(split, "_graph_us", _graph_us)
+    patch.setattr(split, "shape_named", _few_heads)
+
+
+def _few_heads(name: str) -> Any:
+    shape = shape_named(name)
+    layers = tuple(replace(x, mlp=replace(x.mlp, intermediate_size=48)) for x in shape.layers[:2] if x.mlp)
+    return replace(shape, layers=layers, num_q_heads=16, num_kv_heads=2, hidden_size=64, vocab_size=130)
+
+
+def _time_steps(step: Callable[[], None], num_steps: int) -> list[float]:
+    for _ in range(num_steps):
+        step()
+    return [STEP_US] * num_steps
+
+
+def _graph_us(run: Callable[[], None]) -> float:
+    run()
+    return 4 * ADD_US
+
+
+def _refuse(this: str, num_bytes: int, what: str) -> None:
+    if what == this:
+        raise TooLargeError(f"{what} needs {num_bytes} bytes")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -92,10 +92,8 @@ def test_how_many_loads_are_in_flight_changes_nothing(monkeypatch: pytest.Monkey
 
 def test_lists_may_have_room_for_more_pieces_than_32_bits_count() -> None:
     row_bytes, capacity = 1 << 20, 1 << 16
-    sources, targets = (
-        torch.randn(1, 3, row_bytes // 4, device=DEVICE),
-        torch.zeros(1, 3, row_bytes // 4, device=DEVICE),
-    )
+    sources = torch.randn(1, 3, row_bytes // 4, device=DEVICE)
+    targets = torch.zeros_like(sources)
     lists = make_row_lists(1, capacity, DEVICE)
     lists.counts.fill_(2)
     lists.from_addresses.fill_(sources.data_ptr())

@@ -33,15 +33,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
     if (threadIdx.x < 32) sum_up_counts(counts, num_lists, first);
     __syncthreads();
 
-    const unsigned num_pieces = first[num_lists] * kPieces;
+    const u64 num_pieces = (u64)first[num_lists] * kPieces;
     const unsigned warp = blockIdx.x * WARPS + threadIdx.x / 32;
     unsigned list = 0;  // only grows, for the pieces of a thread only grow
-    for (unsigned tile = warp * kTile; tile < num_pieces; tile += gridDim.x * WARPS * kTile) {
+    for (u64 tile = warp * kTile; tile < num_pieces; tile += gridDim.x * WARPS * kTile) {
         unsigned long long source[IN_FLIGHT], target[IN_FLIGHT];
         uint4 piece[IN_FLIGHT];
 #pragma unroll
         for (unsigned i = 0; i < IN_FLIGHT; ++i) {
-            const unsigned at = tile + i * 32 + threadIdx.x % 32;
+            const u64 at = tile + i * 32 + threadIdx.x % 32;
             target[i] = 0;
             if (at >= num_pieces) continue;
             const unsigned row = at / kPieces, offset = at % kPieces * 16;

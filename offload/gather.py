@@ -62,6 +62,5 @@ class RowGather:
         """Enqueue the copy on torch's current stream. No row may be written that another list entry reads."""
         num_lists, capacity = lists.from_rows.shape
         assert num_lists <= self._max_lists, f"{num_lists} lists for {self!r}"
-        num_pieces = num_lists * capacity * self.row_bytes // PIECE_BYTES
-        assert num_pieces < 1 << 32, "the kernel counts pieces in 32 bits"
+        assert num_lists * capacity < 1 << 32, "the kernel counts rows in 32 bits"
         self._kernel.launch((_NUM_BLOCKS, 1, 1), _THREADS, *lists, num_lists, capacity)

@@ -39,14 +39,6 @@ struct Place {
     unsigned rank, warp, lane;
 };
 
-// Over the warps, or the blocks, before this one. Called by whole warps, after a barrier.
-__device__ __forceinline__ int sum_of_first(const int* values, unsigned num, unsigned lane) {
-    return __reduce_add_sync(ALL_LANES, lane < num ? values[lane] : 0);
-}
-__device__ __forceinline__ int lanes_before(unsigned ballot, unsigned lane) {
-    return __popc(ballot & ((1u << lane) - 1));
-}
-
 // Starts to load the ages of this block's slots; they are there after `wait_for_all_copies` and a barrier.
 __device__ __forceinline__ void load_ages(const uint4* slot_ages, Slots& slots) {
 #pragma unroll 1

@@ -18,6 +18,8 @@ NEVER_USED = 127  # the age of an empty slot; `slot_ages.cuh` has the others
 _CLUSTER = 8  # blocks that decide about one KV head
 _THREADS = 512
 MAX_SLOTS = 290_000  # what fits the shared memory of a cluster
+_FEW_ROUNDS, _ENTRY_BYTES = 16, 16  # as in the kernel: of more rounds a thread has what it holds in memory
+_RESIDENT_THREADS = 2048 * 148  # of a device, at most
 _LIST_SETS = 3  # lookups whose lists and ids live at the same time
 _SOURCE = Path(__file__).with_name("slot_cache.cu")
 
@@ -59,6 +61,16 @@ def slot_cache_bytes(shape: SlotCacheShape) -> int:
     ids = shape.max_batch * shape.num_index_heads * shape.max_top_k * 4
     table = shape.num_layers * (shape.num_contexts * 8 + 32) + shape.num_contexts * 8
     return heads * shape.num_slots * shape.row_bytes + state + table + _LIST_SETS * (lists + ids)
+
+
+def stack_bytes(shape: SlotCacheShape) -> int:
+    """Device memory that the driver sets aside besides, with the first lookup: what a thread holds and has no registers
+    for, of all threads that a device has room for."""
+    lists = shape.max_batch * shape.num_index_heads // shape.num_kv_heads
+    rounds = -(-lists * shape.max_top_k // (4 * _CLUSTER * _THREADS)) * 4
+    slot_rounds = shape.block_slots // _THREADS
+    held = _ENTRY_BYTES * rounds * (rounds > _FEW_ROUNDS) + 4 * slot_rounds * (slot_rounds > _FEW_ROUNDS)
+    return -(-held // 16) * 16 * _RESIDENT_THREADS
 
 
 @dataclass(frozen=True, slots=True)

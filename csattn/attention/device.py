@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
 from csattn.config import RestKind
-from csattn.cuda import cuda_kernel, num_multiprocessors
+from csattn.cuda import SHARED_BYTES, cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
 from csattn.reach import Reach
 from csattn.rest.device import DeviceMoments, moments_shape
@@ -34,7 +34,6 @@ PART_ENDS = 4  # floats after a part's output
 TILE_ROWS = 16  # as in the kernel
 # warps of a block, and tiles that each has in flight: the first that fits is taken
 BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1), (2, 2), (2, 1))
-SHARED_BYTES_PER_BLOCK = 227 << 10
 UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # of the kernel's `Unit` and of its barrier
 MAX_UNITS_PER_BLOCK = 64
 MOST_REST_PARTS = 32
@@ -249,7 +248,7 @@ def _plan_blocks(
     other_bytes = products_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
     for num_warps, num_stages in BLOCK_SHAPES:
         tiles_bytes = num_warps * num_stages * tile_bytes + 2 * num_warps * part_bytes
-        if tiles_bytes + other_bytes <= SHARED_BYTES_PER_BLOCK:
+        if tiles_bytes + other_bytes <= SHARED_BYTES:
             break
     else:
         raise ConfigError(
@@ -257,7 +256,7 @@ def _plan_blocks(
             "rest; choose bfloat16, or another rest"
         )
     # that a block collects: where the tiles were, or where it takes memory for it
-    collectable = min(ENOUGH_PARTS, (SHARED_BYTES_PER_BLOCK - other_bytes) // part_bytes)
+    collectable = min(ENOUGH_PARTS, (SHARED_BYTES - other_bytes) // part_bytes)
     most_parts = max(num_warps * num_stages * tile_bytes // part_bytes, collectable)
     # a power of two, as numbers of segments often are: then each part has as many of them
     most_rest_parts = 1 << (2 * most_parts // 3).bit_length() - 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.attention.device import ELEMENTS, RowSource
 from csattn.batch import StepRows
-from csattn.cuda import cuda_kernel, num_multiprocessors
+from csattn.cuda import SHARED_BYTES, cuda_kernel, num_multiprocessors
 
 SOURCE = Path(__file__).with_name("every_row.cu")
 FOLD = 16  # query heads that a warp multiplies together
@@ -23,7 +23,6 @@ MOST_SPLITS, LEAST_SPLIT = 128, 256  # of what a row sees of its context, or of 
 MAX_ROWS_OF_SAME_BITS = 16  # of a step: up to so many, splits are the same
 JOINING = 128  # threads that join a query's parts
 NUM_STAGES = 3  # tiles on their way, or attended to
-SHARED_BYTES_PER_SM = 227 << 10
 PART_ENDS = 4  # floats after a part's output, as in the kernel
 
 
@@ -154,7 +153,7 @@ def plan_blocks(batch_size: int, group_size: int, num_kv_heads: int, head_dim: i
     per_sm, tile = (2, 64 if head_dim <= 128 else 32) if num_warps == MAX_WARPS else (4, 32)
     max_splits = max(1, min(MOST_SPLITS, (4 if is_small else 2) * num_sms // num_kv_heads))
     shared_bytes = NUM_STAGES * tile * (4 * head_dim + 16)  # as the kernel pads rows
-    num_blocks = min(per_sm, SHARED_BYTES_PER_SM // shared_bytes) * num_sms
+    num_blocks = min(per_sm, SHARED_BYTES // shared_bytes) * num_sms
     return Blocks(num_blocks, num_warps, folds, tile, max_splits, shared_bytes)
 
 

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LEAST_CAPABILITY = 9, 0  # kernels begin before the one in front ends, and blocks form clusters, from there on
+SHARED_BYTES = 227 << 10  # that a block may have, or those of a multiprocessor together
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INCLUDE = re.compile(r'^#include "(.+)".*$', re.MULTILINE)
@@ -151,6 +153,18 @@ def free_device_bytes(device: torch.device | str) -> int:
     """What is left of a device's memory, with what torch keeps for later of what it has given back."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def missing_for_kernels(device: int) -> str | None:
+    """What kernels need and that device does not have; None: they run there."""
+    of = torch.cuda.get_device_properties(device)
+    if (of.major, of.minor) < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        return f"compute capability {least} or more, and {of.name} has {of.major}.{of.minor}"
+    if of.shared_memory_per_multiprocessor < SHARED_BYTES:
+        has = of.shared_memory_per_multiprocessor >> 10
+        return f"{SHARED_BYTES >> 10} KiB of shared memory for a block, and {of.name} has {has}"
+    return None
 
 
 @cache

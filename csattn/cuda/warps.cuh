@@ -23,13 +23,21 @@ __device__ __forceinline__ u32 sum_up_to_lane(u32 value) {
     return value;
 }
 
+// How many lanes before that one are in the ballot.
+__device__ __forceinline__ int lanes_before(u32 ballot, u32 lane) { return __popc(ballot & ((1u << lane) - 1)); }
+
+// The sum of the first `num` of up to 32 values. Called by whole warps, after a barrier.
+template <class T> __device__ __forceinline__ T sum_of_first(const T* values, u32 num, u32 lane) {
+    return __reduce_add_sync(ALL_LANES, lane < num ? values[lane] : 0);
+}
+
 // The sum over all threads before this one, for the whole block. scratch: [WARPS], which nobody reads any more.
 __device__ __forceinline__ u32 sum_before(u32 value, u32* scratch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 up_to = sum_up_to_lane(value);
     if (lane == 31) scratch[warp] = up_to;
     __syncthreads();
-    return __reduce_add_sync(ALL_LANES, lane < warp ? scratch[lane] : 0) + up_to - value;
+    return sum_of_first(scratch, warp, lane) + up_to - value;
 }
 
 // The same, again and again with one scratch; `total` is the sum over all threads.

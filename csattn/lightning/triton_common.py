@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+MOST_QUERIES = 1 << 15  # of a launch: grids end at 65,535 in all dimensions but the first
+
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     """To be passed to every launch of a kernel that calls `wait_for_earlier`; an interpreted one starts when called."""

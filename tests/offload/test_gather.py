@@ -88,3 +88,16 @@ def test_how_many_loads_are_in_flight_changes_nothing(monkeypatch: pytest.Monkey
         copied = lists.to_rows[i, :count].long()
         assert torch.equal(targets[i, copied], sources[i, lists.from_rows[i, :count].long()])
     assert int((targets != 0).any(-1).sum()) == 499 + 13
+
+
+def test_lists_may_have_room_for_more_pieces_than_32_bits_count() -> None:
+    row_bytes, capacity = 1 << 20, 1 << 16
+    sources = torch.randn(1, 3, row_bytes // 4, device=DEVICE)
+    targets = torch.zeros_like(sources)
+    lists = make_row_lists(1, capacity, DEVICE)
+    lists.counts.fill_(2)
+    lists.from_addresses.fill_(sources.data_ptr())
+    lists.to_addresses.fill_(targets.data_ptr())
+    lists.from_rows[0, :2], lists.to_rows[0, :2] = torch.tensor([[2, 0], [1, 2]], device=DEVICE)
+    RowGather(row_bytes, max_lists=1).launch(lists)
+    assert torch.equal(targets[0, 1:], sources[0, [2, 0]]) and not targets[0, 0].any()

@@ -10,7 +10,7 @@ from torch import Tensor
 from offload import gather, slot_cache
 from offload.cuda import host_register, host_unregister
 from offload.reference import ReferenceSlotCache
-from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes
+from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes, stack_bytes
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.offload.selections import make_step, masked
@@ -63,6 +63,19 @@ def test_a_caches_bytes_are_what_it_allocates() -> None:
     before = storages()
     cache = SlotCache(make_shape(num_slots=5000, context_capacity=20000), DEVICE)
     assert sum(size for place, size in storages().items() if place not in before) == slot_cache_bytes(cache.shape)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context_len", "held"),
+    [(1, 131072, 0), (64, 131072, 704), (8, 1048576, 864), (16, 1048576, 1504), (64, 1048576, 5408)],
+)
+def test_what_threads_hold_in_memory_is_what_the_compiler_says(
+    batch: int, context_len: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ptxas of CUDA 13.0, for sm_90: bytes of a stack frame."""
+    monkeypatch.setattr(slot_cache, "_THREADS", 512)
+    sizes = {"num_slots": context_len * 15 // 100, "max_top_k": context_len // 50, "max_batch": batch}
+    assert stack_bytes(make_shape(context_capacity=context_len, **sizes)) == held * slot_cache._RESIDENT_THREADS
 
 
 CASES = {

@@ -23,7 +23,9 @@ from workers.doctor.model import examine_model
 GIB = 1 << 30
 MISSING = {"error": "ModuleNotFoundError: No module named 'it'"}
 H200 = facts.Gpu("NVIDIA H200", "570.1", 140_000, 143_771, "5.0 x16")
-DEVICE = {"name": "NVIDIA H200", "capability": "9.0", "free_bytes": 130 * GIB, "total_bytes": 139 * GIB}
+DEVICE = {
+    "name": "NVIDIA H200", "capability": "9.0", "free_bytes": 130 * GIB, "total_bytes": 139 * GIB, "missing": None,
+}  # fmt: skip
 STORE = {
     "exists": True, "is_directory": True, "writable": True, "free_bytes": 90 * GIB, "artifacts": 2,
     "size_bytes": 3 * GIB, "broken": {}, "format_version": 2,
@@ -195,6 +197,13 @@ def test_a_second_device_is_told_of_too() -> None:
     found = check_device(gpu_machine(probed={"torch": torch}))
     assert [finding.text[:5] for finding in found] == ["GPU 0", "GPU 1"]
     assert "driver 570.1" in found[0].text
+
+
+def test_a_gpu_that_kernels_do_not_run_on_is_told_of() -> None:
+    older = DEVICE | {"missing": "compute capability 9.0 or more, and NVIDIA A100 has 8.0"}
+    torch = {"version": "2.11.0", "cuda": "12.8", "devices": [older], "pinning": None}
+    (finding,) = check_device(gpu_machine(probed={"torch": torch}))
+    assert finding.status == "warning" and "nothing can be decoded on it: kernels need compute cap" in finding.text
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,12 @@ def check_device(facts: Facts) -> Sequence[Finding]:
             f"GPU {idx} is {device['name']} (compute capability {device['capability']}{driver}) with "
             f"{gib(free_bytes)} of {gib(device['total_bytes'])} free."
         )
-        if free_bytes < LOW_DEVICE_BYTES:
+        if device["missing"] is not None:
+            text = f"{text[:-1]}, but nothing can be decoded on it: kernels need {device['missing']}."
+            findings.append(
+                Finding("device", "warning", text, "Decode on the CPU, or on another GPU, such as an H100.")
+            )
+        elif free_bytes < LOW_DEVICE_BYTES:
             findings.append(Finding("device", "warning", text, "End what holds its memory: `nvidia-smi` lists it."))
         else:
             findings.append(Finding("device", "ok", text))

@@ -44,6 +44,8 @@ def probe_torch() -> dict[str, Any]:
     """torch, what it sees of a GPU, and whether a little host memory can be pinned for it; else what the CPU can do."""
     import torch
 
+    from csattn.cuda import missing_for_kernels
+
     found: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": [], "pinning": None}
     if not torch.cuda.is_available():
         found["products"] = _product_rates()
@@ -57,6 +59,7 @@ def probe_torch() -> dict[str, Any]:
                 "capability": f"{properties.major}.{properties.minor}",
                 "free_bytes": free_bytes,
                 "total_bytes": total_bytes,
+                "missing": missing_for_kernels(idx),
             }
         )
     found["pinning"] = _pin()

@@ -11,7 +11,7 @@ from offload.codecs.codec import KvCodec
 from offload.codecs.layers import encode_layer
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
-from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes
+from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes, stack_bytes
 from offload.staging import copy_to_device
 from workers.engine.shape import EngineShape
 
@@ -161,4 +161,5 @@ def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:
 
 def cache_bytes(shape: EngineShape, num_slots: int) -> int:
     """Device memory of `CachedRows`."""
-    return slot_cache_bytes(cache_shape(shape, num_slots))
+    made = cache_shape(shape, num_slots)
+    return slot_cache_bytes(made) + stack_bytes(made)

@@ -206,9 +206,10 @@ class _StepMail:
 
     def plan(self, asked: tuple[_Asked, ...]) -> StepPlan:
         """The searches of a step, by what its rows ask for. No step may be in flight."""
-        if self._last is None or self._last[0] != asked:
-            self._last = asked, StepPlan(self._records(asked))
-        return self._last[1]
+        last = self._last  # which another thread forgets while it loads a context
+        if last is None or last[0] != asked:
+            self._last = last = asked, StepPlan(self._records(asked))
+        return last[1]
 
     def _records(self, asked: tuple[_Asked, ...]) -> NDArray[np.void]:
         shape, config = self._shape, self._shape.search

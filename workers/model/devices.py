@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from csattn.cuda import missing_for_kernels
 from csattn.errors import ConfigError, DevicesError
 from csattn.share import Share
 from offload.errors import NoDeviceError
@@ -221,10 +222,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def require_device() -> None:
+    """Raise NoDeviceError where there is no GPU that the engine's kernels run on, or nothing to compile them by."""
     if not torch.cuda.is_available():
         raise NoDeviceError(
             "this machine has no CUDA device, or torch is a build without CUDA; leave out the placement to decode on "
             "the CPU"
+        )
+    if (missing := missing_for_kernels(torch.cuda.current_device())) is not None:
+        raise NoDeviceError(
+            f"kernels of the GPU engine need {missing}; decode on another GPU, such as an H100, or leave out the "
+            "placement to decode on the CPU"
         )
     if find_spec("cupy") is None:
         raise NoDeviceError(

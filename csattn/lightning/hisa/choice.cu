@@ -76,9 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
 #pragma unroll
     for (int i = 0; i < EACH; ++i) above += keys[i] > bar, same += keys[i] == bar && first + i < end;
     const u32 room = wanted - sum_of_all(above, scratch[2]);
-    __syncthreads();
-    const u32 before = sum_before(above | same << 16, scratch[2]);
-    above = before & 0xffff, same = before >> 16;
+    above = sum_before(above, scratch[0]), same = sum_before(same, scratch[1]);  // apart: there may be more than 2 ** 16
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int block = first + i;

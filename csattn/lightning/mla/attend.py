@@ -53,8 +53,7 @@ def sparse_mla(
         step = max(1, CHUNK_BYTES // max(1, 8 * indices.shape[1] * q_nope.shape[2]))
         for first in range(0, len(q_nope), step):
             some = slice(first, first + step)
-            of_pe = None if q_pe is None else q_pe[some]
-            out[some], lse[some] = sparse_mla_reference(
-                q_nope[some], of_pe, ckv, kpe, indices[some], softmax_scale, attn_sink
-            )
+            own = rows.of_queries(some)
+            of_queries = own.q_nope, own.q_pe, ckv, kpe, own.indices
+            out[some], lse[some] = sparse_mla_reference(*of_queries, softmax_scale, attn_sink)
     return out, lse.mul_(lse_unit) if lse_unit != 1 else lse

@@ -1,6 +1,6 @@
 """What sparse MLA attention is asked: queries, latent rows, and which of these each query attends to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ class SelectedRows:
     @property
     def rope_dim(self) -> int:
         return 0 if self.q_pe is None else int(self.q_pe.shape[2])
+
+    def of_queries(self, some: slice) -> "SelectedRows":
+        """Of some queries only."""
+        q_pe = None if self.q_pe is None else self.q_pe[some]
+        return replace(self, q_nope=self.q_nope[some], q_pe=q_pe, indices=self.indices[some])
 
     def check(self) -> None:
         """Raise ArrayError or ConfigError unless they fit together."""

@@ -20,7 +20,7 @@ from csattn.cuda.triton_start import wait_for_earlier
 from csattn.errors import ArrayError
 from csattn.lightning.mla.reference import LOG2_E
 from csattn.lightning.mla.rows import SelectedRows
-from csattn.lightning.triton_common import launch_options
+from csattn.lightning.triton_common import MOST_QUERIES, launch_options
 
 MAX_SPLITS = 64
 ENOUGH_PROGRAMS = 128  # about one for each multiprocessor
@@ -61,9 +61,14 @@ def attend_on_device(
     """Enqueue on torch's current stream. Written: `out` and `lse`, as of `attend.sparse_mla`."""
     num_queries, num_heads, latent_dim = rows.q_nope.shape
     _require_powers_of_two(latent_dim, rows.rope_dim)
-    if num_queries == 0:
-        return
     shape = AttendShape.choose(num_queries, num_heads, rows.indices.shape[1]) if shape is None else shape
+    for first in range(0, num_queries, MOST_QUERIES):
+        some = slice(first, first + MOST_QUERIES)
+        _attend(rows.of_queries(some), out[some], lse[some], shape, lse_unit)
+
+
+def _attend(rows: SelectedRows, out: Tensor, lse: Tensor, shape: AttendShape, lse_unit: float) -> None:
+    num_queries, num_heads, latent_dim = rows.q_nope.shape
     splits, device, sink = shape.num_splits, rows.q_nope.device, rows.attn_sink
     if splits == 1:
         _launch_attend(rows, sink, out, lse, shape, lse_unit)

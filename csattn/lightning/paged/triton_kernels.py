@@ -19,11 +19,10 @@ from torch import Tensor
 from csattn.cuda.triton_start import wait_for_earlier
 from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.operands.quantise import FP8_LEAST_AMAX, FP8_MAX
-from csattn.lightning.triton_common import launch_options, round_to_e4m3
+from csattn.lightning.triton_common import MOST_QUERIES, launch_options, round_to_e4m3
 
 ENOUGH_PROGRAMS = 4096  # more tiles than that are shared out among as many programs
 TILE_KEYS = 128
-MOST_QUERIES = 1 << 15  # of a launch
 NUM_WARPS = 4
 # Where a program has several tiles: the pages' numbers are loaded before the pages, and each of the two loads is done
 # two stages early. Then one tile is on its way while another is scored; with fewer stages nothing is.
@@ -70,10 +69,24 @@ def score_on_device(
     out: Tensor,
 ) -> None:
     """As `score.score_pages`, on torch's current stream; rows of `out` may lie any distance apart."""
-    num_queries, num_heads, head_dim = q.shape
-    if num_queries == 0 or pages.shape[1] == 0:
+    if pages.shape[1] == 0:
         return
-    max_pages = pages.shape[1]
+    for first in range(0, len(q), MOST_QUERIES):
+        some = slice(first, first + MOST_QUERIES)
+        _launch_score(q[some], weights[some], values, scales, pages[some], kv_lens[some], longer_than, out[some])
+
+
+def _launch_score(
+    q: Tensor,
+    weights: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    pages: Tensor,
+    kv_lens: Tensor,
+    longer_than: int,
+    out: Tensor,
+) -> None:
+    (num_queries, num_heads, head_dim), max_pages = q.shape, pages.shape[1]
     tile_pages = max(1, TILE_KEYS // values.shape[1])
     num_tiles = -(-max_pages // tile_pages)
     tiles_each = max(1, num_queries * num_tiles // ENOUGH_PROGRAMS)
@@ -115,13 +128,9 @@ def score_side_by_side(
     """As `score.cpu.score_tile`, on torch's current stream: every key is a page."""
     device = operands.k.device
     scales = torch.ones(len(operands.k), device=device) if operands.key_scale is None else operands.key_scale
-    pages = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device)
+    pages = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device).expand(len(operands.q), -1)
     lens = legal_len - keys.start
-    for first in range(0, len(operands.q), MOST_QUERIES):
-        rows = slice(first, first + MOST_QUERIES)
-        own = operands.of_queries(rows)
-        pages_of_each = pages.expand(len(own.q), -1)
-        score_on_device(own.q, own.weights, own.k[:, None], scales[:, None], pages_of_each, lens[rows], 0, out[rows])
+    score_on_device(operands.q, operands.weights, operands.k[:, None], scales[:, None], pages, lens, 0, out)
 
 
 @triton.jit

@@ -72,10 +72,10 @@ __device__ __forceinline__ void write_chosen(Shared& s, const Slots& slots, u64 
     }
     if (lane == 0) s.of_warps[warp] = count;
     __syncthreads();
-    u32 at = __reduce_add_sync(ALL_LANES, lane < warp ? s.of_warps[lane] : 0);
+    u32 at = sum_of_first(s.of_warps, warp, lane);
 #pragma unroll
     for (int i = 0; i < SLOTS_EACH; ++i) {
-        if (lanes[i] >> lane & 1) chosen[at + __popc(lanes[i] & ((1u << lane) - 1))] = place_of(slots.mine[i]);
+        if (lanes[i] >> lane & 1) chosen[at + lanes_before(lanes[i], lane)] = place_of(slots.mine[i]);
         at += __popc(lanes[i]);
     }
 }
@@ -156,7 +156,7 @@ __device__ __noinline__ void choose_of_many(Shared& s, const Lists& lists, u32 f
         __syncthreads();
         const u32 of_lane = lane < WARPS ? s.scratch[lane] : 0;
         const u32 to = before + __reduce_add_sync(ALL_LANES, lane < warp ? of_lane : 0);
-        if (entry >= last) chosen[to + __popc(lanes & ((1u << lane) - 1))] = place_of(listed);
+        if (entry >= last) chosen[to + lanes_before(lanes, lane)] = place_of(listed);
         before += __reduce_add_sync(ALL_LANES, of_lane);
     });
 }

@@ -154,7 +154,7 @@ __device__ __forceinline__ bool list_tile(Shared& s, const Lists& lists, int til
 #pragma unroll
     for (int bit = 0; bit < 3; ++bit) {  // of counts up to four
         const u32 lanes = __ballot_sync(ALL_LANES, count >> bit & 1);
-        to += __popc(lanes & ((1u << lane) - 1)) << bit, of_warp += __popc(lanes) << bit;
+        to += lanes_before(lanes, lane) << bit, of_warp += __popc(lanes) << bit;
     }
     if (lane == 0) s.of_warps[warp] = of_warp;
     __syncthreads();

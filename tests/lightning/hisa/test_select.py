@@ -212,6 +212,17 @@ def test_the_kernel_chooses_blocks_by_definition(
         assert {*range(num_blocks)[:first_blocks], *range(num_blocks)[num_blocks - last_blocks :]} <= {*chosen}
 
 
+def test_the_kernel_counts_more_equal_blocks_than_16_bits_do(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.stand_in(monkeypatch, choice)
+    kv_lens = torch.tensor([70000], dtype=torch.int32)
+    got = [torch.full(sizes, -7, dtype=torch.int32, device=DEVICE) for sizes in ((1, 368), (1,))]
+    choice.choose_candidates(torch.zeros(1, 70000, device=DEVICE), kv_lens.to(DEVICE), 1, (1, 1), *got)
+    want = [*range(367), 69999]
+    assert got[0].tolist() == [want] and got[1].tolist() == [368]
+
+
 def test_the_kernel_finds_the_pages_of_candidates() -> None:
     candidates = torch.tensor([[-1] * 5, [0, -1, -1, -1, -1], [0, 1, -1, -1, -1], [0, 2, 5, 7, 8]], dtype=torch.int32)
     kv_lens = torch.tensor([0, 9, 33, 280], dtype=torch.int32)

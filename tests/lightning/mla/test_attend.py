@@ -8,6 +8,7 @@ from torch import Tensor
 from csattn.attention import reference
 from csattn.errors import ArrayError, ConfigError
 from csattn.lightning import sparse_mla, sparse_mla_reference
+from csattn.lightning.mla import triton_kernels
 from csattn.lightning.mla.rows import SelectedRows
 from csattn.lightning.mla.triton_kernels import AttendShape, attend_on_device
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -69,6 +70,18 @@ def test_rows_without_other_channels_and_half_precision() -> None:
     sink = torch.randn(16)
     want = sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
     agree(by_kernel(case, AttendShape(16, 32, 2, 4, 2), sink), want, 5e-3)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_queries_go_in_launches_of_so_many(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, shape = make_case(5, 3, 65), AttendShape(16, 16, num_splits, 4, 2)
+    at_once, grids = by_kernel(case, shape, torch.ones(3)), list[tuple[int, ...]]()
+    kernel = triton_kernels._attend_kernel
+    watched = type("Watched", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})()
+    monkeypatch.setattr(triton_kernels, "_attend_kernel", watched)
+    monkeypatch.setattr(triton_kernels, "MOST_QUERIES", 2)
+    assert all(map(torch.equal, by_kernel(case, shape, torch.ones(3)), at_once))
+    assert [grid[2] for grid in grids] == [2, 2, 1]
 
 
 def test_the_shapes_of_the_models() -> None:

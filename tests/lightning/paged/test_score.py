@@ -177,6 +177,18 @@ def test_of_several_tiles_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(score_by("kernel", *arrays), each)
 
 
+def test_queries_go_in_launches_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, tables = make_cache([70, 3, 64, 1, 130], max_pages=3)
+    q, weights = make_queries(5)
+    arrays = q, weights, KeyPages.of_cache(cache), tables, torch.tensor([70, 3, 64, 1, 130], dtype=torch.int32), 0
+    at_once, grids, kernel = score_by("kernel", *arrays), list[tuple[int, ...]](), triton_kernels._score_kernel
+    watched = type("Watched", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})()
+    monkeypatch.setattr(triton_kernels, "_score_kernel", watched)
+    monkeypatch.setattr(triton_kernels, "MOST_QUERIES", 2)
+    assert torch.equal(score_by("kernel", *arrays), at_once)
+    assert [grid[1] for grid in grids] == [2, 2, 1]
+
+
 @pytest.mark.parametrize("how", ["kernel", "public"])
 def test_pages_that_do_not_exist_are_worth_nothing(how: str) -> None:
     q, weights = make_queries(1)

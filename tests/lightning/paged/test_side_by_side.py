@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from bench.lightning.awkward import KINDS, make_operands
 from csattn.lightning import FP8, Operands, causal_lens, choose_keys, score_all, score_keys, top_k_reference
-from csattn.lightning.paged import triton_kernels
 from csattn.lightning.paged.triton_kernels import score_side_by_side
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -87,13 +86,6 @@ def test_where_a_key_lies_in_a_tile_changes_no_bit() -> None:
     whole = scored(operands, range(60), lens)
     for start, stop in ((0, 17), (1, 60), (13, 40)):
         assert torch.equal(scored(operands, range(start, stop), lens), whole[:, start:stop])
-
-
-def test_queries_go_in_launches_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands, lens = make_operands("random", 5, 20, head_dim=32), torch.tensor([20, 3, 0, 7, 20], dtype=torch.int32)
-    at_once = scored(operands, range(20), lens)
-    monkeypatch.setattr(triton_kernels, "MOST_QUERIES", 2)
-    assert torch.equal(scored(operands, range(20), lens).nan_to_num(7), at_once.nan_to_num(7))
 
 
 @pytest.mark.gpu

@@ -5,13 +5,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from csattn.errors import ConfigError
+from offload.errors import NoDeviceError
+from workers.model import devices
 from workers.model.deadline import ends_within
-from workers.model.devices import Devices, require_devices
+from workers.model.devices import Devices, require_device, require_devices
 
 ALONE = """
 import torch; from pathlib import Path
@@ -48,3 +51,27 @@ def test_a_process_begins_with_several_gpus_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Devices, "_have_met", True)
     with pytest.raises(ConfigError, match=r"computed with several GPUs already, .* once; start another"):
         require_devices(2)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_kib", "says"),
+    [
+        ((8, 0), 164, r"need compute capability 9.0 or more, and It has 8.0; .* to decode on the CPU"),
+        ((12, 0), 100, r"need 227 KiB of shared memory for a block, and It has 100; .* to decode on the CPU"),
+        ((9, 0), 228, None),
+        ((10, 0), 228, None),
+    ],
+)
+def test_a_gpu_that_kernels_do_not_run_on_is_refused(
+    capability: tuple[int, int], shared_kib: int, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (major, minor), shared_bytes = capability, shared_kib << 10
+    it = SimpleNamespace(name="It", major=major, minor=minor, shared_memory_per_multiprocessor=shared_bytes)
+    monkeypatch.setattr(devices, "find_spec", lambda name: "there is CuPy")
+    for name, said in {"is_available": True, "current_device": 0, "get_device_properties": it}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, said=said: said)
+    if says is None:
+        require_device()
+        return
+    with pytest.raises(NoDeviceError, match=says):
+        require_device()

@@ -43,7 +43,7 @@ struct Bundles {
                 const int at = first + threadIdx.x;
                 const bool is_start = at < num_pairs && pairs[at] & STARTS;
                 const u32 all = __ballot_sync(ALL_LANES, is_start);
-                if (is_start) starts[count + __popc(all & ((1u << threadIdx.x) - 1))] = static_cast<u16>(at);
+                if (is_start) starts[count + lanes_before(all, threadIdx.x)] = static_cast<u16>(at);
                 count += __popc(all);
             }
             if (threadIdx.x == 0) starts[count] = static_cast<u16>(num_pairs), num = count;

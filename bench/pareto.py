@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from bench.records import Case
 from bench.selector_cases import selector_cases
@@ -68,23 +69,26 @@ def front(costs: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def draw(cases: list[Case], path: Path) -> None:
-    """A row of panels per keep, a column per axis."""
+    """A column of panels per keep, a row per axis: as wide as a page shows it."""
     keeps = sorted({case["keep"] for case in cases}, reverse=True)
-    figure = Figure(figsize=(5.2 * len(AXES), 4.4 * len(keeps) + 0.9), dpi=_DPI, layout="constrained")
+    figure = Figure(
+        figsize=(5.2 * len(keeps), 3.4 * len(AXES) + 0.9), dpi=_DPI, layout=ConstrainedLayoutEngine(hspace=0.08)
+    )
     FigureCanvasAgg(figure)
     lengths = sorted({case["context_len"] for case in cases})
     figure.suptitle(
-        f"What each selector costs and loses; {', '.join(map(str, lengths))} tokens of context. "
+        f"What each selector costs and loses; {', '.join(map(str, lengths))} tokens of context.\n"
         "Down and left is better; red: nothing beats these.",
-        fontsize=13, x=0.01, ha="left",
+        fontsize=12, x=0.01, ha="left",
     )  # fmt: skip
-    panels, shown = figure.subplots(len(keeps), len(AXES), squeeze=False, sharey="row"), []
-    for row, keep in enumerate(keeps):
-        for column, axis in enumerate(AXES):
+    panels, shown = figure.subplots(len(AXES), len(keeps), squeeze=False, sharey="col"), []
+    for column, keep in enumerate(keeps):
+        for row, axis in enumerate(AXES):
             axes = panels[row][column]
+            axes.set_ylabel("KL (nats)")
             shown.append((axes, _draw_panel(axes, points(cases, keep, axis), AXES[axis][0])))
         texts = dict.fromkeys(case["text"] for case in cases if case["keep"] == keep)
-        panels[row][0].set_ylabel(f"keep {100 * keep:g} %: KL (nats)\n{', '.join(texts)}")
+        panels[0][column].set_title(f"keep {100 * keep:g} %: {', '.join(texts)}", fontsize=10)
     figure.draw_without_rendering()  # which gives the panels their sizes
     for axes, places in shown:
         _label(axes, places)

@@ -12,6 +12,7 @@ from bench.lightning.__main__ import main, run_tables
 from bench.lightning.cases import KEY, Case, cases_of
 from bench.lightning.inputs import Shape, make_fp8_operands, make_operands
 from bench.lightning.measure import overlap, recall
+from bench.lightning.plots import _draw
 from bench.lightning.published import exact_choice, materialise, partition_merge
 from bench.lightning.run_case import run_case
 from csattn.lightning import Operands, score_keys
@@ -131,6 +132,13 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     (tmp_path / "f.json").write_text(json.dumps({"machine": {"gpu": "x"}, "cases": cases}))
     main(["show", str(tmp_path / "f.json"), "--plots", str(tmp_path)])
     assert (tmp_path / "lightning-table-3.png").stat().st_size > 10_000
+    [memory] = [axes for axes in _draw(cases, "", 3).axes if axes.get_ylabel().startswith("GiB")]
+    bf16, fp8 = (
+        next(one for one in memory.lines if one.get_label() == label) for label in ("csattn, bf16", "csattn, FP8")
+    )
+    assert (bf16.get_marker(), fp8.get_marker()) == ("D", "."), (
+        "as much memory: the upper one leaves the other to be seen"
+    )
 
 
 def test_the_gate_is_open_and_shuts(monkeypatch: pytest.MonkeyPatch) -> None:

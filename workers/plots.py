@@ -19,6 +19,7 @@ _BLUE = "#1f9ed1"  # which the colour map does not have
 _RED = "#b3261e"
 _TITLE_WIDTH = 38  # characters over one map
 _TICKS = [0.0, 0.01, 0.05, 0.2, 0.5, 1.0]  # shares on the colour bar
+_NUMBERED = 0.85  # of a map, from its left
 _LEAST = 1e-4  # a share that counts as none when questions are compared
 
 
@@ -112,6 +113,8 @@ def _draw_map(axes: Any, picture: AttentionPicture, context_len: int, is_first: 
     axes.set_xlabel("place in the document (tokens)", fontsize=12, labelpad=22)
     shown = range(0, num_layers, max(1, num_layers // 6))
     axes.set_yticks([layer + 0.5 for layer in shown], [str(layer + 1) for layer in shown] if is_first else [])
+    # no number where a line goes down to the name of the window
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= _NUMBERED * context_len])
     if is_first:
         axes.set_ylabel(f"layer, {num_kv_heads} heads each", fontsize=12)
     axes.tick_params(labelsize=11)

@@ -95,13 +95,13 @@ def draw(cases: list[Case], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = _common(cases)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), sharey=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.8), sharey=True)
     _draw_series(left, shown, _BY_SHARE, lambda case: 100 * case["keep"])
     _draw_series(right, shown, _BY_BYTES, lambda case: case["code_bytes_per_key"])
     ours = [case["kl"] for case in shown if case["contender"] == "default" and case["keep"] == _KEEP]
     for axis in (left, right):
         if ours:
-            axis.axhline(geometric_mean(ours), color="tab:blue", linewidth=1, linestyle=":")
+            axis.axhline(geometric_mean(ours), color=_BLUE, linewidth=1, linestyle=":")
         axis.set(xscale="log", yscale="log", ylim=(1e-5, 0.8))
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
@@ -110,7 +110,7 @@ def draw(cases: list[Case], path: Path) -> None:
     left.set(xlabel="rows that a token reads exactly, % of the context", title="What is read")
     left.set_xticks([2, 5, 10, 25, 50, 70], ["2", "5", "10", "25", "50", "70"])
     left.set(ylabel="KL to full attention (nats)")
-    right.set(xlabel="bytes of a key and its value in a KV head, on the device (16 bits: 256)", title="What is held")
+    right.set(xlabel="bytes of codes of a key and its value (in 16 bits: 256)", title="What is held on the device")
     right.set_xticks([16, 32, 64, 128, 256], ["16", "32", "64", "128", "256"])
     right.set(xlim=(12, 300))
     lengths = [case["context_len"] for case in shown]
@@ -122,23 +122,25 @@ def draw(cases: list[Case], path: Path) -> None:
 
 
 _KEEP = 0.02
-# what a panel shows: a label, contenders whose points a line joins, color and marker
+_BLUE = "#0072b2"
+# what a panel shows: a label, contenders whose points a line joins, color and marker, which tell them apart in both
+# panels, also to colour-blind eyes
 Series = tuple[tuple[str, tuple[str, ...], str, str], ...]
 _BY_SHARE: Series = (
-    ("csattn, default: the rest by codes", ("default",), "tab:blue", "*"),
+    ("csattn, default: the rest by codes", ("default",), _BLUE, "*"),
     ("exact Top-K, the rest dropped", ("exact",), "black", "x"),
-    ("PQCache", ("pqcache",), "tab:green", "^"),
-    ("SparQ, with its mean value", ("sparq",), "tab:orange", "s"),
-    ("Quest", ("quest",), "tab:red", "D"),
-    ("H2O", ("h2o",), "tab:purple", "P"),
-    ("preset paper: CSAttention's lists", ("paper",), "tab:brown", "v"),
-    ("preset lists: those corrected", ("lists",), "tab:pink", "h"),
+    ("PQCache", ("pqcache",), "#009e73", "^"),
+    ("SparQ, with its mean value", ("sparq",), "#e69f00", "s"),
+    ("Quest", ("quest",), "#d55e00", "D"),
+    ("H2O", ("h2o",), "#cc79a7", "P"),
+    ("preset paper: CSAttention's lists", ("paper",), "#6b4a2b", "v"),
+    ("preset lists: those corrected", ("lists",), "#56b4e9", "h"),
 )
 _BY_BYTES: Series = (
-    ("csattn: codes, and 2 % of the rows from the host", ("default",), "tab:blue", "*"),
-    ("all rows, KIVI: 2 and 4 bits", ("KIVI, 2 bits", "KIVI, 4 bits"), "tab:orange", "s"),
-    ("all rows, TurboQuant: 3.5 and 4", ("TurboQuant, 3.5 bits", "TurboQuant, 4 bits"), "tab:green", "^"),
-    ("all rows, llama.cpp's q4_0", ("q4_0",), "tab:purple", "P"),
+    ("csattn: codes, and 2 % of the rows from the host", ("default",), _BLUE, "*"),
+    ("all rows, KIVI: 2 and 4 bits", ("KIVI, 2 bits", "KIVI, 4 bits"), "#555555", "o"),
+    ("all rows, TurboQuant: 3.5 and 4", ("TurboQuant, 3.5 bits", "TurboQuant, 4 bits"), "#a6761d", "<"),
+    ("all rows, llama.cpp's q4_0", ("q4_0",), "#7a3e9d", "p"),
 )
 
 

@@ -222,14 +222,17 @@ def _of(cases: Sequence[Case], what: str, block_size: int, share: float) -> list
     return [case for case in cases if (case["what"], case["block_size"], case["share"]) == (what, block_size, share)]
 
 
+_COLOURS = ("#0b61a4", "#2a9d8f", "#d98c00", "#b3261e")
+
+
 def draw_real(cases: Sequence[Case], path: Path) -> None:
     """IoU by layer, a line for each block size."""
     figure = Figure(figsize=(7.5, 4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for block_size, colour in zip(BLOCK_SIZES, ("#0b61a4", "#2a9d8f", "#d98c00", "#b3261e"), strict=True):
+    for block_size, colour, marker in zip(BLOCK_SIZES, _COLOURS, "os^D", strict=True):
         layers = np.mean([case["iou_by_layer"] for case in _of(cases, "iou", block_size, SHOWN_SHARE)], axis=0)
-        axes.plot(layers, "o-", color=colour, label=f"blocks of {block_size}")
+        axes.plot(layers, marker=marker, color=colour, clip_on=False, markersize=5, label=f"blocks of {block_size}")
     axes.set(xlabel="layer", ylabel="IoU with the exact indexer's choice", ylim=(0, 1))
     axes.set_title(f"HISA on real keys, candidates are 1/{round(1 / SHOWN_SHARE)} of the context", fontsize=11)
     axes.grid(alpha=0.3)

@@ -13,9 +13,10 @@ from bench.records import Case
 _STYLES = {
     "published": ("#b3261e", "s", "partition-merge as published"),
     "materialised": ("#8a8a8a", "v", "materialised"),
-    "csattn": ("#0b61a4", "D", "csattn, bf16"),
-    "csattn fp8": ("#2a9d8f", "P", "csattn, FP8"),
+    "csattn": ("#0b61a4", "D", "csattn, bf16"),  # larger than the next: both take the same memory
+    "csattn fp8": ("#e69f00", ".", "csattn, FP8"),
 }
+_SIZE = 7
 # legal products at the rate of a bf16 matrix product that was measured on an H200
 _PEAK_TFLOPS = 790.0
 
@@ -43,7 +44,9 @@ def _draw(cases: list[Case], title: str, table: int) -> Figure:
         for axes, figure_of in ((left, "ms"), (right, "peak_gib")):
             there = [case for case in line if figure_of in case]
             tokens = [case["num_tokens"] for case in there]
-            axes.plot(tokens, [case[figure_of] for case in there], marker=marker, color=colour, label=label)
+            axes.plot(
+                tokens, [case[figure_of] for case in there], marker=marker, color=colour, label=label, markersize=_SIZE
+            )
     printed = PRINTED[table]
     for axes, place in ((left, 0), (right, 1)):
         values = [pair[place] for pair in printed.values()]

@@ -19,7 +19,7 @@ from bench.accuracy.attending.sketches import SketchCodes, integer_queries, norm
 from bench.accuracy.attending.slot_cache import SIZES, count_hits
 from bench.accuracy.long_contenders import contenders, find_contenders
 from bench.accuracy.long_gate import require_product
-from bench.accuracy.long_report import draw, table
+from bench.accuracy.long_report import _BY_BYTES, _BY_SHARE, draw, table
 from bench.accuracy.texts import find_text, tokenize
 from bench.decode.recording import load_recording, save_recording
 from bench.records import Records
@@ -244,6 +244,13 @@ def test_a_text_is_measured_once_and_shown(tmp_path, monkeypatch):
     assert "| default | 10 |" in table(records.cases)
     draw(records.cases, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_color_and_a_marker_are_one_method_in_both_panels() -> None:
+    methods: dict[str, tuple[str, ...]] = {}
+    for _, names, *styles in (*_BY_SHARE, *_BY_BYTES):
+        for style in styles:
+            assert methods.setdefault(style, names) == names, style
 
 
 def test_recordings_come_back(tmp_path):

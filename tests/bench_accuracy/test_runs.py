@@ -1,6 +1,7 @@
 """The measurements, in small: what they measure, and that what a file holds is not measured again."""
 
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,3 +225,15 @@ def test_the_pareto_plot(measured, tmp_path, capsys):
     fronts = {line["axis"]: line["front"] for line in result["fronts"]}
     assert fronts["moved"][0] == fronts["read"][0] == "window"  # it moves nothing
     assert "exact" in fronts["index"] and "window" not in fronts["index"]  # neither has an index
+
+
+def test_the_picture_of_costs_is_as_wide_as_a_page(tmp_path):
+    costs = ["search_bytes_per_step", "rest_bytes_per_step", "moved_bytes_per_step", "index_bytes_per_key"]
+    cases = [
+        {"contender": name, "text": "novel", "keep": keep, "context_len": 512, "kl": kl, "search_ms_per_step": 1.0}
+        | dict.fromkeys(costs, kl * 1e6)
+        for name, kl in (("default", 0.001), ("quest", 0.1))
+        for keep in (0.02, 0.05)
+    ]
+    pareto.draw(cases, tmp_path / "plot.png")
+    assert struct.unpack(">I", (tmp_path / "plot.png").read_bytes()[16:20])[0] < 1200

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from workers.plots import PICTURE_SIZE, AttentionPicture, draw_attention_map
 
@@ -45,3 +46,17 @@ def test_the_picture_shows_what_was_read_found_and_where_the_answer_is(tmp_path)
     for changed, value in other.items():
         picture = AttentionPicture("?", "!", **{**values, changed: value})
         assert draw(tmp_path / "other.png", [picture]) != before, changed
+
+
+def test_no_number_of_an_axis_is_crossed_by_the_line_to_the_window(tmp_path, monkeypatch):
+    drawn = []
+
+    class Kept(Figure):
+        def savefig(self, *args, **options):
+            drawn.append(self)
+            super().savefig(*args, **options)
+
+    monkeypatch.setattr("workers.plots.Figure", Kept)
+    draw(tmp_path / "map.png", [make_picture(np.random.default_rng(1), 2, 2, 100)], context_len=6353)
+    [numbered] = [axes for axes in drawn[0].axes if axes.get_xlabel().startswith("place in the document")]
+    assert 5000 in numbered.get_xticks() and max(numbered.get_xticks()) < 6000

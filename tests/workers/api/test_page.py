@@ -1,7 +1,8 @@
 """The page in a real browser."""
 
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ from tests.workers.api.running import KEY, Running, serving
 from workers.serving.messages import FailedBuild, Health, Held
 from workers.serving.metrics import Metrics
 from workers.serving.step_engine import Fidelity
-from workers.settings import Settings
+from workers.settings import ModelSettings, Settings
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright to test the page in a browser")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome on this machine")
 
 NASTY = "<img src=x onerror=alert(1)>"
+SMALL = {"width": 360, "height": 740}  # pixels
+HANGS_OVER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +46,8 @@ def backend_with_figures() -> FakeBackend:
     return backend
 
 
-def opened(browser: Any, service: Running, faults: list[str]) -> Any:
-    page = browser.new_page()
+def opened(browser: Any, service: Running, faults: list[str], **options: Any) -> Any:
+    page = browser.new_page(**options)
     page.set_default_timeout(10_000)
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if "Content Security" in message.text else None)
@@ -98,3 +101,84 @@ def test_the_page_asks_for_a_key_and_keeps_it_for_the_tab(browser: Any) -> None:
         page.close()
         other.close()
     assert not faults
+
+
+def test_the_page_fits_a_small_screen(browser: Any) -> None:
+    backend = backend_with_figures()
+    backend.add("W" * 64, state="failed", num_tokens=None, what="/store/" + "q" * 150 + " is gone")
+    with serving(backend, Settings(model=ModelSettings(name="m" * 90))) as service:
+        page = opened(browser, service, [], viewport=SMALL)
+        page.wait_for_selector("#contexts td")
+        assert page.evaluate(HANGS_OVER) == 0
+        letters = "text => text.getScreenCTM().a * parseFloat(getComputedStyle(text).fontSize)"
+        assert page.locator("#charts svg text").first.evaluate(letters) >= 9, "pixels"
+        page.keyboard.press("Tab")
+        assert page.locator(":focus").get_attribute("aria-labelledby") == "contexts-title", "tables scroll by keyboard"
+        page.close()
+    with serving(backend_with_figures()) as service:
+        page = opened(browser, service, [], viewport=SMALL)
+        page.wait_for_selector("#key-form:not([hidden])")
+        form, button = (page.locator(name).bounding_box() for name in ("#key-form", "#key-form button"))
+        assert button["x"] + button["width"] <= form["x"] + form["width"] - 15
+        page.close()
+
+
+def answering(reply: dict[str, Any] | None) -> Callable[[Any], None]:
+    return lambda route: route.fulfill(**reply) if reply else route.abort()
+
+
+def test_a_service_that_went_away_is_told_in_a_sentence(browser: Any) -> None:
+    with serving(backend_with_figures(), Settings()) as service:
+        page = opened(browser, service, [])
+        page.wait_for_selector("#charts path.curve[d*=L]", state="attached")
+        for reply, why in (
+            ({"status": 502, "body": "<html>Bad Gateway</html>"}, r"What answers here is not csattn.*\(status 502\)\."),
+            ({"status": 500, "body": '"of another program"'}, r"What answers here is not csattn.*\(status 500\)\."),
+            (None, r"The service cannot be reached\."),
+        ):
+            page.route("**/v1/status", answering(reply))
+            page.locator("#why", has_text=re.compile(rf"^{why} What is below is of \d.*\.$")).wait_for()
+            assert page.title() == "smollm2-135m, no answer – csattn"
+            page.unroute("**/v1/status")
+        page.locator("#state", has_text=re.compile("^ready$")).wait_for()
+        page.wait_for_function("document.querySelectorAll('#charts .card:nth-child(3) path').length > 2")  # with gaps
+        page.close()
+
+
+def test_of_two_answers_the_one_to_the_older_question_is_not_shown(browser: Any) -> None:
+    with serving(backend_with_figures(), Settings()) as service:
+        page = opened(browser, service, [])
+        page.wait_for_selector("main:not([hidden])")
+        held: list[Any] = []
+        page.route("**/v1/status", lambda route: route.continue_() if held else held.append(route))
+        page.wait_for_function("performance.getEntriesByType('resource').length")
+        with page.expect_request("**/v1/status"):
+            pass
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # as when the tab is seen again
+        page.wait_for_timeout(500)
+        held[0].fulfill(status=500, body='{"error": {"message": "older"}}')
+        page.wait_for_timeout(500)
+        assert page.inner_text("#state") == "ready"
+        page.close()
+
+
+def test_a_key_that_none_can_be_is_told_so(browser: Any) -> None:
+    with serving(backend_with_figures()) as service:
+        page = opened(browser, service, [])
+        for key in ("\u05e9\u05dc\u05d5\u05dd", "two words"):
+            page.fill("#key", key)
+            page.keyboard.press("Enter")
+            assert page.inner_text("#key-error").startswith("A key has letters, digits and signs of ASCII only")
+        assert page.evaluate("sessionStorage.length") == 0
+        page.close()
+
+
+def test_selected_text_stays_selected(browser: Any) -> None:
+    with serving(backend_with_figures(), Settings()) as service:
+        page = opened(browser, service, [])
+        page.wait_for_selector("#contexts td.id")
+        chosen = page.inner_text("#contexts tr:last-child td.id")
+        page.evaluate("getSelection().selectAllChildren(document.querySelector('#contexts tr:last-child td.id'))")
+        page.wait_for_selector("#charts path.curve[d*=L]", state="attached")  # a second answer has come
+        assert page.evaluate("getSelection().toString()") == chosen
+        page.close()

@@ -35,7 +35,7 @@ function axes(lowest, top, describe, seconds) {
     made.push(svgElement("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }));
     made.push(svgElement("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, describe(lowest + share * (top - lowest))));
   }
-  made.push(svgElement("text", { x: LEFT, y: HEIGHT - 4 }, `${(seconds / 60).toFixed(0)} min ago`));
+  made.push(svgElement("text", { x: LEFT, y: HEIGHT - 4 }, seconds < 120 ? `${seconds} s ago` : `${(seconds / 60).toFixed(0)} min ago`));
   made.push(svgElement("text", { x: WIDTH - RIGHT, y: HEIGHT - 4, "text-anchor": "end" }, "now"));
   return made;
 }

@@ -2,7 +2,7 @@
 
 import { element, lineChart } from "./charts.js";
 
-const EVERY_S = 2, NUM_SLOTS = 150, FEW_SLOTS = 30, WINDOW = 5; // a latency is that of the last WINDOW answers
+const EVERY_S = 2, PATIENCE_S = 10, NUM_SLOTS = 150, FEW_SLOTS = 30, WINDOW = 5; // a latency is that of the last WINDOW answers
 const KEY = "csattn-api-key";
 const $ = (id) => document.getElementById(id);
 
@@ -13,13 +13,16 @@ const charts = {
   fidelity: lineChart("Fidelity of what was read", percent),
 };
 const history = { ttft: [[], []], tpot: [[], []], load: [[], []], fidelity: [[], []] };
-let answers = [], timer = null;
+let answers = [], timer = null, asking = new AbortController(), drawnAt = null;
+const drawn = {}; // what a table shows, as JSON: it is made again only where that changes, so that text stays selected
 
 $("charts").append(...Object.values(charts).map((chart) => chart.card));
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, $("key").value.trim());
+  const key = $("key").value.trim();
   $("key").value = "";
+  if (!/^[!-~]+$/.test(key)) return refuseKey("A key has letters, digits and signs of ASCII only, and no spaces.");
+  sessionStorage.setItem(KEY, key);
   ask();
 });
 document.addEventListener("visibilitychange", () => document.hidden || ask());
@@ -27,25 +30,44 @@ ask();
 
 async function ask() {
   clearTimeout(timer);
+  asking.abort(); // of two questions under way the older could be answered last
+  const mine = asking = new AbortController();
   const key = sessionStorage.getItem(KEY);
   try {
-    const headers = key ? { Authorization: `Bearer ${key}` } : {};
-    const reply = await fetch("v1/status", { headers, cache: "no-store", signal: AbortSignal.timeout(10000) });
+    const reply = await replyTo(key, AbortSignal.any([mine.signal, AbortSignal.timeout(1000 * PATIENCE_S)]));
+    const said = await reply.json().catch((error) => { if (error.name !== "SyntaxError") throw error; });
+    if (mine.signal.aborted) return;
     if (reply.status === 401) return askForKey(key);
-    if (!reply.ok) throw new Error((await reply.json()).error.message);
-    show(await reply.json());
+    if (!reply.ok || !said) throw new Error(said?.error?.message ?? `What answers here is not csattn, or a proxy before it (status ${reply.status}).`);
+    show(said);
   } catch (error) {
-    setState("failed", "no answer", error.name === "TypeError" ? "The service cannot be reached." : error.message);
+    if (mine.signal.aborted) return;
+    setState("failed", "no answer", `${why(error)}${drawnAt ? ` What is below is of ${drawnAt}.` : ""}`);
   }
   if (!document.hidden) timer = setTimeout(ask, 1000 * EVERY_S);
 }
 
+function replyTo(key, signal) {
+  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  return fetch("v1/status", { headers, cache: "no-store", signal });
+}
+
+function why(error) {
+  if (error.name === "TimeoutError") return `The service has not answered for ${PATIENCE_S} s.`;
+  return error.name === "TypeError" ? "The service cannot be reached." : error.message;
+}
+
 function askForKey(key) {
   sessionStorage.removeItem(KEY);
-  $("key-error").textContent = key ? "The service does not know this key." : "";
   $("key-form").hidden = false;
   document.querySelector("main").hidden = true;
+  drawnAt = null;
   setState("", "locked", "");
+  refuseKey(key ? "The service does not know this key." : "");
+}
+
+function refuseKey(why) {
+  $("key-error").textContent = why;
   $("key").focus();
 }
 
@@ -58,8 +80,12 @@ function show(status) {
   // a restarted service counts from nothing again: nothing before it can be compared
   const before = answers.at(-1)?.status;
   if (before && Object.entries(status.histograms).some(([name, now]) => now.count < (before.histograms[name]?.count ?? 0))) answers = [];
-  answers.push({ status, at: performance.now() / 1000 });
+  const at = performance.now() / 1000;
+  // without an answer, and while the tab was hidden, curves have a gap, and not a shorter past
+  if (answers.length) skip(Math.round((at - answers.at(-1).at) / EVERY_S) - 1);
+  answers.push({ status, at });
   answers = answers.slice(-1 - WINDOW);
+  drawnAt = new Date().toLocaleTimeString();
   showTiles(status);
   showCharts(status);
   showContexts(status.contexts);
@@ -109,6 +135,7 @@ function showCharts(status) {
 
 function showContexts(contexts) {
   $("no-contexts").hidden = contexts.length > 0;
+  if (!changed("contexts", contexts)) return;
   $("contexts").replaceChildren(...contexts.map((context) => {
     const row = element("tr");
     const state = element("td");
@@ -129,6 +156,7 @@ function showContexts(contexts) {
 }
 
 function showWorkers(workers) {
+  if (!changed("workers", workers)) return;
   $("workers").replaceChildren(...workers.map((worker) => {
     const row = element("tr"), state = element("td"), answers = worker.since !== null;
     state.append(element("span", `pill ${answers ? "ready" : "failed"}`, answers ? "answers" : "no answer"));
@@ -144,9 +172,23 @@ function showWorkers(workers) {
 }
 
 function setState(className, text, why) {
+  if (!changed("state", [className, text, why])) return; // or it would be read out at every answer
   $("state").className = `pill ${className}`;
   $("state").textContent = text;
   $("why").textContent = why;
+  document.title = `${[$("model").textContent, text].filter(Boolean).join(", ")} – csattn`;
+}
+
+function changed(name, shown) {
+  const before = drawn[name];
+  drawn[name] = JSON.stringify(shown);
+  return drawn[name] !== before;
+}
+
+function skip(slots) {
+  for (let left = Math.min(slots, NUM_SLOTS); left > 0; left -= 1) {
+    for (const [name, series] of Object.entries(history)) remember(name, series.map(() => null));
+  }
 }
 
 function remember(name, values) {

@@ -173,8 +173,14 @@ def _whole_config(source: str) -> Any:
 
     given, _ = PreTrainedConfig.get_config_dict(source)
     if isinstance(given, dict) and (family := given.get("model_type")) and family not in CONFIG_MAPPING:
-        raise unsupported(family)
+        raise _too_new(family) if family in FAMILIES else unsupported(family)
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def _too_new(family: str) -> ModelError:
+    from transformers import __version__
+
+    return ModelError(f"model family {family!r} is not in transformers {__version__}; install a newer one")
 
 
 def _load_tokenizer(source: str) -> Any:

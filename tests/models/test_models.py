@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -21,7 +22,7 @@ from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
 from csattn.errors import ArtifactMismatchError, ConfigError, ContextError, ModelError
 from csattn.models import load_model, loader
-from csattn.models.families import describe, stretch_positions
+from csattn.models.families import FAMILIES, describe, stretch_positions
 from csattn.models.loader import read_config, wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 from csattn.models.query import queries_before_rope
@@ -55,6 +56,7 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, loaded, make
         ("cohere", {"use_qk_norm": True}, "by weights of its own"),
         ("llama", {"model_type": "t5"}, "'t5' is not supported; csattn reproduces arcee"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu', which csattn does not compute"),
+        ("hyperclovax", {"use_post_norm": False}, "no norms behind attention and MLP"),
         ("phi3", {"sliding_window": 64}, "every layer"),
         ("gemma", {"use_bidirectional_attention": True}, "later tokens"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "later tokens"),
@@ -120,6 +122,14 @@ def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name
     with pytest.raises(ModelError, match=match) as raised:
         load_model(name.format(tmp=tmp_path))
     assert "\n" not in str(raised.value)
+
+
+def test_a_family_that_an_older_transformers_lacks_is_told_of(tmp_path, monkeypatch) -> None:
+    save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "newest"}')
+    monkeypatch.setitem(FAMILIES, "newest", FAMILIES["llama"])
+    with pytest.raises(ModelError, match=f"'newest' is not in transformers {transformers.__version__}; install"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(

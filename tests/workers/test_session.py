@@ -4,6 +4,7 @@ and the same answer whichever way the same rows are chosen."""
 import copy
 import inspect
 import pickle
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -399,6 +400,41 @@ def test_a_request_is_not_copied(store, make) -> None:
         with pytest.raises(ConfigError, match="cannot go back to fewer tokens; ask again in its session"):
             asked[CACHE].crop(CONTEXT_LEN)
         loaded().model.generate(**asked, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_session_is_not_copied(store, make) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        with pytest.raises(ConfigError, match=r"a session is neither copied nor sent .* open one there"):
+            make(session)
+        assert loaded().model.generate(**session.continue_with(token_ids(3)), max_new_tokens=1) is not None
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_is_in_no_session(store, make) -> None:
+    ids = torch.from_numpy(token_ids(3)).long()[None]
+    with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
+        other = make(loaded().model)
+        assert torch.equal(other(ids).logits, loaded().model(ids).logits)
+        with pytest.raises(ConfigError, match="of its own model, while its session is open"):
+            other(ids, **{CACHE: session.request()})
+
+
+def test_ctrl_c_ends_a_request_and_not_its_session(store, monkeypatch) -> None:
+    config = SearchConfig(keep=0.1, lookahead=1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of xdist's ignores it
+    try:
+        with csattn_session(loaded(), artifact_of(store), config) as session, torch.inference_mode():
+            want = logits_of(session, token_ids(9), [9])
+            searcher = session.engine._searcher
+            finish = searcher.finish
+            with monkeypatch.context() as within, pytest.raises(KeyboardInterrupt):
+                within.setattr(searcher, "finish", lambda: (signal.raise_signal(signal.SIGINT), finish()))
+                logits_of(session, token_ids(9), [9])
+            assert torch.equal(logits_of(session, token_ids(9), [9]), want)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_request_of_a_session_that_has_ended_is_refused(store) -> None:

@@ -92,6 +92,16 @@ def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
     assert load_model(str(tmp_path / "a"), "bfloat16").fingerprint != first.fingerprint
 
 
+def test_a_chat_template_or_a_token_that_comes_after_loading_counts(tmp_path: Path) -> None:
+    model = load_model(str(save(tmp_path)))
+    before = model.tokenizer_hash
+    model.tokenizer.chat_template = "<turn>" + CHAT_TEMPLATE
+    with_template = model.tokenizer_hash
+    model.tokenizer.add_tokens(["<turn>"])
+    assert len({before, with_template, model.tokenizer_hash}) == 3
+    assert load_model(str(tmp_path)).tokenizer_hash == before
+
+
 def test_a_tokenizer_that_says_to_strip_spaces_does_not(tmp_path: Path) -> None:
     """transformers would not either, and warn at the first answer."""
     told = save(tmp_path) / "tokenizer_config.json"
@@ -524,7 +534,12 @@ def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
 @pytest.mark.parametrize(
     ("template", "match"),
     [
-        (QUESTION_FIRST, "does not write the context as it is, before the question"),
+        (QUESTION_FIRST, "does not write the context as it is, once, before the question"),
+        (
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages[-1]['role'] }}"
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "does not write the context as it is, once, before the question",
+        ),
         ("{{ raise_exception('never') }}", r"cannot be used \(never\)"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import gc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -128,7 +128,9 @@ class Session:
                 f"room for {room}; {remedy}{self._or_more_room}"
             )
 
-    def continue_with(self, token_ids: NDArray[np.int32], observer: Observer | None = None) -> dict[str, Any]:
+    def continue_with(
+        self, token_ids: NDArray[np.integer[Any]] | Sequence[int], observer: Observer | None = None
+    ) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with given ids [num_tokens]: a request of its own."""
         new = ids_of(token_ids)
         require_tokens(new.tolist(), self.loaded.geometry.vocab_size)

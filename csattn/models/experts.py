@@ -84,7 +84,7 @@ def _behind_dense(config: Any, layer_idx: int) -> bool:
 
 def _in_interval(config: Any, layer_idx: int) -> bool:
     is_within = config.moe_layer_start_index <= layer_idx <= config.moe_layer_end_index
-    return is_within and (layer_idx + 1) % config.moe_layer_interval == 0
+    return bool(is_within and (layer_idx + 1) % config.moe_layer_interval == 0)
 
 
 # chosen in groups

@@ -2,9 +2,11 @@
 and the same answer whichever way the same rows are chosen."""
 
 import copy
+import gc
 import inspect
 import pickle
 import signal
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -576,6 +578,20 @@ def test_the_model_is_as_before_when_the_sessions_end(store) -> None:
     second.__exit__(None, None, None)
     assert "forward" not in model.__dict__ and "generate" not in model.__dict__
     assert torch.equal(model(ids).logits, want)
+
+
+def test_an_engine_and_its_maps_go_with_their_session_before_anybody_looks_for_garbage(store) -> None:
+    """A loop of sessions had as many files open as all of them together."""
+    gc.collect()
+    gc.disable()
+    try:
+        with csattn_session(loaded(), artifact_of(store)) as session:
+            logits_of(session, token_ids(3), [3])
+            engine = weakref.ref(session.engine)
+        del session
+        assert engine() is None
+    finally:
+        gc.enable()
 
 
 def test_threads_may_share_a_session(store) -> None:

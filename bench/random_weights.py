@@ -158,7 +158,10 @@ def random_weights(
         embedding=embedding,
         layers=layers,
         final_norm=torch.ones(spec.hidden_size, device=device),
-        head=Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)),
+        head=Linear(
+            embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size),
+            torch.zeros(spec.vocab_size, dtype=dtype, device=device) if spec.head_bias else None,
+        ),
         inputs=inputs(spec.layer_input_width) if spec.layer_input_width else None,
         ropes=tuple(_frequencies(spec, number, device) for number in range(len(spec.ropes))),
     )

@@ -79,6 +79,7 @@ class Family:
     )
     # whether q, k and v, attention's output, and the MLP have biases, or which field of the config says so
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
+    head_bias: str | None = None  # the field that says whether the output head has one
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the field that says whether: of each head
     interleaved: bool | str = False  # RoPE, or the field that says whether
     gated: bool = True  # the MLP
@@ -141,7 +142,7 @@ FAMILIES = {
     "deepseek_v32": Family(**_LATENTS, interleaved=True, interleaved_indexer=False),
     "dots1": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "ernie4_5": Family(biases=_USE_BIAS, interleaved=True),
-    "ernie4_5_moe": Family(biases=_USE_BIAS, interleaved=True),
+    "ernie4_5_moe": Family(biases=_USE_BIAS, interleaved=True, head_bias="use_bias"),
     "exaone": Family(biases=_BY_CONFIG),
     "exaone4": Family(_BEHIND, qk_norm="head", rotated="local"),
     "exaone_moe": Family(qk_norm="head", rotated="local"),
@@ -254,6 +255,7 @@ def describe(config: Any) -> ModelSpec:
         logit_multiplier=family.field(config, family.times_logits, 1.0 / family.field(config, "logits_scaling", 1.0)),
         logit_cap=family.field(config, "final_logit_softcapping", None),
         tied_embedding=bool(config.tie_word_embeddings),
+        head_bias=family.head_bias is not None and bool(getattr(config, family.head_bias)),
     )
 
 

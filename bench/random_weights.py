@@ -168,7 +168,8 @@ def random_weights(
         return whole if share is None else _copied(share_of_layer(whole, heads, of, share))
 
     def own_head() -> Linear:
-        whole = Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size))
+        bias = torch.zeros(spec.vocab_size, dtype=dtype, device=device) if spec.head_bias else None
+        whole = Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size), bias)
         if share is None:
             return whole
         part = share_of_head(whole, share)

@@ -17,3 +17,8 @@ def __getattr__(name: str) -> Any:
     from index_build import pipeline
 
     return getattr(pipeline, name)
+
+
+def __dir__() -> list[str]:
+    """With what is not loaded yet: completion asks for it."""
+    return sorted({*globals(), *__all__})

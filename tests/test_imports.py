@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,9 @@ def test_what_is_allowed_is_allowed() -> None:
     assert not direction_faults("csattn/cpu/jit.py", "from csattn.cpu.source_stamp import source_stamp")
     assert not address_faults("workers/search_actor.py", "import ray")
     assert not address_faults("workers/cli_build.py", "import typer, rich")
+
+
+@pytest.mark.parametrize("name", ["index_build", "workers", "workers.engine"])
+def test_names_that_are_loaded_late_are_listed(name: str) -> None:
+    module = import_module(name)
+    assert set(module.__all__) <= set(dir(module))

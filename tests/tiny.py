@@ -74,6 +74,23 @@ ALL_FAMILIES = (
         "arcee": ("Arcee", {"mlp_bias": True}),
         "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 1.0}),
         "cohere2": ("Cohere2", {"sliding_window": 37, "layer_types": _LOCAL}),
+        "cwm": (
+            "Cwm",
+            {
+                "bos_token_id": 0,
+                "head_dim": 16,
+                "sliding_window": 37,
+                "layer_types": _LOCAL,
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 16.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        ),
         "deepseek_v3": (
             "DeepseekV3",
             _LATENTS
@@ -89,8 +106,37 @@ ALL_FAMILIES = (
             },
         ),
         "deepseek_v32": ("DeepseekV32", _INDEXER),
+        "dots1": ("Dots1", _EXPERTS | {"head_dim": 16, "first_k_dense_replace": 1, "attention_bias": True}),
         "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+        "ernie4_5_moe": (
+            "Ernie4_5_Moe",
+            {
+                "head_dim": 16,
+                "use_bias": True,
+                "moe_intermediate_size": 36,
+                "moe_num_experts": 7,
+                "moe_k": 3,
+                "moe_num_shared_experts": 2,
+                "moe_layer_start_index": 1,
+            },
+        ),
+        "exaone": ("Exaone", {}),
         "exaone4": ("Exaone4", {"sliding_window": 37, "layer_types": _LOCAL}),
+        "exaone_moe": (
+            "ExaoneMoe",
+            {
+                "head_dim": 16,
+                "sliding_window": 37,
+                "layer_types": _LOCAL,
+                "moe_intermediate_size": 36,
+                "num_experts": 12,
+                "num_shared_experts": 2,
+                "num_experts_per_tok": 3,
+                "n_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 1.5,
+            },
+        ),
         "gemma": ("Gemma", {"head_dim": 16}),
         "gemma2": (
             "Gemma2",
@@ -147,6 +193,7 @@ ALL_FAMILIES = (
             }
             | _EXPERTS,
         ),
+        "glm4_moe_lite": ("Glm4MoeLite", _LATENTS),
         "glm_moe_dsa": (
             "GlmMoeDsa",
             _INDEXER
@@ -193,6 +240,28 @@ ALL_FAMILIES = (
             },
         ),
         "helium": ("Helium", {"head_dim": 16}),
+        "hy_v3": (
+            "HYV3",
+            {
+                "head_dim": 16,
+                "attention_bias": True,
+                "moe_intermediate_size": 36,
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "num_shared_experts": 2,
+            },
+        ),
+        "hyperclovax": (
+            "HyperCLOVAX",
+            {
+                "attention_multiplier": 0.2,
+                "embedding_multiplier": 3.0,
+                "residual_multiplier": 0.4,
+                "logits_scaling": 0.5,
+            },
+        ),
+        "internlm3": ("InternLM3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+        "iquestcoder": ("IQuestCoder", {"head_dim": 16}),
         "llama4_text": (
             "Llama4",
             {
@@ -208,6 +277,22 @@ ALL_FAMILIES = (
                 "num_local_experts": 5,
                 "num_experts_per_tok": 2,
                 "moe_layers": [1, 2],
+            },
+        ),
+        "mellum": (
+            "Mellum",
+            {
+                "head_dim": 16,
+                "sliding_window": 37,
+                "layer_types": _LOCAL,
+                "mlp_layer_types": ["dense", "sparse", "sparse"],
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 36,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                },
             },
         ),
         "minimax_m2": (
@@ -280,6 +365,8 @@ ALL_FAMILIES = (
         ),
         "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
         "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True}),
+        "solar_open": ("SolarOpen", _EXPERTS | {"head_dim": 16, "attention_bias": True}),
+        "youtu": ("Youtu", {name: size for name, size in _LATENTS.items() if name not in _EXPERTS}),
     }
 )
 MAX_POSITIONS = 1024
@@ -310,7 +397,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{ALL_FAMILIES[family][0]}ForCausalLM")(tiny_config(family, **changes)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
     if family != "llama":  # the plain one
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # which are zeros and ones otherwise

@@ -2,12 +2,12 @@
 
 import gc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from workers.engine.answer import question_tokens, require_positions
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.fidelity import Observer
 from workers.engine.opening import open_engine
+from workers.interrupts import interrupts_wait
 from workers.model.rows import ids_of, require_tokens
 from workers.request_cache import RequestCache
 from workers.serving.step_engine import StepRow
@@ -92,6 +93,13 @@ class Session:
             self._is_open = False
             self.engine.close()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """What `copy` and `pickle` ask for."""
+        raise ConfigError(
+            "a session is neither copied nor sent to another process, for its threads and memory are this one's; open "
+            "one there, over the same artifact"
+        )
+
     def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with a question, wrapped as the context was."""
         require_text("a question", question)
@@ -120,7 +128,9 @@ class Session:
                 f"room for {room}; {remedy}{self._or_more_room}"
             )
 
-    def continue_with(self, token_ids: NDArray[np.int32], observer: Observer | None = None) -> dict[str, Any]:
+    def continue_with(
+        self, token_ids: NDArray[np.integer[Any]] | Sequence[int], observer: Observer | None = None
+    ) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with given ids [num_tokens]: a request of its own."""
         new = ids_of(token_ids)
         require_tokens(new.tolist(), self.loaded.geometry.vocab_size)
@@ -164,7 +174,8 @@ class Session:
                     StepRow(request.slot, token_id, asks=number >= first_wanted)
                     for number, token_id in enumerate(token_ids[start : start + size], start)
                 ]
-                result = self.engine.step(rows, want_logits=rows[-1].asks)
+                with interrupts_wait():
+                    result = self.engine.step(rows, want_logits=rows[-1].asks)
                 fed.token_ids += token_ids[start : start + size]
                 if result.logits is not None:
                     logits.append(torch.from_numpy(result.logits[max(0, first_wanted - start) :].copy()))

@@ -44,6 +44,10 @@ class Method:
             if self._before is not None:
                 setattr(self._model, self.name, self._before)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        """A copy of the model, and a pickled one, has its own method there: sessions are of this one."""
+        return _itself, (self._method,)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self._signature.bind(*args, **kwargs).arguments
         given = {**given.pop("kwargs", {}), **given}
@@ -54,6 +58,10 @@ class Method:
             # before anything is computed: here alone all the ids are seen
             _require_generable(cache, given, self._model.generation_config)
         return self._method(*args, **kwargs)
+
+
+def _itself(method: Any) -> Any:
+    return method
 
 
 def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any) -> None:

@@ -12,6 +12,7 @@ from csattn.errors import ArtifactNotFoundError
 
 
 def is_url(place: Path | str) -> bool:
+    """Rather than a path."""
     return isinstance(place, str) and "://" in place
 
 

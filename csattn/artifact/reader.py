@@ -184,6 +184,10 @@ class Artifact:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Callable[[Path], "Artifact"], tuple[Path]]:
+        """Copied and pickled as its path: whoever gets it opens it again, and no array is copied."""
+        return open_artifact, (self.path,)
+
     def __repr__(self) -> str:
         state = "open" if self._files else "closed"
         return f"<Artifact {self.spec.artifact_id} of {self.spec.context_len} tokens, {state}>"

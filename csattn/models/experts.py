@@ -15,8 +15,8 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     if config.model_type == "gemma4_text":
         is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
-    if config.model_type in _LIKE_DEEPSEEK and has_experts:
-        return int(config.moe_intermediate_size * config.n_shared_experts)
+    if config.model_type in _SHARED and has_experts:
+        return int(config.moe_intermediate_size * getattr(config, _SHARED[config.model_type])) or None
     return None if has_experts else int(config.intermediate_size)
 
 
@@ -36,6 +36,11 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             groups = (config.n_group, config.topk_group)
             shares = {"normed": config.norm_topk_prob, "scale": float(config.routed_scaling_factor)}
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, groups=groups, **shares),)
+        case "hy_v3":
+            shares = {"normed": True, "scale": float(config.router_scaling_factor)}
+            return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, **shares),)
+        case "ernie4_5_moe":
+            return (ExpertsSpec(**routed, scores="softmax", has_choice_bias=True, normed=True),)
         case "minimax_m2":
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, normed=True),)
         case "gemma4_text":
@@ -69,18 +74,46 @@ def _every_so_many(config: Any, layer_idx: int) -> bool:
     return is_sparse and (getattr(config, "num_local_experts", None) or config.num_experts) > 0
 
 
-# some chosen in groups, some that all tokens pass
-_LIKE_DEEPSEEK = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa")
+def _where_sparse(config: Any, layer_idx: int) -> bool:
+    return bool(config.mlp_layer_types[layer_idx] == "sparse")
+
+
+def _behind_dense(config: Any, layer_idx: int) -> bool:
+    return bool(layer_idx >= config.first_k_dense_replace)
+
+
+def _in_interval(config: Any, layer_idx: int) -> bool:
+    is_within = config.moe_layer_start_index <= layer_idx <= config.moe_layer_end_index
+    return bool(is_within and (layer_idx + 1) % config.moe_layer_interval == 0)
+
+
+# chosen in groups
+_LIKE_DEEPSEEK = (
+    *("deepseek_v3", "deepseek_v32", "dots1", "exaone_moe"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "solar_open"),
+)
+# the field that says how many there are that all tokens pass, together one MLP
+_SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
+    "ernie4_5_moe": "moe_num_shared_experts",
+    "exaone_moe": "num_shared_experts",
+    "hy_v3": "num_shared_experts",
+}
 # whether a layer has them
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
-    "deepseek_v3": lambda config, layer_idx: layer_idx >= config.first_k_dense_replace,
-    "deepseek_v32": lambda config, layer_idx: config.mlp_layer_types[layer_idx] == "sparse",
+    "deepseek_v3": _behind_dense,
+    "deepseek_v32": _where_sparse,
+    "dots1": _behind_dense,
+    "ernie4_5_moe": _in_interval,
+    "exaone_moe": _where_sparse,
     "gemma4_text": lambda config, layer_idx: bool(config.enable_moe_block),
-    "glm4_moe": lambda config, layer_idx: layer_idx >= config.first_k_dense_replace,
-    "glm_moe_dsa": lambda config, layer_idx: config.mlp_layer_types[layer_idx] == "sparse",
+    "glm4_moe": _behind_dense,
+    "glm4_moe_lite": _where_sparse,
+    "glm_moe_dsa": _where_sparse,
     "gpt_oss": lambda config, layer_idx: True,
     "granitemoe": lambda config, layer_idx: True,
+    "hy_v3": _where_sparse,
     "llama4_text": lambda config, layer_idx: layer_idx in config.moe_layers,
+    "mellum": _where_sparse,
     "minimax_m2": lambda config, layer_idx: True,
     "mixtral": lambda config, layer_idx: True,
     "olmoe": lambda config, layer_idx: True,
@@ -88,4 +121,5 @@ _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "qwen3_5_moe_text": lambda config, layer_idx: True,
     "qwen3_moe": _every_so_many,
     "qwen3_next": _every_so_many,
+    "solar_open": lambda config, layer_idx: True,
 }

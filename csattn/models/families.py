@@ -33,17 +33,32 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
+_NORM_BIASES = "its norms have biases"
+_NORMS_BEHIND_ROPE = "it norms queries and keys behind RoPE"
+_CONVOLUTIONS = "most of its layers are convolutions"
+_STATE_SPACE = "it has layers with state spaces (Mamba)"
 # families that may be asked for, and why they are refused
 _REFUSED = {
+    "apertus": "its MLPs have an activation with weights of its own",
     "deepseek_v4": "its layers attend to rows made of several tokens each, and mix several streams",
+    "falcon_h1": _STATE_SPACE,
     "gemma3": "it sees images besides; load its text model, a gemma3_text",
     "gemma4": "it sees images besides; load its text model, a gemma4_text",
+    "granitemoehybrid": _STATE_SPACE,
+    "hunyuan_v1_dense": _NORMS_BEHIND_ROPE,
+    "hunyuan_v1_moe": _NORMS_BEHIND_ROPE,
+    "jais2": _NORM_BIASES,
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS,
+    "nemotron": _NORM_BIASES,
+    "nemotron_h": _STATE_SPACE,
     "qwen3_5": "it sees images besides; load its text model, a qwen3_5_text",
     "qwen3_5_moe": "it sees images besides; load its text model, a qwen3_5_moe_text",
     "llama4": "it sees images besides; load its text model, a llama4_text",
     "olmo": "its norms have no weights",
-    "phi": "its norms have biases",
-    "stablelm": "its norms have biases",
+    "phi": _NORM_BIASES,
+    "stablelm": _NORM_BIASES,
+    "starcoder2": _NORM_BIASES,
 }
 
 
@@ -64,6 +79,7 @@ class Family:
     )
     # whether q, k and v, attention's output, and the MLP have biases, or which field of the config says so
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
+    head_bias: str | None = None  # the field that says whether the output head has one
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the field that says whether: of each head
     interleaved: bool | str = False  # RoPE, or the field that says whether
     gated: bool = True  # the MLP
@@ -85,6 +101,7 @@ class Family:
     router: str = "gate"  # of experts
     inputs_first: bool = False  # an expert's weights have a row for each input
     heeds: tuple[str, ...] = ()  # fields of its config that the other families have not, or do not look at
+    times_logits: str = "logit_scale"  # the one of them that logits are multiplied by
 
     def field(self, config: Any, name: str, otherwise: Any) -> Any:
         return getattr(config, name) if name in self.heeds else otherwise
@@ -93,6 +110,7 @@ class Family:
 _MOST_STRETCHED = 1024.0
 _BY_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
 _ATTENTION_BIAS = ("attention_bias", "attention_bias", False)
+_USE_BIAS = ("use_bias", "use_bias", "use_bias")
 _BEHIND = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _GEMMA2_NORMS = (
@@ -119,10 +137,15 @@ FAMILIES = {
     "arcee": Family(biases=_BY_CONFIG, gated=False),
     "cohere": Family(**_COHERE),
     "cohere2": Family(**_COHERE, rotated="local"),
+    "cwm": Family(),
     "deepseek_v3": Family(**_LATENTS, interleaved="rope_interleave"),
     "deepseek_v32": Family(**_LATENTS, interleaved=True, interleaved_indexer=False),
-    "ernie4_5": Family(biases=("use_bias", "use_bias", "use_bias"), interleaved=True),
+    "dots1": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
+    "ernie4_5": Family(biases=_USE_BIAS, interleaved=True),
+    "ernie4_5_moe": Family(biases=_USE_BIAS, interleaved=True, head_bias="use_bias"),
+    "exaone": Family(biases=_BY_CONFIG),
     "exaone4": Family(_BEHIND, qk_norm="head", rotated="local"),
+    "exaone_moe": Family(qk_norm="head", rotated="local"),
     "gemma": Family(**_GEMMA),
     "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, heeds=(*_GEMMA_HEEDS, "attn_logit_softcapping")),
     "gemma3_text": Family(_GEMMA2_NORMS, **_GEMMA, qk_norm="head", heeds=_GEMMA_HEEDS),
@@ -141,11 +164,21 @@ FAMILIES = {
     "glm": Family(biases=("attention_bias", False, False), interleaved=True),
     "glm4": Family(_GLM4_NORMS, biases=("attention_bias", False, False), interleaved=True),
     "glm4_moe": Family(biases=("attention_bias", False, False), qk_norm="use_qk_norm"),
+    "glm4_moe_lite": Family(**_LATENTS, interleaved="rope_interleave"),
     "glm_moe_dsa": Family(**_LATENTS, interleaved=True, interleaved_indexer=True),
     "gpt_oss": Family(biases=_ATTENTION_BIAS, sinks=True, router="router", inputs_first=True),
     "granite": Family(biases=_BY_CONFIG, heeds=_GRANITE_HEEDS),
     "granitemoe": Family(biases=_ATTENTION_BIAS, heeds=_GRANITE_HEEDS, mlp="block_sparse_moe", router="router"),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
+    "hy_v3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
+    "hyperclovax": Family(
+        ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+        biases=_BY_CONFIG,
+        heeds=_GRANITE_HEEDS,
+        times_logits="logits_scaling",
+    ),
+    "internlm3": Family(biases=_BY_CONFIG),
+    "iquestcoder": Family(biases=_BY_CONFIG),
     "llama": Family(biases=_BY_CONFIG),
     "llama4_text": Family(
         biases=_ATTENTION_BIAS,
@@ -156,6 +189,7 @@ FAMILIES = {
         router="router",
         inputs_first=True,
     ),
+    "mellum": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "minimax_m2": Family(qk_norm="projection"),
     "ministral": Family(),
     "ministral3": Family(tempered=True, heeds=("sliding_window",)),
@@ -174,6 +208,8 @@ FAMILIES = {
     "qwen3_next": _QWEN3_NEXT,
     "seed_oss": Family(biases=("attention_bias", "attention_out_bias", "mlp_bias")),
     "smollm3": Family(biases=_BY_CONFIG, rotated="no_rope_layers"),
+    "solar_open": Family(biases=("attention_bias", False, False)),
+    "youtu": Family(**_LATENTS, interleaved="rope_interleave"),
 }
 
 
@@ -216,9 +252,10 @@ def describe(config: Any) -> ModelSpec:
         ropes=(*(_rope(config, of_type, family) for of_type in rope_parameters(config).values()), *_unrotated(config)),
         centred=family.centred,
         embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
-        logit_multiplier=family.field(config, "logit_scale", 1.0 / family.field(config, "logits_scaling", 1.0)),
+        logit_multiplier=family.field(config, family.times_logits, 1.0 / family.field(config, "logits_scaling", 1.0)),
         logit_cap=family.field(config, "final_logit_softcapping", None),
         tied_embedding=bool(config.tie_word_embeddings),
+        head_bias=family.head_bias is not None and bool(getattr(config, family.head_bias)),
     )
 
 
@@ -318,6 +355,8 @@ def _require_reproduced(config: Any, family: Family) -> None:
         raise ModelError("this model's first layer attends to what a layer before it has chosen, and there is none")
     if getattr(config, "clip_qkv", None) is not None:
         raise ModelError("this model clips queries, keys and values, which csattn does not; use one that does not")
+    if not getattr(config, "use_post_norm", True):
+        raise ModelError("this model has no norms behind attention and MLP, and csattn wants them in its family")
     if config.model_type == "cohere" and config.use_qk_norm:
         raise ModelError("this model norms each head's queries and keys by weights of its own, which csattn does not")
 

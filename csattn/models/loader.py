@@ -12,6 +12,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -62,7 +63,6 @@ class LoadedModel:
     tokenizer: Any  # transformers PreTrainedTokenizerBase
     geometry: ModelGeometry
     fingerprint: str  # of the weights in the dtype they were loaded in
-    tokenizer_hash: str
     rounding: Rounding | None = None  # what its weights were rounded to when they were loaded
 
     @property
@@ -72,6 +72,11 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         return self.model.device  # type: ignore[no-any-return]
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Of the vocabulary and the chat template as they are now: the template is often set after loading."""
+        return _tokenizer_hash(self.tokenizer)
 
     @property
     def stop_ids(self) -> set[int]:
@@ -173,8 +178,14 @@ def _whole_config(source: str) -> Any:
 
     given, _ = PreTrainedConfig.get_config_dict(source)
     if isinstance(given, dict) and (family := given.get("model_type")) and family not in CONFIG_MAPPING:
-        raise unsupported(family)
+        raise _too_new(family) if family in FAMILIES else unsupported(family)
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def _too_new(family: str) -> ModelError:
+    from transformers import __version__
+
+    return ModelError(f"model family {family!r} is not in transformers {__version__}; install a newer one")
 
 
 def _load_tokenizer(source: str) -> Any:
@@ -279,7 +290,6 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
         tokenizer=tokenizer,
         geometry=geometry_of(describe(model.config)),
         fingerprint=_fingerprint(model),
-        tokenizer_hash=_tokenizer_hash(tokenizer),
     )
 
 
@@ -539,6 +549,15 @@ def _fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
+# by tokenizer: how many tokens it had, and what has seen their names, which takes a while for a hundred thousand
+_VOCABULARIES: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
+
+
 def _tokenizer_hash(tokenizer: Any) -> str:
-    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return hashlib.sha256(f"{vocabulary}\n{tokenizer.chat_template}".encode()).hexdigest()
+    size, digest = _VOCABULARIES.get(tokenizer, (0, hashlib.sha256()))
+    if size != len(tokenizer):
+        digest = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+        _VOCABULARIES[tokenizer] = len(tokenizer), digest
+    whole = digest.copy()
+    whole.update(f"\n{tokenizer.chat_template}".encode())
+    return str(whole.hexdigest())

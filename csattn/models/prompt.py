@@ -33,9 +33,9 @@ def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
             continue
         before, _, after = first.partition(_PROBE)
         same_start = second.startswith(before + _PROBE)
-        if same_start and after.startswith(separator):
+        if same_start and after.startswith(separator) and _PROBE not in after:
             return wrapping
-        fault = "does not write the context as it is, before the question, each time alike"
+        fault = "does not write the context as it is, once, before the question, each time alike"
     raise ModelError(
         f"the model's chat template {fault}, so a prefilled context cannot be shared; build with --no-chat"
     )

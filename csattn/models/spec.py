@@ -250,6 +250,7 @@ class ModelSpec:
     logit_multiplier: float = 1.0
     logit_cap: float | None = None  # logits are cap * tanh(logit / cap)
     tied_embedding: bool = False  # the output head is the embedding
+    head_bias: bool = field(default=False, repr=False)  # a model's weights tell of it
 
     @property
     def num_layers(self) -> int:

@@ -365,7 +365,8 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
         of_router = router.scale.detach().float() * router.scalar_root_size
         norms = ExpertNorms(of_router, *(_norm(getattr(block, name), family) for name in names))
         router = router.proj
-    bias = getattr(router, "e_score_correction_bias", getattr(block, "e_score_correction_bias", None))
+    of_choice = next((x for x in (router, block) if hasattr(x, _CHOICE_BIAS)), getattr(router, "moe_statics", None))
+    bias = getattr(of_choice, _CHOICE_BIAS, None)
     rows = _rows_first if family.inputs_first else torch.Tensor.detach
     gates_ups, biases = rows(experts.gate_up_proj), _or_none(experts, "gate_up_proj_bias")
     alternate = spec.activation == "clamped"
@@ -373,7 +374,7 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
     gates, ups = (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(0, middle), slice(middle, None))
     return ExpertWeights(
         router=Linear(router.weight.detach(), _or_none(router, "bias")),
-        choice_bias=None if bias is None else bias.detach().float(),
+        choice_bias=None if bias is None else bias.detach().float().flatten(),
         gates=gates_ups[:, gates],
         ups=gates_ups[:, ups],
         gate_bias=None if biases is None else biases[:, gates],
@@ -386,6 +387,7 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
     )
 
 
+_CHOICE_BIAS = "e_score_correction_bias"
 _EXPERT_NORMS = ("pre_feedforward", 2), ("post_feedforward", 2), ("post_feedforward", 1)  # as `ExpertNorms` has them
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 import shutil
 import stat
 import subprocess
@@ -206,6 +207,17 @@ def test_arrays_outlive_the_artifact_that_handed_them_out(tmp_path: Path) -> Non
     assert repr(artifact) == f"<Artifact {spec.artifact_id} of 70 tokens, closed>"
     with pytest.raises(ArtifactError, match="is closed; open it again"):
         artifact.layer_kv(1)
+
+
+def test_an_artifact_is_pickled_as_its_path(tmp_path: Path) -> None:
+    """Its KV is not copied."""
+    spec = make_spec()
+    with open_artifact(build(tmp_path, spec)) as artifact:
+        pickled = pickle.dumps(artifact)
+        assert len(pickled) < 1000
+        with pickle.loads(pickled) as again:
+            assert again.path == artifact.path
+            assert_holds_what_was_built(again, spec)
 
 
 def test_a_layer_that_the_model_does_not_have(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -21,7 +22,7 @@ from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
 from csattn.errors import ArtifactMismatchError, ConfigError, ContextError, ModelError
 from csattn.models import load_model, loader
-from csattn.models.families import describe, stretch_positions
+from csattn.models.families import FAMILIES, describe, stretch_positions
 from csattn.models.loader import read_config, wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 from csattn.models.query import queries_before_rope
@@ -55,6 +56,7 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, loaded, make
         ("cohere", {"use_qk_norm": True}, "by weights of its own"),
         ("llama", {"model_type": "t5"}, "'t5' is not supported; csattn reproduces arcee"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu', which csattn does not compute"),
+        ("hyperclovax", {"use_post_norm": False}, "no norms behind attention and MLP"),
         ("phi3", {"sliding_window": 64}, "every layer"),
         ("gemma", {"use_bidirectional_attention": True}, "later tokens"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "later tokens"),
@@ -90,6 +92,16 @@ def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
     assert load_model(str(tmp_path / "a"), "bfloat16").fingerprint != first.fingerprint
 
 
+def test_a_chat_template_or_a_token_that_comes_after_loading_counts(tmp_path: Path) -> None:
+    model = load_model(str(save(tmp_path)))
+    before = model.tokenizer_hash
+    model.tokenizer.chat_template = "<turn>" + CHAT_TEMPLATE
+    with_template = model.tokenizer_hash
+    model.tokenizer.add_tokens(["<turn>"])
+    assert len({before, with_template, model.tokenizer_hash}) == 3
+    assert load_model(str(tmp_path)).tokenizer_hash == before
+
+
 def test_a_tokenizer_that_says_to_strip_spaces_does_not(tmp_path: Path) -> None:
     """transformers would not either, and warn at the first answer."""
     told = save(tmp_path) / "tokenizer_config.json"
@@ -120,6 +132,14 @@ def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name
     with pytest.raises(ModelError, match=match) as raised:
         load_model(name.format(tmp=tmp_path))
     assert "\n" not in str(raised.value)
+
+
+def test_a_family_that_an_older_transformers_lacks_is_told_of(tmp_path, monkeypatch) -> None:
+    save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "newest"}')
+    monkeypatch.setitem(FAMILIES, "newest", FAMILIES["llama"])
+    with pytest.raises(ModelError, match=f"'newest' is not in transformers {transformers.__version__}; install"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -514,7 +534,12 @@ def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
 @pytest.mark.parametrize(
     ("template", "match"),
     [
-        (QUESTION_FIRST, "does not write the context as it is, before the question"),
+        (QUESTION_FIRST, "does not write the context as it is, once, before the question"),
+        (
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages[-1]['role'] }}"
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "does not write the context as it is, once, before the question",
+        ),
         ("{{ raise_exception('never') }}", r"cannot be used \(never\)"),
     ],
 )

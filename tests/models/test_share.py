@@ -17,11 +17,11 @@ from tests.tiny import ALL_FAMILIES, loaded, tiny_config
 
 REFUSED = {
     "layers of experts": {
-        *("glm4_moe", "gpt_oss", "granitemoe", "llama4_text", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"),
-        *("qwen3_moe", "gemma4_text, experts"),
+        *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "gpt_oss", "granitemoe", "hy_v3", "llama4_text"),
+        *("mellum", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open", "gemma4_text, experts"),
     },
     "layers that attend to rows of others": {"gemma4_text, inputs"},
-    "layers of latents": {"deepseek_v3", "deepseek_v32", "glm_moe_dsa"},
+    "layers of latents": {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"},
     "layers of linear attention": {"qwen3_5_text"},
     "norms over all heads together": {"olmo2", "olmo3"},
     "layers of (experts|linear attention)": {"qwen3_5_moe_text", "qwen3_next"},

@@ -288,6 +288,7 @@ def test_what_is_described_is_there(name: str) -> None:
         assert (layer.sinks is None) == (not spec.attention.sinks)
         assert (layer.head_norms is not None and layer.head_norms.v is not None) == spec.attention.v_norm
         assert (layer.scale != 1.0) == spec.scaled
+    assert (weights.head.bias is not None) == weights.spec.head_bias
     assert weights.spec.softmax_scale == pytest.approx(model.model.layers[1].self_attn.scaling)
     read = [weights.embedding] + ([] if weights.spec.tied_embedding else [weights.head.weight])
     for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):

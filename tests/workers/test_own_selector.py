@@ -21,11 +21,13 @@ from csattn.selector_names import ABOUT
 from csattn.selectors import About, register
 from index_build.pipeline import build_artifact
 from tests.tiny import loaded, token_ids
+from workers.api.asking import read_chat
 from workers.cli import comparing
 from workers.cli.app import app
 from workers.engine.fidelity import Seen
 from workers.evaluate import full_attention, measure
 from workers.session import csattn_session
+from workers.settings import load_settings
 
 CONTEXT_LEN = 400
 USE = Path(__file__).parents[2] / "docs" / "use.md"
@@ -113,6 +115,16 @@ def test_the_command_line_and_the_benchmark_know_it(example, monkeypatch) -> Non
         app(["eval", "--text", "-", "--selectors", "newest2", "--json"], standalone_mode=False)
     assert plans[0].selectors == ["newest", "exact"]
     assert [contender.selector for contender in find_contenders("newest,quest")] == ["newest", "quest"]
+
+
+def test_a_service_of_its_process_knows_it_and_one_on_ray_refuses_it(example, tmp_path) -> None:
+    """The setting, and a request's field."""
+    settings = load_settings(None, {}, {"engine.selector": "newest"}).settings
+    assert settings.engine.selector == "newest"
+    said = {"model": "m", "messages": [{"role": "user", "content": "Why?"}], "selector": "newest"}
+    assert [ask.selector for ask in read_chat(said, "id", "m", settings.limits).asks] == ["newest"]
+    with pytest.raises(ConfigError, match="newest was registered in this process alone; serve in it, with --local"):
+        app(["serve", "--selector", "newest", "--store", f"{tmp_path}"], standalone_mode=False)
 
 
 @pytest.mark.parametrize("name", ["newest", "csattn", "full", "lists", "all"])

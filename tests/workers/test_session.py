@@ -2,8 +2,11 @@
 and the same answer whichever way the same rows are chosen."""
 
 import copy
+import gc
 import inspect
 import pickle
+import signal
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -401,6 +404,42 @@ def test_a_request_is_not_copied(store, make) -> None:
         loaded().model.generate(**asked, max_new_tokens=1)
 
 
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_session_is_not_copied(store, make) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        with pytest.raises(ConfigError, match=r"a session is neither copied nor sent .* open one there"):
+            make(session)
+        assert loaded().model.generate(**session.continue_with(token_ids(3)), max_new_tokens=1) is not None
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_is_in_no_session(store, make) -> None:
+    ids = torch.from_numpy(token_ids(3)).long()[None]
+    with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
+        other = make(loaded().model)
+        assert torch.equal(other(ids).logits, loaded().model(ids).logits)
+        with pytest.raises(ConfigError, match="of its own model, while its session is open"):
+            other(ids, **{CACHE: session.request()})
+
+
+def test_ctrl_c_ends_a_request_and_not_its_session(store, monkeypatch) -> None:
+    config = SearchConfig(keep=0.1, lookahead=1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of xdist's ignores it
+    try:
+        with csattn_session(loaded(), artifact_of(store), config) as session, torch.inference_mode():
+            want = logits_of(session, token_ids(9), [9])
+            searcher = session.engine._searcher
+            finish = searcher.finish
+            with monkeypatch.context() as within:
+                within.setattr(searcher, "finish", lambda: (signal.raise_signal(signal.SIGINT), finish()))
+                with pytest.raises(KeyboardInterrupt):
+                    logits_of(session, token_ids(9), [9])
+            assert torch.equal(logits_of(session, token_ids(9), [9]), want)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_request_of_a_session_that_has_ended_is_refused(store) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session:
@@ -539,6 +578,20 @@ def test_the_model_is_as_before_when_the_sessions_end(store) -> None:
     second.__exit__(None, None, None)
     assert "forward" not in model.__dict__ and "generate" not in model.__dict__
     assert torch.equal(model(ids).logits, want)
+
+
+def test_an_engine_and_its_maps_go_with_their_session_before_anybody_looks_for_garbage(store) -> None:
+    """A loop of sessions had as many files open as all of them together."""
+    gc.collect()
+    gc.disable()
+    try:
+        with csattn_session(loaded(), artifact_of(store)) as session:
+            logits_of(session, token_ids(3), [3])
+            engine = weakref.ref(session.engine)
+        del session
+        assert engine() is None
+    finally:
+        gc.enable()
 
 
 def test_threads_may_share_a_session(store) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from csattn.config import RestKind
-from csattn.selector_names import SELECTOR_NAMES
+from csattn.selector_names import ABOUT
 from workers.api.fields import Fields
 from workers.api.foreign import take_foreign
 from workers.api.names import context_or_own
@@ -109,7 +109,7 @@ def read_ours(fields: Fields) -> dict[str, Any]:
         "keep": fields.number("keep", 0.0, 1.0, above=True),
         "lookahead": fields.whole("lookahead", 0, 1),
         "rest": cast(RestKind | None, fields.choice("rest", get_args(RestKind))),
-        "selector": cast(Selector | None, fields.choice("selector", SELECTOR_NAMES)),
+        "selector": cast(Selector | None, fields.choice("selector", tuple(ABOUT))),
     }
 
 

@@ -27,6 +27,7 @@ _REMEDIES = (
 
 
 def main() -> None:
+    """The command line, of `sys.argv`. Returns on success, and exits with another code than 0 otherwise."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed where csattn was started, as by >&-
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

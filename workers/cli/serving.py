@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Event
 
 from csattn.errors import ConfigError
+from csattn.selector_names import SELECTOR_NAMES
 from workers.cli import ending
 from workers.cli.terminal import err, out, print_json
 from workers.service.addresses import listen
@@ -117,6 +118,8 @@ def _serve_here(settings: Settings, named: Mapping[str, str], on_ready: Callable
 
 
 def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callable[[str, str], None]) -> None:
+    if (selector := settings.engine.selector) not in SELECTOR_NAMES:
+        raise ConfigError(f"selector {selector} was registered in this process alone; serve in it, with --local")
     from workers.service.ray_app import DRAIN_S, Stopped, service_on_ray
 
     with closing(listen(settings.server)) as listener:

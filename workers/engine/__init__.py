@@ -17,3 +17,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'workers.engine' has no attribute {name!r}")
     return getattr(import_module(f"workers.engine.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """With what is not loaded yet: completion asks for it."""
+    return sorted({*globals(), *__all__})

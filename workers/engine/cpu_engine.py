@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cache, partial
 from threading import Lock
 from typing import Self
 
@@ -106,6 +106,8 @@ class CpuEngine:
         self._attention = AttendOnCpu(self._model, self._scale)
         self._team = Team(threads)
         self._searcher: PoolSearcher | WorkerSearcher = searcher if searcher is not None else PoolSearcher(self._team)
+        # of searches of a request's own rows: in its lists, or in its segments; requests have it, and not their engine
+        self._own_pool = cache(partial(SearchPool, self._team))
         self._contexts: dict[int, CpuContext] = {}
         self._no_context = no_context(loaded.geometry, loaded.dtype)
         self._requests: dict[int, CpuRequest] = {}
@@ -164,7 +166,7 @@ class CpuEngine:
             return OwnSegments(slot, len(tails), rows, config, of_own, self._growth, self._beside)
 
         num_q_heads = self.loaded.geometry.num_q_heads
-        self._requests[slot] = wanted.begin(slot, num_q_heads, lambda: self._pool, own_segments)
+        self._requests[slot] = wanted.begin(slot, num_q_heads, self._own_pool, own_segments)
         self._forget_plans()
 
     def write_rows(self, slot: int, rows: Tensor) -> None:
@@ -270,6 +272,8 @@ class CpuEngine:
         self._searcher.close()
         for context in self._contexts.values():
             context.store.close()
+        self._contexts.clear()  # whose files are mapped as long as anything holds them
+        self._forget_plans()
 
     def __enter__(self) -> Self:
         return self
@@ -296,7 +300,7 @@ class CpuEngine:
                     self._searcher.start(following, early)
                 own_searches = [] if number is None else plan.own_searches(number)
                 if own_searches:
-                    self._pool.search_layers(own_searches)
+                    self._own_pool().search_layers(own_searches)
                 if number is not None:
                     plain.choose(number)
                 attending = time.perf_counter()
@@ -321,11 +325,6 @@ class CpuEngine:
                 with suppress(Exception):  # the first error is the one to tell
                     self._searcher.finish()
             raise
-
-    @cached_property
-    def _pool(self) -> SearchPool:
-        """Of searches of a request's own rows: in its lists, or in its segments."""
-        return SearchPool(self._team)
 
     def _forget_plans(self) -> None:
         """They hold on to requests and their contexts."""

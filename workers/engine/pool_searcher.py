@@ -66,6 +66,8 @@ class PoolSearcher:
 
     def close(self) -> None:
         self._pool.close()
+        self._indexes.clear()
+        self._kept.clear()
 
     def _search(self, layer_idx: int, search: RowSearch) -> LayerSearch:
         of_layers = self._kept.setdefault(search, {})

@@ -39,7 +39,8 @@ def take_weights(
         layers.append(to.moved(_centred(part) if whole.centred else part))
     embedding = to.matrix(there.embedding)
     tied = there.head.weight.data_ptr() == there.embedding.data_ptr()
-    head = Linear(embedding) if tied else there.head
+    bias = there.head.bias
+    head = Linear(embedding, None if bias is None else to.matrix(bias)) if tied else there.head
     if share is not None:
         head = share_of_head(head, share)
     return replace(

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from workers.settings.parts import Secret
+from workers.settings.parts import Secret, choices
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
@@ -33,7 +33,7 @@ def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
             raise ValueError
         return tuple(value)
     if get_origin(hint) is Literal:
-        if value not in get_args(hint):
+        if value not in choices(hint):
             raise ValueError
         return value
     if hint is Path and isinstance(value, str | Path) and str(value):
@@ -53,7 +53,7 @@ def wanted(hint: Any) -> str:
     if get_origin(hint) in _UNIONS:
         return wanted(get_args(hint)[0])
     if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
+        return f"one of {', '.join(map(str, choices(hint)))}"
     if hint == SECRETS:
         return "a list of keys (in an environment variable: with commas between them)"
     if hint == TEXTS:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from csattn.build_options import BuildOptions
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
-from csattn.selector_names import SelectorName
+from csattn.selector_names import ABOUT, SelectorName
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError
 
@@ -53,14 +53,19 @@ class Key:
 
     def require(self, name: str, value: Any) -> None:
         """Written so that NaN is outside of every bound."""
-        if get_origin(self.hint) is Literal and value not in get_args(self.hint):
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, get_args(self.hint)))}, got {value!r}")
+        if get_origin(self.hint) is Literal and value not in choices(self.hint):
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices(self.hint)))}, got {value!r}")
         if self.lowest is not None and not value >= self.lowest:
             raise ConfigError(f"{name} must be at least {self.lowest}, got {value}")
         if self.above is not None and not value > self.above:
             raise ConfigError(f"{name} must be greater than {self.above:g}, got {value}")
         if self.highest is not None and not value <= self.highest:
             raise ConfigError(f"{name} must be at most {self.highest:g}, got {value}")
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    """What a Literal allows; of selectors also those that were registered in this process."""
+    return tuple(ABOUT) if hint == SelectorName else get_args(hint)
 
 
 def setting(default: Any, words: str, **bounds: float) -> Any:

@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from csattn.cuda import CudaKernel, cuda_kernel
+from csattn.cuda import CudaKernel, cuda_kernel, limits
 from offload.errors import OffloadError
 from offload.gather import RowGather, RowLists, make_row_lists
 
 NEVER_USED = 127  # the age of an empty slot; `slot_ages.cuh` has the others
-_CLUSTER = 8  # blocks that decide about one KV head
-_THREADS = 512
-MAX_SLOTS = 290_000  # what fits the shared memory of a cluster
+_CLUSTER, _THREADS = 8, 512  # blocks that decide about one KV head, and threads of each
+_ALONE_THREADS = 1024  # of the one block that does so where there are no clusters
 _FEW_ROUNDS, _ENTRY_BYTES = 16, 16  # as in the kernel: of more rounds a thread has what it holds in memory
 _RESIDENT_THREADS = 2048 * 148  # of a device, at most
 _LIST_SETS = 3  # lookups whose lists and ids live at the same time
@@ -41,22 +40,40 @@ class SlotCacheShape:
     def __post_init__(self) -> None:
         assert self.num_index_heads % self.num_kv_heads == 0
         assert min(self.num_layers, self.num_contexts, self.context_capacity, self.num_slots, self.max_top_k) > 0
-        if self.num_slots > MAX_SLOTS:
+        if self.num_slots > max_slots():
             raise OffloadError(
                 f"a slot cache of {self.num_slots:,} rows per KV head was asked for; its kernel keeps track of up to "
-                f"{MAX_SLOTS:,}: choose a smaller slot cache"
+                f"{max_slots():,} on this GPU: choose a smaller slot cache"
             )
 
     @property
     def block_slots(self) -> int:
         """Slots that one block of the kernel looks after."""
-        return -(-self.num_slots // (_CLUSTER * _THREADS)) * _THREADS
+        blocks, threads = _blocks()
+        return -(-self.num_slots // (blocks * threads)) * threads
+
+
+def _blocks() -> tuple[int, int]:
+    """That decide about one KV head, a cluster of them, and threads of each."""
+    return (_CLUSTER, _THREADS) if limits().is_hopper else (1, _ALONE_THREADS)
+
+
+def _block_bytes(blocks: int, block_slots: int) -> int:
+    """Of shared memory: an age, a place in the list of replaced slots, and a bit for each slot of all blocks."""
+    return block_slots * 5 + blocks * block_slots // 8
+
+
+def max_slots() -> int:
+    """Rows of a KV head that the shared memory of its blocks has room for."""
+    blocks, threads = _blocks()
+    room = limits().block_bytes - 1024 * (blocks + 1)
+    return blocks * threads * (room // _block_bytes(blocks, threads))
 
 
 def slot_cache_bytes(shape: SlotCacheShape) -> int:
     """Device memory of a `SlotCache` of that shape."""
     heads = shape.num_layers * shape.num_contexts * shape.num_kv_heads
-    state = heads * (shape.num_slots * 4 + _CLUSTER * shape.block_slots + shape.context_capacity * 4)
+    state = heads * (shape.num_slots * 4 + _blocks()[0] * shape.block_slots + shape.context_capacity * 4)
     lists = shape.max_batch * shape.num_kv_heads * (8 * shape.num_slots + 20)
     ids = shape.max_batch * shape.num_index_heads * shape.max_top_k * 4
     table = shape.num_layers * (shape.num_contexts * 8 + 32) + shape.num_contexts * 8
@@ -67,8 +84,9 @@ def stack_bytes(shape: SlotCacheShape) -> int:
     """Device memory that the driver sets aside besides, with the first lookup: what a thread holds and has no registers
     for, of all threads that a device has room for."""
     lists = shape.max_batch * shape.num_index_heads // shape.num_kv_heads
-    rounds = -(-lists * shape.max_top_k // (4 * _CLUSTER * _THREADS)) * 4
-    slot_rounds = shape.block_slots // _THREADS
+    blocks, threads = _blocks()
+    rounds = -(-lists * shape.max_top_k // (4 * blocks * threads)) * 4
+    slot_rounds = shape.block_slots // threads
     held = _ENTRY_BYTES * rounds * (rounds > _FEW_ROUNDS) + 4 * slot_rounds * (slot_rounds > _FEW_ROUNDS)
     return -(-held // 16) * 16 * _RESIDENT_THREADS
 
@@ -111,7 +129,7 @@ class SlotCache:
         self.context_lens = full((shape.num_contexts,), 0, torch.int64)
         self._slot_of_key = full((*heads, shape.context_capacity), -1)
         self._key_of_slot = full((*heads, shape.num_slots), -1)
-        self._ages = full((*heads, _CLUSTER * shape.block_slots), 0, torch.uint8)
+        self._ages = full((*heads, _blocks()[0] * shape.block_slots), 0, torch.uint8)
         self._ages[..., : shape.num_slots] = NEVER_USED
         self._statistics = full((shape.num_layers, 4), 0, torch.int64)
         num_lists = shape.max_batch * shape.num_kv_heads
@@ -164,9 +182,10 @@ class SlotCache:
         lists = RowLists(*(of_all[: batch * shape.num_kv_heads] for of_all in self._lists[turn]))
         if batch not in self._kernels:
             self._kernels[batch] = _kernel(shape, batch)
+        blocks, threads = _blocks()
         self._kernels[batch].launch(
-            (_CLUSTER, shape.num_kv_heads, batch),
-            _THREADS,
+            (blocks, shape.num_kv_heads, batch),
+            threads,
             kv_indices,
             valid_len,
             context_ids,
@@ -225,9 +244,10 @@ class SlotCache:
 
 
 def _kernel(shape: SlotCacheShape, batch: int) -> CudaKernel:
+    blocks, threads = _blocks()
     defines = {
-        "THREADS": _THREADS,
-        "CLUSTER": _CLUSTER,
+        "THREADS": threads,
+        "CLUSTER": blocks,
         "NUM_KV_HEADS": shape.num_kv_heads,
         "HEADS_PER_KV": shape.num_index_heads // shape.num_kv_heads,
         "MAX_TOP_K": shape.max_top_k,
@@ -237,6 +257,4 @@ def _kernel(shape: SlotCacheShape, batch: int) -> CudaKernel:
         "BATCH": batch,
         "BLOCK_SLOTS": shape.block_slots,
     }
-    # an age, a place in the list of replaced slots, and a bit for each slot of all blocks
-    shared_bytes = shape.block_slots * 5 + _CLUSTER * shape.block_slots // 8
-    return cuda_kernel(_SOURCE, "look_up_rows", defines, shared_bytes)
+    return cuda_kernel(_SOURCE, "look_up_rows", defines, _block_bytes(blocks, shape.block_slots))

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.ampere import take_for_ampere
 from tests.cuda_on_cpu.emulated import Emulator
 
 if not torch.cuda.is_available():
@@ -41,6 +42,18 @@ WAITING = (
     "tests/artifact/test_interrupted_build.py",
     "tests/workers/service/",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--as-ampere", action="store_true", help="take the GPU for an older and smaller one")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def taken_for_ampere(pytestconfig: pytest.Config) -> Generator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if pytestconfig.getoption("--as-ampere"):
+            take_for_ampere(monkeypatch)
+        yield
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
 from csattn.config import RestKind
-from csattn.cuda import SHARED_BYTES, cuda_kernel, num_multiprocessors
+from csattn.cuda import cuda_kernel, limits, num_multiprocessors
 from csattn.errors import ConfigError
 from csattn.reach import Reach
 from csattn.rest.device import DeviceMoments, moments_shape
@@ -246,9 +246,10 @@ def _plan_blocks(
     part_bytes = heads * (head_dim + PART_ENDS) * 4
     products_bytes = heads * 2 * head_dim * 4 * (rest == "moments")
     other_bytes = products_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
+    room = limits().block_bytes - other_bytes
     for num_warps, num_stages in BLOCK_SHAPES:
         tiles_bytes = num_warps * num_stages * tile_bytes + 2 * num_warps * part_bytes
-        if tiles_bytes + other_bytes <= SHARED_BYTES:
+        if tiles_bytes <= room:
             break
     else:
         raise ConfigError(
@@ -256,7 +257,7 @@ def _plan_blocks(
             "rest; choose bfloat16, or another rest"
         )
     # that a block collects: where the tiles were, or where it takes memory for it
-    collectable = min(ENOUGH_PARTS, (SHARED_BYTES - other_bytes) // part_bytes)
+    collectable = min(ENOUGH_PARTS, room // part_bytes)
     most_parts = max(num_warps * num_stages * tile_bytes // part_bytes, collectable)
     # a power of two, as numbers of segments often are: then each part has as many of them
     most_rest_parts = 1 << (2 * most_parts // 3).bit_length() - 1

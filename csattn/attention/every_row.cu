@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
     __shared__ int at, rows_of[QUERIES];  // the item's source, and its rows of the step
 
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    if (thread < STAGES) make_barrier(&has_come[thread], WARPS), make_barrier(&is_read[thread], WARPS);
+    if (thread < STAGES) make_barrier(&has_come[thread], WARPS * COPIERS), make_barrier(&is_read[thread], WARPS);
     if (thread < batch_size) contexts[thread] = tail_lens[thread] > 0 ? context_ids[thread] : -1;
     barriers_are_made();
     __syncthreads();
@@ -233,13 +233,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
         const int first = split * splits.len, len = min(splits.len, from.num_rows - first);
         const char* const begin = (const char*)from.rows + ((long long)kv_head * from.head_rows + first) * ROW_BYTES;
         auto ask_for = [&](int number) {  // a tile of the item, of which each warp has a part; past the last is the last again
-            const int stage = num_asked % STAGES, row = warp * (TILE / WARPS) + lane;
+            const int stage = num_asked % STAGES, own = warp * (TILE / WARPS);
             if (num_asked >= STAGES) wait_for(&is_read[stage], num_asked / STAGES % 2 ^ 1);
-            if (lane == 0) arrive_expecting(&has_come[stage], TILE / WARPS * ROW_BYTES);
-            __syncwarp();
-            if (lane < TILE / WARPS)
-                load_bytes(shared + stage * TILE_BYTES + row * PITCH,
-                           begin + (long long)min(number * TILE + row, len - 1) * ROW_BYTES, ROW_BYTES, &has_come[stage]);
+            load_by_warp(
+                TILE / WARPS, ROW_BYTES, shared_address(&has_come[stage]),
+                [&](u32 i) { return shared_address(shared) + stage * TILE_BYTES + (own + i) * PITCH; },
+                [&](u32 i) { return begin + (long long)min(number * TILE + own + (int)i, len - 1) * ROW_BYTES; });
             num_asked++;
         };
         const int num_tiles = (len + TILE - 1) / TILE;

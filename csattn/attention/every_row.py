@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.attention.device import ELEMENTS, RowSource
 from csattn.batch import StepRows
-from csattn.cuda import SHARED_BYTES, cuda_kernel, num_multiprocessors
+from csattn.cuda import cuda_kernel, limits, num_multiprocessors
 
 SOURCE = Path(__file__).with_name("every_row.cu")
 FOLD = 16  # query heads that a warp multiplies together
@@ -22,7 +22,8 @@ MAX_HEAD_DIM = 256  # of more, a warp has no registers for
 MOST_SPLITS, LEAST_SPLIT = 128, 256  # of what a row sees of its context, or of its tail; rows of one
 MAX_ROWS_OF_SAME_BITS = 16  # of a step: up to so many, splits are the same
 JOINING = 128  # threads that join a query's parts
-NUM_STAGES = 3  # tiles on their way, or attended to
+MOST_STAGES, LEAST_STAGES = 3, 2  # tiles on their way, or attended to
+OTHER_BYTES = 20 << 10  # at most, of shared memory, that a block has besides tiles
 PART_ENDS = 4  # floats after a part's output, as in the kernel
 
 
@@ -70,7 +71,7 @@ class EveryRowAttention:
                 "NUM_KV_HEADS": num_kv_heads,
                 "ELEMENT": ELEMENTS[dtype],
                 "TILE": blocks.tile,
-                "STAGES": NUM_STAGES,
+                "STAGES": blocks.num_stages,
                 "THREADS": 32 * blocks.num_warps,
                 "FOLDS": blocks.folds,
                 "LEAST_SPLIT": LEAST_SPLIT,
@@ -141,6 +142,7 @@ class Blocks:
     num_warps: int
     folds: int  # times FOLD query heads of a warp
     tile: int  # KV rows
+    num_stages: int
     max_splits: int  # of a context: so many that one of them fills the device
     shared_bytes: int
 
@@ -152,9 +154,13 @@ def plan_blocks(batch_size: int, group_size: int, num_kv_heads: int, head_dim: i
     folds = 2 if not is_small and num_queries > MAX_GROUP and head_dim <= 128 else 1
     per_sm, tile = (2, 64 if head_dim <= 128 else 32) if num_warps == MAX_WARPS else (4, 32)
     max_splits = max(1, min(MOST_SPLITS, (4 if is_small else 2) * num_sms // num_kv_heads))
-    shared_bytes = NUM_STAGES * tile * (4 * head_dim + 16)  # as the kernel pads rows
-    num_blocks = min(per_sm, SHARED_BYTES // shared_bytes) * num_sms
-    return Blocks(num_blocks, num_warps, folds, tile, max_splits, shared_bytes)
+    row_bytes, room = 4 * head_dim + 16, limits().block_bytes  # as the kernel pads rows
+    if MOST_STAGES * tile * row_bytes + OTHER_BYTES > room:
+        tile = 32
+    num_stages = min(MOST_STAGES, (room - OTHER_BYTES) // (tile * row_bytes))
+    shared_bytes = num_stages * tile * row_bytes
+    num_blocks = max(1, min(per_sm, room // shared_bytes)) * num_sms
+    return Blocks(num_blocks, num_warps, folds, tile, num_stages, max_splits, shared_bytes)
 
 
 def max_tail_splits(tail_capacity: int) -> int:

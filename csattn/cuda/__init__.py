@@ -9,6 +9,7 @@ Launches go to the driver directly: only there may a kernel start while the one 
 import ctypes
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LEAST_CAPABILITY = 9, 0  # kernels begin before the one in front ends, and blocks form clusters, from there on
-SHARED_BYTES = 227 << 10  # that a block may have, or those of a multiprocessor together
+LEAST_CAPABILITY = 8, 0  # copies that go on behind a thread's back, and products of bfloat16, came with it
+HOPPER = 9, 0  # from there on kernels begin before the one in front ends, and blocks form clusters
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_BLOCK_BYTES_ASKED_FOR = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INCLUDE = re.compile(r'^#include "(.+)".*$', re.MULTILINE)
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
 _asked_shared_bytes: dict[int, int] = {}  # dynamic shared memory of a function's launches, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What kernels may count on."""
+
+    capability: tuple[int, int]
+    block_bytes: int  # of shared memory, that a block may have, or those of a multiprocessor together
+
+    @property
+    def is_hopper(self) -> bool:
+        """Or later."""
+        return self.capability >= HOPPER
+
+
+_EMULATED = Limits(HOPPER, 227 << 10)  # where there is no device
+
+
+def limits() -> Limits:
+    """Of the current device."""
+    return _limits_of(torch.cuda.current_device()) if torch.cuda.is_available() else _EMULATED
+
+
+@cache
+def _limits_of(device: int) -> Limits:
+    block_bytes = ctypes.c_int()
+    asked = _driver().cuDeviceGetAttribute(ctypes.byref(block_bytes), _BLOCK_BYTES_ASKED_FOR, device)
+    _require(asked, "to tell how much shared memory a block may have")
+    return Limits(torch.cuda.get_device_capability(device), block_bytes.value)
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -77,13 +108,13 @@ def cuda_kernel(
     name: str,  # of an extern "C" function in it
     defines: Mapping[str, object],  # -D options: the shape that the kernel is compiled for
     shared_bytes: int = 0,  # dynamic shared memory of every launch
-    early_start: bool = False,  # may start while the kernel before it ends: then it has to wait before it reads
+    early_start: bool = False,  # may start while the kernel before it ends, on Hopper: it has to wait before it reads
     architecture: str | None = None,  # to compile for; None: what the device shares with those that come after it
 ) -> CudaKernel:
     """Compile, for the current device, or take what an earlier call compiled."""
     options = tuple(f"-D{key}={value}" for key, value in sorted(defines.items()))
     function = _function(source, name, options, shared_bytes, architecture, torch.cuda.current_device())
-    return CudaKernel(name, function, shared_bytes, early_start)
+    return CudaKernel(name, function, shared_bytes, early_start and limits().is_hopper)
 
 
 def source_text(
@@ -158,13 +189,10 @@ def free_device_bytes(device: torch.device | str) -> int:
 def missing_for_kernels(device: int) -> str | None:
     """What kernels need and that device does not have; None: they run there."""
     of = torch.cuda.get_device_properties(device)
-    if (of.major, of.minor) < LEAST_CAPABILITY:
-        least = ".".join(map(str, LEAST_CAPABILITY))
-        return f"compute capability {least} or more, and {of.name} has {of.major}.{of.minor}"
-    if of.shared_memory_per_multiprocessor < SHARED_BYTES:
-        has = of.shared_memory_per_multiprocessor >> 10
-        return f"{SHARED_BYTES >> 10} KiB of shared memory for a block, and {of.name} has {has}"
-    return None
+    if (of.major, of.minor) >= LEAST_CAPABILITY:
+        return None
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return f"compute capability {least} or more, and {of.name} has {of.major}.{of.minor}"
 
 
 @cache

@@ -1,4 +1,7 @@
 // The instructions that CUDA C has no name for. An emulator brings its own version of this file, and of nothing else here.
+//
+// What came with compute capability 9.0 has something in its place before: kernels begin one after the other, lanes copy
+// instead of the copy engine, a cluster is one block.
 #pragma once
 
 typedef unsigned char u8;
@@ -69,6 +72,7 @@ __device__ __forceinline__ void multiply_values(float (&d)[4], const u32 (&a)[4]
 
 // Programmatic dependent launch: a kernel may start while the one before it ends
 
+#if __CUDA_ARCH__ >= 900
 // Until this returns a kernel reads only what no kernel of the step writes, and writes nothing.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Only after that. The next kernel's blocks take room from this one's as soon as all of these have called it, or ended.
@@ -85,6 +89,11 @@ __device__ __forceinline__ void wait_then_let_next_start(u32 known) {
         "griddepcontrol.launch_dependents;\n\t}" ::"r"(known)
         : "memory");
 }
+#else
+__device__ __forceinline__ void wait_for_earlier_kernels() {}
+__device__ __forceinline__ void let_next_kernel_start() {}
+__device__ __forceinline__ void wait_then_let_next_start(u32 known = 0) {}
+#endif
 
 // Global memory
 
@@ -201,31 +210,39 @@ __device__ __forceinline__ void make_barrier(u64* barrier, u32 count) {
 }
 // For the copy engine and for other blocks; the block's own threads see it once they have met.
 __device__ __forceinline__ void barriers_are_made() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 __device__ __forceinline__ void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {  // its shared_address, here and below
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) { arrive_expecting(shared_address(barrier), bytes); }
 // Arrives when all copies that the thread has started are done.
-__device__ __forceinline__ void arrive_when_copied(u64* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {  // its shared_address
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+__device__ __forceinline__ void arrive_when_copied(u64* barrier) { arrive_when_copied(shared_address(barrier)); }
 // Returns when the phase of that parity has ended: the one before the first counts as odd, and ended.
 __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
     asm volatile(
         "{\n\t.reg .pred done;\n"
         "AGAIN:\n\t"
+#if __CUDA_ARCH__ >= 900
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+#else
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+#endif
         "@done bra DONE;\n\t"
         "bra AGAIN;\n"
         "DONE:\n\t}" ::"r"(barrier), "r"(parity)
         : "memory");
 }
 __device__ __forceinline__ void wait_for(u64* barrier, u32 parity) { wait_for(shared_address(barrier), parity); }
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {  // its shared_address, here and below
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) { arrive_expecting(shared_address(barrier), bytes); }
 // A copy behind the thread's back, of a multiple of 16 bytes, that arrive at the barrier.
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile(
@@ -236,9 +253,37 @@ __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, 
 __device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes, u64* barrier) {
     load_bytes(shared_address(to), from, bytes, shared_address(barrier));
 }
+#endif
+
+// A warp's copies of `count` pieces of `bytes`, a multiple of 16, the i-th from from(i) to to(i): at the barrier, whose
+// shared_address it is, they arrive as COPIERS. All lanes take part.
+#if __CUDA_ARCH__ >= 900
+constexpr u32 COPIERS = 1;
+template <class To, class From>
+__device__ __forceinline__ void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to, const From& from) {
+    const u32 lane = threadIdx.x % 32;
+    if (lane == 0) arrive_expecting(barrier, count * bytes);
+    if (count > 1) __syncwarp();
+    for (u32 i = lane; i < count; i += 32) load_bytes(to(i), from(i), bytes, barrier);
+}
+#else
+constexpr u32 COPIERS = 32;
+template <class To, class From>
+__device__ __forceinline__ void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to, const From& from) {
+#pragma unroll 1
+    for (u32 i = 0; i < count; ++i) {
+        const u32 place = to(i);
+        const char* begin = reinterpret_cast<const char*>(from(i));
+#pragma unroll 4
+        for (u32 at = threadIdx.x % 32 * 16; at < bytes; at += 32 * 16) start_copy(place + at, begin + at, 16);
+    }
+    arrive_when_copied(barrier);
+}
+#endif
 
 // Clusters
 
+#if __CUDA_ARCH__ >= 900
 // What any thread of the cluster wrote before is seen by all of them after.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -313,3 +358,24 @@ template <u32 NUM_BLOCKS> struct Cluster {
         parity ^= 1;
     }
 };
+#else
+#undef __cluster_dims__
+#define __cluster_dims__(...)
+
+__device__ __forceinline__ void cluster_sync() { __syncthreads(); }
+__device__ __forceinline__ void done_reading() {}
+__device__ __forceinline__ void wait_for_readers() {}
+
+template <class T> __device__ __forceinline__ T* in_block(T* here, u32 rank) { return here; }
+__device__ __forceinline__ u32 load_in_block(const void* here, u32 rank) { return *static_cast<const u32*>(here); }
+__device__ __forceinline__ uint4 load_four_in_block(const void* here, u32 rank) { return *static_cast<const uint4*>(here); }
+__device__ __forceinline__ void store_in_block(void* here, u32 rank, u32 value) { *static_cast<u32*>(here) = value; }
+
+template <u32 NUM_BLOCKS> struct Cluster {
+    static_assert(NUM_BLOCKS == 1, "this device has no clusters");
+    u32 rank;
+
+    __device__ __forceinline__ Cluster(u64& barrier, u32 rank_) : rank(rank_) {}
+    __device__ __forceinline__ void sync() { __syncthreads(); }
+};
+#endif

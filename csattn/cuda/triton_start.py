@@ -12,7 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def wait_for_earlier(EARLY: tl.constexpr):
     """Before it, a kernel reads only what is older than the kernel in front, and writes nothing: that one has waited
-    for all before it. After it, the next kernel may start. Every program calls it; not EARLY: where it is interpreted.
+    for all before it. After it, the next kernel may start. Every program calls it. Not EARLY: where it is interpreted,
+    and on devices before Hopper.
     """
     if EARLY:
         gdc_wait()

@@ -9,12 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
+from csattn.cuda import limits
+
 MOST_QUERIES = 1 << 15  # of a launch: grids end at 65,535 in all dimensions but the first
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     """To be passed to every launch of a kernel that calls `wait_for_earlier`; an interpreted one starts when called."""
-    return {"EARLY": True, "launch_pdl": True} if device.type == "cuda" else {"EARLY": False}
+    early = device.type == "cuda" and limits().is_hopper
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from csattn.attention import device, reference
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import DeviceSelection
-from csattn.cuda import SHARED_BYTES
+from csattn.cuda import limits
 from csattn.errors import ConfigError
 from csattn.reach import Reach
 from tests.attention.device_steps import OnDevice, Shape, Step, assert_close, attend_on_device, make_kv, make_step
@@ -120,7 +120,7 @@ def test_wide_heads_in_float32_leave_no_room_for_moments() -> None:
         device._plan_blocks(132, 1, 1, 8, 512, torch.float32, "moments", 0)
     for dtype, rest in ((torch.float32, "sketch"), (torch.bfloat16, "moments")):
         blocks = device._plan_blocks(132, 1, 1, 8, 512, dtype, rest, 8)
-        assert blocks.shared_bytes <= SHARED_BYTES and blocks.num_splits >= 3
+        assert blocks.shared_bytes <= limits().block_bytes and blocks.num_splits >= 3
 
 
 SHAPES = [(8, 2, 8, 64), (7, 1, 1, 80), (16, 2, 2, 256), (16, 2, 2, 512), (9, 3, 3, 64), (8, 2, 2, 128), (2, 2, 2, 16)]
@@ -168,7 +168,7 @@ def test_a_rest_has_a_part_for_each_segment_also_where_heads_are_wide(num_segmen
     for heads, head_dim, row_units in ((4, 128, 8), (8, 128, 4), (8, 64, 8), (2, 128, 16), (6, 256, 4), (8, 256, 2)):
         blocks = device._plan_blocks(132, row_units, row_units, heads, head_dim, torch.bfloat16, "sketch", num_segments)
         assert blocks.rest_parts == num_segments and blocks.num_splits >= 8
-        assert blocks.shared_bytes <= SHARED_BYTES
+        assert blocks.shared_bytes <= limits().block_bytes
 
 
 @pytest.mark.gpu

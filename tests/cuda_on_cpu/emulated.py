@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.cuda import as_argument, source_text
+from csattn.cuda import as_argument, limits, source_text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -89,13 +89,16 @@ def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
     return np.array([*words, *[0] * 11], np.int64).view("V128")[0]
 
 
-def _require_static_shared_fits(library: Path) -> None:
+def _require_shared_fits(library: Path, launch_bytes: int) -> None:
     """A kernel's `__shared__` variables are `thread_local` here, as few of the emulator's own are."""
     listed = subprocess.run(["readelf", "--symbols", "--wide", library], check=True, capture_output=True, text=True)
     symbols = [line.split() for line in listed.stdout.splitlines() if " TLS " in line]
     static_bytes = sum(int(s[2], 0) for s in symbols if not any(name in s[-1] for name in LARGE_VARIABLES))
     assert static_bytes <= MOST_STATIC_SHARED_BYTES, (
         f"{static_bytes} bytes of static shared memory: no device compiles it"
+    )
+    assert static_bytes + launch_bytes <= limits().block_bytes, (
+        f"{static_bytes} and {launch_bytes} bytes of shared memory: a block has {limits().block_bytes}"
     )
 
 
@@ -142,13 +145,14 @@ class Emulator:
         lines.append('extern "C" void launch_kernel(const int* grid, void** args, void* fibers) {')
         lines.append(f"    launch({name}, grid, args, fibers);")
         lines.append("}")
-        return EmulatedKernel(self._compile("\n".join(lines)))
+        return EmulatedKernel(self._compile("\n".join(lines), shared_bytes))
 
-    def _compile(self, code: str) -> ctypes.CDLL:
+    def _compile(self, code: str, shared_bytes: int) -> ctypes.CDLL:
         stem = self.directory / hashlib.sha256((self._compiled_by + code).encode()).hexdigest()[:24]
         library = stem.with_suffix(".so")
         if not library.exists():
-            self._run_compiler(code, library, "-x", "c++", "-shared", "-include", str(self._standard_headers()))
+            headers = "-include", str(self._standard_headers())
+            self._run_compiler(code, library, "-x", "c++", "-shared", *headers, launch_bytes=shared_bytes)
         return ctypes.CDLL(str(library))
 
     def _standard_headers(self) -> Path:
@@ -160,7 +164,7 @@ class Emulator:
             headers.write_text(code)
         return headers
 
-    def _run_compiler(self, code: str, result: Path, *options: str) -> None:
+    def _run_compiler(self, code: str, result: Path, *options: str, launch_bytes: int = 0) -> None:
         """`result` is there when it is whole."""
         assert COMPILER is not None, "there is no C++ compiler"
         unfinished = result.with_suffix(f".{os.getpid()}{result.suffix}")
@@ -169,6 +173,6 @@ class Emulator:
         command = [COMPILER, *OPTIONS, *options, f"-I{HERE}", str(source), "-o", str(unfinished)]
         subprocess.run(command, check=True)
         if result.suffix == ".so":
-            _require_static_shared_fits(unfinished)
+            _require_shared_fits(unfinished, launch_bytes)
         unfinished.replace(result)
         source.unlink()

@@ -159,6 +159,13 @@ static inline void load_bytes(void* to, const void* from, u32 bytes, u64* barrie
 static inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     load_bytes(__cvta_shared_to_generic(to), from, bytes, barrier_at(barrier));
 }
+constexpr u32 COPIERS = 1;
+template <class To, class From>
+static inline void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to, const From& from) {
+    const u32 lane = threadIdx.x % 32;
+    if (lane == 0) arrive_expecting(barrier, count * bytes);
+    for (u32 i = lane; i < count; i += 32) load_bytes(to(i), from(i), bytes, barrier);
+}
 
 // clusters; `in_block` is the emulator's
 

@@ -10,6 +10,7 @@ import torch
 from csattn.attention.device import num_shares
 from csattn.batch import DeviceSelection, make_device_selection
 from csattn.config import SearchConfig
+from csattn.cuda import limits
 from csattn.errors import ConfigError
 from csattn.search import reference
 from csattn.search.device import DeviceIndexes, DeviceSearch, SketchPass, SketchShape, compiling, sketch_pass, to_device
@@ -247,7 +248,7 @@ def test_a_row_may_choose_less_than_others() -> None:
 
 
 def test_group_scores_that_do_not_fit_into_shared_memory_lie_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sketch_pass, "MOST_GROUP_SCORE_BYTES", 1024)
+    monkeypatch.setattr(sketch_pass, "OTHER_CHOOSING_BYTES", limits().block_bytes - 1024)
     index, q = make_index(3700)
     searched = Searched([index], q[:2], [0, 0])
     assert_right(searched.selection(0), q[0], index)

@@ -10,7 +10,7 @@ from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth, own_top_k
 from offload.budget import AvailableMemory, MemoryPlan
 from offload.codecs.formats import KvFormat
-from offload.slot_cache import MAX_SLOTS
+from offload.slot_cache import max_slots
 from workers.engine.memory import Placement, plan_memory
 from workers.engine.own_choice import latents_of, least_slots
 from workers.engine.shape import EngineShape
@@ -113,7 +113,7 @@ class Sizing:
         longest, least = self.model.spec.max_positions, planned_bytes(1)
         room = (available_bytes - least) // 2
         if self.placement != "device":  # a cache has room for so many, whatever memory there is
-            while longest > max(needed, 1) and self.num_cached(longest) > MAX_SLOTS:
+            while longest > max(needed, 1) and self.num_cached(longest) > max_slots():
                 longest //= 2
         while longest > max(needed, 1) and planned_bytes(longest) > least + room:
             longest //= 2
@@ -169,7 +169,7 @@ class Sizing:
         if self.placement == "device" or not self.own_on_host or not grow_all or kept >= self.tail_capacity:
             return shape
         chosen = own_top_k(self.search, self.tail_capacity)
-        own_slots = min(MAX_SLOTS, max(chosen, int(self.slot_share * self.tail_capacity)))
+        own_slots = min(max_slots(), max(chosen, int(self.slot_share * self.tail_capacity)))
         return replace(shape, tail_capacity=kept, own_capacity=self.tail_capacity, own_slots=own_slots)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
+from csattn.cuda import CudaKernel, cuda_kernel, limits, num_multiprocessors
 
 HERE = Path(__file__).parent
 TILE_SOURCE, DIGIT_SOURCE = HERE / "buffered.cu", HERE / "radix.cu"
@@ -94,15 +94,16 @@ def select_on_device(
 
 def _choose_blocks(rows: int, length: int, num_sms: int) -> tuple[BlockShape | DigitShape, int]:
     """Blocks, and how many for a row."""
+    most = MAX_CLUSTER if limits().is_hopper else 1
     if length <= SHORT_ROWS.num_kept:
         return SHORT_ROWS, 1
     if 2 * rows > num_sms:  # each multiprocessor has a row or two
         if length <= FEW_ROWS.num_kept:
             return FEW_ROWS, 1
-        return MANY_ROWS, 2 if rows <= num_sms and length >= 4 * MANY_ROWS.tile_len else 1
+        return MANY_ROWS, min(most, 2 if rows <= num_sms and length >= 4 * MANY_ROWS.tile_len else 1)
     cluster = 1
     while (
-        2 * cluster <= MAX_CLUSTER
+        2 * cluster <= most
         and 2 * cluster * rows <= CLUSTERED_SHARE[2 * cluster] * num_sms
         and cluster * FEW_ROWS.num_kept <= length
     ):

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
+from csattn.cuda import CudaKernel, cuda_kernel, limits, num_multiprocessors
 from csattn.errors import ConfigError
 from csattn.search.device.shapes import IndexShape, ListsShape, RowsShape, SketchShape
 
@@ -42,6 +42,12 @@ def compiled(
     **more: int,
 ) -> CudaKernel:
     """A kernel for indexes, or rows, of that shape."""
+    if shared_bytes > (room := limits().block_bytes):
+        raise ConfigError(
+            f"{shape.group_size} query heads of {shape.head_dim} dimensions that share a KV head take "
+            f"{shared_bytes >> 10} KiB of shared memory to search by, and a block on this GPU has {room >> 10}; decode "
+            "on the CPU"
+        )
     if query_dtype not in QUERY_TYPES:
         raise ConfigError(f"queries of {query_dtype} cannot be searched with; use float32, float16 or bfloat16")
     defines: dict[str, object] = {

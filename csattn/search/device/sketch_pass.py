@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from csattn.batch import DeviceSelection
-from csattn.cuda import CudaKernel
+from csattn.cuda import CudaKernel, limits
 from csattn.search.device.compiling import CHUNK_KEYS, compiled, multiprocessors, require_queries
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import WIDE_HEAD_DIM, SketchShape
@@ -17,12 +17,12 @@ from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG2_E
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 256, 1024
 TILES_OF_CONTEXT = 512  # at least, of long ones: what tiles leave is read by many
 PASS_WARPS, WIDE_PASS_WARPS, MOST_STAGES = 12, 8, 4  # the second where heads are wide
-MOST_SHARED_BYTES = 208 << 10  # of a ring; a block has more besides
-MOST_GROUP_SCORE_BYTES = 192 << 10
+# of shared memory: of a block that scores, besides its warps' rings and counts; of one that chooses, besides scores
+OTHER_PASS_BYTES, OTHER_CHOOSING_BYTES = 19 << 10, 35 << 10
 # of a block; the latter where few blocks wait for memory at a time: each has several segments, or takes too much room
 REST_THREADS, MOST_REST_THREADS = 128, 256
-SHARED_BYTES, BLOCK_BYTES = 228 << 10, 2 << 10  # of a multiprocessor; what each block takes besides, and little things
-MOST_STAGED_BYTES = 128 << 10  # of a segment's transform; a larger one is read from where it lies
+BLOCK_BYTES = 2 << 10  # of a multiprocessor's, that each block takes besides, and little things
+MOST_STAGED = 9 / 16  # of a block's shared memory, by a segment's transform; a larger one is read from where it lies
 CHOOSE_BINS = 4096
 MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys of each
 MANY_KEYS = (
@@ -156,15 +156,28 @@ class SketchPass:
         """Of the codes of BLOCK_KEYS keys."""
         return 4 * BLOCK_KEYS * (self.shape.num_fine + self.shape.num_coarse)
 
-    @property
+    @cached_property
     def _pass_warps(self) -> int:
-        return PASS_WARPS if self.shape.head_dim <= WIDE_HEAD_DIM else WIDE_PASS_WARPS
+        warps = PASS_WARPS if self.shape.head_dim <= WIDE_HEAD_DIM else WIDE_PASS_WARPS
+        while warps > 1 and self._room_of_warp(warps) < 2 * self._block_bytes:
+            warps //= 2
+        return warps
+
+    def _room_of_warp(self, warps: int) -> int:
+        """For its ring, where a block has so many."""
+        return (limits().block_bytes - OTHER_PASS_BYTES) // warps - self._count_bytes
+
+    @property
+    def _count_bytes(self) -> int:
+        """Of a warp that scores."""
+        together = min(self.batch_size, max(1, 16 // self.shape.group_size)) * self.shape.group_size
+        return together * NUM_OCTAVES * 4 * (self._keeps_scores and self.shape.group_size > 1)
 
     @property
     def _staged_bytes(self) -> int:
         """Of a segment's transform, of queries or of values, where blocks have it in shared memory; else 0."""
         num_bytes = 2 * self.shape.num_coords * self.shape.head_dim
-        return num_bytes if num_bytes <= MOST_STAGED_BYTES else 0
+        return num_bytes if num_bytes <= MOST_STAGED * limits().block_bytes else 0
 
     @property
     def _num_sums(self) -> int:
@@ -186,13 +199,11 @@ class SketchPass:
     @cached_property
     def _score(self) -> CudaKernel:
         warps = self._pass_warps
-        stage_bytes = warps * self._block_bytes
-        together = min(self.batch_size, max(1, 16 // self.shape.group_size)) * self.shape.group_size
-        count_bytes = warps * together * NUM_OCTAVES * 4 * (self._keeps_scores and self.shape.group_size > 1)
-        stages = max(2, min(MOST_STAGES, (MOST_SHARED_BYTES - count_bytes) // stage_bytes))
+        stages = min(MOST_STAGES, self._room_of_warp(warps) // self._block_bytes)
         more = {"BATCH": self.batch_size, "STAGES": stages, "TILE_KEYS": self._tile_keys}
         more |= {"SCORES": int(self._keeps_scores), "REST": int(self._sums_rest)}
-        dtype, threads, shared_bytes = self._query_dtype, 32 * warps, stages * stage_bytes + count_bytes
+        dtype, threads = self._query_dtype, 32 * warps
+        shared_bytes = warps * (stages * self._block_bytes + self._count_bytes)
         return compiled("score_codes.cu", "score_codes", self.shape, dtype, threads, shared_bytes, **more)
 
     @cached_property
@@ -214,7 +225,7 @@ class SketchPass:
 
     @property
     def _group_scores_fit(self) -> bool:
-        return self._block_group_score_bytes <= MOST_GROUP_SCORE_BYTES
+        return self._block_group_score_bytes <= limits().block_bytes - OTHER_CHOOSING_BYTES
 
     def _rest(self, rest_parts: int) -> CudaKernel:
         threads = self._rest_threads(rest_parts)
@@ -227,8 +238,10 @@ class SketchPass:
         """The same for every batch: it decides about the order of sums."""
         shape = self.shape
         static_bytes = 4 * shape.group_size * (self._num_sums + shape.num_coords + shape.head_dim)  # of the kernel
-        is_small = 2 * (self._rest_bytes(REST_THREADS) + static_bytes + BLOCK_BYTES) <= SHARED_BYTES
-        return REST_THREADS if is_small and self.max_segments <= rest_parts else MOST_REST_THREADS
+        room = limits().block_bytes
+        is_small = 2 * (self._rest_bytes(REST_THREADS) + static_bytes + BLOCK_BYTES) <= room + 1024
+        fits = self._rest_bytes(MOST_REST_THREADS) + static_bytes + BLOCK_BYTES <= room
+        return REST_THREADS if (is_small and self.max_segments <= rest_parts) or not fits else MOST_REST_THREADS
 
     def _rest_bytes(self, threads: int) -> int:
         """Shared memory that a block of the rest is launched with."""

@@ -119,7 +119,7 @@ struct Source {
     }
 };
 
-// A warp's ring of blocks, STAGES - 1 of them on their way by the copy engine: a lane of each warp asks for 64 keys at once.
+// A warp's ring of blocks of 64 keys, STAGES - 1 of them on their way behind its back.
 struct Ring {
     const uint4* stages;  // [STAGES][BLOCK_PIECES]
     u32 place, arrived;   // shared_address of the stages, and of [STAGES] barriers
@@ -128,7 +128,7 @@ struct Ring {
 
     __device__ __forceinline__ Ring(uint4* stages, u64* barriers)
         : stages(stages), place(kept(shared_address(stages))), arrived(kept(shared_address(barriers))), stage(0), parity(0) {
-        if (threadIdx.x % 32 < STAGES) make_barrier(barriers + threadIdx.x % 32, 1);
+        if (threadIdx.x % 32 < STAGES) make_barrier(barriers + threadIdx.x % 32, COPIERS);
         barriers_are_made();
         __syncwarp();
     }
@@ -136,9 +136,9 @@ struct Ring {
     // Start copying a block into a stage: all lanes have read what was in it.
     __device__ __forceinline__ void fill(int to, Source& source) const {
         const u32* block = source.next();
-        if (block == nullptr || threadIdx.x % 32 > 0) return;
-        arrive_expecting(arrived + 8 * to, BLOCK_PIECES * 16);
-        load_bytes(place + to * (BLOCK_PIECES * 16), block, BLOCK_PIECES * 16, arrived + 8 * to);
+        if (block == nullptr) return;
+        load_by_warp(
+            1, BLOCK_PIECES * 16, arrived + 8 * to, [&](u32) { return place + to * (BLOCK_PIECES * 16); }, [&](u32) { return block; });
     }
     __device__ __forceinline__ int last_read() const { return stage > 0 ? stage - 1 : STAGES - 1; }
     // The block that is next, when it is there.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
+from csattn.cuda import CudaKernel, cuda_kernel, limits, num_multiprocessors
 from csattn.models.quantized_weight import CODES, RUN, QuantizedWeight, WeightFormat
 from csattn.models.spec import Activation
 from csattn.models.weights import Linear
@@ -17,9 +17,9 @@ from workers.model.gpu.tiles import MAX_BATCH_SIZE
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
 _OF_STEPS, _OF_EXPERTS = (Path(__file__).with_name(name) for name in ("quantized.cu", "experts.cu"))
-_MULTIPLIERS, _TILE = 8, SQUARES_BLOCK  # a tile's outputs are a part of the squares
-_THREADS = 32 * (_MULTIPLIERS + 2)  # two warps finish
-_MOST_STAGES, _SHARED_BYTES = 3, 226 << 10  # that a block has, besides a few barriers
+_TILE = SQUARES_BLOCK  # a tile's outputs are a part of the squares
+_MOST_MULTIPLIERS, _FINISHERS = 8, 2  # warps of a block
+_MOST_STAGES, _BARRIER_BYTES = 3, 1 << 10
 _ROWS = 1, 2, 4, 8  # that a block takes together
 MOST_ROWS = _ROWS[-1]  # beyond, inputs are as many bytes as weights, and Triton's larger tiles read them less often
 _FORMATS = get_args(WeightFormat)
@@ -123,9 +123,9 @@ class QuantizedOps(Launches):
         """num_rows: that go together. num_tiles: at most."""
         assert x.dtype == torch.bfloat16, f"weights of few bits meet rows of bfloat16, not {x.dtype}"
         rows = next(rows for rows in _ROWS if rows >= num_rows)
-        kernel = _kernel(source, name, weight.format, weight.group_size, rows, self._chain(), x.device)
+        kernel, threads = _kernel(source, name, weight.format, weight.group_size, rows, self._chain(), x.device)
         blocks = min(num_tiles, num_multiprocessors(x.device))
-        kernel.launch((blocks, 1, 1), _THREADS, x, x.shape[1], *args)
+        kernel.launch((blocks, 1, 1), threads, x, x.shape[1], *args)
 
     def _as_read(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
         """x as the weights have their inputs, in whole pieces of 16 bytes."""
@@ -157,22 +157,27 @@ def _kernel(
     rows: int,
     early_start: bool,
     device: torch.device,  # that it is loaded on
-) -> CudaKernel:
+) -> tuple[CudaKernel, int]:
+    """And threads of its blocks."""
     scales, runs = RUN // group_size if 0 < group_size < RUN else 1, 1 if format == "fp8" else 2
     # as the source has them, of a multiplier; then what it has besides
     stage = _TILE * 128 + 2 * CODES[format] * rows * 64 + runs * scales * _TILE * 4
     sums = 2 * 8 * 32 * 4
     more = {"MOST_PAIRS": _MOST_PAIRS, "MOST_STEP_ROWS": MAX_BATCH_SIZE} if source == _OF_EXPERTS else {}
     more_bytes = 6 * _MOST_PAIRS + 8 if more else 0
-    stages = min(_MOST_STAGES, ((_SHARED_BYTES - more_bytes) // _MULTIPLIERS - sums) // stage)
+    room, multipliers = limits().block_bytes - _BARRIER_BYTES - more_bytes, _MOST_MULTIPLIERS
+    while multipliers > 1 and room // multipliers < sums + 2 * stage:
+        multipliers //= 2
+    stages, threads = min(_MOST_STAGES, (room // multipliers - sums) // stage), 32 * (multipliers + _FINISHERS)
     defines = {
         **more,
-        "THREADS": _THREADS,
-        "MULTIPLIERS": _MULTIPLIERS,
+        "THREADS": threads,
+        "MULTIPLIERS": multipliers,
         "FORMAT": _FORMATS.index(format),
         "GROUP": group_size,
         "ROWS": rows,
         "STAGES": stages,
         "SQUARES_BLOCK": SQUARES_BLOCK,
     }
-    return cuda_kernel(source, name, defines, _MULTIPLIERS * (stages * stage + sums) + more_bytes, early_start)
+    shared_bytes = multipliers * (stages * stage + sums) + more_bytes
+    return cuda_kernel(source, name, defines, shared_bytes, early_start), threads

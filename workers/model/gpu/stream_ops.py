@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from csattn.batch import StepRows
+from csattn.cuda import limits
 from workers.model.gpu.token_kernels import add_normed_kernel, add_norms_kernel, begin_kernel, weigh_kernel
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
@@ -20,6 +21,7 @@ class Launches:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"  # else Triton's interpreter runs the kernels
+        self._starts_early = self._on_gpu and limits().is_hopper
         self._chained = False
 
     def break_chain(self) -> None:
@@ -28,7 +30,7 @@ class Launches:
     def _launch(self) -> dict[str, Any]:
         """How the next kernel starts; the one after it follows one of ours."""
         chained = self._chain()
-        return {"PDL": True, "launch_pdl": chained} if self._on_gpu else {"PDL": False}
+        return {"PDL": True, "launch_pdl": chained} if self._starts_early else {"PDL": False}
 
     def _chain(self) -> bool:
         """Whether the next kernel follows one of ours; the one after it does."""

@@ -16,6 +16,16 @@ constexpr int kWarpSlots = BLOCK_SLOTS / WARPS;
 constexpr int kSlotRounds = kWarpSlots / 32;
 constexpr int kUnrolledSlots = kSlotRounds <= kFewRounds ? kSlotRounds : 4;
 
+// The number of a slot. One block alone has few slots, and less memory.
+template <bool ALONE> struct Number {
+    typedef int Type;
+};
+template <> struct Number<true> {
+    typedef u16 Type;
+};
+typedef Number<CLUSTER == 1>::Type SlotNumber;
+static_assert(CLUSTER > 1 || BLOCK_SLOTS <= 65536, "slots are numbered in 16 bits");
+
 struct Shared {
     alignas(16) unsigned num_of_age[kAges];  // slots of this block; other blocks read it
     int num_takers;                          // entries of this block whose rows want slots; other blocks read it
@@ -32,7 +42,17 @@ struct Shared {
 struct alignas(16) Slots {
     unsigned ages[BLOCK_SLOTS / 4];             // four in a word
     unsigned used[CLUSTER * BLOCK_SLOTS / 32];  // a bit for every slot of the head: this block's entries use it
-    int replaced[BLOCK_SLOTS];  // the slots that go, by number: the nth is in block n % CLUSTER at n / CLUSTER
+    SlotNumber replaced[BLOCK_SLOTS];  // the slots that go, by number: the nth is in block n % CLUSTER at n / CLUSTER
+
+    __device__ __forceinline__ void replace(unsigned nth, int slot) {
+        if (CLUSTER == 1)
+            replaced[nth] = static_cast<SlotNumber>(slot);
+        else
+            store_in_block(replaced + nth / CLUSTER, nth % CLUSTER, slot);
+    }
+    __device__ __forceinline__ int replaced_as(unsigned nth) const {
+        return CLUSTER == 1 ? replaced[nth] : load_in_block(replaced + nth / CLUSTER, nth % CLUSTER);
+    }
 };
 
 struct Place {
@@ -145,7 +165,7 @@ __device__ __forceinline__ void replace_slots(const Place& at, Shared& s, Slots&
         if (age > threshold || (age == threshold && equal_before < quota)) {
             const unsigned nth = num_older + lanes_before(older, at.lane) + min(equal_before, quota);
             const int slot = at.rank * BLOCK_SLOTS + at.warp * kWarpSlots + 32 * round + at.lane;
-            store_in_block(slots.replaced + nth / CLUSTER, nth % CLUSTER, slot);
+            slots.replace(nth, slot);
             ages[32 * round] = kUsedNow;
         } else {
             old_key[round] = -1;

@@ -122,8 +122,7 @@ __device__ __forceinline__ void assign_slots(const Head& h, Shared& s, const Slo
         taken += __popc(takers);
         if (entry.nth < 0) return;
         entry.nth = nth < num_moved ? nth : -1;
-        const unsigned block = (unsigned)nth % CLUSTER;
-        if (nth < num_moved) entry.slot = load_in_block(slots.replaced + (unsigned)nth / CLUSTER, block);
+        if (nth < num_moved) entry.slot = slots.replaced_as(nth);
         if (nth >= num_moved && kLists > 1) h.slot_of_key[-2 - entry.id] = -1;
     });
     for_entries(h, entries, [&](Entry& entry, int) {

@@ -60,7 +60,7 @@ def _blocks() -> tuple[int, int]:
 
 def _block_bytes(blocks: int, block_slots: int) -> int:
     """Of shared memory: an age, a place in the list of replaced slots, and a bit for each slot of all blocks."""
-    return block_slots * 5 + blocks * block_slots // 8
+    return block_slots * (1 + (4 if blocks > 1 else 2)) + blocks * block_slots // 8
 
 
 def max_slots() -> int:

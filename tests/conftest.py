@@ -18,6 +18,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from csattn.errors import ConfigError
+from offload.errors import OffloadError
 from tests.ampere import take_for_ampere
 from tests.cuda_on_cpu.emulated import Emulator
 
@@ -54,6 +56,16 @@ def taken_for_ampere(pytestconfig: pytest.Config) -> Generator[None]:
         if pytestconfig.getoption("--as-ampere"):
             take_for_ampere(monkeypatch)
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except (ConfigError, OffloadError) as error:
+        if item.config.getoption("--as-ampere") and " this GPU " in f"{error} ":
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture
@@ -97,8 +109,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = (file for file in reversed(files) if file not in places)  # most of the long ones come last
     places |= {file: i + i // 2 + 1 for i, file in enumerate(others)}
     items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="this machine has no CUDA device"))
+        if item.get_closest_marker("large_gpu") is not None and item.config.getoption("--as-ampere"):
+            item.add_marker(pytest.mark.skip(reason="the GPU is taken for a small one"))

@@ -253,8 +253,8 @@ def _plan_blocks(
             break
     else:
         raise ConfigError(
-            f"a block has no memory for {heads} heads of {head_dim} dimensions in {dtype} beside what estimates the "
-            "rest; choose bfloat16, or another rest"
+            f"a block on this GPU has no memory for {heads} heads of {head_dim} dimensions in {dtype} beside what "
+            "estimates the rest; choose bfloat16, or another rest"
         )
     # that a block collects: where the tiles were, or where it takes memory for it
     collectable = min(ENOUGH_PARTS, room // part_bytes)

@@ -195,10 +195,9 @@ def missing_for_kernels(device: int) -> str | None:
     return f"compute capability {least} or more, and {of.name} has {of.major}.{of.minor}"
 
 
-@cache
 def has_warpgroup_products(device: torch.device) -> bool:
     """Whether it runs what is compiled for sm_90a: products of whole warpgroups, which are Hopper's alone."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and limits().capability == HOPPER
 
 
 @cache

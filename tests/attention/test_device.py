@@ -115,6 +115,7 @@ def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, obj
         DeviceAttention(**plan | changed, softmax_scale=1.0, device=torch.device("cuda"))  # type: ignore[arg-type]
 
 
+@pytest.mark.large_gpu
 def test_wide_heads_in_float32_leave_no_room_for_moments() -> None:
     with pytest.raises(ConfigError, match="no memory for 8 heads of 512 dimensions"):
         device._plan_blocks(132, 1, 1, 8, 512, torch.float32, "moments", 0)
@@ -151,6 +152,7 @@ def test_agrees_where_rows_are_cut_into_splits(dtype: torch.dtype) -> None:
     assert_close(attend_on_device(step), step.wanted())
 
 
+@pytest.mark.large_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_agrees_where_a_block_collects_more_parts_than_it_has_had_tiles(
     dtype: torch.dtype, emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +165,7 @@ def test_agrees_where_a_block_collects_more_parts_than_it_has_had_tiles(
     assert_close(attend_on_device(step), step.wanted())
 
 
+@pytest.mark.large_gpu
 @pytest.mark.parametrize("num_segments", [1, 5, 16])
 def test_a_rest_has_a_part_for_each_segment_also_where_heads_are_wide(num_segments: int) -> None:
     for heads, head_dim, row_units in ((4, 128, 8), (8, 128, 4), (8, 64, 8), (2, 128, 16), (6, 256, 4), (8, 256, 2)):

@@ -65,6 +65,7 @@ def test_a_caches_bytes_are_what_it_allocates() -> None:
     assert sum(size for place, size in storages().items() if place not in before) == slot_cache_bytes(cache.shape)
 
 
+@pytest.mark.large_gpu
 @pytest.mark.parametrize(
     ("batch", "context_len", "held"),
     [(1, 131072, 0), (64, 131072, 704), (8, 1048576, 864), (16, 1048576, 1504), (64, 1048576, 5408)],

@@ -60,7 +60,7 @@ class Sizing:
         """Rows of a context, per layer and KV head, that are kept on the device where its KV is on the host."""
         latent = latents_of(self.model.spec)
         least = 1 if latent is None else least_slots(latent, longest, self.batch_sizes[-1])
-        return max(least, int(self.slot_share * longest))
+        return max(least, min(max_slots(), int(self.slot_share * longest)))
 
     def settle(self, index_config: IndexConfig, available: AvailableMemory) -> "Sizing":
         """With what was left to the memory: where requests' own rows are, and how many.
@@ -113,7 +113,7 @@ class Sizing:
         longest, least = self.model.spec.max_positions, planned_bytes(1)
         room = (available_bytes - least) // 2
         if self.placement != "device":  # a cache has room for so many, whatever memory there is
-            while longest > max(needed, 1) and self.num_cached(longest) > max_slots():
+            while longest > max(needed, 1) and self.slot_share * longest > max_slots():
                 longest //= 2
         while longest > max(needed, 1) and planned_bytes(longest) > least + room:
             longest //= 2

@@ -312,6 +312,7 @@ def test_memory_is_planned_for_queries_that_are_told_ahead(artifacts, lookahead)
     assert planned == lookahead * 2 * 3 * 4 * 17 * 16 * 4  # contexts, layers, query heads, maps in float32
 
 
+@pytest.mark.large_gpu
 @pytest.mark.parametrize("placement", ["device", "hybrid"])
 def test_a_model_of_millions_of_positions_is_planned_for_as_many_as_a_cache_can_hold(artifacts, placement) -> None:
     with make_engine(placement) as ready:

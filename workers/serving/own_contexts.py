@@ -179,10 +179,7 @@ class OwnContexts:
         _log.info("a context of %s tokens is being built of a prompt", f"{len(ids):,}")
         ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}.json"
         try:
-            with store_errors(f"make {directory}", self._settings.store.path):
-                await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-            with store_errors(f"write {ids_path}", directory):
-                await asyncio.to_thread(ids_path.write_text, json.dumps(ids.tolist()))
+            await asyncio.to_thread(self._write_tokens, ids_path, ids)
             source = ["--no-sync", "--tokens", str(ids_path)]  # who finds it later looks at every byte
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
@@ -203,6 +200,20 @@ class OwnContexts:
         await self._keep_to_budget(path)
         return path
 
+    def _write_tokens(self, path: Path, ids: Tokens) -> None:
+        directory, told = path.parent, json.dumps(ids.tolist())
+
+        def write() -> None:
+            with store_errors(f"make {directory}", self._settings.store.path):
+                directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(told)
+
+        with store_errors(f"write {path}", directory):
+            try:
+                write()
+            except FileNotFoundError:  # another service has removed the directory, while it was empty
+                write()
+
     def _forget(self, key: _Key, build: _Build) -> None:
         if self._builds.get(key) is build:
             del self._builds[key]
@@ -212,6 +223,7 @@ class OwnContexts:
     async def _keep_to_budget(self, newest: Path) -> None:
         """Remove what nobody uses, the least recently used first, until all together take no more than they may."""
         sizes = await asyncio.to_thread(self._sizes)
+        self._checked &= sizes.keys()
         self.num_bytes = sum(sizes.values())
         budget = self.budget.find(self.num_bytes)
         for path, num_bytes in sizes.items():
@@ -232,7 +244,11 @@ class OwnContexts:
         What services that were killed did not come to remove goes here.
         """
         found: list[Path] = []
-        for path in [path for directory in salted(self._directory) for path in entries(directory)]:
+        directories = salted(self._directory)
+        for directory in directories:
+            with suppress(OSError):  # unless it is empty, it stays: of a salt that may never come again
+                directory.rmdir()
+        for path in [path for directory in directories for path in entries(directory)]:
             is_stale = used_at(path) < time.time() - _STALE_S
             if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
                 found.append(path)

@@ -185,6 +185,8 @@ class Residency:
             raise
         finally:
             self._wanted[path] -= 1
+            if not self._wanted[path]:
+                del self._wanted[path]
             self._left.set()
 
     async def _prepare(self, path: Path, resident: Resident, config: SearchConfig, selector: Selector) -> None:

@@ -14,6 +14,7 @@ from workers.serving.messages import ContextNotReadyError
 
 Tokens = NDArray[np.int32]
 _CANNOT = "the context's artifact cannot be used"
+_FEW = 64  # that may be gone from the store and still be known
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Usable:
         self._fingerprint, self._geometry = loaded.fingerprint, loaded.geometry
         self._tokenizer_hash = loaded.tokenizer_hash
         self._known: dict[Path, Known] = {}
+        self._most_known = _FEW  # until it is looked which of them are gone
 
     def look(self, path: Path) -> Known:
         """At that path now. Of files that are as they were, sizes and times are read and nothing else."""
@@ -80,8 +82,17 @@ class Usable:
             known = Known(f"{_CANNOT}: {error}", is_lost=True, stamp=stamp)
             if not isinstance(error, ArtifactCorruptError | ArtifactMismatchError):
                 return known  # it may be there again, with the same files
+        if len(self._known) >= self._most_known:
+            self._forget_gone()
         self._known[path] = known
         return known
+
+    def _forget_gone(self) -> None:
+        """Other services remove contexts, too. Seldom enough that a listing of all does not look at all for each."""
+        for path in list(self._known):
+            if not path.exists():
+                self.forget(path)
+        self._most_known = 2 * len(self._known) + _FEW
 
     def _of(self, artifact: Artifact, stamp: int) -> Known:
         spec = artifact.spec

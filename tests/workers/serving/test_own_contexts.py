@@ -18,7 +18,7 @@ from csattn.errors import ArtifactError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import kept_store, residency
+from workers.serving import kept_store, residency, usable
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
@@ -324,6 +324,38 @@ def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
     assert (counts.kept_bytes, counts.kept_budget) == (num_bytes, 0) and counts.builds["prompt"] == BuildCounts()
     left = [path for path in builds[0].iterdir() if path.is_dir()]
     assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
+
+
+def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatch) -> None:
+    """On the disk and in memory, also of another service on that store, which removed none of them."""
+    monkeypatch.setattr(usable, "_FEW", 1)
+
+    async def main() -> None:
+        async with make_backend(tmp_path, context_bytes=0) as one, make_backend(tmp_path) as two:
+            for number in range(6):
+                await answer(one, ask(DOCUMENT, salt=str(number)))
+                await answer(two, ask(DOCUMENT, salt=str(number)))
+            left = [path for path in (tmp_path / DIRECTORY).iterdir() if path.is_dir()]
+            assert len(builds) == 6 and len(left) <= 2, "the newest, and one that it was made room with"
+            for backend in (one, two):
+                assert not backend._residency._wanted and len(backend._usable._known) <= 3
+            assert len(one._beginnings.own_contexts._checked) == 1
+
+    asyncio.run(main())
+
+
+def test_a_directory_that_another_service_removes_is_made_again(tmp_path, builds, monkeypatch) -> None:
+    write, removed = Path.write_text, list[Path]()
+
+    def remove_before(path: Path, text: str) -> int:
+        if not removed:
+            path.parent.rmdir()
+            removed.append(path.parent)
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", remove_before)
+    answers(tmp_path, ask(DOCUMENT))
+    assert builds == removed
 
 
 def test_what_a_kill_left_is_removed(tmp_path, builds) -> None:

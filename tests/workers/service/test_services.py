@@ -412,14 +412,14 @@ def is_ready(service: Service) -> bool:
 
 
 def test_a_running_answer_ends_before_the_service(local: Service) -> None:
-    """The last of this file: it ends the service that others ask."""
+    """The last of this file: it ends the service that others ask. As its terminal does that closes."""
     wanted = "".join(local.ask(MODEL, QUESTIONS[0], 100))
     told: list[str] = []
     asking = threading.Thread(target=lambda: told.extend(local.ask(MODEL, QUESTIONS[0], 100)))
     asking.start()
     while not told and asking.is_alive():
         time.sleep(0.001)
-    local.process.send_signal(signal.SIGTERM)
+    local.process.send_signal(signal.SIGHUP)
     assert local.process.wait(30) == 0
     asking.join()
     assert "".join(told) == wanted

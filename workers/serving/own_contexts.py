@@ -23,7 +23,7 @@ from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id
 from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below, used_at
 from csattn.config import preset
-from csattn.errors import ArtifactError, CsattnError
+from csattn.errors import ArtifactError, ArtifactRoomError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
@@ -150,6 +150,8 @@ class OwnContexts:
             return path.exists()
         try:
             open_artifact(path, verify="full").close()
+        except ArtifactRoomError:  # it may be sound
+            return False
         except ArtifactError as error:
             _log.warning("%s is removed: %s", path, error)
             self._remove(path)

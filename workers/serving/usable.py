@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact import Artifact, ArtifactSpec, open_artifact
-from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactRoomError
 from csattn.models import LoadedModel
 from workers.serving.messages import ContextNotReadyError
 
@@ -39,6 +39,12 @@ class Usable:
 
     def look(self, path: Path) -> Known:
         """At that path now. Of files that are as they were, sizes and times are read and nothing else."""
+        try:
+            return self._look(path)
+        except ArtifactRoomError as error:
+            return Known(f"{_CANNOT}: {error}")
+
+    def _look(self, path: Path) -> Known:
         stamp = _stamp(path)
         known = self._known.get(path)
         if known is None or known.stamp != stamp:
@@ -55,11 +61,14 @@ class Usable:
         self._known.pop(path, None)
 
     def open(self, path: Path) -> Artifact:
-        """Open an artifact; before it is searched, `require_sound`."""
-        fault = self.look(path).fault
+        """Open an artifact; before it is searched, `require_sound`. Raises ArtifactRoomError where others have to be
+        closed first."""
+        fault = self._look(path).fault
         try:
             if not fault:
                 return open_artifact(path)
+        except ArtifactRoomError:
+            raise
         except ArtifactError as error:  # it has gone since
             fault = f"{_CANNOT}: {error}"
         raise ContextNotReadyError(fault)
@@ -78,6 +87,8 @@ class Usable:
         try:
             with open_artifact(path) as artifact:
                 known = self._of(artifact, stamp)
+        except ArtifactRoomError:
+            raise
         except ArtifactError as error:
             known = Known(f"{_CANNOT}: {error}", is_lost=True, stamp=stamp)
             if not isinstance(error, ArtifactCorruptError | ArtifactMismatchError):

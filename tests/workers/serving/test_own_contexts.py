@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from csattn.errors import ArtifactError
+from csattn.artifact import Artifact
+from csattn.errors import ArtifactError, ArtifactRoomError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import kept_store, residency, usable
+from workers.serving import kept_store, own_contexts, residency, usable
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
@@ -132,6 +133,26 @@ def test_a_damaged_context_is_made_again(tmp_path, builds, name) -> None:
     [(said, again)] = answers(tmp_path, asked)
     assert said == want and len(builds) == 2
     assert again.cached_tokens < again.context_tokens
+
+
+def test_a_context_that_the_process_may_not_map_stays(tmp_path, builds, monkeypatch) -> None:
+    asked = ask(DOCUMENT + "Which are red?")
+    [(want, _)] = answers(tmp_path, asked)
+    [made] = (path for path in builds[0].iterdir() if path.is_dir())
+    inode = made.stat().st_ino
+
+    def refuse(path: Path, **how: Any) -> Artifact:
+        raise ArtifactRoomError("too many open files")
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            with monkeypatch.context() as patch:
+                patch.setattr(own_contexts, "open_artifact", refuse)
+                assert not backend._beginnings.own_contexts._is_sound(made)
+            assert made.stat().st_ino == inode
+            assert (await answer(backend, asked))[0] == want and len(builds) == 1
+
+    asyncio.run(main())
 
 
 def test_a_registered_context_is_found_by_its_file_as_the_system_message(tmp_path, builds) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -179,7 +180,8 @@ class OwnContexts:
         directory, digest = key
         started = time.monotonic()
         _log.info("a context of %s tokens is being built of a prompt", f"{len(ids):,}")
-        ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}.json"
+        # its own: another service that builds the same is done with its file sooner or later
+        ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}-{secrets.token_hex(4)}.json"
         try:
             await asyncio.to_thread(self._write_tokens, ids_path, ids)
             source = ["--no-sync", "--tokens", str(ids_path)]  # who finds it later looks at every byte
@@ -226,6 +228,9 @@ class OwnContexts:
         """Remove what nobody uses, the least recently used first, until all together take no more than they may."""
         sizes = await asyncio.to_thread(self._sizes)
         self._checked &= sizes.keys()
+        for path in self._residency.loaded_below(self._directory):
+            if path not in sizes:  # another service has removed it: its bytes stay on the disk while they are mapped
+                await self._residency.forget(path)
         self.num_bytes = sum(sizes.values())
         budget = self.budget.find(self.num_bytes)
         for path, num_bytes in sizes.items():

@@ -123,6 +123,9 @@ class Residency:
             if not resident.num_users:
                 await self._unload(path)
 
+    def loaded_below(self, directory: Path) -> list[Path]:
+        return [path for path in self._residents if path.is_relative_to(directory)]
+
     def is_used(self, path: Path) -> bool:
         """By a request, or one that is coming."""
         return path in self._loading or (path in self._residents and self._residents[path].num_users > 0)

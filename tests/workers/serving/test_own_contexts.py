@@ -361,6 +361,34 @@ def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatc
             for backend in (one, two):
                 assert not backend._residency._wanted and len(backend._usable._known) <= 3
             assert len(one._beginnings.own_contexts._checked) == 1
+            await answer(two, ask("And now: " + DOCUMENT))
+            loaded = two._residency.loaded_below(tmp_path)
+            assert len(loaded) == 2 and all(path.exists() for path in loaded), "nothing that is gone is still mapped"
+
+    asyncio.run(main())
+
+
+def test_two_services_build_the_same_at_once(tmp_path, builds, monkeypatch) -> None:
+    """Neither takes away what the other builds of."""
+    real, sources = Builder.build, list[str]()
+    is_done = asyncio.Event()
+
+    async def build(self: Builder, source: list[str], *args: Any, **options: Any) -> dict[str, Any]:
+        sources.append(source[-1])
+        if len(sources) == 2:
+            await is_done.wait()
+        return await real(self, source, *args, **options)
+
+    monkeypatch.setattr(Builder, "build", build)
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as one, make_backend(tmp_path) as two:
+            first, second = (asyncio.create_task(answer(backend, ask(DOCUMENT))) for backend in (one, two))
+            while len(sources) < 2:
+                await asyncio.sleep(0.01)
+            await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+            is_done.set()
+            assert (await first)[0] == (await second)[0]
 
     asyncio.run(main())
 

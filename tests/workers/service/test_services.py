@@ -398,7 +398,10 @@ def test_a_proxy_that_has_ended_is_missed_soon(on_ray: Service) -> None:
         children = psutil.Process(on_ray.process.pid).children(recursive=True)
         return next(child for child in children if (child.cmdline() or [""])[0].startswith(title))
 
-    assert started("ray::ServeController").environ()["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "1"
+    controller, head = started("ray::ServeController"), on_ray.process.pid
+    assert controller.environ()["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "1"
+    ours = controller, *psutil.Process(head).children()
+    assert sum("RAY_ROTATION_MAX_BYTES" in process.environ() for process in ours) > 2, "no log grows for ever"
     started("ray::ProxyActor").kill()
     assert eventually(lambda: not is_ready(on_ray), 10.0)
     on_ray.wait_until_ready(15.0)  # unset, the period makes 25 to 29 of it

@@ -41,6 +41,10 @@ class ArtifactMismatchError(ArtifactError):
     """The artifact is sound but was made for another model, tokenizer or format version."""
 
 
+class ArtifactRoomError(ArtifactError):
+    """This process may not open or map another artifact's files, which may be sound."""
+
+
 class StoreFullError(ArtifactError):
     """The store's file system refused a write; nothing was published."""
 

@@ -1,4 +1,4 @@
-"""Signals that a library takes for itself when it starts."""
+"""Signals that end a service, and those that a library takes for itself when it starts."""
 
 import signal
 import threading
@@ -6,6 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TERMINATED = 128 + signal.SIGTERM  # the exit code
+
+
+def ending_signals() -> list[signal.Signals]:
+    """That tell a service to end. The end of its terminal is one, unless nobody is to heed it, as below nohup."""
+    heeded = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *heeded]
 
 
 @contextmanager

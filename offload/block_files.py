@@ -23,6 +23,7 @@ SUFFIX, PARTIAL = ".block", ".partial"
 _HEAD = struct.Struct("<8sIQ32s12x")  # what this is, bytes of the label and of the data, SHA-256 of all that follows
 _MAGIC = b"csblock1"
 _STALE_S = 3600.0  # a file that nobody has finished in so long never will be
+_AHEAD_S = 86400.0  # that another machine's clock may be
 _SILENT_S = 600.0  # from one line of the log on what the disk does not take to the next
 _ROOM = 0.9  # of the budget, that is kept when something has to go: so that not every write looks at all files
 _log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class BlockFiles:
             left -= self._sizes.pop(path)
 
     def _look(self) -> dict[Path, float]:
-        """What is there, and when it was used last."""
+        """What is there, and when it was used last; not at all where the clock has been set back since."""
         used_at: dict[Path, float] = {}
         sizes: dict[Path, int] = {}
         with suppress(OSError), os.scandir(self._directory) as entries:
@@ -140,7 +141,9 @@ class BlockFiles:
                 with suppress(OSError):  # another process has removed it
                     status, path = entry.stat(), Path(entry.path)
                     if entry.name.endswith(SUFFIX):
-                        sizes[path], used_at[path] = status.st_size, status.st_mtime
+                        sizes[path] = status.st_size
+                        if status.st_mtime < time.time() + _AHEAD_S:
+                            used_at[path] = status.st_mtime
                     elif entry.name.endswith(PARTIAL) and time.time() - status.st_mtime > _STALE_S:
                         path.unlink()
         self._sizes = sizes

@@ -1,5 +1,6 @@
 """Open a finished artifact: check what is cheap to check, map the rest, refuse anything that is not as written."""
 
+import errno
 import hashlib
 import os
 import warnings
@@ -32,7 +33,13 @@ from csattn.artifact.layout import (
 from csattn.artifact.manifest import AS_THEY_ARE, ArtifactSpec, Manifest, ModelGeometry, hash_token_ids
 from csattn.artifact.tensor_file import how_to_heal, map_file, open_regular_file
 from csattn.cpus import available_cpus
-from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
+from csattn.errors import (
+    ArtifactCorruptError,
+    ArtifactError,
+    ArtifactMismatchError,
+    ArtifactNotFoundError,
+    ArtifactRoomError,
+)
 from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 
@@ -40,6 +47,7 @@ Progress = Callable[[int, int], None]  # bytes hashed so far, bytes in all
 
 _MAX_THREADS = 8  # that hash files
 _MAX_MANIFEST_BYTES = 16 * 2**20
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Artifact:
@@ -218,6 +226,11 @@ def open_artifact(
             path, manifest, {name: map_file(path / name, plan(manifest.spec, name)) for name in manifest.files}
         )
     except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise ArtifactRoomError(
+                f"there is no room to map the artifact {path} beside what this process has open and mapped: "
+                f"{error.strerror}; close other artifacts, or raise `ulimit -n`, `ulimit -v` or vm.max_map_count"
+            ) from error
         raise ArtifactError(
             f"cannot read the artifact {path}: {error.strerror or error}; check its permissions and its disk"
         ) from error

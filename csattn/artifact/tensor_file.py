@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord, new_file
+from csattn.artifact.mapping import map_read_only
 from csattn.errors import ArtifactCorruptError
 
 assert sys.byteorder == "little", "artifacts are little-endian and are used without a copy"
@@ -126,7 +127,7 @@ def map_file(path: Path, layout: FileLayout) -> dict[str, NDArray[Any]]:
                 f"{path} does not hold the arrays that the manifest describes: its header is altered, or the "
                 f"file belongs to another artifact or layer; {how_to_heal(path.parent)}"
             )
-        mapped = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+        mapped = map_read_only(file.fileno(), size_bytes)
     return {
         spec.name: mapped[offset : offset + spec.num_bytes].view(NUMPY_DTYPES[spec.dtype]).reshape(spec.shape)
         for spec, offset in layout.tensors

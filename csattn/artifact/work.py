@@ -12,6 +12,7 @@ writers of one file write the same bytes.
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -42,6 +43,7 @@ from csattn.sketch import SketchIndex
 BUILDING_PREFIX = ".building-"
 LOCK_SUFFIX = ".lock"
 CHECKPOINT_FILE = "checkpoint.json"
+_AHEAD_S = 86400.0  # that another machine's clock may be
 
 
 class WorkDir:
@@ -173,11 +175,13 @@ def num_bytes_below(path: Path) -> int:
 
 
 def used_at(path: Path) -> float:
-    """When an artifact was last used, in seconds since the epoch; 0 where it is gone."""
+    """When an artifact was last used, in seconds since the epoch; 0 where it is gone, or where the clock has been set
+    back since, and would have it used last for as long as that is to come."""
     try:
-        return path.stat().st_mtime
+        when = path.stat().st_mtime
     except OSError:
         return 0.0
+    return when if when < time.time() + _AHEAD_S else 0.0
 
 
 def is_as_written(path: Path, layout: FileLayout, wanted: FileRecord | None) -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from csattn.artifact import (
     verify_artifact,
 )
 from csattn.artifact.layout import index_file, kv_file
+from csattn.artifact.work import used_at
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 from tests.artifact.synthetic import build, make_layer, make_spec
 
@@ -194,6 +196,14 @@ def test_a_copy_that_is_damaged_later_is_downloaded_again(uploaded: RemoteStore,
     path = fetch_artifact(f"{uploaded.url}/{ID}")
     os.truncate(path / kv_file(0), 100)
     verify_artifact(fetch_artifact(f"{uploaded.url}/{ID}"))
+
+
+def test_what_was_used_before_the_clock_was_set_back_was_used_long_ago(tmp_path: Path) -> None:
+    """Else it would stay for as long as that is to come; a clock of another machine may be ahead a little."""
+    for ahead_s, is_heeded in ((-1e6, True), (3600.0, True), (1e6, False)):
+        when = time.time() + ahead_s
+        os.utime(tmp_path, (when, when))
+        assert (used_at(tmp_path) > 0.0) == is_heeded
 
 
 def test_copies_unused_longest_go_first_and_who_reads_one_keeps_it(remote: RemoteStore, tmp_path: Path) -> None:

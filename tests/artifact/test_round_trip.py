@@ -1,6 +1,7 @@
 """What is written comes back: the same bytes, from memory maps, under the same id."""
 
 import dataclasses
+import gc
 import os
 import pickle
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,6 +55,25 @@ def assert_nearly_the_same(got: NDArray[np.float32] | None, want: NDArray[np.flo
         assert got.dtype == np.float32
         steps = np.abs(want).max(axis=-1, keepdims=True) / 127
         assert (np.abs(got - want) <= 0.501 * steps).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="nothing tells here what is open and mapped")
+def test_what_is_mapped_holds_no_file_open_and_goes_with_the_last_array(tmp_path: Path) -> None:
+    """A service may have more contexts than it may have files open."""
+    spec = make_spec()
+
+    def is_mapped() -> bool:
+        return str(tmp_path) in Path("/proc/self/maps").read_text()
+
+    artifact = open_artifact(build(tmp_path, spec))
+    assert is_mapped() and not [file for file in psutil.Process().open_files() if str(tmp_path) in file.path]
+    ids = artifact.token_ids
+    assert not ids.flags.writeable
+    artifact.close()
+    assert ids.tolist() == make_token_ids(spec.context_len).tolist()
+    del artifact, ids
+    gc.collect()
+    assert not is_mapped()
 
 
 OPTIONS = st.one_of(

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -234,6 +235,16 @@ def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
     assert not BlockFiles(tmp_path, lambda _: 50).write("big", b"", data(0)), (
         "what is larger than all of it is not kept"
     )
+
+
+def test_what_was_used_before_the_clock_was_set_back_goes_first(tmp_path) -> None:
+    """It would be used last for years, and what is new go in its place."""
+    files, to_come = BlockFiles(tmp_path, lambda _: 4 * (64 + BLOCK)), time.time() + 1e7
+    for number in range(8):
+        assert files.write(f"key{number}", b"", data(number))
+        used_at = to_come if number < 2 else 1000 + number
+        os.utime(tmp_path / f"key{number}.block", (used_at, used_at))
+    assert [path.stem for path in files_of(tmp_path)] == ["key4", "key5", "key6", "key7"]
 
 
 def test_a_small_disk_keeps_as_much_free_as_is_kept_and_says_so_once(tmp_path, monkeypatch, caplog) -> None:

@@ -171,7 +171,7 @@ def test_without_a_verb_there_is_the_help_and_no_more(capsys) -> None:
     assert done.returncode == 2 and "Usage" in done.stdout + done.stderr and "error" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_service_that_ends_before_it_is_ready_is_no_success(tmp_path: Path, number: signal.Signals) -> None:
     command = [
         sys.executable,

@@ -12,6 +12,7 @@ from threading import Event
 
 from csattn.errors import ConfigError
 from csattn.selector_names import SELECTOR_NAMES
+from csattn.signals import ending_signals
 from workers.cli import ending
 from workers.cli.terminal import err, out, print_json
 from workers.service.addresses import listen
@@ -23,7 +24,7 @@ _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # whatever serves
 def serve(
     file: Path | None, flags: Mapping[str, object], contexts: Sequence[str], in_one_process: bool, json: bool
 ) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Until one of `ending_signals`."""
     _require_packages(_PACKAGES if in_one_process else (*_PACKAGES, "ray"))
     is_ready = False
 
@@ -139,5 +140,5 @@ def _on_signal(act: Callable[[], object]) -> None:
         ending.tell(number)
         act()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         signal.signal(number, told)

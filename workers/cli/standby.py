@@ -3,12 +3,17 @@
 import json
 import sys
 
+_GRACE_S = 1.0  # for one that builds nothing to end by itself
+
 
 def main() -> None:
-    """A line has the arguments of one; the process ends with the first that fails, or when no more can come."""
+    """A line has the arguments of one; the process ends with the first that fails, or when no more can come: also
+    while it builds, for a service that was killed is started again, and begins its builds anew."""
+    from workers.child import end_with
     from workers.cli.entry import run
     from workers.garbage import spare_garbage
 
+    end_with(sys.stdin.fileno(), _GRACE_S)
     spare_garbage()
     import torch
 

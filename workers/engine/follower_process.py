@@ -13,7 +13,8 @@ _LOOK_S = 0.5  # from one look for the first process to the next
 
 
 def main(descriptor: str, parent: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the first process's business
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, which are the first process's business
+        signal.signal(number, signal.SIG_IGN)
     Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     status = 1
     try:

@@ -2,17 +2,13 @@
 
 import contextlib
 import json
-import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import asdict
 
-from workers.child import module_command
+from workers.child import end_with, module_command
 from workers.searchers.worker import SearchWorker, WorkerSpec
 
 GRACE_S = 1.0  # for a worker to end by itself when its client has gone
@@ -40,7 +36,8 @@ class ChildProcess:
 
 
 def main(spec: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the client's business
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, which are the client's business
+        signal.signal(number, signal.SIG_IGN)
     values = json.loads(spec)
     values["cpus"] = tuple(values["cpus"]) if values["cpus"] is not None else None
     with contextlib.suppress(ConnectionError, FileNotFoundError):  # the client may have gone before this worker came up
@@ -49,15 +46,7 @@ def main(spec: str) -> None:
 
 def _end_with_client(connection: socket.socket) -> None:
     """Also in a step, whose next queries will not come. It is not given up: other workers look at the same word."""
-    threading.Thread(target=_await_end, args=[connection.fileno()], name="client-watch", daemon=True).start()
-
-
-def _await_end(fd: int) -> None:
-    poller = select.poll()
-    poller.register(fd, 0)  # no more than that it is closed: what the client says is for the worker
-    poller.poll()
-    time.sleep(GRACE_S)
-    os._exit(0)
+    end_with(connection.fileno(), GRACE_S)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 
+from csattn.signals import ending_signals
 from workers.api import make_app, server_of
 from workers.api.server import Server
 from workers.searchers.process import ChildProcess
@@ -25,16 +26,16 @@ _log = logging.getLogger(__name__)
 def serve_locally(
     settings: Settings, named: Mapping[str, str], listener: socket.socket, on_ready: Callable[[str, str], None]
 ) -> str:
-    """Serve until SIGTERM or SIGINT, and return which it was. named: artifacts by the names that they get. on_ready is
-    told the URL, and what was found here. Raises ContextNotReadyError where the model has not made an artifact that
-    gets a name."""
+    """Serve until one of `ending_signals`, and return which it was. named: artifacts by the names that they get.
+    on_ready is told the URL, and what was found here. Raises ContextNotReadyError where the model has not made an
+    artifact that gets a name."""
     log_to_stderr()
     backend = make_backend(settings, ChildProcess)
     server = server_of(make_app(backend, settings), settings, log_config=None)
     found = found_here(settings, backend.loaded)
     url = url_of(settings.server.host, listener.getsockname()[1])
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn has the same while it runs, and raises what it caught again afterwards
+    for number in ending_signals():
+        # uvicorn has the same of most while it runs, and raises what it caught again afterwards
         signal.signal(number, server.handle_exit)
     asyncio.run(_serve(server, backend, named, listener, lambda: on_ready(url, found)))
     return server.ended_by

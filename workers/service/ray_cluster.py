@@ -18,6 +18,9 @@ _ENVIRONMENT = {
     # a proxy that has ended is missed at the third of these: after 3 s; by default after 30
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # of each process' log, which grows with every client that leaves: by default half a GiB, and five more of them
+    "RAY_ROTATION_MAX_BYTES": str(16 * 2**20),
+    "RAY_ROTATION_BACKUP_COUNT": "1",
     # workers have this process' packages; a second environment is neither wanted nor quick
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     # callers of a worker that died hear of it in 0.2 s; by default in 2 s

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -23,7 +24,7 @@ from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id
 from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below, used_at
 from csattn.config import preset
-from csattn.errors import ArtifactError, CsattnError
+from csattn.errors import ArtifactError, ArtifactRoomError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
@@ -150,6 +151,8 @@ class OwnContexts:
             return path.exists()
         try:
             open_artifact(path, verify="full").close()
+        except ArtifactRoomError:  # it may be sound
+            return False
         except ArtifactError as error:
             _log.warning("%s is removed: %s", path, error)
             self._remove(path)
@@ -177,12 +180,10 @@ class OwnContexts:
         directory, digest = key
         started = time.monotonic()
         _log.info("a context of %s tokens is being built of a prompt", f"{len(ids):,}")
-        ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}.json"
+        # its own: another service that builds the same is done with its file sooner or later
+        ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}-{secrets.token_hex(4)}.json"
         try:
-            with store_errors(f"make {directory}", self._settings.store.path):
-                await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-            with store_errors(f"write {ids_path}", directory):
-                await asyncio.to_thread(ids_path.write_text, json.dumps(ids.tolist()))
+            await asyncio.to_thread(self._write_tokens, ids_path, ids)
             source = ["--no-sync", "--tokens", str(ids_path)]  # who finds it later looks at every byte
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
@@ -203,6 +204,20 @@ class OwnContexts:
         await self._keep_to_budget(path)
         return path
 
+    def _write_tokens(self, path: Path, ids: Tokens) -> None:
+        directory, told = path.parent, json.dumps(ids.tolist())
+
+        def write() -> None:
+            with store_errors(f"make {directory}", self._settings.store.path):
+                directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(told)
+
+        with store_errors(f"write {path}", directory):
+            try:
+                write()
+            except FileNotFoundError:  # another service has removed the directory, while it was empty
+                write()
+
     def _forget(self, key: _Key, build: _Build) -> None:
         if self._builds.get(key) is build:
             del self._builds[key]
@@ -212,6 +227,10 @@ class OwnContexts:
     async def _keep_to_budget(self, newest: Path) -> None:
         """Remove what nobody uses, the least recently used first, until all together take no more than they may."""
         sizes = await asyncio.to_thread(self._sizes)
+        self._checked &= sizes.keys()
+        for path in self._residency.loaded_below(self._directory):
+            if path not in sizes:  # another service has removed it: its bytes stay on the disk while they are mapped
+                await self._residency.forget(path)
         self.num_bytes = sum(sizes.values())
         budget = self.budget.find(self.num_bytes)
         for path, num_bytes in sizes.items():
@@ -232,7 +251,11 @@ class OwnContexts:
         What services that were killed did not come to remove goes here.
         """
         found: list[Path] = []
-        for path in [path for directory in salted(self._directory) for path in entries(directory)]:
+        directories = salted(self._directory)
+        for directory in directories:
+            with suppress(OSError):  # unless it is empty, it stays: of a salt that may never come again
+                directory.rmdir()
+        for path in [path for directory in directories for path in entries(directory)]:
             is_stale = used_at(path) < time.time() - _STALE_S
             if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
                 found.append(path)

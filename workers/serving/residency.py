@@ -18,7 +18,7 @@ from pathlib import Path
 from csattn.artifact import Artifact
 from csattn.artifact.tensor_file import how_to_heal
 from csattn.config import SearchConfig
-from csattn.errors import ArtifactError, ConfigError, CsattnError
+from csattn.errors import ArtifactError, ArtifactRoomError, ConfigError, CsattnError
 from offload.errors import DiskError, MemoryPlanError, OffloadError, is_out_of_memory
 from workers.capacity import context_bytes
 from workers.serving.messages import (
@@ -123,6 +123,9 @@ class Residency:
             if not resident.num_users:
                 await self._unload(path)
 
+    def loaded_below(self, directory: Path) -> list[Path]:
+        return [path for path in self._residents if path.is_relative_to(directory)]
+
     def is_used(self, path: Path) -> bool:
         """By a request, or one that is coming."""
         return path in self._loading or (path in self._residents and self._residents[path].num_users > 0)
@@ -185,6 +188,8 @@ class Residency:
             raise
         finally:
             self._wanted[path] -= 1
+            if not self._wanted[path]:
+                del self._wanted[path]
             self._left.set()
 
     async def _prepare(self, path: Path, resident: Resident, config: SearchConfig, selector: Selector) -> None:
@@ -231,7 +236,7 @@ class Residency:
     async def _load(self, path: Path) -> Resident:
         """When those that came before have been loaded."""
         try:
-            artifact = await asyncio.to_thread(self._usable.open, path)
+            artifact = await self._open(path)
             try:
                 resident = await self._load_in_turn(path, artifact)
             except BaseException:
@@ -243,6 +248,21 @@ class Residency:
             self._loading.pop(path, None)
         resident.num_users += self._wanted[path]
         return resident
+
+    async def _open(self, path: Path) -> Artifact:
+        """Others go where the process may not map it beside them."""
+        opened: list[Artifact] = []
+
+        async def add() -> None:
+            opened.append(await asyncio.to_thread(self._usable.open, path))
+
+        with suppress(ArtifactRoomError):
+            await add()
+        if not opened:
+            async with self._one_at_a_time:
+                while not await self._has_found_room(add, waits=True):
+                    self._require_wanted(path)
+        return opened[0]
 
     async def _load_in_turn(self, path: Path, artifact: Artifact) -> Resident:
         num_bytes = sum(context_bytes(artifact.spec, self._settings.kv_format))
@@ -316,7 +336,7 @@ class Residency:
         try:
             await work()
         except Exception as error:
-            if not (isinstance(error, MemoryPlanError) or is_out_of_memory(error)):
+            if not (isinstance(error, MemoryPlanError | ArtifactRoomError) or is_out_of_memory(error)):
                 raise
             if not await self._make_room():
                 if not (waits and self._residents):

@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact import Artifact, ArtifactSpec, open_artifact
-from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactRoomError
 from csattn.models import LoadedModel
 from workers.serving.messages import ContextNotReadyError
 
 Tokens = NDArray[np.int32]
 _CANNOT = "the context's artifact cannot be used"
+_FEW = 64  # that may be gone from the store and still be known
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,16 @@ class Usable:
         self._fingerprint, self._geometry = loaded.fingerprint, loaded.geometry
         self._tokenizer_hash = loaded.tokenizer_hash
         self._known: dict[Path, Known] = {}
+        self._most_known = _FEW  # until it is looked which of them are gone
 
     def look(self, path: Path) -> Known:
         """At that path now. Of files that are as they were, sizes and times are read and nothing else."""
+        try:
+            return self._look(path)
+        except ArtifactRoomError as error:
+            return Known(f"{_CANNOT}: {error}")
+
+    def _look(self, path: Path) -> Known:
         stamp = _stamp(path)
         known = self._known.get(path)
         if known is None or known.stamp != stamp:
@@ -53,11 +61,14 @@ class Usable:
         self._known.pop(path, None)
 
     def open(self, path: Path) -> Artifact:
-        """Open an artifact; before it is searched, `require_sound`."""
-        fault = self.look(path).fault
+        """Open an artifact; before it is searched, `require_sound`. Raises ArtifactRoomError where others have to be
+        closed first."""
+        fault = self._look(path).fault
         try:
             if not fault:
                 return open_artifact(path)
+        except ArtifactRoomError:
+            raise
         except ArtifactError as error:  # it has gone since
             fault = f"{_CANNOT}: {error}"
         raise ContextNotReadyError(fault)
@@ -76,12 +87,23 @@ class Usable:
         try:
             with open_artifact(path) as artifact:
                 known = self._of(artifact, stamp)
+        except ArtifactRoomError:
+            raise
         except ArtifactError as error:
             known = Known(f"{_CANNOT}: {error}", is_lost=True, stamp=stamp)
             if not isinstance(error, ArtifactCorruptError | ArtifactMismatchError):
                 return known  # it may be there again, with the same files
+        if len(self._known) >= self._most_known:
+            self._forget_gone()
         self._known[path] = known
         return known
+
+    def _forget_gone(self) -> None:
+        """Other services remove contexts, too. Seldom enough that a listing of all does not look at all for each."""
+        for path in list(self._known):
+            if not path.exists():
+                self.forget(path)
+        self._most_known = 2 * len(self._known) + _FEW
 
     def _of(self, artifact: Artifact, stamp: int) -> Known:
         spec = artifact.spec

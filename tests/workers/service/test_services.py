@@ -398,7 +398,10 @@ def test_a_proxy_that_has_ended_is_missed_soon(on_ray: Service) -> None:
         children = psutil.Process(on_ray.process.pid).children(recursive=True)
         return next(child for child in children if (child.cmdline() or [""])[0].startswith(title))
 
-    assert started("ray::ServeController").environ()["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "1"
+    controller, head = started("ray::ServeController"), on_ray.process.pid
+    assert controller.environ()["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "1"
+    ours = controller, *psutil.Process(head).children()
+    assert sum("RAY_ROTATION_MAX_BYTES" in process.environ() for process in ours) > 2, "no log grows for ever"
     started("ray::ProxyActor").kill()
     assert eventually(lambda: not is_ready(on_ray), 10.0)
     on_ray.wait_until_ready(15.0)  # unset, the period makes 25 to 29 of it
@@ -412,14 +415,14 @@ def is_ready(service: Service) -> bool:
 
 
 def test_a_running_answer_ends_before_the_service(local: Service) -> None:
-    """The last of this file: it ends the service that others ask."""
+    """The last of this file: it ends the service that others ask. As its terminal does that closes."""
     wanted = "".join(local.ask(MODEL, QUESTIONS[0], 100))
     told: list[str] = []
     asking = threading.Thread(target=lambda: told.extend(local.ask(MODEL, QUESTIONS[0], 100)))
     asking.start()
     while not told and asking.is_alive():
         time.sleep(0.001)
-    local.process.send_signal(signal.SIGTERM)
+    local.process.send_signal(signal.SIGHUP)
     assert local.process.wait(30) == 0
     asking.join()
     assert "".join(told) == wanted

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from csattn.errors import ArtifactError
+from csattn.artifact import Artifact
+from csattn.errors import ArtifactError, ArtifactRoomError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import kept_store, residency
+from workers.serving import kept_store, own_contexts, residency, usable
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
@@ -132,6 +133,26 @@ def test_a_damaged_context_is_made_again(tmp_path, builds, name) -> None:
     [(said, again)] = answers(tmp_path, asked)
     assert said == want and len(builds) == 2
     assert again.cached_tokens < again.context_tokens
+
+
+def test_a_context_that_the_process_may_not_map_stays(tmp_path, builds, monkeypatch) -> None:
+    asked = ask(DOCUMENT + "Which are red?")
+    [(want, _)] = answers(tmp_path, asked)
+    [made] = (path for path in builds[0].iterdir() if path.is_dir())
+    inode = made.stat().st_ino
+
+    def refuse(path: Path, **how: Any) -> Artifact:
+        raise ArtifactRoomError("too many open files")
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            with monkeypatch.context() as patch:
+                patch.setattr(own_contexts, "open_artifact", refuse)
+                assert not backend._beginnings.own_contexts._is_sound(made)
+            assert made.stat().st_ino == inode
+            assert (await answer(backend, asked))[0] == want and len(builds) == 1
+
+    asyncio.run(main())
 
 
 def test_a_registered_context_is_found_by_its_file_as_the_system_message(tmp_path, builds) -> None:
@@ -324,6 +345,66 @@ def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
     assert (counts.kept_bytes, counts.kept_budget) == (num_bytes, 0) and counts.builds["prompt"] == BuildCounts()
     left = [path for path in builds[0].iterdir() if path.is_dir()]
     assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
+
+
+def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatch) -> None:
+    """On the disk and in memory, also of another service on that store, which removed none of them."""
+    monkeypatch.setattr(usable, "_FEW", 1)
+
+    async def main() -> None:
+        async with make_backend(tmp_path, context_bytes=0) as one, make_backend(tmp_path) as two:
+            for number in range(6):
+                await answer(one, ask(DOCUMENT, salt=str(number)))
+                await answer(two, ask(DOCUMENT, salt=str(number)))
+            left = [path for path in (tmp_path / DIRECTORY).iterdir() if path.is_dir()]
+            assert len(builds) == 6 and len(left) <= 2, "the newest, and one that it was made room with"
+            for backend in (one, two):
+                assert not backend._residency._wanted and len(backend._usable._known) <= 3
+            assert len(one._beginnings.own_contexts._checked) == 1
+            await answer(two, ask("And now: " + DOCUMENT))
+            loaded = two._residency.loaded_below(tmp_path)
+            assert len(loaded) == 2 and all(path.exists() for path in loaded), "nothing that is gone is still mapped"
+
+    asyncio.run(main())
+
+
+def test_two_services_build_the_same_at_once(tmp_path, builds, monkeypatch) -> None:
+    """Neither takes away what the other builds of."""
+    real, sources = Builder.build, list[str]()
+    is_done = asyncio.Event()
+
+    async def build(self: Builder, source: list[str], *args: Any, **options: Any) -> dict[str, Any]:
+        sources.append(source[-1])
+        if len(sources) == 2:
+            await is_done.wait()
+        return await real(self, source, *args, **options)
+
+    monkeypatch.setattr(Builder, "build", build)
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as one, make_backend(tmp_path) as two:
+            first, second = (asyncio.create_task(answer(backend, ask(DOCUMENT))) for backend in (one, two))
+            while len(sources) < 2:
+                await asyncio.sleep(0.01)
+            await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+            is_done.set()
+            assert (await first)[0] == (await second)[0]
+
+    asyncio.run(main())
+
+
+def test_a_directory_that_another_service_removes_is_made_again(tmp_path, builds, monkeypatch) -> None:
+    write, removed = Path.write_text, list[Path]()
+
+    def remove_before(path: Path, text: str) -> int:
+        if not removed:
+            path.parent.rmdir()
+            removed.append(path.parent)
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", remove_before)
+    answers(tmp_path, ask(DOCUMENT))
+    assert builds == removed
 
 
 def test_what_a_kill_left_is_removed(tmp_path, builds) -> None:

@@ -1,6 +1,7 @@
 """Contexts that do not fit beside each other: within the budget at every moment, in turn, and none for nothing."""
 
 import asyncio
+import errno
 import os
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csattn.artifact import open_artifact
+from csattn.artifact import open_artifact, reader
 from offload.codecs.formats import KvFormat
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
@@ -215,6 +216,27 @@ def test_a_context_larger_than_the_budget_is_refused_in_a_sentence(built: Path) 
         async with within(built, Counting(), 5000) as backend:
             with pytest.raises(ContextTooLongError, match=r"engine.context_bytes is 5,000"):
                 await answer(backend, ask("heron"))
+
+    asyncio.run(main())
+
+
+def test_contexts_that_the_process_may_not_map_beside_others_take_their_place(built: Path, monkeypatch) -> None:
+    """No more than it may have open or mapped is damage: nothing is refused for it, and none is told of as failed."""
+    engine, real = Counting(), reader.map_file
+
+    def one_beside(path: Path, layout: Any) -> Any:
+        if len(engine.contexts) > 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, layout)
+
+    monkeypatch.setattr(reader, "map_file", one_beside)
+
+    async def main() -> None:
+        async with within(built, engine, None) as backend:
+            for name in (*SECRETS, *SECRETS):
+                assert (await answer(backend, ask(name)))[1].reason == "length"
+                assert 1 <= len(engine.contexts) <= 2
+            assert {info.state for info in await backend.contexts() if info.name in SECRETS} == {"ready"}
 
     asyncio.run(main())
 

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
+from csattn.artifact.lock import BuildLock
+from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX
 from tests.index_build.batches import hashes
 from tests.tiny import save
 from workers.serving import context_build
@@ -98,6 +100,32 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
         await builder.close()
         for process in (first, second, third, last):
             assert process.returncode is not None and not psutil.pid_exists(process.pid)
+
+    asyncio.run(main())
+
+
+def test_a_build_ends_with_a_service_that_is_killed(settings: Settings) -> None:
+    """It would wait for another one's, or hold what the next service builds, with a model of its own."""
+    store, other = settings.store.path, settings.store.path.parent / "killed"
+    (text := store.parent / "killed.txt").write_text("Yet another text. " * 20)
+    other.mkdir()
+
+    async def main() -> None:
+        builder = Builder(settings)
+        builder.start(settle_s=0.0)
+        source = ["--context", str(text)]
+        built = await builder.build(source, store, lambda *told: None, nice=0)
+        with BuildLock(other / f"{BUILDING_PREFIX}{built['artifact']}{LOCK_SUFFIX}").acquire():
+            process = builder._used
+            building = asyncio.create_task(builder.build(source, other, lambda *told: None, nice=0))
+            await asyncio.sleep(0)  # it has been asked for
+            assert process is not None and process.stdin is not None
+            process.stdin.close()  # as the service's end is
+            async with asyncio.timeout(WAIT_S):
+                assert await process.wait() == 0
+            with pytest.raises(BuildFailedError):
+                await building
+        await builder.close()
 
     asyncio.run(main())
 

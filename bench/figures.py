@@ -15,7 +15,7 @@ from bench.length_figures import kl_lengths, lengths, published, share_range, sh
 from bench.quality_figures import QUALITY, kl_range, lm_eval, needles, quality, quality_means, rest_mass, selectors
 from bench.records import measured
 from bench.search_figures import search, search_log
-from bench.step_figures import case, full, latents, layer, milliseconds, models, shared, steps
+from bench.step_figures import case, full, latents, layer, milliseconds, models, shared, split, steps
 
 ROOT = Path(__file__).parents[1]
 
@@ -134,6 +134,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/README.md", "layer"): layer,
     ("bench/README.md", "latents"): latents,
     ("bench/README.md", "faults"): faults,
+    ("docs/gpu.md", "split"): split,
     ("docs/quality.md", "kl"): quality,
     ("docs/quality.md", "lm-eval"): lm_eval,
     ("docs/quality.md", "needles"): needles,

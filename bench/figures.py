@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.accuracy.long_report import table as long_table
 from bench.length_figures import kl_lengths, lengths, published, share_range, shares
-from bench.quality_figures import kl_range, lm_eval, needles, quality, quality_means, rest_mass, selectors
+from bench.quality_figures import QUALITY, kl_range, lm_eval, needles, quality, quality_means, rest_mass, selectors
 from bench.records import measured
 from bench.search_figures import search, search_log
-from bench.step_figures import case, full, latents, layer, milliseconds, models, shared, steps
+from bench.step_figures import case, full, latents, layer, milliseconds, models, shared, split, steps
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,6 +71,11 @@ def first_screen() -> list[str]:
         f"A context of a million tokens, 137 GB of KV, decodes at {1e3 / milliseconds(million):.0f} tokens a second.",
     ]
     return lines
+
+
+def quality_log() -> list[str]:
+    """All that was measured of quality at once."""
+    return long_table(measured(QUALITY)).splitlines()
 
 
 def builds() -> list[str]:
@@ -128,6 +134,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/README.md", "layer"): layer,
     ("bench/README.md", "latents"): latents,
     ("bench/README.md", "faults"): faults,
+    ("docs/gpu.md", "split"): split,
     ("docs/quality.md", "kl"): quality,
     ("docs/quality.md", "lm-eval"): lm_eval,
     ("docs/quality.md", "needles"): needles,
@@ -138,6 +145,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("docs/compare.md", "kl-lengths"): kl_lengths,
     ("docs/compare.md", "shares"): shares,
     ("bench/README.md", "hisa"): hisa,
+    ("bench/log.md", "quality"): quality_log,
     ("bench/log.md", "builds"): builds,
     ("bench/log.md", "search"): search_log,
     ("docs/use.md", "search"): search,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.quality_figures import TEXTS, is_like_others
+from bench.quality_figures import TEXTS
 from bench.records import Case, header_of, measured, only
 from bench.shapes import shape_named
 from bench.step_figures import AHEAD, EVERY_STEP
@@ -130,8 +130,7 @@ def kl_cell(of: Contender | None, text: str = "novel", context_len: int = 7680) 
     if of is None:
         return "0"
     wanted = {"text": text, "context_len": context_len, "contender": of[0], "keep": of[1]}
-    found = [c for c in measured(KLS) if all(c[name] == value for name, value in wanted.items()) and is_like_others(c)]
-    return f"{found[0]['kl']:.4f}" if found else "–"
+    return f"{only(KLS, **wanted)['kl']:.4f}"
 
 
 def settings() -> list[tuple[str, int]]:

@@ -3,14 +3,14 @@
 import math
 import statistics
 
-from bench.records import RESULTS, Case, measured
+from bench.records import RESULTS, Case, measured, only
 from bench.selector_cases import selector_cases
 
-QUALITY = "quality.json", "quality-cpu.json", "kl-h100.json"  # the later ones are of the sketch as it is now
+QUALITY = "quality.json"
 TEXTS = {
     ("novel", 7680): "novel, 8K", ("speech", 6441): "speech, 6K", ("code", 7680): "Python, 8K",
     ("spanish", 7680): "Spanish, 8K", ("dialogue", 7680): "dialogue, 8K", ("decimal", 32512): "Python, 32K",
-    ("decimal", 60752): "Python, 59K", ("manual", 119256): "manual, 116K",
+    ("decimal", 60752): "Python, 59K", ("manual", 32512): "manual, 32K", ("manual", 119256): "manual, 116K",
 }  # fmt: skip
 CONTENDERS = (  # a row's name, the contender, its bytes a key on the device, the share of rows (0: all)
     ("exact Top-K, reads every key", "exact", "128", 0.02),
@@ -56,40 +56,29 @@ LM_EVAL = (
 
 def kl_range(contender: str) -> str:
     """KL to full attention at 2 % on the real texts."""
-    values = [case["kl"] for case in on_texts(contender).values()]
+    values = [case["kl"] for case in on_texts(contender)]
     return f"{min(values):.4f} to {max(values):.4f}"
 
 
-def on_texts(contender: str, keep: float = 0.02) -> dict[tuple[str, int], Case]:
-    """Of each real text, continued by itself, and length: the newest."""
-    cases = [c for name in QUALITY for c in measured(name) if c["contender"] == contender and c["keep"] == keep]
-    return {of: c for c in cases if (of := (c["text"], c["context_len"])) in TEXTS and is_like_others(c)}
-
-
-def is_like_others(case: Case) -> bool:
-    """Not one of low-bit KV from before version 4: without sinks, and with half the window that all others had."""
-    return case["group"] != "low-bit" or case["version"] >= 4
+def on_texts(contender: str, keep: float = 0.02) -> list[Case]:
+    """Of each real text, continued by itself, and length."""
+    of = {"contender": contender, "keep": keep}
+    return [only(QUALITY, text=text, context_len=context_len, **of) for text, context_len in TEXTS]
 
 
 def quality() -> list[str]:
     """KL by text, beside exact Top-K's, and of full attention over KV in few bits."""
-    texts = [text for text in TEXTS if text in on_texts("default")]
-    head = "| KL at 2 % (× exact) | bytes a key on the device | " + " | ".join(TEXTS[text] for text in texts) + " |"
-    lines = [head, "|---|---:|" + "---:|" * len(texts)]
+    head = "| KL at 2 % (× exact) | bytes a key on the device | " + " | ".join(TEXTS.values()) + " |"
+    lines = [head, "|---|---:|" + "---:|" * len(TEXTS)]
     for name, contender, num_bytes, keep in CONTENDERS:
-        cases = on_texts(contender, keep)
-        cells = [kl_cell(cases.get(text), is_bold="**" in name) for text in texts]
+        cells = [kl_cell(case, is_bold="**" in name) for case in on_texts(contender, keep)]
         lines.append(f"| {name} | {num_bytes} | {' | '.join(cells)} |")
     return lines
 
 
-def kl_cell(of: Case | None, is_bold: bool) -> str:
-    if of is None:
-        return "–"
-    times = "" if of["times_exact"] is None or not of["keep"] else f" ({ratio(of['times_exact'])})"
-    cell = f"**{of['kl']:.4f}{times}**" if is_bold else f"{of['kl']:.4f}{times}"
-    # before version 3, rows that codes tell badly were not marked
-    return f"{cell} †" if of["contender"].startswith("default") and of["version"] < 3 else cell
+def kl_cell(of: Case, is_bold: bool) -> str:
+    times = "" if of["times_exact"] is None else f" ({ratio(of['times_exact'])})"
+    return f"**{of['kl']:.4f}{times}**" if is_bold else f"{of['kl']:.4f}{times}"
 
 
 def ratio(value: float) -> str:
@@ -97,13 +86,13 @@ def ratio(value: float) -> str:
 
 
 def quality_means() -> list[str]:
-    """Geometric means over the texts that each was measured on."""
+    """Geometric means over the texts and lengths."""
     lines = [
         "| at 2 % of the rows | bytes a key on the device | × the KL of exact Top-K, geometric mean |",
         "|---|---:|---:|",
     ]
     for name, num_bytes, contenders in MEANS:
-        of = "; ".join(geometric_mean([c["times_exact"] for c in on_texts(c).values()]) for c in contenders)
+        of = "; ".join(geometric_mean([c["times_exact"] for c in on_texts(c)]) for c in contenders)
         lines.append(f"| {name} | {num_bytes} | {'**' + of + '**' if '**' in name else of} |")
     return lines
 

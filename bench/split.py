@@ -94,7 +94,7 @@ def main() -> None:
         _run_processes(most)
         return
     rank, meeting = int(arguments.process[0]), Path(arguments.process[1])
-    del sys.argv[sys.argv.index("--process") :]  # no part of the command that is told
+    del sys.orig_argv[sys.orig_argv.index("--process") :]  # no part of the command that is told
     devices = Devices(Share(rank, most), torch.device("cuda", rank), meeting)
     with torch.no_grad():
         bench = _Bench(arguments, devices)

@@ -13,6 +13,11 @@ SHAPES = {  # of MODELS: a name, and what is searched of it
     "qwen3.5-27b": "Qwen3.5-27B: 16 of 64 layers, the others are linear",
 }
 SHARED = "shared-h100.json"
+SPLIT = {  # what: its runs, the one that tells of one GPU last
+    "8B, one request": ("split-2-h200.json", "split-4-h200.json"),
+    "8B, four requests on contexts of their own": ("split-4-batch-4-h200.json",),
+    "70B, one request": ("split-4-70b-h200.json",),
+}
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 
 
@@ -132,4 +137,18 @@ def shared() -> list[str]:
         steps = [milliseconds(only(SHARED, variant=variant, **like)) for variant in ("full", "all", "default")]
         cells = [f"{step:.2f}" for step in steps]
         lines.append(f"| a context of {of['context_len'] // 1024}K | {of['batch_size']} | {' | '.join(cells)} |")
+    return lines
+
+
+def split() -> list[str]:
+    """Steps of several GPUs beside one, and what four hold and could do."""
+    named = "one GPU", "two", "four", "four: × as fast", "GB on each of four", "of what bytes and sums allow"
+    lines = ["| ms a step | " + " | ".join(named) + " |", "|---|" + "---:|" * len(named)]
+    for what, files in SPLIT.items():
+        for placement in ("device", "hybrid"):
+            of = {c["num_devices"]: c for name in files for c in measured(name) if c["placement"] == placement}
+            cells = [f"{milliseconds(of[number]):.2f}" if number in of else "–" for number in (1, 2, 4)]
+            cells += [f"{milliseconds(of[1]) / milliseconds(of[4]):.2f}" if 1 in of else "–"]
+            cells += [f"{of[4]['hbm_bytes'] / 1e9:.1f}", f"{100 * of[4]['of_bound']:.0f} %"]
+            lines.append(f"| {what}, `{placement}` | {' | '.join(cells)} |")
     return lines

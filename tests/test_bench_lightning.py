@@ -118,7 +118,9 @@ def test_tables_resume_where_they_stopped(tmp_path: Path, capsys: pytest.Capture
     [said] = capsys.readouterr().out.splitlines()
     assert json.loads(said)["cases"] == cases, "nothing is measured again"
     main(["show", str(out), "--markdown", str(tmp_path / "figures.md")])
-    assert "| 2,048 | csattn, order as materialised | – | 512 |" in (tmp_path / "figures.md").read_text()
+    text = (tmp_path / "figures.md").read_text()
+    assert "| 2,048 | csattn, order as materialised | – | 512 |" in text
+    assert f"commit {json.loads(out.read_text())['machine']['commit']}." in text, "it names the code that it tells of"
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
@@ -126,13 +128,14 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     cases = [
         {"table": 3, "kind": "time", "variant": variant, "num_tokens": tokens, "top_k": 512, **cut, **figures}
         for cut in ({"query_chunk": 2048, "key_chunk": 8192},)
-        for variant in ("csattn", "published")
+        for variant in ("csattn", "csattn fp8", "published")
         for tokens in (32768, 65536)
     ]
     (tmp_path / "f.json").write_text(json.dumps({"machine": {"gpu": "x"}, "cases": cases}))
     main(["show", str(tmp_path / "f.json"), "--plots", str(tmp_path)])
     assert (tmp_path / "lightning-table-3.png").stat().st_size > 10_000
-    [memory] = [axes for axes in _draw(cases, "", 3).axes if axes.get_ylabel().startswith("GiB")]
+    times, memory = _draw(cases, "", 3).axes
+    assert "materialised" not in {text.get_text() for text in times.get_legend().get_texts()}, "it was not measured"
     bf16, fp8 = (
         next(one for one in memory.lines if one.get_label() == label) for label in ("csattn, bf16", "csattn, FP8")
     )

@@ -82,7 +82,9 @@ def test_a_report_sets_hisa_beside_the_faster_dsa() -> None:
         {**common, "variant": "HISA", "p50_us": 100.0, "iou_mean": 0.5, "iou_min": 0.25},
         {**common, "variant": "block-sparse", "case": "prefix 9", "refused": "out of memory"},
     ]
-    lines = suites_as_markdown({"cases": cases}).splitlines()
+    machine = {"gpu": "x", "commit": "45050321d930"}
+    first, _, *lines = suites_as_markdown({"machine": machine, "cases": cases}).splitlines()
+    assert first.startswith("Measured on x,") and "45050321d930" in first
     assert lines[2] == "| | DSA | DSA, streamed | HISA | block-sparse |"
     assert lines[4] == "| prefix 8 | 300.0 | 400.0 | 100.0, 3.0 ×, IoU 0.5000 (least 0.2500) |  |"
     assert lines[5] == "| prefix 9 |  |  |  | out of memory |"

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
 import torch
 
 from bench import random_weights as random_weights_module
+from bench import split
 from bench.decode.recording import save_recording
 from bench.decode.variants import INDEXES
 from bench.decode.widened import Heads
@@ -20,7 +22,7 @@ from bench.decode.workload import Workload
 from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.split import CLOSE, ShareOfWorkload, compare, main
-from bench.timing import GateError
+from bench.timing import GateError, machine
 from csattn.errors import ConfigError
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import LayerWeights
@@ -107,6 +109,18 @@ def test_devices_are_a_number_above_one_alone_or_beside_one(monkeypatch: pytest.
             main()
 
 
+def test_a_process_tells_the_command_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["-m", "bench.split", "--devices", "2", "--json", str(tmp_path / "result.json")]
+    monkeypatch.setattr("sys.orig_argv", ["python3", *given, "--process", "0", "meeting"])
+    monkeypatch.setattr("sys.argv", [*given[1:], "--process", "0", "meeting"])
+    monkeypatch.setattr(split, "Devices", Mock())
+    monkeypatch.setattr(split, "_Bench", lambda *_: Mock(ceilings={}, run=lambda counts: []))
+    monkeypatch.setattr(split, "device_machine", machine)
+    main()
+    told = json.loads((tmp_path / "result.json").read_text())["machine"]["command"]
+    assert told == " ".join(["python", *given])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for this machine's devices")
 def test_two_devices_and_one_make_the_same_step_and_the_report_says_what_bounds_it(
     emulator: Emulator,
@@ -139,6 +153,6 @@ def test_two_devices_and_one_make_the_same_step_and_the_report_says_what_bounds_
             assert case["bound_us"] == pytest.approx(sum(case["least_us"].values()), abs=0.3)
             assert case["of_bound"] == pytest.approx(case["bound_us"] / STEP_US, abs=1e-3)
     assert cases[3]["hit_rate"] >= 0
-    whole, split = without_whole
-    assert "the whole model needs" in whole["refused"] and split["of_bound"] == cases[1]["of_bound"]
+    whole, shared_out = without_whole
+    assert "the whole model needs" in whole["refused"] and shared_out["of_bound"] == cases[1]["of_bound"]
     assert "another of the devices could not" in without_second[0]["refused"]

@@ -41,6 +41,8 @@ def _draw(cases: list[Case], title: str, table: int) -> Figure:
     left, right = figure.subplots(1, 2)
     for variant, (colour, marker, label) in _STYLES.items():
         line = sorted((case for case in cases if case["variant"] == variant), key=lambda case: case["num_tokens"])
+        if not line:
+            continue  # the legend would name what is nowhere
         for axes, figure_of in ((left, "ms"), (right, "peak_gib")):
             there = [case for case in line if figure_of in case]
             tokens = [case["num_tokens"] for case in there]

@@ -28,14 +28,18 @@ _RULE = "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 
 def as_markdown(content: dict[str, Any]) -> str:
     """All tables that there are cases of, under the machine."""
-    machine = content["machine"]
-    where = machine.get("gpu") or machine.get("cpu", "?")
-    lines = [f"Measured on {where}, torch {machine.get('torch', '?')}, triton {machine.get('triton', '-')}."]
+    lines = [measured_on(content["machine"])]
     for table, title in TITLES.items():
         cases = [case for case in content["cases"] if case["table"] == table]
         if cases:
             lines += ["", f"### {title}", "", _HEAD, _RULE, *_rows(cases)]
     return "\n".join(lines)
+
+
+def measured_on(machine: dict[str, Any]) -> str:
+    """One sentence: on what, and of what code."""
+    where, of = machine.get("gpu") or machine.get("cpu", "?"), machine.get("commit") or "?"
+    return f"Measured on {where}, torch {machine.get('torch', '?')}, triton {machine.get('triton', '-')}, commit {of}."
 
 
 def ratio_to_published(case: Case, cases: Iterable[Case]) -> float | None:

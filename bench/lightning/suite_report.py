@@ -2,14 +2,19 @@
 
 from typing import Any
 
-Case = dict[str, Any]
+from bench.lightning.report import measured_on
+from bench.records import Case
 
 
 def suites_as_markdown(content: dict[str, Any]) -> str:
-    """Times in microseconds; beside HISA its IoU with DSA, and how many times as fast it is as the faster DSA."""
+    """Under the machine, times in microseconds.
+
+    Beside HISA its IoU with DSA, and how many times as fast it is as the faster DSA.
+    """
     cases: list[Case] = content["cases"]
     names = list(dict.fromkeys((case["suite"], case["name"]) for case in cases))
-    return "\n".join(line for name in names for line in _table(*name, cases))
+    tables = (line for name in names for line in _table(*name, cases))
+    return "\n".join([measured_on(content["machine"]), "", *tables])
 
 
 def _table(suite: str, name: str, cases: list[Case]) -> list[str]:

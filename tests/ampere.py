@@ -37,7 +37,7 @@ def _module(source: Path, options: tuple[str, ...], architecture: str | None, de
 
     program = nvrtc.createProgram(source_text(source), "kernel.cu", (), ())
     try:
-        nvrtc.compileProgram(program, ("-std=c++17", "-arch=compute_80", *options))
+        nvrtc.compileProgram(program, ("-std=c++17", "-default-device", "-arch=compute_80", *options))
         code = nvrtc.getPTX(program)
     except nvrtc.NVRTCError as error:
         raise AssertionError(nvrtc.getProgramLog(program)) from error

@@ -58,6 +58,12 @@ def taken_for_ampere(pytestconfig: pytest.Config) -> Generator[None]:
         yield
 
 
+@pytest.fixture
+def as_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, for one test; kernels that were made before stay what they were."""
+    take_for_ampere(monkeypatch)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     try:

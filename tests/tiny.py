@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
 }
 # those whose layers are made of the same parts, put together differently; one with variants more than once
-ALL_FAMILIES = (
+EVERY_FAMILY = (
     FAMILIES
     | {
         "arcee": ("Arcee", {"mlp_bias": True}),
@@ -369,6 +369,8 @@ ALL_FAMILIES = (
         "youtu": ("Youtu", {name: size for name, size in _LATENTS.items() if name not in _EXPERTS}),
     }
 )
+# that the transformers at hand have
+ALL_FAMILIES = {name: of for name, of in EVERY_FAMILY.items() if hasattr(transformers, f"{of[0]}Config")}
 MAX_POSITIONS = 1024
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{% endfor %}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from csattn.attention import every_row
 from csattn.attention.device import make_row_source
 from csattn.attention.every_row import EveryRowAttention
+from csattn.cuda import limits
 from tests.attention.device_steps import Shape, Step, assert_close, change_rows, make_step
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE, crossed
@@ -106,3 +107,12 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
 )
 def test_heads_that_there_is_a_kernel_for(heads: tuple[int, int, int, torch.dtype], taken: bool) -> None:
     assert every_row.takes_heads(*heads) == taken
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_are_small_where_shared_memory_is(head_dim: int, as_ampere: None) -> None:
+    for batch_size in (1, 16, 64):
+        blocks = every_row.plan_blocks(batch_size, 8, 8, head_dim, 128)
+        assert blocks.num_stages >= 2 and blocks.shared_bytes + every_row.OTHER_BYTES <= limits().block_bytes
+    step = make(replace(HALF, head_dim=head_dim))
+    assert_close(attend(step), step.wanted())

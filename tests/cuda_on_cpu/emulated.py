@@ -134,6 +134,7 @@ class Emulator:
         architecture: str | None = None,
     ) -> EmulatedKernel:
         """As `csattn.cuda.cuda_kernel`."""
+        assert shared_bytes <= limits().block_bytes, f"{name} asks for {shared_bytes} bytes of shared memory"
         code = source_text(source, lambda path: REPLACEMENTS.get(path, path).read_text())
         code = re.sub(
             r"extern __shared__ (?:__align__\(16\) )?(\w+) (\w+)\[\];", r"\1* const \2 = (\1*)emulated_shared;", code

@@ -133,6 +133,11 @@ def test_lookups_agree_with_the_definition(name: str, rng: np.random.Generator) 
     assert (s.num_moved, s.num_spilled) == (r.num_moved, r.num_spilled)
 
 
+@pytest.mark.parametrize("name", ["index heads share", "slots of all blocks"])
+def test_one_block_decides_where_there_are_no_clusters(name: str, rng: np.random.Generator, as_ampere: None) -> None:
+    test_lookups_agree_with_the_definition(name, rng)
+
+
 def numbered_rows(shape: SlotCacheShape, device: torch.device | None = None) -> Tensor:
     """Rows [num_contexts, num_kv_heads, context_capacity, row_bytes] that all differ and are never 0."""
     sizes = (shape.num_contexts, shape.num_kv_heads, shape.context_capacity)

@@ -220,6 +220,16 @@ def test_a_block_with_many_keys_has_more_threads(monkeypatch: pytest.MonkeyPatch
     assert_right(Searched([index], q[:1], [0]).selection(0), q[0], index)
 
 
+def test_a_small_gpu_finds_the_same(as_ampere: None) -> None:
+    """With fewer warps, where what each counts for 16 queries takes much of a block's memory."""
+    index, q = make_index(4200)
+    searched = Searched([index], q[:4], [0] * 4)
+    assert searched.pass_over._pass_warps < sketch_pass.PASS_WARPS
+    for row in range(4):
+        assert_right(searched.selection(row), q[row], index)
+        assert_rest_is_right(searched, row, q[row], index)
+
+
 @pytest.mark.parametrize("keep", [0.004, 0.0051, 0.02])
 def test_marked_rows_are_chosen_where_they_are_few(keep: float) -> None:
     index, q = make_index(4200)

@@ -1,6 +1,7 @@
 """Models that choose their rows themselves, by a learned indexer or all of them: what is not for a request to say."""
 
 from csattn.config import SearchConfig
+from csattn.cuda import HOPPER, limits
 from csattn.errors import ConfigError
 from csattn.models.spec import LatentSpec, ModelSpec
 
@@ -50,6 +51,12 @@ def require_latents_placed(spec: ModelSpec, placement: str) -> None:
     """Raise ConfigError where a GPU has no such layers, or not in that placement."""
     if (latent := latents_of(spec)) is None:
         return
+    if not limits().is_hopper:
+        has, least = (".".join(map(str, capability)) for capability in (limits().capability, HOPPER))
+        raise ConfigError(
+            f"this model keeps latents, which GPUs of compute capability {least} or more attend to, and this GPU has "
+            f"{has}: choose placement cpu"
+        )
     if placement != "device" and latent.top_k is None:
         raise ConfigError(
             f"{_chooses(latent)}; placement {placement} would bring all of them over the link for each token: choose "

@@ -14,6 +14,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from csattn.models.families import describe
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat
@@ -26,6 +27,7 @@ from workers.engine.gpu_engine import GpuEngine
 from workers.engine.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.memory import require_weights
 from workers.engine.opening import open_engine
+from workers.engine.own_choice import require_latents_placed
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 CONTEXT, QUESTION = token_ids(300), token_ids(7, seed=5).tolist()
@@ -298,3 +300,10 @@ def test_nobody_looks_on(model: LoadedModel, on_gpu: None) -> None:
         engine.open(0, NO_CONTEXT, CONFIG, "csattn")
         with pytest.raises(ConfigError, match="a look at what is attended to"):
             engine.observe(0, lambda seen: None)
+
+
+def test_gpus_before_hopper_refuse_models_of_latents(as_ampere: None) -> None:
+    with pytest.raises(
+        ConfigError, match=r"compute capability 9\.0 or more .*, and this GPU has 8\.0: choose placement"
+    ):
+        require_latents_placed(describe(tiny_config("deepseek_v3")), "device")

@@ -1,4 +1,5 @@
-"""Compile the decode loop's kernels for an H200, of which none is needed: the interpreter takes more than the compiler.
+"""Compile the decode loop's kernels for an H200, and those with instructions of their own for older GPUs too. None is
+needed: the interpreter takes more than the compiler.
 
 TRITON_INTERPRET=0 python -m tests.workers.model.compile_kernels
 """
@@ -147,19 +148,21 @@ def type_of(name: str, format: str) -> str:
     return next((kind for kind, names in TYPES.items() if name in names.split()), "*bf16")
 
 
-def compile_for_h200(kernel: Any, constants: dict[str, Any]) -> None:
+def compile_for(capability: int, kernel: Any, constants: dict[str, Any]) -> None:
     names = kernel.arg_names
-    chosen = {name: value for name, value in (constants | {"PDL": True}).items() if name in names}
+    chosen = {name: value for name, value in (constants | {"PDL": capability >= 90}).items() if name in names}
     signature = {
         name: "constexpr" if name in chosen else type_of(name, chosen.get("FORMAT", "plain")) for name in names
     }
     constexprs = {(names.index(name),): value for name, value in chosen.items()}
-    compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", 90, 32))
+    compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", capability, 32))
     assert "ptx" in compiled.asm, f"{kernel.__name__} has become nothing"
 
 
 if __name__ == "__main__":
     for kernel, variants in VARIANTS:
         for constants in variants:
-            compile_for_h200(kernel, constants)
+            compile_for(90, kernel, constants)
+            if constants.get("FORMAT", "plain") != "plain":
+                compile_for(80, kernel, constants)
     print(sum(len(variants) for _, variants in VARIANTS), "variants compiled")

@@ -118,10 +118,17 @@ SIZES = [
 ]
 
 
+def test_a_small_gpu_has_fewer_warps(as_ampere: None) -> None:
+    compare_with_decoding_first(("int4", 32, True), [(8, 1024, 31)])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_linear(kind) -> None:
     """Of all sizes; on the CPU, where compiling takes longest, each with an fp8 and two int4 in turns."""
-    sizes = SIZES if DEVICE.type == "cuda" else SIZES[KINDS.index(kind) % 3 :: 3]
+    compare_with_decoding_first(kind, SIZES if DEVICE.type == "cuda" else SIZES[KINDS.index(kind) % 3 :: 3])
+
+
+def compare_with_decoding_first(kind, sizes: list[tuple[int, int, int]]) -> None:
     for batch_size, num_in, num_out in sizes:
         linear = make_linear(num_out, num_in, kind, bias=batch_size == 3)
         stream = prepared(batch_size, num_in, dtype_of(batch_size))

@@ -17,32 +17,34 @@ RUN = tl.constexpr(128)
 # bfloat16 has its mantissa and the lowest bits of its exponent; a product with a power of two, or a difference, puts
 # right what they then mean.
 _FP8 = tl.constexpr("""{
-.reg .b32 low, high, sign, scale;
+.reg .b32 low, high, sign, scale, none;
 mov.b32 scale, 0x7b807b80;
+mov.b32 none, 0x80008000;
 shl.b32 low, $2, 8;
 and.b32 sign, low, 0x80008000;
 shl.b32 low, $2, 4;
 lop3.b32 low, low, 0x07f007f0, sign, 0xea;
-mul.bf16x2 $0, low, scale;
+fma.rn.bf16x2 $0, low, scale, none;
 and.b32 sign, $2, 0x80008000;
 shr.b32 high, $2, 4;
 lop3.b32 high, high, 0x07f007f0, sign, 0xea;
-mul.bf16x2 $1, high, scale;
+fma.rn.bf16x2 $1, high, scale, none;
 }""")
 _INT4 = tl.constexpr("""{
-.reg .b32 code, less;
-mov.b32 less, 0x43084308;
+.reg .b32 code, one, less;
+mov.b32 one, 0x3f803f80;
+mov.b32 less, 0xc308c308;
 lop3.b32 code, $4, 0x000f000f, 0x43004300, 0xea;
-sub.bf16x2 $0, code, less;
+fma.rn.bf16x2 $0, code, one, less;
 shr.b32 code, $4, 4;
 lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
-sub.bf16x2 $1, code, less;
+fma.rn.bf16x2 $1, code, one, less;
 shr.b32 code, $4, 8;
 lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
-sub.bf16x2 $2, code, less;
+fma.rn.bf16x2 $2, code, one, less;
 shr.b32 code, $4, 12;
 lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
-sub.bf16x2 $3, code, less;
+fma.rn.bf16x2 $3, code, one, less;
 }""")
 
 

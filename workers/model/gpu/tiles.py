@@ -5,7 +5,8 @@ from typing import Any
 import triton
 from torch import Tensor, bfloat16, float32
 
-from csattn.models.quantized_weight import RUN, WeightFormat
+from csattn.cuda import limits
+from csattn.models.quantized_weight import CODES, RUN, WeightFormat
 from csattn.models.weights import Linear
 
 MAX_BATCH_SIZE = 64
@@ -13,7 +14,8 @@ BLOCK_N = 64  # rows of the weights that a program owns
 # Programs among which one product is split: two fit on each multiprocessor of an H200. A constant, not a property of
 # the device at hand: it decides the order of sums.
 MAX_SPLIT_PROGRAMS = 264
-_NUM_STAGES: dict[WeightFormat | None, int] = {None: 4, "fp8": 5, "int4": 6}  # blocks on their way
+_NUM_STAGES: dict[WeightFormat | None, int] = {None: 4, "fp8": 5, "int4": 6}  # blocks on their way, and one multiplied
+_OTHER_BYTES = 20 << 10  # at most, of shared memory, besides those blocks
 
 
 def tiles(linear: Linear, x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
@@ -26,8 +28,11 @@ def tiles(linear: Linear, x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     while num_tiles * split_k * 2 <= MAX_SPLIT_PROGRAMS and split_k * 2 * block_k <= linear.num_in and split_k < 8:
         split_k *= 2
     format = None if quantized is None else quantized.format
+    block_m = max(16, triton.next_power_of_2(batch_size))
+    words = BLOCK_N * block_k // (1 if format is None else CODES[format])
+    stage_bytes = words * weight.element_size() + block_m * block_k * x.element_size()
     return (num_tiles, split_k), {
-        "BLOCK_M": max(16, triton.next_power_of_2(batch_size)),
+        "BLOCK_M": block_m,
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": block_k,
         "SPLIT_K": split_k,
@@ -38,5 +43,5 @@ def tiles(linear: Linear, x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
         "NATIVE": x.is_cuda and x.dtype == bfloat16,
         "DOT_PRECISION": "ieee" if x.dtype == float32 else "tf32",
         "num_warps": 4,
-        "num_stages": _NUM_STAGES[format],
+        "num_stages": min(_NUM_STAGES[format], 1 + max(1, (limits().block_bytes - _OTHER_BYTES) // stage_bytes)),
     }

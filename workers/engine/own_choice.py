@@ -51,12 +51,6 @@ def require_latents_placed(spec: ModelSpec, placement: str) -> None:
     """Raise ConfigError where a GPU has no such layers, or not in that placement."""
     if (latent := latents_of(spec)) is None:
         return
-    if not limits().is_hopper:
-        has, least = (".".join(map(str, capability)) for capability in (limits().capability, HOPPER))
-        raise ConfigError(
-            f"this model keeps latents, which GPUs of compute capability {least} or more attend to, and this GPU has "
-            f"{has}: choose placement cpu"
-        )
     if placement != "device" and latent.top_k is None:
         raise ConfigError(
             f"{_chooses(latent)}; placement {placement} would bring all of them over the link for each token: choose "
@@ -73,6 +67,12 @@ def require_latents_placed(spec: ModelSpec, placement: str) -> None:
                 f"this model's {name} have {dim} numbers; a GPU takes powers of two, at least {_LEAST_DIM}: choose "
                 "placement cpu"
             )
+    if not limits().is_hopper:
+        has, least = (".".join(map(str, capability)) for capability in (limits().capability, HOPPER))
+        raise ConfigError(
+            f"this model keeps latents, which GPUs of compute capability {least} or more attend to, and this GPU has "
+            f"{has}: choose placement cpu"
+        )
 
 
 def _chooses(latent: LatentSpec) -> str:

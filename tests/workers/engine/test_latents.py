@@ -270,6 +270,7 @@ def test_what_a_gpu_does_not_do_is_refused_before_a_weight_is_read(tmp_path) -> 
         require_weights(str(tmp_path), "float32", None, "device")
 
 
+@pytest.mark.large_gpu
 @pytest.mark.parametrize("placement", ["cpu", "device"])
 @pytest.mark.parametrize(
     ("options", "sentence"),

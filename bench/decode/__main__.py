@@ -55,6 +55,7 @@ def main() -> None:
     e2e.add_argument("--kv-codec", help="keeps the contexts' rows of streamed and of ours so: q8_0, say")
     e2e.add_argument("--slots", type=float, help=f"of a context's rows, on the device in hybrid and host [{SLOTS}]")
     e2e.add_argument("--device-gb", type=float, help="all that may be allocated on the device, as if it had no more")
+    e2e.add_argument("--as-ampere", action="store_true", help="take the GPU for an older and smaller one")
     e2e.add_argument("--schedules", type=_names, default=list(SCHEDULES), help="of ours [default: %(default)s]")
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
@@ -80,6 +81,12 @@ def _measure(arguments: argparse.Namespace) -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch finds none; `record` and `show` work without")
+    if as_ampere := getattr(arguments, "as_ampere", False):
+        import pytest
+
+        from tests.ampere import take_for_ampere
+
+        take_for_ampere(pytest.MonkeyPatch())
     machine = device_machine()
     earlier = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     rates = earlier["ceilings"] if earlier.get("machine") == machine else ceilings()
@@ -104,6 +111,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         schedules=asked,
         kv_format=KvFormat.parse(arguments.kv_codec) if getattr(arguments, "kv_codec", None) else None,
         is_shared=getattr(arguments, "shared", False),
+        as_ampere=as_ampere,
     )
     results = Results(arguments.out, header)
     which = results, recording, options, arguments.contexts, arguments.batches

@@ -126,6 +126,7 @@ def _key(work: Workload, options: Options) -> Case:
         **({"shape": options.shape_name} if options.shape_name else {}),
         "context_len": work.context_len,
         "batch_size": work.batch_size,
+        **({"as_ampere": True} if options.as_ampere else {}),
     }
 
 

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import signal
 from collections.abc import Generator
 
 # before torch, faiss or numba are loaded
@@ -18,11 +19,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from csattn.errors import ConfigError
-from offload.errors import OffloadError
 from tests.ampere import take_for_ampere
 from tests.cuda_on_cpu.emulated import Emulator
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored, and would be by what tests start
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is loaded: kernels then run as Python
 
@@ -62,16 +62,6 @@ def taken_for_ampere(pytestconfig: pytest.Config) -> Generator[None]:
 def as_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, for one test; kernels that were made before stay what they were."""
     take_for_ampere(monkeypatch)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    try:
-        return (yield)
-    except (ConfigError, OffloadError) as error:
-        if item.config.getoption("--as-ampere") and " this GPU " in f"{error} ":
-            pytest.skip(str(error))
-        raise
 
 
 @pytest.fixture

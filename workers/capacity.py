@@ -9,6 +9,7 @@ from csattn.models.loader import DTYPES, are_copied, read_config, weight_bytes
 from csattn.models.spec import ModelSpec
 from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
+from offload.slot_cache import max_slots
 from workers.engine.own_choice import index_key_share, latents_of, least_slots
 from workers.settings.parts import EngineSettings
 
@@ -55,7 +56,7 @@ def room_for_contexts(
 ) -> int:
     """How many contexts like this may be loaded at the same time."""
     kv, index = context_bytes(spec, engine.kv_format)
-    searched = index + int(engine.slot_share * kv)
+    searched = index + int(min(engine.slot_share, max_slots() / spec.context_len) * kv)
     if model is not None and (latent := latents_of(model)) is not None:
         slot_share = max(engine.slot_share, least_slots(latent, spec.context_len) / spec.context_len)
         searched = int((index_key_share(model) + slot_share) * kv)

@@ -1,6 +1,6 @@
 """Decode attention on the device: every row of a step over resident rows, its tail and its selection, in one launch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
@@ -123,7 +123,7 @@ class DeviceAttention:
         self._dtype = dtype
         self._scale = np.float32(softmax_scale * log2(np.e))  # the kernel's exponentials are powers of 2
 
-        shares = num_shares(num_q_heads // num_index_heads)
+        shares = num_shares(num_q_heads // num_index_heads, head_dim, dtype, rest)
         row_units = num_index_heads * shares
         heads, num_units = num_q_heads // row_units, batch_size * row_units
         num_sms = num_multiprocessors(device)
@@ -242,20 +242,10 @@ def _plan_blocks(
     max_segments: int,
 ) -> _Blocks:
     """Splits are such that one row of the batch fills the device; no number of parts depends on the batch size."""
-    tile_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16)
-    part_bytes = heads * (head_dim + PART_ENDS) * 4
-    products_bytes = heads * 2 * head_dim * 4 * (rest == "moments")
-    other_bytes = products_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
-    room = limits().block_bytes - other_bytes
-    for num_warps, num_stages in BLOCK_SHAPES:
-        tiles_bytes = num_warps * num_stages * tile_bytes + 2 * num_warps * part_bytes
-        if tiles_bytes <= room:
-            break
-    else:
-        raise ConfigError(
-            f"a block on this GPU has no memory for {heads} heads of {head_dim} dimensions in {dtype} beside what "
-            "estimates the rest; choose bfloat16, or another rest"
-        )
+    tile_bytes, part_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16), heads * (head_dim + PART_ENDS) * 4
+    room, other_bytes = _room(heads, head_dim, rest)
+    num_warps, num_stages = next(_block_shapes(heads, head_dim, dtype, rest))
+    tiles_bytes = num_warps * num_stages * tile_bytes + 2 * num_warps * part_bytes
     # that a block collects: where the tiles were, or where it takes memory for it
     collectable = min(ENOUGH_PARTS, room // part_bytes)
     most_parts = max(num_warps * num_stages * tile_bytes // part_bytes, collectable)
@@ -275,9 +265,31 @@ def _plan_blocks(
     return _Blocks(num_sms, num_splits, rest_parts, num_items, num_warps, num_stages, shared_bytes)
 
 
-def num_shares(group_size: int) -> int:
-    """Units that the query heads of a selection are divided among, evenly."""
-    return next(n for n in range(1, group_size + 1) if group_size % n == 0 and group_size // n <= MAX_HEADS)
+def _room(heads: int, head_dim: int, rest: RestKind) -> tuple[int, int]:
+    """Bytes of a block's shared memory for tiles and parts of so many heads, and what it has besides."""
+    products_bytes = heads * 2 * head_dim * 4 * (rest == "moments")
+    other_bytes = products_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
+    return limits().block_bytes - other_bytes, other_bytes
+
+
+def _block_shapes(heads: int, head_dim: int, dtype: torch.dtype, rest: RestKind) -> Iterator[tuple[int, int]]:
+    """Of BLOCK_SHAPES those that fit."""
+    tile_bytes, part_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16), heads * (head_dim + PART_ENDS) * 4
+    room, _ = _room(heads, head_dim, rest)
+    for num_warps, num_stages in BLOCK_SHAPES:
+        if num_warps * (num_stages * tile_bytes + 2 * part_bytes) <= room:
+            yield num_warps, num_stages
+
+
+def num_shares(group_size: int, head_dim: int, dtype: torch.dtype, rest: RestKind) -> int:
+    """Units that the query heads of a selection are divided among, evenly: as few as a block has memory for."""
+    for shares in range(-(-group_size // MAX_HEADS), group_size + 1):
+        if group_size % shares == 0 and any(_block_shapes(group_size // shares, head_dim, dtype, rest)):
+            return shares
+    raise ConfigError(
+        f"a block on this GPU has no memory for a head of {head_dim} dimensions in {dtype} beside what estimates the "
+        "rest; choose bfloat16, or decode on the CPU"
+    )
 
 
 def require_supported(

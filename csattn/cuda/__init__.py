@@ -35,13 +35,18 @@ class Limits:
     capability: tuple[int, int]
     block_bytes: int  # of shared memory, that a block may have, or those of a multiprocessor together
 
+    def __str__(self) -> str:
+        major, minor = self.capability
+        return f"compute capability {major}.{minor} and {self.block_bytes >> 10} KiB of shared memory for a block"
+
     @property
     def is_hopper(self) -> bool:
         """Or later."""
         return self.capability >= HOPPER
 
 
-_EMULATED = Limits(HOPPER, 227 << 10)  # where there is no device
+HOPPERS = Limits(HOPPER, 227 << 10)
+_EMULATED = HOPPERS  # where there is no device
 
 
 def limits() -> Limits:
@@ -197,7 +202,9 @@ def missing_for_kernels(device: int) -> str | None:
 
 def has_warpgroup_products(device: torch.device) -> bool:
     """Whether it runs what is compiled for sm_90a: products of whole warpgroups, which are Hopper's alone."""
-    return device.type == "cuda" and limits().capability == HOPPER
+    if device.type != "cuda":
+        return False
+    return _limits_of(torch.cuda.current_device() if device.index is None else device.index).capability == HOPPER
 
 
 @cache

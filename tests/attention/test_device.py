@@ -11,6 +11,7 @@ from csattn.batch import DeviceSelection
 from csattn.cuda import limits
 from csattn.errors import ConfigError
 from csattn.reach import Reach
+from tests.ampere import skip_where_refused
 from tests.attention.device_steps import OnDevice, Shape, Step, assert_close, attend_on_device, make_kv, make_step
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE, crossed
@@ -116,12 +117,25 @@ def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, obj
 
 
 @pytest.mark.large_gpu
-def test_wide_heads_in_float32_leave_no_room_for_moments() -> None:
-    with pytest.raises(ConfigError, match="no memory for 8 heads of 512 dimensions"):
-        device._plan_blocks(132, 1, 1, 8, 512, torch.float32, "moments", 0)
+def test_wide_heads_are_shared_out_where_a_block_has_no_room_for_all() -> None:
+    assert device.num_shares(8, 512, torch.float32, "moments") == 2
     for dtype, rest in ((torch.float32, "sketch"), (torch.bfloat16, "moments")):
+        assert device.num_shares(8, 512, dtype, rest) == 1
         blocks = device._plan_blocks(132, 1, 1, 8, 512, dtype, rest, 8)
         assert blocks.shared_bytes <= limits().block_bytes and blocks.num_splits >= 3
+
+
+def test_a_small_gpu_shares_more_of_them_out(as_ampere: None) -> None:
+    for head_dim, dtype in ((192, torch.bfloat16), (512, torch.bfloat16), (256, torch.float32)):
+        for rest in ("none", "moments", "sketch"):
+            shares = device.num_shares(8, head_dim, dtype, rest)
+            blocks = device._plan_blocks(132, shares, shares, 8 // shares, head_dim, dtype, rest, 8)
+            assert blocks.shared_bytes <= limits().block_bytes
+    wide = Shape(num_q_heads=8, num_kv_heads=1, num_index_heads=1, head_dim=512, dtype=torch.bfloat16)
+    step = make_step(wide, [(90, 30)], [(0, 5, 9)])
+    assert_close(attend_on_device(step), step.wanted())
+    with pytest.raises(ConfigError, match=r"no memory for a head of 512 .* choose bfloat16, or decode on the CPU"):
+        device.num_shares(1, 512, torch.float32, "none")
 
 
 SHAPES = [(8, 2, 8, 64), (7, 1, 1, 80), (16, 2, 2, 256), (16, 2, 2, 512), (9, 3, 3, 64), (8, 2, 2, 128), (2, 2, 2, 16)]
@@ -135,6 +149,7 @@ SHAPES += [(24, 2, 2, 64), (11, 1, 1, 16)]  # whose groups are several units
 def test_agrees_with_the_definition(
     num_q_heads: int, num_kv_heads: int, num_index_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
+    skip_where_refused(head_dim, dtype)
     shape = Shape(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,

@@ -84,10 +84,14 @@ class Searched:
         ids = torch.tensor(context_ids, dtype=torch.int32, device=DEVICE)
         of_rows = None if top_ks is None else torch.tensor(top_ks, dtype=torch.int32, device=DEVICE)
         search.search(torch.tensor(q, dtype=dtype, device=DEVICE), loaded, 0, ids, self.out, of_rows)
-        shares = num_shares(self.shape.group_size)
+        shares = self.num_shares
         num_units, heads = len(q) * self.shape.num_index_heads * shares, self.shape.group_size // shares
         self.posted = torch.full((num_units, REST_PARTS + 2, heads, self.shape.head_dim + 4), torch.nan, device=DEVICE)
         search.scores.attend_rest(loaded, 0, ids, self.out, self.posted, REST_PARTS)
+
+    @property
+    def num_shares(self) -> int:
+        return num_shares(self.shape.group_size, self.shape.head_dim, torch.bfloat16, "sketch")
 
     def scores(self, row: int, q_head: int, num_keys: int) -> np.ndarray:
         query = row * self.shape.num_index_heads * self.shape.group_size + q_head
@@ -101,7 +105,7 @@ class Searched:
         """out [num_q_heads, head_dim] and lse [num_q_heads], as attend_step would join the parts."""
         parts = self.posted.cpu().double().numpy()
         assert np.isnan(parts[:, :2]).all(), "parts of attention to other rows were written"
-        units = self.shape.num_index_heads * num_shares(self.shape.group_size)
+        units = self.shape.num_index_heads * self.num_shares
         of_row = parts[row * units : (row + 1) * units, 2:].swapaxes(1, 2)  # [units, heads, parts, head_dim + 4]
         values, tops, sums = (of_row[..., : self.shape.head_dim], of_row[..., -4], of_row[..., -3])
         top = tops.max(-1, keepdims=True)
@@ -218,6 +222,21 @@ def test_a_block_with_many_keys_has_more_threads(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sketch_pass, "MANY_KEYS", 1024)
     index, q = make_index(3700)
     assert_right(Searched([index], q[:1], [0]).selection(0), q[0], index)
+
+
+@pytest.mark.large_gpu
+def test_what_a_block_holds_of_a_transform_decides_about_bits() -> None:
+    """That of all coordinates of 256 dimensions is in shared memory on Hopper."""
+    index, q = make_index(100, 1, 1, 256, num_fine=16, num_coarse=8)
+    assert Searched([index], q[:1], [0]).pass_over._staged_bytes == 128 << 10
+
+
+@pytest.mark.parametrize(("group_size", "head_dim"), [(16, 256), (8, 512)])
+def test_wide_heads_of_a_small_gpu_multiply_one_mean_at_a_time(as_ampere, group_size: int, head_dim: int) -> None:
+    index, q = make_index(1100, 1, group_size, head_dim, num_fine=8, num_coarse=8)
+    searched = Searched([index], q[:1], [0])
+    assert_scores_are_right(searched, q[0], index)
+    assert_right(searched.selection(0), q[0], index)
 
 
 def test_a_small_gpu_finds_the_same(as_ampere: None) -> None:

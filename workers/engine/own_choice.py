@@ -1,7 +1,7 @@
 """Models that choose their rows themselves, by a learned indexer or all of them: what is not for a request to say."""
 
 from csattn.config import SearchConfig
-from csattn.cuda import HOPPER, limits
+from csattn.cuda import HOPPERS, limits
 from csattn.errors import ConfigError
 from csattn.models.spec import LatentSpec, ModelSpec
 
@@ -67,12 +67,8 @@ def require_latents_placed(spec: ModelSpec, placement: str) -> None:
                 f"this model's {name} have {dim} numbers; a GPU takes powers of two, at least {_LEAST_DIM}: choose "
                 "placement cpu"
             )
-    if not limits().is_hopper:
-        has, least = (".".join(map(str, capability)) for capability in (limits().capability, HOPPER))
-        raise ConfigError(
-            f"this model keeps latents, which GPUs of compute capability {least} or more attend to, and this GPU has "
-            f"{has}: choose placement cpu"
-        )
+    if not limits().is_hopper or limits().block_bytes < HOPPERS.block_bytes:
+        raise ConfigError(f"{_chooses(latent)}, on GPUs like {HOPPERS}; this GPU has {limits()}: choose placement cpu")
 
 
 def _chooses(latent: LatentSpec) -> str:

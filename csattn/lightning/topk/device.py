@@ -59,6 +59,7 @@ class DigitShape:
 
 
 MANY_ROWS = BlockShape(512, 2, 11264, per_sm=2)  # one block reads while the other selects
+MANY_ROWS_OF_SMALL = BlockShape(512, 2, 8192, per_sm=1)  # where a block has less memory than that
 FEW_ROWS = DigitShape(1024, 4, per_sm=1)
 SHORT_ROWS = DigitShape(512, 4, per_sm=2)
 
@@ -100,7 +101,8 @@ def _choose_blocks(rows: int, length: int, num_sms: int) -> tuple[BlockShape | D
     if 2 * rows > num_sms:  # each multiprocessor has a row or two
         if length <= FEW_ROWS.num_kept:
             return FEW_ROWS, 1
-        return MANY_ROWS, min(most, 2 if rows <= num_sms and length >= 4 * MANY_ROWS.tile_len else 1)
+        blocks = MANY_ROWS if MANY_ROWS.shared_bytes <= limits().block_bytes else MANY_ROWS_OF_SMALL
+        return blocks, min(most, 2 if rows <= num_sms and length >= 4 * blocks.tile_len else 1)
     cluster = 1
     while (
         2 * cluster <= most

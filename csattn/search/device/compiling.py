@@ -45,8 +45,8 @@ def compiled(
     if shared_bytes > (room := limits().block_bytes):
         raise ConfigError(
             f"{shape.group_size} query heads of {shape.head_dim} dimensions that share a KV head take "
-            f"{shared_bytes >> 10} KiB of shared memory to search by, and a block on this GPU has {room >> 10}; decode "
-            "on the CPU"
+            f"{-(-shared_bytes // 1024)} KiB of shared memory to search by, and a block on this GPU has {room >> 10}; "
+            "decode on the CPU"
         )
     if query_dtype not in QUERY_TYPES:
         raise ConfigError(f"queries of {query_dtype} cannot be searched with; use float32, float16 or bfloat16")

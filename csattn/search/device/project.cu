@@ -1,5 +1,7 @@
 // First launch over a sketch: the queries' coordinates in each segment, in octaves, and what unit they ask for. To the bit as
 // csattn.sketch.reference: sums run in index order, and where the compiler would fuse two roundings, it is told not to.
+//
+// Compiled for MEANS, those that a block has memory for the products with: both at once, or one after the other.
 
 #include "codes.cuh"
 
@@ -34,7 +36,7 @@ __device__ __forceinline__ u8 unit_exponent(const float* coordinates, const doub
 
 // What a block makes of its slot's queries; with the most heads and dimensions it is too large for static shared memory.
 struct Projection {
-    double products[2 * GROUP_SIZE][ROW_PRODUCTS];  // with the mean keys of the segment and of the first
+    double products[MEANS * GROUP_SIZE][ROW_PRODUCTS];  // with the mean keys of the segment and of the first, or with one of them
     double most[GROUP_SIZE][ROW_MOST];
     float scaled[GROUP_SIZE][HEAD_DIM];  // in octaves
     float projected[GROUP_SIZE][COORDS];
@@ -80,14 +82,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     wait_then_let_next_start(sketch.low_bits());
     const u16* columns = STAGED ? reinterpret_cast<const u16*>(memory) : of_segment_columns;
     const float* mean_keys = reinterpret_cast<const float*>(memory + TRANSFORM_UNITS);
+    auto multiply_means = [&](int first) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
-        const int g = i / HEAD_DIM, d = i % HEAD_DIM;
-        const double wide = as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
-        scaled[g][d] = static_cast<float>(octaves * wide);
-        products[2 * g][d] = wide * mean_keys[d], products[2 * g + 1][d] = wide * mean_keys[HEAD_DIM + d];  // exact
-    }
-    __syncthreads();
+        for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
+            const int g = i / HEAD_DIM, d = i % HEAD_DIM;
+            const double wide = as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
+            if (first == 0) scaled[g][d] = static_cast<float>(octaves * wide);
+#pragma unroll
+            for (int k = 0; k < MEANS; ++k) products[MEANS * g + k][d] = wide * mean_keys[(first + k) * HEAD_DIM + d];  // exact
+        }
+        __syncthreads();
+    };
+    auto add_products = [&](int first) {
+#pragma unroll 1
+        for (int i = THREADS - 1 - threadIdx.x; i < MEANS * GROUP_SIZE; i += THREADS) {  // by threads that have no coordinates
+            double sum = 0;
+#pragma unroll 16
+            for (int d = 0; d < HEAD_DIM; ++d) sum += products[i][d];
+            mean[i / MEANS][first + i % MEANS] = static_cast<float>(octaves * sum);
+        }
+    };
+    multiply_means(0);
 
     const long long of_segment = (slot * max_segments + segment) * GROUP_SIZE;
 #pragma unroll 1
@@ -104,12 +119,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
         most[g][j] = most_of(both.x, j), most[g][j + 1] = most_of(both.y, j + 1);
         *reinterpret_cast<float2*>(coordinates + (of_segment + g) * COORDS + j) = both;
     }
-#pragma unroll 1
-    for (int i = THREADS - 1 - threadIdx.x; i < 2 * GROUP_SIZE; i += THREADS) {  // by threads that have no coordinates
-        double sum = 0;
-#pragma unroll 16
-        for (int d = 0; d < HEAD_DIM; ++d) sum += products[i][d];
-        mean[i / 2][i % 2] = static_cast<float>(octaves * sum);
+    add_products(0);
+    if (MEANS == 1) {
+        __syncthreads();
+        multiply_means(1);
+        add_products(1);
     }
     if (octave_counts && segment == 0)
 #pragma unroll 1

@@ -22,7 +22,7 @@ OTHER_PASS_BYTES, OTHER_CHOOSING_BYTES = 19 << 10, 35 << 10
 # of a block; the latter where few blocks wait for memory at a time: each has several segments, or takes too much room
 REST_THREADS, MOST_REST_THREADS = 128, 256
 BLOCK_BYTES = 2 << 10  # of a multiprocessor's, that each block takes besides, and little things
-MOST_STAGED = 9 / 16  # of a block's shared memory, by a segment's transform; a larger one is read from where it lies
+MOST_STAGED = 4 / 7  # of a block's shared memory, by a segment's transform; a larger one is read from where it lies
 CHOOSE_BINS = 4096
 MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys of each
 MANY_KEYS = (
@@ -191,9 +191,12 @@ class SketchPass:
     @cached_property
     def _project(self) -> CudaKernel:
         head_dim, num_coords, group_size = self.shape.head_dim, self.shape.num_coords, self.shape.group_size
-        of_queries = group_size * (16 * (head_dim + 1) + 8 * (num_coords + 1) + 4 * head_dim + 4 * num_coords + 8)
-        threads, shared_bytes = self._project_threads, self._staged_bytes + 8 * head_dim + of_queries
-        more = {"TILE_KEYS": self._tile_keys, "STAGED": int(self._staged_bytes > 0)}
+        of_queries = group_size * (8 * (num_coords + 1) + 4 * head_dim + 4 * num_coords + 8)
+        shared_bytes = self._staged_bytes + 8 * head_dim + of_queries
+        of_mean = group_size * 8 * (head_dim + 1)
+        means = 2 if shared_bytes + 2 * of_mean <= limits().block_bytes else 1
+        threads, shared_bytes = self._project_threads, shared_bytes + means * of_mean
+        more = {"TILE_KEYS": self._tile_keys, "STAGED": int(self._staged_bytes > 0), "MEANS": means}
         return compiled("project.cu", "project_queries", self.shape, self._query_dtype, threads, shared_bytes, **more)
 
     @cached_property

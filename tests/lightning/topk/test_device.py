@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from csattn.cuda import limits
 from csattn.lightning import top_k, top_k_reference
 from csattn.lightning.topk import device
 from csattn.lightning.topk.device import FEW_ROWS, MANY_ROWS, SHORT_ROWS, BlockShape, DigitShape, select_on_device
@@ -180,3 +181,9 @@ def test_clusters_fill_the_device_and_no_more() -> None:
     assert [device._choose_blocks(1024, n, 132)[0] for n in (8192, 8193)] == [SHORT_ROWS, FEW_ROWS]
     assert MANY_ROWS.capacity - MANY_ROWS.tile_len > device.MAX_K
     assert MANY_ROWS.per_sm * (MANY_ROWS.shared_bytes + 1024) <= 228 << 10, "blocks share a multiprocessor's memory"
+
+
+def test_blocks_of_small_gpus_keep_less(as_ampere: None) -> None:
+    shapes = [device._choose_blocks(rows, 131072, 170)[0] for rows in (1, 200, 2048)]
+    assert all(shape.shared_bytes <= limits().block_bytes for shape in shapes if isinstance(shape, device.BlockShape))
+    assert shapes[1] == device.MANY_ROWS_OF_SMALL and shapes[1].capacity - shapes[1].tile_len > device.MAX_K

@@ -19,6 +19,7 @@ from offload.budget import AvailableMemory, MemoryPlan
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError, MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
+from offload.slot_cache import max_slots
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
@@ -320,6 +321,7 @@ def test_a_model_of_millions_of_positions_is_planned_for_as_many_as_a_cache_can_
         model = replace(sizing.model, spec=replace(sizing.model.spec, max_positions=10 << 20))
         longest = replace(sizing, model=model).longest(preset("default"), 300, 1 << 50)
     assert longest == (10 << 20 if placement == "device" else 10 << 17)
+    assert replace(sizing, slot_share=0.5).num_cached(10 << 20) == max_slots()
 
 
 def test_what_an_engine_cannot_do_is_a_sentence(artifacts) -> None:

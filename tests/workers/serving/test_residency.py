@@ -16,6 +16,7 @@ import pytest
 
 from csattn.artifact import open_artifact, reader
 from offload.codecs.formats import KvFormat
+from offload.slot_cache import max_slots
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
@@ -334,6 +335,9 @@ def test_room_is_what_the_placement_needs(built: Path) -> None:
         room_for_contexts(spec, hybrid, 7 * kv, 1 << 40) == 7 and room_for_contexts(spec, hybrid, 1 << 40, others) == 0
     )
     assert room_for_contexts(spec, hybrid, 1 << 40, 1 << 40) == 9
+    longer = replace(spec, context_len=1 + 4 * max_slots())  # of whose rows a cache has not room for a half
+    kv, others = context_bytes(longer)
+    assert room_for_contexts(longer, replace(hybrid, slot_share=0.5), 1 << 50, others + kv // 4) == 1
 
 
 def replace_head_dim(spec: Any) -> Any:

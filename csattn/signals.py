@@ -17,7 +17,12 @@ def ending_signals() -> list[signal.Signals]:
 @contextmanager
 def own_handlers(undo: Callable[[], object]) -> Iterator[None]:
     """SIGTERM and SIGINT are handled behind the block as before it. Where an exit leaves it, undo is called; one by the
-    library's own handler of SIGTERM, as Ray has it, has the code that shells give that signal."""
+    library's own handler of SIGTERM, as Ray has it, has the code that shells give that signal. Where SIGHUP has a
+    handler, which is called behind the block at the latest, it does nothing to processes that are started within: a
+    terminal sends it to them too, and this one ends them."""
+    # without a handler it ends this process at once, so that it has to end what is started as well
+    blocked = [signal.SIGHUP] if callable(signal.getsignal(signal.SIGHUP)) else []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # processes inherit it
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         try:
@@ -26,6 +31,7 @@ def own_handlers(undo: Callable[[], object]) -> Iterator[None]:
             if threading.current_thread() is threading.main_thread():  # no other may, nor has the library
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     except SystemExit as ended:
         undo()
         if ended.code == signal.SIGTERM:

@@ -1,6 +1,7 @@
 """What a library that starts leaves of our handlers."""
 
 import signal
+import subprocess
 import sys
 import threading
 
@@ -51,3 +52,20 @@ def test_an_exit_from_within_is_undone_and_has_the_signals_code(code: int, wante
     with pytest.raises(SystemExit) as ended, own_handlers(undo=lambda: undone.append(handlers())):
         exit_within(code)
     assert ended.value.code == wanted and undone == [before]
+
+
+@pytest.mark.parametrize("is_handled", [True, False])
+def test_a_hangup_that_is_handled_is_no_business_of_what_is_started(is_handled: bool) -> None:
+    """It is not lost. Another one ends them all."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGHUP, (lambda number, _: told.append(number)) if is_handled else signal.SIG_DFL)
+    try:
+        with own_handlers(undo=lambda: pytest.fail("nothing ended it")):
+            done = subprocess.run(["sh", "-c", "kill -HUP $$"])
+            if is_handled:
+                signal.raise_signal(signal.SIGHUP)  # to this thread
+                assert not told
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert done.returncode == (0 if is_handled else -signal.SIGHUP) and told == [signal.SIGHUP] * is_handled
+    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -57,7 +57,7 @@ class Artifact:
     """
 
     def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, Mapping[str, NDArray[Any]]]):
-        self.path = path
+        self.path = path.absolute()  # it holds in other processes, and after a change of directory
         self.manifest = manifest
         self.token_ids: NDArray[np.int32] = files[TOKENS_FILE]["token_ids"]  # [context_len]
         self._files: dict[str, Mapping[str, NDArray[Any]]] = dict(files)
@@ -193,7 +193,11 @@ class Artifact:
         self.close()
 
     def __reduce__(self) -> tuple[Callable[[Path], "Artifact"], tuple[Path]]:
-        """Copied and pickled as its path: whoever gets it opens it again, and no array is copied."""
+        """Copied and pickled as its path: whoever gets it opens it again, and no array is copied.
+
+        Raises ArtifactError when it is closed.
+        """
+        self._require_open()
         return open_artifact, (self.path,)
 
     def __repr__(self) -> str:
@@ -201,11 +205,14 @@ class Artifact:
         return f"<Artifact {self.spec.artifact_id} of {self.spec.context_len} tokens, {state}>"
 
     def _file(self, name: str) -> Mapping[str, NDArray[Any]]:
-        if not self._files:
-            raise ArtifactError(f"the artifact {self.path} is closed; open it again")
+        self._require_open()
         if name not in self._files:
             raise IndexError(f"the artifact has layers 0 to {self.spec.model.num_layers - 1}, not {name}")
         return self._files[name]
+
+    def _require_open(self) -> None:
+        if not self._files:
+            raise ArtifactError(f"the artifact {self.path} is closed; open it again")
 
 
 def open_artifact(

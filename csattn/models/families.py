@@ -108,6 +108,7 @@ class Family:
 
 
 _MOST_STRETCHED = 1024.0
+_MOST_NORM_MIN = 1e-6  # of shares whose sum is hardly ever less
 _BY_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
 _ATTENTION_BIAS = ("attention_bias", "attention_bias", False)
 _USE_BIAS = ("use_bias", "use_bias", "use_bias")
@@ -359,6 +360,11 @@ def _require_reproduced(config: Any, family: Family) -> None:
         raise ModelError("this model has no norms behind attention and MLP, and csattn wants them in its family")
     if config.model_type == "cohere" and config.use_qk_norm:
         raise ModelError("this model norms each head's queries and keys by weights of its own, which csattn does not")
+    if config.model_type == "ernie4_5_moe" and not (config.moe_norm_min or 0.0) <= _MOST_NORM_MIN:  # NaN is refused too
+        raise ModelError(
+            f"this model divides experts' shares by no less than {config.moe_norm_min} (moe_norm_min), csattn by their "
+            f"sum; use one whose moe_norm_min is {_MOST_NORM_MIN:g} at most"
+        )
 
 
 # by the type of a layer, the field of its config that says how far back it sees

@@ -1,5 +1,6 @@
 """What is written comes back: the same bytes, from memory maps, under the same id."""
 
+import copy
 import dataclasses
 import gc
 import os
@@ -7,6 +8,7 @@ import pickle
 import shutil
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -230,15 +232,26 @@ def test_arrays_outlive_the_artifact_that_handed_them_out(tmp_path: Path) -> Non
         artifact.layer_kv(1)
 
 
-def test_an_artifact_is_pickled_as_its_path(tmp_path: Path) -> None:
-    """Its KV is not copied."""
+def test_an_artifact_is_pickled_as_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its KV is not copied. It was opened from where it lies, and is pickled and opened again elsewhere."""
     spec = make_spec()
-    with open_artifact(build(tmp_path, spec)) as artifact:
+    path = build(tmp_path, spec)
+    monkeypatch.chdir(tmp_path)
+    with open_artifact(Path(path.name)) as artifact:
+        monkeypatch.chdir("/")
         pickled = pickle.dumps(artifact)
         assert len(pickled) < 1000
         with pickle.loads(pickled) as again:
-            assert again.path == artifact.path
+            assert again.path == artifact.path == path
             assert_holds_what_was_built(again, spec)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_closed_artifact_is_not_copied(tmp_path: Path, make: Callable[[Artifact], object]) -> None:
+    with open_artifact(build(tmp_path, make_spec())) as artifact:
+        pass
+    with pytest.raises(ArtifactError, match="is closed; open it again"):
+        make(artifact)
 
 
 def test_a_layer_that_the_model_does_not_have(tmp_path: Path) -> None:

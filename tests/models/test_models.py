@@ -54,6 +54,8 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, loaded, make
         ("gpt_oss", {"swiglu_limit": 5.0}, "clamped in a way of their own"),
         ("olmoe", {"clip_qkv": 8.0}, "clips queries"),
         ("cohere", {"use_qk_norm": True}, "by weights of its own"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.9}, r"by no less than 0\.9 \(moe_norm_min\), .* is 1e-06 at most"),
+        ("ernie4_5_moe", {"moe_norm_min": float("nan")}, "by no less than nan"),
         ("llama", {"model_type": "t5"}, "'t5' is not supported; csattn reproduces arcee"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu', which csattn does not compute"),
         ("hyperclovax", {"use_post_norm": False}, "no norms behind attention and MLP"),

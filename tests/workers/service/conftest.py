@@ -52,5 +52,4 @@ def on_ray(options: tuple[str, ...], local: Service) -> Iterator[Service]:
     named = "--context", f"other={artifact_id[:6]}"
     with serving(*options, *named, "--set", "engine.num_search_workers=2") as service:
         yield service
-        assert service.process.poll() is None
     assert service.process.returncode == 0

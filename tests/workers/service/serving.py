@@ -77,9 +77,9 @@ def run(*options: str) -> "subprocess.CompletedProcess[str]":
 
 @contextmanager
 def serving(*options: str) -> Iterator[Service]:
-    """A service on a free port, until the block ends."""
+    """A service on a free port, in a process group of its own, until the block ends."""
     command = [*COMMAND, "--port", "0", "--json", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment())
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment(), process_group=0)
     try:
         assert process.stdout is not None
         lines = []

@@ -414,15 +414,19 @@ def is_ready(service: Service) -> bool:
         return False
 
 
-def test_a_running_answer_ends_before_the_service(local: Service) -> None:
-    """The last of this file: it ends the service that others ask. As its terminal does that closes."""
-    wanted = "".join(local.ask(MODEL, QUESTIONS[0], 100))
+@pytest.mark.parametrize("name", [pytest.param("on_ray", marks=pytest.mark.ray), "local"])
+def test_a_running_answer_ends_before_the_service(request: pytest.FixtureRequest, placement: str, name: str) -> None:
+    """The last of this file: it ends the services that others ask. As their terminal does that closes."""
+    service: Service = request.getfixturevalue(name)
+    wanted = "".join(service.ask(MODEL, QUESTIONS[0], 100))
     told: list[str] = []
-    asking = threading.Thread(target=lambda: told.extend(local.ask(MODEL, QUESTIONS[0], 100)))
+    asking = threading.Thread(target=lambda: told.extend(service.ask(MODEL, QUESTIONS[0], 100)))
     asking.start()
     while not told and asking.is_alive():
         time.sleep(0.001)
-    local.process.send_signal(signal.SIGHUP)
-    assert local.process.wait(30) == 0
+    started = psutil.Process(service.process.pid).children(recursive=True)
+    os.killpg(service.process.pid, signal.SIGHUP)
+    assert service.process.wait(30) == 0
     asking.join()
     assert "".join(told) == wanted
+    assert eventually(lambda: not any(process.is_running() for process in started), 5.0)

@@ -1,6 +1,6 @@
 """Decode attention on the device: every row of a step over resident rows, its tail and its selection, in one launch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from csattn.attention.device_blocks import MAX_UNITS_PER_BLOCK, PART_ENDS, num_shares, plan_blocks
 from csattn.batch import DeviceSelection, StepRows
 from csattn.config import RestKind
-from csattn.cuda import cuda_kernel, limits, num_multiprocessors
+from csattn.cuda import cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
 from csattn.reach import Reach
 from csattn.rest.device import DeviceMoments, moments_shape
@@ -26,18 +27,7 @@ CODED_FORMATS = (
     "q4_0",
     "fp8",
 )  # as `device_coded.cuh` numbers and describes them
-MAX_HEADS = 8  # of a unit: the columns of one tensor-core product; a larger group is several units of one selection
 MAX_HEAD_DIM = 512
-
-PART_ENDS = 4  # floats after a part's output
-
-TILE_ROWS = 16  # as in the kernel
-# warps of a block, and tiles that each has in flight: the first that fits is taken
-BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1), (2, 2), (2, 1))
-UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # of the kernel's `Unit` and of its barrier
-MAX_UNITS_PER_BLOCK = 64
-MOST_REST_PARTS = 32
-ENOUGH_PARTS = 24  # of a unit: more than there is room for without taking more are not worth their collection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +117,7 @@ class DeviceAttention:
         row_units = num_index_heads * shares
         heads, num_units = num_q_heads // row_units, batch_size * row_units
         num_sms = num_multiprocessors(device)
-        plan = _plan_blocks(num_sms, num_units, row_units, heads, head_dim, dtype, rest, max_segments)
+        plan = plan_blocks(num_sms, num_units, row_units, heads, head_dim, dtype, rest, max_segments)
         self._plan = plan
         defines = {
             "HEAD_DIM": head_dim,
@@ -216,80 +206,6 @@ class DeviceAttention:
             self._scale,
             self._cap,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """How the work is dealt out to blocks, one on each SM."""
-
-    num_sms: int
-    num_splits: int  # of a unit
-    rest_parts: int  # of a unit, for what is not selected
-    num_items: int  # splits of all units
-    num_warps: int
-    num_stages: int
-    shared_bytes: int
-
-
-def _plan_blocks(
-    num_sms: int,
-    num_units: int,  # a row of the batch, and query heads that share a selection
-    row_units: int,  # of a row
-    heads: int,  # of a unit
-    head_dim: int,
-    dtype: torch.dtype,
-    rest: RestKind,
-    max_segments: int,
-) -> _Blocks:
-    """Splits are such that one row of the batch fills the device; no number of parts depends on the batch size."""
-    tile_bytes, part_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16), heads * (head_dim + PART_ENDS) * 4
-    room, other_bytes = _room(heads, head_dim, rest)
-    num_warps, num_stages = next(_block_shapes(heads, head_dim, dtype, rest))
-    tiles_bytes = num_warps * num_stages * tile_bytes + 2 * num_warps * part_bytes
-    # that a block collects: where the tiles were, or where it takes memory for it
-    collectable = min(ENOUGH_PARTS, room // part_bytes)
-    most_parts = max(num_warps * num_stages * tile_bytes // part_bytes, collectable)
-    # a power of two, as numbers of segments often are: then each part has as many of them
-    most_rest_parts = 1 << (2 * most_parts // 3).bit_length() - 1
-    of_segments = min(MOST_REST_PARTS, max(1, max_segments), most_rest_parts)
-    rest_parts = {"none": 0, "moments": 1, "sketch": of_segments}[rest]
-    # moments take three splits
-    num_splits = max(3 if rest == "moments" else 1, min(num_sms // row_units, most_parts - rest_parts))
-    num_items, collected_bytes = num_units * num_splits, (num_splits + rest_parts) * part_bytes
-    shared_bytes = max(tiles_bytes, collected_bytes) + other_bytes
-    if -(-num_items // num_sms) > (MAX_UNITS_PER_BLOCK - 2) * num_splits:
-        raise ConfigError(
-            f"{num_units} pairs of a row and a group of heads in one step are more than attention on the device takes; "
-            "decode fewer rows in a step"
-        )
-    return _Blocks(num_sms, num_splits, rest_parts, num_items, num_warps, num_stages, shared_bytes)
-
-
-def _room(heads: int, head_dim: int, rest: RestKind) -> tuple[int, int]:
-    """Bytes of a block's shared memory for tiles and parts of so many heads, and what it has besides."""
-    products_bytes = heads * 2 * head_dim * 4 * (rest == "moments")
-    other_bytes = products_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
-    return limits().block_bytes - other_bytes, other_bytes
-
-
-def _block_shapes(heads: int, head_dim: int, dtype: torch.dtype, rest: RestKind) -> Iterator[tuple[int, int]]:
-    """Of BLOCK_SHAPES those that fit."""
-    tile_bytes, part_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16), heads * (head_dim + PART_ENDS) * 4
-    room, _ = _room(heads, head_dim, rest)
-    for num_warps, num_stages in BLOCK_SHAPES:
-        if num_warps * (num_stages * tile_bytes + 2 * part_bytes) <= room:
-            yield num_warps, num_stages
-
-
-def num_shares(group_size: int, head_dim: int, dtype: torch.dtype, rest: RestKind) -> int:
-    """Units that the query heads of a selection are divided among, evenly: as few as a block has memory for."""
-    for shares in range(-(-group_size // MAX_HEADS), group_size + 1):
-        if group_size % shares == 0 and any(_block_shapes(group_size // shares, head_dim, dtype, rest)):
-            return shares
-    raise ConfigError(
-        f"a block on this GPU has no memory for a head of {head_dim} dimensions in {dtype} beside what estimates the "
-        "rest; choose bfloat16, or decode on the CPU"
-    )
 
 
 def require_supported(

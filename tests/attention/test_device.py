@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from csattn.attention import device, reference
+from csattn.attention import device, device_blocks, reference
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import DeviceSelection
 from csattn.cuda import limits
@@ -118,24 +118,24 @@ def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, obj
 
 @pytest.mark.large_gpu
 def test_wide_heads_are_shared_out_where_a_block_has_no_room_for_all() -> None:
-    assert device.num_shares(8, 512, torch.float32, "moments") == 2
+    assert device_blocks.num_shares(8, 512, torch.float32, "moments") == 2
     for dtype, rest in ((torch.float32, "sketch"), (torch.bfloat16, "moments")):
-        assert device.num_shares(8, 512, dtype, rest) == 1
-        blocks = device._plan_blocks(132, 1, 1, 8, 512, dtype, rest, 8)
+        assert device_blocks.num_shares(8, 512, dtype, rest) == 1
+        blocks = device_blocks.plan_blocks(132, 1, 1, 8, 512, dtype, rest, 8)
         assert blocks.shared_bytes <= limits().block_bytes and blocks.num_splits >= 3
 
 
 def test_a_small_gpu_shares_more_of_them_out(as_ampere: None) -> None:
     for head_dim, dtype in ((192, torch.bfloat16), (512, torch.bfloat16), (256, torch.float32)):
         for rest in ("none", "moments", "sketch"):
-            shares = device.num_shares(8, head_dim, dtype, rest)
-            blocks = device._plan_blocks(132, shares, shares, 8 // shares, head_dim, dtype, rest, 8)
+            shares = device_blocks.num_shares(8, head_dim, dtype, rest)
+            blocks = device_blocks.plan_blocks(132, shares, shares, 8 // shares, head_dim, dtype, rest, 8)
             assert blocks.shared_bytes <= limits().block_bytes
     wide = Shape(num_q_heads=8, num_kv_heads=1, num_index_heads=1, head_dim=512, dtype=torch.bfloat16)
     step = make_step(wide, [(90, 30)], [(0, 5, 9)])
     assert_close(attend_on_device(step), step.wanted())
     with pytest.raises(ConfigError, match=r"no memory for a head of 512 .* choose bfloat16, or decode on the CPU"):
-        device.num_shares(1, 512, torch.float32, "none")
+        device_blocks.num_shares(1, 512, torch.float32, "none")
 
 
 SHAPES = [(8, 2, 8, 64), (7, 1, 1, 80), (16, 2, 2, 256), (16, 2, 2, 512), (9, 3, 3, 64), (8, 2, 2, 128), (2, 2, 2, 16)]
@@ -174,8 +174,8 @@ def test_agrees_where_a_block_collects_more_parts_than_it_has_had_tiles(
 ) -> None:
     emulator.stand_in(monkeypatch, device, multiprocessors=60)
     shape = Shape(num_q_heads=16, num_kv_heads=2, num_index_heads=2, head_dim=256, dtype=dtype, max_top_k=900)
-    blocks = device._plan_blocks(60, 2, 2, 8, 256, dtype, "none", 2000)
-    assert blocks.num_splits == device.ENOUGH_PARTS
+    blocks = device_blocks.plan_blocks(60, 2, 2, 8, 256, dtype, "none", 2000)
+    assert blocks.num_splits == device_blocks.ENOUGH_PARTS
     step = make_step(shape, [(2000, 40)], [(0, 24, 900)], num_spilled=20)
     assert_close(attend_on_device(step), step.wanted())
 
@@ -184,7 +184,9 @@ def test_agrees_where_a_block_collects_more_parts_than_it_has_had_tiles(
 @pytest.mark.parametrize("num_segments", [1, 5, 16])
 def test_a_rest_has_a_part_for_each_segment_also_where_heads_are_wide(num_segments: int) -> None:
     for heads, head_dim, row_units in ((4, 128, 8), (8, 128, 4), (8, 64, 8), (2, 128, 16), (6, 256, 4), (8, 256, 2)):
-        blocks = device._plan_blocks(132, row_units, row_units, heads, head_dim, torch.bfloat16, "sketch", num_segments)
+        blocks = device_blocks.plan_blocks(
+            132, row_units, row_units, heads, head_dim, torch.bfloat16, "sketch", num_segments
+        )
         assert blocks.rest_parts == num_segments and blocks.num_splits >= 8
         assert blocks.shared_bytes <= limits().block_bytes
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.attention.device import num_shares
+from csattn.attention.device_blocks import num_shares
 from csattn.batch import DeviceSelection, make_device_selection
 from csattn.config import SearchConfig
 from csattn.cuda import limits

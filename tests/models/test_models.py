@@ -268,16 +268,30 @@ def test_a_gguf_file_of_llama_3s_positions_is_that_model(tmp_path: Path, monkeyp
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     model = make_model("llama", rope_parameters=rope, max_position_embeddings=131072)
+    tensors, its = gguf_of(model)
+    dim = model.config.head_dim
+    plain = rope["rope_theta"] ** (-np.arange(0, dim, 2, np.float32) / dim)
+    factors = {"rope_freqs.weight": plain / model.model.rotary_emb.inv_freq.numpy()}
+    ids = torch.from_numpy(token_ids(200)).long()[None]
+    got = load_model(write_gguf(tmp_path / "model.gguf", tensors | factors, **its))
+    torch.testing.assert_close(got.model(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+    factors = {"rope_freqs.weight": np.full(dim // 2, 32.0, np.float32)}
+    with pytest.raises(ModelError, match=r"scaled \(rope_freqs.weight\) in a way that is not read"):
+        load_model(write_gguf(tmp_path / "other.gguf", tensors | factors, **its))
+
+
+def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
+    """Tensors and fields, for `write_gguf`."""
     config, tensors = model.config, dict[str, NDArray[np.float32]]()
     its = {
-        "llama.context_length": 131072,
+        "llama.context_length": config.max_position_embeddings,
         "llama.embedding_length": config.hidden_size,
         "llama.block_count": config.num_hidden_layers,
         "llama.feed_forward_length": config.intermediate_size,
         "llama.attention.head_count": config.num_attention_heads,
         "llama.attention.head_count_kv": config.num_key_value_heads,
         "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.rope.freq_base": rope["rope_theta"],
+        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
         "llama.vocab_size": config.vocab_size,
     }
     dim = config.head_dim
@@ -289,14 +303,7 @@ def test_a_gguf_file_of_llama_3s_positions_is_that_model(tmp_path: Path, monkeyp
         for ours, theirs in GGUF_NAMES.items():
             name = name.replace(ours, theirs)
         tensors[name] = array
-    plain = rope["rope_theta"] ** (-np.arange(0, dim, 2, np.float32) / dim)
-    factors = {"rope_freqs.weight": plain / model.model.rotary_emb.inv_freq.numpy()}
-    ids = torch.from_numpy(token_ids(200)).long()[None]
-    got = load_model(write_gguf(tmp_path / "model.gguf", tensors | factors, **its))
-    torch.testing.assert_close(got.model(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
-    factors = {"rope_freqs.weight": np.full(dim // 2, 32.0, np.float32)}
-    with pytest.raises(ModelError, match=r"scaled \(rope_freqs.weight\) in a way that is not read"):
-        load_model(write_gguf(tmp_path / "other.gguf", tensors | factors, **its))
+    return tensors, its
 
 
 @pytest.mark.parametrize(
@@ -359,7 +366,7 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "match"), [(1 << 20, r"0.50 GiB, and .* CSATTN_CACHE"), (None, "No space left")]
+    ("free_bytes", "match"), [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, "No space left")]
 )
 def test_a_cache_without_room_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, match: str
@@ -370,8 +377,9 @@ def test_a_cache_without_room_is_a_sentence(
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     monkeypatch.setattr(loader, "available_bytes", lambda path: free_bytes)
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_pretrained)
+    tensors, its = gguf_of(make_model("llama"))
     with pytest.raises(ModelError, match=match):
-        load_model()
+        load_model(write_gguf(tmp_path / "model.gguf", tensors, **its))
 
 
 @pytest.mark.parametrize("name", ["", "  ", 5, b"model"])

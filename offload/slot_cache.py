@@ -52,6 +52,11 @@ class SlotCacheShape:
         blocks, threads = _blocks()
         return -(-self.num_slots // (blocks * threads)) * threads
 
+    @property
+    def padded_slots(self) -> int:
+        """Slots that all blocks of a KV head look after: some do not exist."""
+        return _blocks()[0] * self.block_slots
+
 
 def _blocks() -> tuple[int, int]:
     """That decide about one KV head, a cluster of them, and threads of each."""
@@ -73,7 +78,7 @@ def max_slots() -> int:
 def slot_cache_bytes(shape: SlotCacheShape) -> int:
     """Device memory of a `SlotCache` of that shape."""
     heads = shape.num_layers * shape.num_contexts * shape.num_kv_heads
-    state = heads * (shape.num_slots * 4 + _blocks()[0] * shape.block_slots + shape.context_capacity * 4)
+    state = heads * (shape.num_slots * 4 + shape.padded_slots + shape.context_capacity * 4)
     lists = shape.max_batch * shape.num_kv_heads * (8 * shape.num_slots + 20)
     ids = shape.max_batch * shape.num_index_heads * shape.max_top_k * 4
     table = shape.num_layers * (shape.num_contexts * 8 + 32) + shape.num_contexts * 8
@@ -129,14 +134,14 @@ class SlotCache:
         self.context_lens = full((shape.num_contexts,), 0, torch.int64)
         self._slot_of_key = full((*heads, shape.context_capacity), -1)
         self._key_of_slot = full((*heads, shape.num_slots), -1)
-        self._ages = full((*heads, _blocks()[0] * shape.block_slots), 0, torch.uint8)
+        self._ages = full((*heads, shape.padded_slots), 0, torch.uint8)
         self._ages[..., : shape.num_slots] = NEVER_USED
         self._statistics = full((shape.num_layers, 4), 0, torch.int64)
         num_lists = shape.max_batch * shape.num_kv_heads
         self._lists = [make_row_lists(num_lists, shape.num_slots, device) for _ in range(_LIST_SETS)]
         self._ids = full((_LIST_SETS, shape.max_batch, shape.num_index_heads, shape.max_top_k), -1)
         self._num_lookups = 0
-        self._kernels = {1: _kernel(shape, 1)}
+        self._blocks, self._kernels = _blocks(), {1: _kernel(shape, 1)}
         self._gather = RowGather(shape.row_bytes, num_lists)
 
     def __repr__(self) -> str:
@@ -182,7 +187,7 @@ class SlotCache:
         lists = RowLists(*(of_all[: batch * shape.num_kv_heads] for of_all in self._lists[turn]))
         if batch not in self._kernels:
             self._kernels[batch] = _kernel(shape, batch)
-        blocks, threads = _blocks()
+        blocks, threads = self._blocks
         self._kernels[batch].launch(
             (blocks, shape.num_kv_heads, batch),
             threads,

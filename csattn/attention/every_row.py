@@ -22,7 +22,7 @@ MAX_HEAD_DIM = 256  # of more, a warp has no registers for
 MOST_SPLITS, LEAST_SPLIT = 128, 256  # of what a row sees of its context, or of its tail; rows of one
 MAX_ROWS_OF_SAME_BITS = 16  # of a step: up to so many, splits are the same
 JOINING = 128  # threads that join a query's parts
-MOST_STAGES, LEAST_STAGES = 3, 2  # tiles on their way, or attended to
+MOST_STAGES = 3  # tiles on their way, or attended to
 OTHER_BYTES = 20 << 10  # at most, of shared memory, that a block has besides tiles
 PART_ENDS = 4  # floats after a part's output, as in the kernel
 

@@ -5,8 +5,9 @@ import mmap
 from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
 from csattn.artifact.layout import file_names, kv_file, plan
 from csattn.config import preset
-from csattn.models.loader import DTYPES, are_copied, read_config, weight_bytes
+from csattn.models.loader import DTYPES, are_copied, read_config
 from csattn.models.spec import ModelSpec
+from csattn.models.weight_sizes import weight_bytes
 from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots

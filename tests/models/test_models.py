@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
@@ -12,11 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf import GGUFWriter
-from numpy.typing import NDArray
-from safetensors import SafetensorError
 from tokenizers import processors
-from transformers import LlamaForCausalLM
 
 from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
@@ -199,113 +194,6 @@ def test_code_of_a_checkpoint_is_not_asked_for(tmp_path: Path, file: str, monkey
     asked.assert_not_called()
 
 
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
-
-
-EMBEDDING = {"token_embd.weight": np.ones((256, 64), np.float32)}
-
-
-def write_gguf(path: Path, tensors: Mapping[str, NDArray[np.float32]] = MappingProxyType({}), **fields: Any) -> Path:
-    sizes = {"context_length": 512, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96}
-    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 4, "vocab_size": 256}
-    sizes |= {"attention.layer_norm_rms_epsilon": 1e-5}
-    writer = GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab"])
-    writer.add_token_merges(["a b"])
-    for name, value in {**{f"llama.{name}": size for name, size in sizes.items()}, **fields}.items():
-        kind = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-        kind(name.replace("__", "."), value)
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.mark.parametrize(
-    ("how", "match"),
-    [
-        ({"split__count": 3}, "it is one of 3 parts; join them"),
-        ({"llama__rope__scaling__type": "yarn"}, r"its positions are scaled \(yarn\)"),
-        ({"llama__rope__scaling__factor": 4.0}, r"its positions are scaled \(linear\)"),
-        ({"llama__rope__scale_linear": 4.0}, r"its positions are scaled \(linear\)"),
-        (
-            {
-                "tensors": EMBEDDING,
-                "llama__rope__scaling__type": "linear",
-                "llama__rope__scaling__factor": 1.0,
-            },
-            "lacks model.layers.0",
-        ),
-        (
-            {"tensors": {"rope_factors_long.weight": EMBEDDING["token_embd.weight"]}},
-            r"its positions are scaled \(rope_factors_long.weight\)",
-        ),
-        (
-            {"tensors": EMBEDDING, "llama__rope__scaling__type": "none"},
-            "lacks model.layers.0",
-        ),
-    ],
-)
-def test_what_a_gguf_file_says_is_not_passed_over(
-    how: dict[str, Any], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match=f"model.gguf could not be converted: .*{match}"):
-        load_model(write_gguf(tmp_path / "model.gguf", **how))
-
-
-def test_a_gguf_file_of_llama_3s_positions_is_that_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    model = make_model("llama", rope_parameters=rope, max_position_embeddings=131072)
-    tensors, its = gguf_of(model)
-    dim = model.config.head_dim
-    plain = rope["rope_theta"] ** (-np.arange(0, dim, 2, np.float32) / dim)
-    factors = {"rope_freqs.weight": plain / model.model.rotary_emb.inv_freq.numpy()}
-    ids = torch.from_numpy(token_ids(200)).long()[None]
-    got = load_model(write_gguf(tmp_path / "model.gguf", tensors | factors, **its))
-    torch.testing.assert_close(got.model(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
-    factors = {"rope_freqs.weight": np.full(dim // 2, 32.0, np.float32)}
-    with pytest.raises(ModelError, match=r"scaled \(rope_freqs.weight\) in a way that is not read"):
-        load_model(write_gguf(tmp_path / "other.gguf", tensors | factors, **its))
-
-
-def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
-    """Tensors and fields, for `write_gguf`."""
-    config, tensors = model.config, dict[str, NDArray[np.float32]]()
-    its = {
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.block_count": config.num_hidden_layers,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
-        "llama.vocab_size": config.vocab_size,
-    }
-    dim = config.head_dim
-    for name, tensor in model.state_dict().items():
-        array = tensor.numpy()
-        if "q_proj" in name or "k_proj" in name:  # of each pair one stands behind the other
-            pairs = array.reshape(-1, 2, dim // 2, array.shape[1])
-            array = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
-        for ours, theirs in GGUF_NAMES.items():
-            name = name.replace(ours, theirs)
-        tensors[name] = array
-    return tensors, its
-
-
 @pytest.mark.parametrize(
     ("generated", "tokenized", "stops"),
     [(7, "a", {7, 64}), ([7, 9], None, {7, 9}), (None, "a", {64}), ([None, 300, -1], None, set())],
@@ -331,20 +219,6 @@ def test_a_tokenizer_may_know_no_end() -> None:
     assert wrap_model(model, plain, "tiny").stop_ids == {7}
 
 
-def test_an_older_conversion_goes_when_there_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(loader, "_convert_gguf", lambda gguf, target: None)
-    file, its = write_gguf(tmp_path / "model.gguf"), tmp_path / "models"
-    of = f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
-    (its / f"model-{hashlib.sha256(of.encode()).hexdigest()[:12]}" / "part").mkdir(parents=True)
-    (its / "model-of-another").mkdir()
-    with pytest.raises(ModelError):
-        load_model(file)
-    assert [path.name for path in its.iterdir() if path.name != "model-of-another"] == [
-        f"model-{hashlib.sha256(f'2 {of}'.encode()).hexdigest()[:12]}"
-    ]
-
-
 def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes as it is; what libraries raise over a file is told as the file's fault."""
     path = str(save(tmp_path))
@@ -355,31 +229,6 @@ def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(loader, "place", Mock(side_effect=error))
         with pytest.raises(ContextError if isinstance(error, ContextError) else ModelError, match=match):
             load_model(path, may_lend=True)
-
-
-def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.gguf").touch()
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"cannot be written .* with CSATTN_CACHE"):
-        load_model(str(tmp_path / "model.gguf"))
-
-
-@pytest.mark.parametrize(
-    ("free_bytes", "match"), [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, "No space left")]
-)
-def test_a_cache_without_room_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, match: str
-) -> None:
-    def save_pretrained(*_: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(loader, "available_bytes", lambda path: free_bytes)
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_pretrained)
-    tensors, its = gguf_of(make_model("llama"))
-    with pytest.raises(ModelError, match=match):
-        load_model(write_gguf(tmp_path / "model.gguf", tensors, **its))
 
 
 @pytest.mark.parametrize("name", ["", "  ", 5, b"model"])

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from csattn.errors import ConfigError, ModelError
 from csattn.models import load_model
-from csattn.models.loader import device_bytes, read_config, weight_bytes
+from csattn.models.loader import read_config
 from csattn.models.quantized import read_state
+from csattn.models.weight_sizes import device_bytes, weight_bytes
 from tests.tiny import save
 
 GROUP = 32

@@ -12,7 +12,8 @@ from transformers import MambaConfig
 
 from csattn.artifact.manifest import FORMAT_VERSION
 from csattn.models.families import describe
-from csattn.models.loader import geometry_of, read_config, weight_bytes
+from csattn.models.loader import geometry_of, read_config
+from csattn.models.weight_sizes import weight_bytes
 from tests.tiny import save, tiny_config
 from workers.capacity import context_bytes, spec_of
 from workers.doctor import Facts, Finding, examine, facts, probes

@@ -7,8 +7,9 @@ import torch
 from csattn.artifact import ModelGeometry
 from csattn.errors import ConfigError
 from csattn.models.families import describe
-from csattn.models.loader import geometry_of, read_config, weight_bytes
+from csattn.models.loader import geometry_of, read_config
 from csattn.models.spec import ModelSpec
+from csattn.models.weight_sizes import weight_bytes
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
 from workers.doctor.facts import Facts
 from workers.doctor.findings import Finding, gib

@@ -10,8 +10,9 @@ from csattn.batch import make_device_selection
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.models.families import describe
-from csattn.models.loader import DTYPES, read_config, weight_bytes
+from csattn.models.loader import DTYPES, read_config
 from csattn.models.spec import ModelSpec
+from csattn.models.weight_sizes import weight_bytes
 from csattn.search.device import ListsPass, SketchPass, SketchShape, exact_bytes, index_shape, workspace_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory

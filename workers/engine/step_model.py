@@ -11,9 +11,9 @@ from csattn.artifact.manifest import ModelGeometry
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
 from csattn.models.families import describe
-from csattn.models.loader import device_bytes
 from csattn.models.share import share_of_spec
 from csattn.models.spec import ModelSpec
+from csattn.models.weight_sizes import device_bytes
 from csattn.models.weights import ModelWeights
 from csattn.share import Share
 from offload.budget import AvailableMemory, available_memory

@@ -1,0 +1,54 @@
+"""Of models that see images besides: which part of config and checkpoint is their text model's."""
+
+import re
+from typing import Any
+
+from csattn.errors import ModelError
+from csattn.models.families import FAMILIES
+
+# where their text model is, and what is beside it
+TEXT_MODEL_AT = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head": "lm_head",
+}
+BESIDE_TEXT = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
+
+
+def text_config(config: Any) -> Any:
+    """Of a model that sees images besides, its text model's; else the config itself."""
+    text = getattr(config, "text_config", None)
+    if text is None or text.model_type not in FAMILIES:
+        return config
+    if (few_bits := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = few_bits
+    text.tie_word_embeddings = config.tie_word_embeddings
+    text.dtype = text.dtype or config.dtype  # published files have it at the top alone
+    return text
+
+
+def named_as_text(name: str) -> str:
+    """What the text model has under a name of the whole's."""
+    for pattern, there in TEXT_MODEL_AT.items():
+        name = re.sub(pattern, there, name)
+    return name
+
+
+def named_or_beside(name: str) -> str | None:
+    """None of what is beside the text model."""
+    return None if BESIDE_TEXT.match(name := named_as_text(name)) else name
+
+
+def require_whole(found: dict[str, Any], is_part: bool) -> None:
+    """found: what `transformers` tells of a load; is_part: of a text model, beside which are others."""
+    mismatched = {name: (tuple(there), tuple(wanted)) for name, there, wanted in found["mismatched_keys"]}
+    for name, (there, wanted) in sorted(mismatched.items()):
+        raise ModelError(f"its {name} has shape {there} where its config wants {wanted}; the two are not of one model")
+    for kind, what in (
+        ("missing_keys", "lacks {}, which its config wants; a part of the checkpoint has not been fetched"),
+        ("unexpected_keys", "has {}, for which a model of its config has no place; it was saved from another model"),
+    ):
+        names = sorted(set(found[kind]) - set(mismatched))
+        if names := [name for name in names if not (is_part and BESIDE_TEXT.match(name))]:
+            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+            raise ModelError("the checkpoint " + what.format(f"{names[0]}{more}"))

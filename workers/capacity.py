@@ -5,7 +5,7 @@ import mmap
 from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
 from csattn.artifact.layout import file_names, kv_file, plan
 from csattn.config import preset
-from csattn.models.loader import DTYPES, are_copied, read_config
+from csattn.models.loader import DTYPES, are_copied, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import weight_bytes
 from offload.budget import require_host_memory
@@ -74,13 +74,16 @@ def room_for_contexts(
 def require_room_for_weights(name: str | None, dtype: str, weights: str | None = None) -> None:
     """All as `load_model` takes them. Raises MemoryPlanError before weights are loaded that host memory has no room
     for: the system would end the process in the middle of it. Those that are mapped from their files need none."""
-    config = read_config(name)
-    if not are_copied(config, dtype, weights):
+    config = read_config(name, dtype)
+    is_converted = is_to_be_converted(name, dtype)
+    if not (is_converted or are_copied(config, dtype, weights)):
         return
     remedy = "end other programs, or take a smaller model"
-    if are_copied(config, dtype) and not are_copied(config, "bfloat16"):
+    if is_converted and dtype == "float32":
+        remedy += "; in bfloat16 it takes half of that: --dtype bfloat16, of a service build.dtype"
+    elif are_copied(config, dtype) and not are_copied(config, "bfloat16"):
         remedy += "; in bfloat16, as its files have it, it is mapped: --dtype bfloat16, of a service build.dtype"
-    what = f"the model, its weights copied to {dtype},"
+    what = f"the model, its weights {'converted' if is_converted else 'copied'} to {dtype},"
     require_host_memory(what, weight_bytes(config, DTYPES[dtype].itemsize)[0], remedy)
 
 

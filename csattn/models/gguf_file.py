@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 from contextlib import redirect_stderr
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,11 @@ _LLAMA_3_ROPE = {  # of all its releases from 3.1 on
 }
 
 
-def converted(gguf: Path) -> Path:
-    """A directory with the GGUF file's de-quantised weights, made on first use."""
-    stat = gguf.stat()
-    file = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    cache = Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()
-    # the number: of how it is converted; without one it was the first time
-    target, before = (
-        cache / "models" / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}" for key in (f"2 {file}", file)
-    )
-    if target.is_dir():
-        return target
+def converted(gguf: Path, dtype: torch.dtype) -> Path:
+    """A directory with the GGUF file's de-quantised weights, in that dtype or in float32, made on first use."""
+    if (made := find_converted(gguf, dtype)) is not None:
+        return made
+    target = _directory(gguf, dtype)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
@@ -48,14 +44,14 @@ def converted(gguf: Path) -> Path:
         ) from error
     try:
         with redirect_stderr(io.StringIO()):  # transformers draws a bar of its own here
-            _convert(gguf, scratch)
+            _convert(gguf, dtype, scratch)
         scratch.chmod(0o755)
         try:
             scratch.rename(target)
         except OSError:  # another process converted the same file first
             if not target.is_dir():
                 raise
-        shutil.rmtree(before, ignore_errors=True)
+        shutil.rmtree(_first_directory(gguf), ignore_errors=True)
     except MemoryError:
         raise
     except ModelError as error:
@@ -68,27 +64,69 @@ def converted(gguf: Path) -> Path:
     return target
 
 
-def _convert(gguf: Path, target: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def find_converted(gguf: Path, dtype: torch.dtype) -> Path | None:
+    """Where `converted` finds it already. Weights in float32 become those of any dtype."""
+    made = (_directory(gguf, of) for of in (dtype, torch.float32))
+    return next((directory for directory in made if directory.is_dir()), None)
+
+
+def _directory(gguf: Path, dtype: torch.dtype) -> Path:
+    # the number: of how it is converted
+    return _named(gguf, "2 " if dtype == torch.float32 else f"2 {dtype} ")
+
+
+def _first_directory(gguf: Path) -> Path:
+    """As it was before conversions had a number."""
+    return _named(gguf, "")
+
+
+def _named(gguf: Path, how: str) -> Path:
+    stat = gguf.stat()
+    key = f"{how}{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    cache = Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()
+    return cache / "models" / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def config_of(gguf: Path) -> Any:
+    """The `transformers` config of a GGUF file, of which no weight is read. Raises ModelError for what is not read."""
+    return deepcopy(_read_config(gguf, gguf.stat().st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _read_config(gguf: Path, mtime_ns: int) -> Any:
+    """It takes seconds: every word of the vocabulary is looked at."""
+    from transformers import AutoConfig
 
     factors = _require_read(gguf)
-    # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
-    describe(config := AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
-    needed, free = weight_bytes(config, torch.float32.itemsize)[0], available_bytes(target)
-    if free is not None and free < needed:
-        raise ModelError(
-            f"it is converted once, to float32: {needed / 2**30:.2f} GiB, and {target.parent} has "
-            f"{free / 2**30:.2f} GiB free; make room there, or name another directory with CSATTN_CACHE"
-        )
-    dequantised, found = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
-    )
-    require_whole(found, is_part=False)
-    config = dequantised.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    with redirect_stderr(io.StringIO()):
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    describe(config)
     if factors is not None:
         _scale_positions(config, factors)
+    return config
+
+
+def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    config = config_of(gguf)
+    needed, free = weight_bytes(config, dtype.itemsize)[0], available_bytes(target)
+    if free is not None and free < needed:
+        raise ModelError(
+            f"it is converted once, to {str(dtype).removeprefix('torch.')}: {needed / 2**30:.2f} GiB, and "
+            f"{target.parent} has {free / 2**30:.2f} GiB free; make room there, or name another directory with "
+            "CSATTN_CACHE"
+        )
+    # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
+    dequantised, found = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=dtype,
+        output_loading_info=True,
+        quantization_config=GgufConfig(dequantize=True),  # else Hugging Face's `kernels`, if there, has them in blocks
+    )
+    require_whole(found, is_part=False)
+    config.dtype = dtype
     with torch.device("meta"):
         plain = type(dequantised)(config)
     plain.load_state_dict(dequantised.state_dict(), assign=True)  # not copied: all of it is in memory once

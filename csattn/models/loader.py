@@ -17,7 +17,7 @@ from csattn.checks import require_model_name
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
 from csattn.models.few_bits import keep, round_weights
-from csattn.models.gguf_file import converted
+from csattn.models.gguf_file import config_of, converted, find_converted
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
 from csattn.models.quantized import read_state
@@ -77,19 +77,19 @@ def load_model(
 ) -> LoadedModel:
     """Load a model of a supported family onto a device.
 
-    name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once into
-    the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the model has (YaRN).
-    weights: fp8 or int4, which those of linear layers and experts are rounded to; the model is then another, of these
-    numbers. may_lend: its layers stay on the host where the device has no room for them, for `lending.lent`.
-    Raises ModelError when it cannot be found, loaded, or is of an unsupported kind, ConfigError for a name that is
-    empty and a device that is not there.
+    name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once for
+    a dtype, into the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the
+    model has (YaRN). weights: fp8 or int4, which those of linear layers and experts are rounded to; the model is then
+    another, of these numbers. may_lend: its layers stay on the host where the device has no room for them, for
+    `lending.lent`. Raises ModelError when it cannot be found, loaded, or is of an unsupported kind, ConfigError for a
+    name that is empty and a device that is not there.
     """
     rounding, name = require_numbers(dtype, weights), model_name(name)
     _require_device(device)
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    source = _resolve(name)
+    source = _resolve(name, DTYPES[dtype])
     try:
         whole = _whole_config(source)
         config = text_config(whole)
@@ -141,15 +141,31 @@ def require_numbers(dtype: str, weights: str | None) -> Rounding | None:
     return None if weights is None else rounding_named(weights)
 
 
-def read_config(name: str | None) -> Any:
-    """The `transformers` config of what `load_model` takes; no weight is read. Raises ModelError if there is none."""
+def read_config(name: str | None, dtype: str = "float32") -> Any:
+    """The `transformers` config of what `load_model` takes; no weight is read. Raises ModelError if there is none.
+
+    Of a GGUF file that is not converted yet, its `dtype` is None.
+    """
     name = model_name(name)
     try:
-        return text_config(_whole_config(_resolve(name)))
+        if (gguf := _to_convert(name, DTYPES[dtype])) is not None:
+            return config_of(gguf)
+        return text_config(_whole_config(_resolve(name, DTYPES[dtype])))
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{name} has no config that can be read: {first_line(error)}") from error
+
+
+def is_to_be_converted(name: str | None, dtype: str) -> bool:
+    """Whether `load_model` would have to convert a GGUF file first, which has all weights in memory."""
+    return _to_convert(model_name(name), DTYPES[dtype]) is not None
+
+
+def _to_convert(name: str, dtype: torch.dtype) -> Path | None:
+    gguf = _demo_gguf() if name == DEMO_MODEL else Path(os.path.expanduser(name))
+    is_one = gguf.suffix == ".gguf" and os.path.isfile(gguf)
+    return gguf if is_one and find_converted(gguf, dtype) is None else None
 
 
 def _whole_config(source: str) -> Any:
@@ -255,10 +271,10 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     return model
 
 
-def _resolve(name: str) -> str:
+def _resolve(name: str, dtype: torch.dtype) -> str:
     """The directory (or hub id) that `transformers` can load."""
     if name == DEMO_MODEL:
-        return str(converted(_demo_gguf()))
+        return str(converted(_demo_gguf(), dtype))
     path = Path(os.path.expanduser(name))  # as it is where nobody has such a home
     if os.path.isdir(path):  # False of what no path can be, too
         if (path / "adapter_config.json").is_file():
@@ -274,7 +290,7 @@ def _resolve(name: str) -> str:
     if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is a file but not a .gguf file; give a model directory or a .gguf file")
-        return str(converted(path))
+        return str(converted(path, dtype))
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix == ".gguf":
         raise ModelError(f"there is no model at {name}; give a directory, a .gguf file, or a hub id like owner/name")
     return hub_source(name)

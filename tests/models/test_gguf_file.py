@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 from csattn.errors import ModelError
 from csattn.models import gguf_file, load_model
+from csattn.models.loader import is_to_be_converted, read_config
 from tests.tiny import byte_tokenizer, make_model, token_ids
 
 GGUF_NAMES = {
@@ -99,6 +100,22 @@ def test_a_gguf_file_of_llama_3s_positions_is_that_model(tmp_path: Path, monkeyp
         load_model(write_gguf(tmp_path / "other.gguf", tensors | factors, **its))
 
 
+def test_a_gguf_file_is_converted_for_a_dtype_and_not_for_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    file, made = str(write_gguf(tmp_path / "model.gguf", tensors, **its)), tmp_path / "models"
+    assert read_config(file).num_hidden_layers == its["llama.block_count"] and not made.exists()
+    few = load_model(file, "bfloat16").model.state_dict()
+    assert len(list(made.iterdir())) == 1 and read_config(file, "bfloat16").dtype == torch.bfloat16
+    assert is_to_be_converted(file, "float32") and not is_to_be_converted(file, "bfloat16")
+    whole = load_model(file).model.state_dict()
+    assert all(torch.equal(few[name], tensor.bfloat16()) for name, tensor in whole.items())
+    load_model(file, "float16")
+    assert len(list(made.iterdir())) == 2, "what is there in float32 serves for all"
+
+
 def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
     """Tensors and fields, for `write_gguf`."""
     config, tensors = model.config, dict[str, NDArray[np.float32]]()
@@ -127,7 +144,7 @@ def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]
 
 def test_an_older_conversion_goes_when_there_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(gguf_file, "_convert", lambda gguf, target: None)
+    monkeypatch.setattr(gguf_file, "_convert", lambda gguf, dtype, target: None)
     file, its = write_gguf(tmp_path / "model.gguf"), tmp_path / "models"
     of = f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
     (its / f"model-{hashlib.sha256(of.encode()).hexdigest()[:12]}" / "part").mkdir(parents=True)

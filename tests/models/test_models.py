@@ -250,7 +250,7 @@ def test_the_demo_model_is_no_directory_of_its_name(tmp_path: Path, monkeypatch:
     save(tmp_path / "model")
     (tmp_path / loader.DEMO_MODEL).mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loader, "_resolve", lambda name: "model")
+    monkeypatch.setattr(loader, "_resolve", lambda name, dtype: "model")
     assert load_model().name == loader.DEMO_MODEL
 
 

@@ -87,7 +87,7 @@ def require_weights(
     placement: Placement | str,
 ) -> None:
     """Raise before a model is loaded that is not decoded there, or whose weights alone are more than the device has."""
-    config = read_config(name)
+    config = read_config(name, dtype)
     spec = describe(config)
     require_latents_placed(spec, placement)
     require_heads(spec, DTYPES[dtype])

@@ -101,7 +101,7 @@ def _require_engine(settings: Settings) -> None:
     resolve_rest(settings.search, engine.selector, preset(settings.build.preset).layout)
     if engine.all_where_faster:
         require_both(engine.placement, engine.selector, settings.search, engine.kv_format, engine.num_devices)
-        require_model(describe(read_config(settings.model.name)), DTYPES[settings.build.dtype])
+        require_model(describe(read_config(settings.model.name, settings.build.dtype)), DTYPES[settings.build.dtype])
     if engine.placement == "cpu":
         return
     require_device()

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from offload import budget
 from offload.errors import MemoryPlanError
-from tests.tiny import byte_tokenizer, save, tiny_config
+from tests.models.test_gguf_file import gguf_of, write_gguf
+from tests.tiny import byte_tokenizer, make_model, save, tiny_config
 from workers.cli import building
 from workers.service import making
 from workers.settings import load_settings
@@ -36,6 +37,19 @@ def test_what_a_narrower_dtype_needs_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000)
     with pytest.raises(MemoryPlanError, match=r"copied to float32, .* it is mapped: --dtype bfloat16"):
         building.show_loading(str(tmp_path), "float32")
+
+
+def test_a_gguf_file_is_not_converted_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    model = make_model("llama")
+    tensors, its = gguf_of(model)
+    file = str(write_gguf(tmp_path / "model.gguf", tensors, **its))
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 3 * num_weights)
+    with pytest.raises(MemoryPlanError, match=r"converted to float32, needs .* half of that: --dtype bfloat16"):
+        building.show_loading(file, "float32")
+    assert not (tmp_path / "models").exists()
+    assert building.show_loading(file, "bfloat16").dtype == torch.bfloat16
 
 
 def test_the_text_model_of_one_that_sees_images_is_mapped_in_the_dtype_of_the_whole(

@@ -11,7 +11,7 @@ from csattn.build_options import BuildOptions
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
-from csattn.models.loader import model_name, require_numbers
+from csattn.models.loader import is_to_be_converted, model_name, require_numbers
 from csattn.models.prompt import num_special, require_not_far_too_long
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from index_build.pipeline import BuildReport, build_plan
@@ -92,9 +92,10 @@ def run_build(
 def show_loading(
     model: str | None, dtype: str, device: str = "cpu", stretch: float = 1.0, weights: str | None = None
 ) -> LoadedModel:
-    """Load a model and say so: a first load may convert it."""
+    """Load a model and say so: a first load may convert it, which takes minutes."""
     require_numbers(dtype, weights)
-    err.print(f"loading {model_name(model)}" + (" onto the GPU" if device == "cuda" else ""))
+    first = f", converted to {dtype} once" if is_to_be_converted(model, dtype) else ""
+    err.print(f"loading {model_name(model)}{first}" + (" onto the GPU" if device == "cuda" else ""))
     return _load_model(model, dtype, device, stretch, weights)
 
 

@@ -55,7 +55,8 @@ def compare(
     """Measure what is missing of one text. lengths: of the context, and of what is predicted."""
     ids, sha256 = read_text(name, loaded.tokenizer, *lengths)
     context_len = len(ids) - lengths[1] - 1
-    key = {"version": VERSION, "model": Path(loaded.name).name.removesuffix(".gguf"), "stretch": stretch, "text": name, "text_sha256": sha256}
+    model = Path(loaded.name).name.removesuffix(".gguf")
+    key = {"version": VERSION, "model": model, "stretch": stretch, "text": name, "text_sha256": sha256}
     key |= {"context_len": context_len, "eval_len": lengths[1]}
     missing = {
         contender: [

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -24,6 +25,8 @@ class Method:
         self._method: Callable[..., Any] = getattr(model, name)
         self._signature = inspect.signature(self._method)
         update_wrapper(self, self._method)
+        # of a compiled model, it would be compiled for each length
+        self._decode = torch.compiler.disable(_decode)  # type: ignore[no-untyped-call]
         self.num_sessions = 0
 
     @classmethod
@@ -54,7 +57,7 @@ class Method:
         cache = cache_in(given)
         if isinstance(cache, RequestCache) and cache.session.is_open and cache.session.loaded.model is self._model:
             if self.name == "forward":
-                return _decode(cache, given)
+                return self._decode(cache, given)
             # before anything is computed: here alone all the ids are seen
             _require_generable(cache, given, self._model.generation_config)
         return self._method(*args, **kwargs)
@@ -74,6 +77,13 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
                 f"a request is decoded token by token and takes none back, as assisted decoding would; leave out {name}"
             )
     _require_cached(said)
+    if given.get("cache_implementation"):  # transformers would leave the request out, or raise an error of its own
+        raise ConfigError(
+            "a request of a session is the cache, and cache_implementation asks for another; leave it out, or the "
+            "request"
+        )
+    if cache.fed.token_ids:
+        cache.session.require_unchanged()
     ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.shape[0] != 1:
         return  # `forward` will refuse it
@@ -106,6 +116,8 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
         if given.get(name) is not None and given[name] is not False:
             raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")
     _require_cached(given)
+    if not cache.fed.token_ids:
+        cache.session.require_unchanged()
     ids, keep = given["input_ids"], given.get("logits_to_keep", 0)
     if ids.shape[0] != 1:
         raise ConfigError(
@@ -121,7 +133,10 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
     if not isinstance(keep, int):
         logits = logits[keep.cpu()]
     out = CausalLMOutputWithPast(logits=logits[None].to(ids.device), **{CACHE: cache})
-    return out.to_tuple() if given.get("return_dict") is False else out
+    in_dict = given.get("return_dict")
+    if in_dict is None:
+        in_dict = cache.session.loaded.model.config.return_dict
+    return out if in_dict else out.to_tuple()
 
 
 def _new_ids(cache: RequestCache, ids: list[int], mask: Any, positions: Tensor | None) -> list[int]:

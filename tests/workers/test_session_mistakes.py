@@ -170,6 +170,28 @@ def test_a_length_that_the_prompt_has_already_is_for_transformers_to_refuse(sess
         loaded().model.generate(**session.continue_with(token_ids(9)), max_length=20)
 
 
+@pytest.mark.parametrize("name", ["paged", "static"])
+def test_another_cache_beside_a_request_is_refused(session, name) -> None:
+    """With `paged`, transformers answers without the request."""
+    with pytest.raises(ConfigError, match="cache_implementation asks for another; leave it out"):
+        loaded().model.generate(**session.continue_with(token_ids(9)), cache_implementation=name)
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("reset", "cannot go back to fewer tokens; ask again"),
+        ("reorder_cache", "is one sequence, without beams and batches"),
+        ("batch_repeat_interleave", "is one sequence"),
+        ("batch_select_indices", "is one sequence"),
+    ],
+)
+def test_what_a_cache_does_and_a_request_does_not_is_refused(session, method, sentence) -> None:
+    given = [] if method == "reset" else [torch.tensor([0])]
+    with pytest.raises(ConfigError, match=sentence):
+        getattr(session.request(), method)(*given)
+
+
 def test_a_place_may_be_a_path(artifact) -> None:
     for place in (Path(artifact.path), str(artifact.path)):
         with csattn_session(loaded(), place) as session:

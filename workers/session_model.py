@@ -87,7 +87,7 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
     ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
     if ids is None:
         return  # `forward` will refuse it
-    _require_ids(ids)
+    ids = _sequences(ids)
     if ids.shape[0] != 1:
         return  # likewise
     prompt_len = ids.shape[1]
@@ -103,14 +103,19 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
     cache.session.require_room(prompt_len, num_new)
 
 
-def _require_ids(ids: Any) -> None:
-    is_tensor = isinstance(ids, Tensor)
-    if not is_tensor or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-        got = f"{ids.dtype} of shape {tuple(ids.shape)}" if is_tensor else f"a value of type {type(ids).__name__}"
-        raise ConfigError(
-            f"a request takes token ids, a tensor of whole numbers [1, num_tokens], got {got}; give what `session.ask` "
-            "gives, or ids like it"
-        )
+def _sequences(ids: Any) -> Tensor:
+    """Token ids, if they are some: [batch_size, num_tokens]."""
+    if isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32):
+        return ids
+    got = (
+        f"{ids.dtype} of shape {tuple(ids.shape)}"
+        if isinstance(ids, Tensor)
+        else f"a value of type {type(ids).__name__}"
+    )
+    raise ConfigError(
+        f"a request takes token ids, a tensor of whole numbers [1, num_tokens], got {got}; give what `session.ask` "
+        "gives, or ids like it"
+    )
 
 
 def _set(generation_config: Any) -> dict[str, Any]:
@@ -131,8 +136,7 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
     _require_cached(given)
     if not cache.fed.token_ids:
         cache.session.require_unchanged()
-    ids, keep = given.get("input_ids"), given.get("logits_to_keep", 0)
-    _require_ids(ids)
+    ids, keep = _sequences(given.get("input_ids")), given.get("logits_to_keep", 0)
     if ids.shape[0] != 1:
         raise ConfigError(
             f"a request is one sequence, got a batch of {ids.shape[0]}; make one request per sequence, "

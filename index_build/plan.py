@@ -31,7 +31,11 @@ class Plan:
 
 
 def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig, notes: Mapping[str, Any]) -> Plan:
-    """The artifact of these tokens. Raises ContextError where there can be none."""
+    """The artifact of these tokens.
+
+    Raises ContextError where there can be none, ModelError where the model has changed since it was loaded.
+    """
+    loaded.require_unchanged()
     require_indexable(token_ids, config, loaded)
     spec = ArtifactSpec(
         model_name=loaded.name,

@@ -54,6 +54,13 @@ class RequestCache(AttendingCache):
     def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ConfigError(f"a request cannot go back to fewer tokens; {_ASK_AGAIN}")
 
+    reset = crop
+
+    def reorder_cache(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(f"a request is one sequence, without beams and batches; {_ASK_AGAIN}")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """What `copy` and `pickle` ask for."""
         raise ConfigError(f"a request cannot be copied, for its rows are its session's; {_ASK_AGAIN}")

@@ -20,6 +20,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
+from csattn.models.unchanged import Unchanged
 from offload.codecs.formats import KvFormat
 from workers.engine.answer import question_tokens, require_positions
 from workers.engine.cpu_engine import CpuEngine
@@ -76,6 +77,7 @@ class Session:
         """options: of `open_engine`."""
         self.loaded, self.artifact, self.config, self.selector = loaded, artifact, config, selector
         self.engine = open_engine(loaded, artifact, config, selector, **options)
+        self._weights = Unchanged(loaded.model, loaded.name)
         self._unused = deque(range(self.engine.num_slots))
         self._given_back: deque[int] = deque()  # slots of requests that nobody holds any more; on any thread
         self._lock = Lock()  # the engine is used by one thread at a time
@@ -181,6 +183,10 @@ class Session:
                     logits.append(torch.from_numpy(result.logits[max(0, first_wanted - start) :].copy()))
             fed.has_failed = False
         return torch.cat(logits)
+
+    def require_unchanged(self) -> None:
+        """Raise ModelError where the model would compute something else than requests do."""
+        self._weights.require()
 
     @property
     def is_open(self) -> bool:

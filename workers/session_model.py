@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -24,6 +25,8 @@ class Method:
         self._method: Callable[..., Any] = getattr(model, name)
         self._signature = inspect.signature(self._method)
         update_wrapper(self, self._method)
+        # of a compiled model, it would be compiled for each length
+        self._decode = torch.compiler.disable(_decode)  # type: ignore[no-untyped-call]
         self.num_sessions = 0
 
     @classmethod
@@ -54,7 +57,7 @@ class Method:
         cache = cache_in(given)
         if isinstance(cache, RequestCache) and cache.session.is_open and cache.session.loaded.model is self._model:
             if self.name == "forward":
-                return _decode(cache, given)
+                return self._decode(cache, given)
             # before anything is computed: here alone all the ids are seen
             _require_generable(cache, given, self._model.generation_config)
         return self._method(*args, **kwargs)
@@ -74,9 +77,19 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
                 f"a request is decoded token by token and takes none back, as assisted decoding would; leave out {name}"
             )
     _require_cached(said)
+    if given.get("cache_implementation"):  # transformers would leave the request out, or raise an error of its own
+        raise ConfigError(
+            "a request of a session is the cache, and cache_implementation asks for another; leave it out, or the "
+            "request"
+        )
+    if cache.fed.token_ids:
+        cache.session.require_unchanged()
     ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
-    if not isinstance(ids, Tensor) or ids.shape[0] != 1:
+    if ids is None:
         return  # `forward` will refuse it
+    ids = _sequences(ids)
+    if ids.shape[0] != 1:
+        return  # likewise
     prompt_len = ids.shape[1]
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + prompt_len:
         prompt_len = mask.shape[1]  # new ids alone, as transformers knows them by their mask
@@ -88,6 +101,21 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
     if num_new is None and "max_length" in in_call:
         num_new = max(0, in_call["max_length"] - ids.shape[1])
     cache.session.require_room(prompt_len, num_new)
+
+
+def _sequences(ids: Any) -> Tensor:
+    """Token ids, if they are some: [batch_size, num_tokens]."""
+    if isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32):
+        return ids
+    got = (
+        f"{ids.dtype} of shape {tuple(ids.shape)}"
+        if isinstance(ids, Tensor)
+        else f"a value of type {type(ids).__name__}"
+    )
+    raise ConfigError(
+        f"a request takes token ids, a tensor of whole numbers [1, num_tokens], got {got}; give what `session.ask` "
+        "gives, or ids like it"
+    )
 
 
 def _set(generation_config: Any) -> dict[str, Any]:
@@ -106,42 +134,58 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
         if given.get(name) is not None and given[name] is not False:
             raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")
     _require_cached(given)
-    ids, keep = given["input_ids"], given.get("logits_to_keep", 0)
+    if not cache.fed.token_ids:
+        cache.session.require_unchanged()
+    ids, keep = _sequences(given.get("input_ids")), given.get("logits_to_keep", 0)
     if ids.shape[0] != 1:
         raise ConfigError(
             f"a request is one sequence, got a batch of {ids.shape[0]}; make one request per sequence, "
             "without beams and with num_return_sequences=1"
         )
     mask = given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
         raise ConfigError("a request of a session attends to all of its tokens; leave out padding, and what masks it")
     new = _new_ids(cache, ids[0].tolist(), mask, given.get("position_ids"))
-    first_wanted = max(0, len(new) - keep) if isinstance(keep, int) and keep else 0
+    first_wanted = slice(-keep, None).indices(len(new))[0] if isinstance(keep, int) else 0
     logits = cache.session.feed(cache, new, first_wanted)
     if not isinstance(keep, int):
         logits = logits[keep.cpu()]
     out = CausalLMOutputWithPast(logits=logits[None].to(ids.device), **{CACHE: cache})
-    return out.to_tuple() if given.get("return_dict") is False else out
+    in_dict = given.get("return_dict")
+    if in_dict is None:
+        in_dict = cache.session.loaded.model.config.return_dict
+    return out if in_dict else out.to_tuple()
 
 
-def _new_ids(cache: RequestCache, ids: list[int], mask: Any, positions: Tensor | None) -> list[int]:
+def _new_ids(cache: RequestCache, ids: list[int], mask: Tensor | None, positions: Tensor | None) -> list[int]:
     """Those to feed, of ids that are new or a whole sequence's, the context's first.
 
     Where no position tells which, they are whole if they begin with the context's, or if a mask of their length says
     that nothing comes before them.
     """
     kv_len, context_len = cache.get_seq_length(), cache.session.artifact.spec.context_len
+    if not ids:
+        raise ConfigError(f"no token ids were given to a request of {kv_len}; give those that follow")
     if positions is None:
-        is_masked = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == len(ids) > context_len
-        is_whole = is_masked or cache.begins(ids)
+        is_whole = (mask is not None and mask.shape[1] == len(ids) > context_len) or cache.begins(ids)
     else:
-        first = int(positions.flatten()[0]) if positions.numel() else None
+        first = _first_of(positions, len(ids))
         is_whole = first == 0
         if not is_whole and first != kv_len:
             raise ConfigError(
                 f"tokens at positions from {first} on do not follow a request of {kv_len}: it has been decoded "
                 "already; ask again for a new one, or go on with all the tokens that it has"
             )
-    if not ids:
-        raise ConfigError(f"no token ids were given to a request of {kv_len}; give those that follow")
     return cache.new_among(ids) if is_whole else ids
+
+
+def _first_of(positions: Tensor, num_tokens: int) -> int:
+    """The position of the first token, after which the others stand one by one."""
+    given = positions.flatten().tolist()
+    first: int = given[0] if given else 0
+    num_rows = max(1, len(given) // num_tokens)  # of some models there are several, all alike
+    if given != [*range(first, first + num_tokens)] * num_rows:
+        raise ConfigError(
+            f"position_ids are not those of {num_tokens} tokens in one sequence, one after another; leave them out"
+        )
+    return first

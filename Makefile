@@ -22,8 +22,10 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ifeq ($(shell uname -s),Linux)
 TORCH := torch==$(TORCH_VERSION)+cpu --extra-index-url $(TORCH_CPU_INDEX)
+NO_TORCH := from $(TORCH_CPU_INDEX); name a mirror: make TORCH_CPU_INDEX=URL $(MAKECMDGOALS)
 else
 TORCH := torch==$(TORCH_VERSION)
+NO_TORCH := from the package index; on a Mac it needs Apple silicon, macOS 14 or later, and a Python built for arm64
 endif
 # Two more than there are cores: some tests wait. Each takes up to 2 GB; the tests of a file share what they build.
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
@@ -42,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu, install python3-venv"; exit 1; }
 	@echo "Installing into $(VENV): 1/3 torch $(TORCH_VERSION), CPU build (about 200 MB) ..."
 	@$(PIP_INSTALL) --no-deps $(TORCH) || \
-	  { echo "The CPU build of torch $(TORCH_VERSION) cannot be had from $(TORCH_CPU_INDEX); name a mirror: make TORCH_CPU_INDEX=URL $(MAKECMDGOALS)"; exit 1; }
+	  { echo "The CPU build of torch $(TORCH_VERSION) cannot be had $(NO_TORCH)"; exit 1; }
 	@echo "2/3 csattn and its dependencies (about 200 MB) ..."
 	@$(PIP_INSTALL) --editable .
 	@echo "3/3 a small language model (about 100 MB) ..."

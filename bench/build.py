@@ -13,6 +13,7 @@ page-locked in the build that writes nothing. Files go where temporary ones do (
 
 import argparse
 import resource
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,7 @@ GIB = 2**30
 
 
 def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def text_ids(loaded: LoadedModel, context_len: int) -> NDArray[np.int32]:

@@ -29,7 +29,7 @@ from bench.timing import finish, gate, machine
 from csattn.config import ListConfig, preset
 from csattn.cpus import available_cpus
 from index_build.codebooks import make_codebooks
-from index_build.kmeans import kmeans_version, num_gpus
+from index_build.kmeans import faiss_version, num_gpus
 from index_build.kmeans_torch import SMALLEST_NORM
 
 SHAPE = "llama-3.1-8b"
@@ -100,7 +100,7 @@ def main() -> None:
                 case |= {"points": arguments.points, "width": heads.head_dim // config.num_subspaces}
                 print(case, flush=True)
                 cases.append(case)
-    header = {"bench": "kmeans", "shape": SHAPE, "machine": machine(), **kmeans_version()}
+    header = {"bench": "kmeans", "shape": SHAPE, "machine": machine(), **faiss_version()}
     if device.type == "cuda":
         header["gpu"] = torch.cuda.get_device_name(device)
     finish({**header, "num_centroids": config.num_centroids, "cases": cases}, arguments.json)

@@ -1,5 +1,6 @@
 """How an index is made and how it is searched: frozen values, checked once, where they enter."""
 
+import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -8,6 +9,9 @@ from csattn.errors import ConfigError
 
 Kmeans = Literal["faiss", "torch"]
 RestKind = Literal["sketch", "moments", "none"]
+
+# where no GPU places centroids; on macOS, FAISS and torch bring an OpenMP each, and two of them crash the process
+KMEANS_ON_CPU: Kmeans = "torch" if sys.platform == "darwin" else "faiss"
 
 SEGMENT_STEP = 1024  # segments of a sketch begin at multiples of this many rows
 
@@ -63,7 +67,7 @@ class ListConfig:
     share_group: bool = True  # one codebook, table and selection per KV head instead of one per query head
     num_iterations: int = 10  # of k-means
     seed: int = 1234  # of k-means
-    kmeans: Kmeans = "faiss"  # which program places the centroids: they differ, so it is part of what an index is
+    kmeans: Kmeans = KMEANS_ON_CPU  # which program places the centroids: they differ, so it is part of what an index is
     layout: Literal["lists"] = "lists"
 
     def __post_init__(self) -> None:

@@ -1,14 +1,30 @@
 """The centroids of every head and subspace, by FAISS or by the batched program."""
 
 from concurrent.futures import Executor
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.config import ListConfig
+from csattn.config import IndexConfig, ListConfig
+from csattn.errors import ConfigError
 from index_build.kmeans_torch import sample_points, spherical_kmeans_batch
+
+
+def kmeans_version(config: IndexConfig) -> dict[str, Any]:
+    """What the manifest records of a library that places centroids. Raises ConfigError where it is not installed."""
+    if not isinstance(config, ListConfig) or config.kmeans == "torch":
+        return {}
+    if find_spec("faiss") is None:
+        raise ConfigError(
+            "k-means by FAISS needs faiss, which is not installed (on macOS it is not); use --kmeans torch"
+        )
+    from index_build.kmeans import faiss_version  # what does without FAISS does not load its OpenMP either
+
+    return faiss_version()
 
 
 def make_codebooks(
@@ -25,7 +41,7 @@ def make_codebooks(
         points = queries[:, sample].float()
         points = points.view(num_heads, len(sample), *shape[1::2]).transpose(1, 2).flatten(0, 1)
         return spherical_kmeans_batch(points, config.num_centroids, config.num_iterations, config.seed).view(shape)
-    from index_build.kmeans import spherical_kmeans  # FAISS is not everywhere
+    from index_build.kmeans import spherical_kmeans
 
     parts: list[NDArray[np.float32]] = []
     for head in range(num_heads):

@@ -77,8 +77,8 @@ def _one_thread() -> Iterator[None]:
         faiss.omp_set_num_threads(num_threads)
 
 
-def kmeans_version() -> dict[str, Any]:
-    """What the manifest records of the library that placed the centroids."""
+def faiss_version() -> dict[str, Any]:
+    """What the manifest records of it."""
     return {
         "faiss": faiss.__version__,
         "faiss_options": faiss.get_compile_options().strip(),

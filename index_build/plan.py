@@ -16,8 +16,8 @@ from csattn.build_options import BuildOptions
 from csattn.config import IndexConfig
 from csattn.models import LoadedModel
 from csattn.models.prompt import choose_wrapping, context_ids, require_indexable, require_not_far_too_long
+from index_build.codebooks import kmeans_version
 from index_build.inputs import make_config
-from index_build.kmeans import kmeans_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,12 @@ class Plan:
 def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig, notes: Mapping[str, Any]) -> Plan:
     """The artifact of these tokens.
 
-    Raises ContextError where there can be none, ModelError where the model has changed since it was loaded.
+    Raises ContextError where there can be none, ModelError where the model has changed since it was loaded, ConfigError
+    without the library that its index wants.
     """
     loaded.require_unchanged()
     require_indexable(token_ids, config, loaded)
+    versions = {**_library_versions(loaded.device), **kmeans_version(config)}
     spec = ArtifactSpec(
         model_name=loaded.name,
         model_fingerprint=loaded.fingerprint,
@@ -48,7 +50,7 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
         kv_dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # the spec refuses others
     )
     told = {**notes, "weights": loaded.rounding or AS_THEY_ARE}
-    return Plan(spec, token_ids, told, _library_versions(loaded.device))
+    return Plan(spec, token_ids, told, versions)
 
 
 def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:
@@ -74,5 +76,4 @@ def _library_versions(device: torch.device) -> dict[str, Any]:
         "transformers": version("transformers"),
         "numpy": np.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        **kmeans_version(),
     }

@@ -4,6 +4,7 @@
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -105,8 +106,12 @@ def open_directory(path: Path) -> int:
 
 
 def _sync(descriptor: int) -> None:
-    if _is_synced:
-        os.fsync(descriptor)
+    if not _is_synced:
+        return
+    os.fsync(descriptor)
+    if (full_sync := getattr(fcntl, "F_FULLFSYNC", None)) is not None:  # macOS's fsync ends at the disk's cache
+        with suppress(OSError):  # some file systems cannot
+            fcntl.fcntl(descriptor, full_sync)
 
 
 def require_space(store: Path, needed_bytes: int) -> None:

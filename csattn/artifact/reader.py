@@ -301,7 +301,9 @@ def _require_file_set(path: Path, manifest: Manifest) -> None:
     """Refuse missing and unknown files, and wrong sizes."""
     if is_artifact_id(path.name) and path.name != manifest.spec.artifact_id:
         raise ArtifactCorruptError(f"{path} holds the artifact {manifest.spec.artifact_id}; {how_to_heal(path)}")
-    found = set(os.listdir(path)) - {MANIFEST_FILE, MANIFEST_HASH_FILE}
+    # macOS leaves .DS_Store where a Finder has looked, and ._NAME beside a file on a disk of another system
+    found = {name for name in os.listdir(path) if name != ".DS_Store" and not name.startswith("._")}
+    found -= {MANIFEST_FILE, MANIFEST_HASH_FILE}
     if missing := sorted(set(manifest.files) - found):
         raise ArtifactCorruptError(f"{path / missing[0]} is missing; {how_to_heal(path)}")
     if unknown := sorted(found - set(manifest.files)):

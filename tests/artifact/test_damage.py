@@ -59,6 +59,12 @@ def test_a_file_that_does_not_belong_is_refused(artifact_dir: Path) -> None:
         open_artifact(artifact_dir)
 
 
+def test_what_a_mac_leaves_anywhere_does_no_harm(artifact_dir: Path) -> None:
+    for name in (".DS_Store", "._manifest.json"):
+        (artifact_dir / name).touch()
+    verify_artifact(artifact_dir)
+
+
 def test_files_of_equal_shape_are_not_confused(tmp_path: Path) -> None:
     one, other = build(tmp_path, make_spec()), build(tmp_path, make_spec(seed=1), seed=1)
     for source, name in [(other / kv_file(0), kv_file(0)), (one / kv_file(1), kv_file(0))]:

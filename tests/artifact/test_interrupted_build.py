@@ -1,5 +1,7 @@
 """A build may be killed, starved of disk or raced by another at any moment: the store stays whole."""
 
+import errno
+import fcntl
 import os
 import re
 import resource
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from csattn.artifact import ArtifactWriter, collect_garbage, list_store, require_space, verify_artifact
-from csattn.artifact.durable import unsynced
+from csattn.artifact.durable import unsynced, write_bytes
 from csattn.artifact.lock import BuildLock
 from csattn.errors import ArtifactError, StoreFullError
 from tests.artifact.builds import SPEC, assert_completes, assert_store_is_sound
@@ -114,6 +116,19 @@ def test_files_and_names_are_flushed_before_anything_builds_on_them(tmp_path: Pa
         assert made[i + 1 : i + 3] == ["open", "fsync"]  # its directory
     publication = made.index("rename")
     assert made[publication + 1 : publication + 3] == ["open", "fsync"]  # the store
+
+
+def test_on_macos_the_disk_is_told_to_write_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(descriptor: int, operation: int) -> None:
+        asked.append((os.fstat(descriptor).st_ino, operation))
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    write_bytes(tmp_path / "file", b"data")
+    assert asked == [(path.stat().st_ino, 51) for path in (tmp_path / "file", tmp_path)]
 
 
 def test_what_can_be_made_again_waits_for_no_disk(tmp_path: Path) -> None:

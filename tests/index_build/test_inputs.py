@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from csattn.build_options import BuildOptions
-from csattn.config import ListConfig, SketchConfig
+from csattn.config import KMEANS_ON_CPU, ListConfig, SketchConfig
 from csattn.errors import ConfigError, ContextError
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from workers.cli import main
@@ -65,8 +65,8 @@ def test_what_is_no_plain_text_is_refused_with_a_way_to_make_it_one(data, words,
 
 def test_kmeans_follows_the_device_unless_it_was_given() -> None:
     made = [make_config("lists", {"kmeans": None}, device) for device in ("cpu", "cuda")]
-    assert [config.kmeans for config in made if isinstance(config, ListConfig)] == ["faiss", "torch"]
-    assert make_config("lists", {"kmeans": "faiss"}, "cuda") == ListConfig()
+    assert [config.kmeans for config in made if isinstance(config, ListConfig)] == [KMEANS_ON_CPU, "torch"]
+    assert make_config("lists", {"kmeans": "faiss"}, "cuda") == ListConfig(kmeans="faiss")
     with pytest.raises(ConfigError, match="kmeans must be one of"):
         make_config("lists", {"kmeans": "best"}, "cpu")
 

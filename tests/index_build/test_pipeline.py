@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from csattn.artifact import list_store, open_artifact, scan_store, verify_artifact
 from csattn.attention.attend import attend_chunk
 from csattn.config import IndexConfig, ListConfig, SketchConfig
-from csattn.errors import CaptureError, ContextError, StoreFullError
+from csattn.errors import CaptureError, ConfigError, ContextError, StoreFullError
 from csattn.models.loader import wrap_model
 from index_build import capture
 from index_build.pieces import BuildProgress
@@ -57,9 +59,20 @@ def test_the_same_context_is_built_once(tmp_path: Path) -> None:
     second = build(tmp_path)
     assert (first.reused, second.reused) == (False, True)
     assert second.path == first.path
-    for name in ("lists", "lists of torch"):
-        build(tmp_path, config=CONFIGS[name])
+    for config in (LISTS, replace(LISTS, seed=1)):
+        build(tmp_path, config=config)
     assert len(list_store(tmp_path)) == 3, "other centroids are another artifact"
+
+
+def test_only_lists_of_faiss_want_faiss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On macOS it is not there, and where it is, its OpenMP and torch's crash the process."""
+    program = "import sys, index_build.pipeline; assert 'faiss' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    for config in (CONFIGS["sketch"], CONFIGS["lists of torch"]):
+        assert "faiss" not in (build(tmp_path, config=config).path / "manifest.json").read_text()
+    with pytest.raises(ConfigError, match="use --kmeans torch"):
+        build(tmp_path, config=replace(LISTS, kmeans="faiss"))
 
 
 @pytest.mark.parametrize("name", ["sketch", "lists", "lists of torch"])

@@ -16,7 +16,7 @@ from csattn.models.loader import geometry_of, read_config
 from csattn.models.weight_sizes import weight_bytes
 from tests.tiny import save, tiny_config
 from workers.capacity import context_bytes, spec_of
-from workers.doctor import Facts, Finding, examine, facts, probes
+from workers.doctor import Facts, Finding, checks, examine, facts, probes
 from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, release
 from workers.doctor.findings import gib
 from workers.doctor.model import examine_model
@@ -228,6 +228,12 @@ def test_how_fast_a_cpu_multiplies_is_measured() -> None:
 def test_a_library_without_a_package_is_judged_by_what_it_says() -> None:
     assert "CuPy 14.2." in check_cupy(gpu_machine({}))[0].text
     assert check_faiss(machine({"ray": "2.60.0"}))[0].text.endswith("from no package.")
+
+
+@pytest.mark.parametrize(("kmeans", "status"), [("faiss", "problem"), ("torch", "ok")])
+def test_where_torch_places_centroids_faiss_may_be_missing(monkeypatch, kmeans: str, status: str) -> None:
+    monkeypatch.setattr(checks, "KMEANS_ON_CPU", kmeans)
+    assert check_faiss(machine({"ray": "2.60.0"}, {"faiss": MISSING}))[0].status == status
 
 
 def test_where_there_is_a_gpu_it_says_that_faiss_needs_none() -> None:

@@ -77,7 +77,7 @@ def build(
     num_centroids: Annotated[int | None, typer.Option(help="lists: C, per subspace.")] = None,
     list_len: Annotated[float | None, typer.Option(help="lists: L as a share of the context.")] = None,
     kmeans: Annotated[
-        str | None, typer.Option(help="lists: faiss or torch.", show_default="torch on a GPU, else faiss")
+        str | None, typer.Option(help="lists: faiss or torch.", show_default="torch on a GPU or macOS, else faiss")
     ] = None,
     dtype: Dtype = _BUILD.dtype,
     weights: Weights = None,

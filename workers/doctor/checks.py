@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from csattn.config import KMEANS_ON_CPU
 from workers.doctor.facts import Answer, Facts
 from workers.doctor.findings import GIB, Finding, Status, gib, sentence
 from workers.doctor.store_checks import check_kept, check_store
@@ -122,6 +123,8 @@ def check_faiss(facts: Facts) -> Sequence[Finding]:
     packages = [name for name in facts.packages if name.split("-")[0] == "faiss"]
     if len(packages) > 1:
         return [_overlap("faiss", packages, "faiss-cpu")]
+    if "error" in faiss and not packages and KMEANS_ON_CPU == "torch":
+        return [Finding("faiss", "ok", "FAISS is not installed; torch places the centroids of lists.")]
     if "error" in faiss:
         return [_not_loaded("faiss", faiss, "pip install --force-reinstall faiss-cpu")]
     text = f"FAISS {faiss['version']} from {packages[0] if packages else 'no package'}."

@@ -29,7 +29,8 @@ class Rendezvous:
         if sys.platform == "linux":
             self.address = f"@{name}"
         else:
-            self._directory = tempfile.mkdtemp(prefix=f"csattn-{os.getpid()}-")
+            # a socket's name has 103 bytes at most, and macOS's TMPDIR may take more
+            self._directory = tempfile.mkdtemp(prefix=f"csattn-{os.getpid()}-", dir="/tmp")
             self.address = str(Path(self._directory) / "socket")
         self._listener = socket.socket(socket.AF_UNIX)
         try:

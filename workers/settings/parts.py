@@ -153,7 +153,7 @@ class BuildSettings(_Part):
         "auto", "That prefills and indexes; auto: a GPU where there is one."
     )
     kmeans: Literal["faiss", "torch"] | None = setting(
-        None, "lists: places the centroids. Not set: torch on a GPU, else faiss."
+        None, "lists: places the centroids. Not set: torch on a GPU or macOS, else faiss."
     )
     chat: bool = setting(_BUILD.chat, "Wrap contexts by the model's chat template.")
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
 
 from tests.forks import FORKS
@@ -54,7 +53,7 @@ def runs(pid: int) -> bool:
 def named_files() -> set[str]:
     """Shared memory, and this process's sockets, that have names."""
     names = {str(file) for file in Path("/dev/shm").glob("csattn-*")}
-    names |= {str(file) for file in Path(tempfile.gettempdir()).glob(f"csattn-{os.getpid()}-*")}
+    names |= {str(file) for file in Path("/tmp").glob(f"csattn-{os.getpid()}-*")}
     sockets = Path("/proc/net/unix").read_text().splitlines() if os.path.exists("/proc/net/unix") else []
     return names | {line for line in sockets if f"csattn-{os.getpid()}-" in line}
 

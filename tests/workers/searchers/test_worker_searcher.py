@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from csattn.errors import ConfigError, SearchLostError
 from csattn.search import work
 from tests.workers.searchers.searching import Threads, make_artifact, make_step, search_layer, wait_until
 from workers.searchers import channel, step_searches, words, worker_searcher
+from workers.searchers.rendezvous import Rendezvous, connect
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher, choose_spins
 
@@ -190,6 +192,16 @@ def test_wrong_sizes_are_refused() -> None:
         WorkerSearcher(0, launch=Threads())
     with pytest.raises(ConfigError, match="got 1 CPUs for 2 search workers of 2 threads"):
         WorkerSearcher(2, threads_per_worker=2, cpus=[0], launch=Threads())
+
+
+def test_where_addresses_are_files_a_long_temporary_directory_does_no_harm(monkeypatch, tmp_path: Path) -> None:
+    """As on macOS; a socket's name has 103 bytes at most."""
+    (long := tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with Rendezvous() as meeting, connect(meeting.address), meeting.accept(10, lambda: None):
+        assert len(meeting.address) < 80
+    assert not Path(meeting.address).parent.exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not let threads keep to CPUs")

@@ -267,7 +267,7 @@ def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypa
     for name in ("layer-000.kv.safetensors", "layer-000.index.safetensors", "tokens.safetensors"):
         (tmp_path / name).write_bytes(bytes(1000))
     monkeypatch.setattr(moving, "_is_told", lambda path: False)
-    read = count_reads(monkeypatch)
+    read = count_reads(tmp_path, monkeypatch)
     moving.read_index(tmp_path)
     assert read == {"layer-000.index.safetensors": 1000, "tokens.safetensors": 1000}
     moving.read_rows(tmp_path, lambda: True)
@@ -287,7 +287,7 @@ def test_what_is_in_memory_is_not_read_again(tmp_path: Path, monkeypatch: pytest
     path, never = tmp_path / "layer-000.kv.safetensors", lambda: False
     path.write_bytes(bytes(2 * piece + 100))
     (tmp_path / "layer-001.kv.safetensors").touch()
-    read = count_reads(monkeypatch)
+    read = count_reads(tmp_path, monkeypatch)
     moving.read_rows(tmp_path, never)
     assert not read
     with path.open("rb+") as file:
@@ -301,13 +301,14 @@ def test_what_is_in_memory_is_not_read_again(tmp_path: Path, monkeypatch: pytest
     assert read == {path.name: piece}, "now it is"
 
 
-def count_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes that are read from now on, by file."""
+def count_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes that are read from now on, by file of the directory."""
     read, real = Counter[str](), os.pread
 
     def count(file: int, num_bytes: int, start: int) -> bytes:
         data = real(file, num_bytes, start)
-        read[Path(os.readlink(f"/proc/self/fd/{file}")).name] += len(data)
+        names = {path.stat().st_ino: path.name for path in directory.iterdir()}
+        read[names[os.fstat(file).st_ino]] += len(data)
         return data
 
     monkeypatch.setattr(moving.os, "pread", count)

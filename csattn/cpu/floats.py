@@ -9,8 +9,8 @@ from numba.extending import intrinsic
 
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, lane_0, larger, smaller
-from csattn.cpu.llvm import by_elements, by_values, shuffle
-from csattn.cpu.simd import LANES, F32x16, I32x16, Vector, as_bits, fill
+from csattn.cpu.llvm import Generate, by_elements, by_values, shuffle
+from csattn.cpu.simd import F32x16, F32xTile, I32x16, Vector, as_bits, fill
 
 F32x4 = Vector(types.float32, 4)
 
@@ -48,13 +48,22 @@ def narrowed(builder: ir.IRBuilder, value: Any, element: types.Type) -> Any:
 @intrinsic
 def load_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
     """Elements start, start + 1, ... start + 15 of a contiguous array as float32."""
+    return F32x16(array, start), _load_widened(array, F32x16)
 
+
+@intrinsic
+def load_tile_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
+    """The same of as many elements as F32xTile has lanes."""
+    return F32xTile(array, start), _load_widened(array, F32xTile)
+
+
+def _load_widened(array: types.Array, vector: Vector) -> Generate:
     def build(builder: ir.IRBuilder, place: Any) -> Any:
-        stored = ir.VectorType(place.type.pointee, LANES)
+        stored = ir.VectorType(place.type.pointee, vector.lanes)
         value = builder.load(builder.bitcast(place, stored.as_pointer()), align=1)
-        return widened(builder, value, array.dtype, LANES)
+        return widened(builder, value, array.dtype, vector.lanes)
 
-    return F32x16(array, start), by_elements(build)
+    return by_elements(build)
 
 
 @intrinsic
@@ -79,9 +88,9 @@ def _pair_sums(typing_context, a, b, distance):  # type: ignore[no-untyped-def]
     """Sums of lanes `distance` (a literal power of two) apart: of a where the lane has that bit 0, of b elsewhere."""
     if not isinstance(distance, types.IntegerLiteral):
         return None
-    bit = distance.literal_value
-    low = [LANES + (i ^ bit) if i & bit else i for i in range(LANES)]
-    high = [LANES + i if i & bit else i | bit for i in range(LANES)]
+    bit, lanes = distance.literal_value, a.lanes
+    low = [lanes + (i ^ bit) if i & bit else i for i in range(lanes)]
+    high = [lanes + i if i & bit else i | bit for i in range(lanes)]
 
     def build(builder: ir.IRBuilder, a: Any, b: Any, _: Any) -> Any:
         return builder.fadd(shuffle(builder, (a, b), low), shuffle(builder, (a, b), high))
@@ -91,7 +100,10 @@ def _pair_sums(typing_context, a, b, distance):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def sums_of_4(a, b, c, d):  # type: ignore[no-untyped-def]
-    """Four vectors, folded twice: lane i holds a part of the sum of vector i % 4; `sums_of_16` takes four of these."""
+    """Four vectors, folded twice: lane i holds a part of the sum of vector i % 4; `sums_of_16` takes four of these.
+
+    Every four lanes are folded by themselves, so that vectors may come in parts.
+    """
     return _pair_sums(_pair_sums(a, b, 1), _pair_sums(c, d, 1), 2)
 
 

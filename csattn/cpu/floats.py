@@ -1,5 +1,6 @@
 """Floats of any width as vectors of 16 float32, sums of vectors in one fixed order, and the exponential."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,8 @@ from numba.extending import intrinsic
 
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, lane_0, larger, smaller
-from csattn.cpu.llvm import Generate, by_elements, by_values, shuffle
-from csattn.cpu.simd import F32x16, F32xTile, I32x16, Vector, as_bits, fill
+from csattn.cpu.llvm import by_elements, by_values, shuffle
+from csattn.cpu.simd import LANES, F32x16, I32x16, Vector, as_bits, fill
 
 F32x4 = Vector(types.float32, 4)
 
@@ -48,22 +49,22 @@ def narrowed(builder: ir.IRBuilder, value: Any, element: types.Type) -> Any:
 @intrinsic
 def load_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
     """Elements start, start + 1, ... start + 15 of a contiguous array as float32."""
-    return F32x16(array, start), _load_widened(array, F32x16)
+    return F32x16(array, start), by_elements(partial(_load_widened, array.dtype, LANES))
 
 
 @intrinsic
-def load_tile_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
-    """The same of as many elements as F32xTile has lanes."""
-    return F32xTile(array, start), _load_widened(array, F32xTile)
+def load_floats_of(typing_context, vector, array, start):  # type: ignore[no-untyped-def]
+    """The same of as many elements as that type of float32 lanes has."""
+
+    def build(builder: ir.IRBuilder, place: Any, _: Any) -> Any:
+        return _load_widened(array.dtype, vector.instance_type.lanes, builder, place)
+
+    return vector.instance_type(vector, array, start), by_elements(build, 1)
 
 
-def _load_widened(array: types.Array, vector: Vector) -> Generate:
-    def build(builder: ir.IRBuilder, place: Any) -> Any:
-        stored = ir.VectorType(place.type.pointee, vector.lanes)
-        value = builder.load(builder.bitcast(place, stored.as_pointer()), align=1)
-        return widened(builder, value, array.dtype, vector.lanes)
-
-    return by_elements(build)
+def _load_widened(element: types.Type, lanes: int, builder: ir.IRBuilder, place: Any) -> Any:
+    stored = ir.VectorType(place.type.pointee, lanes)
+    return widened(builder, builder.load(builder.bitcast(place, stored.as_pointer()), align=1), element, lanes)
 
 
 @intrinsic

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.floats import F32x4, load_float, load_floats, load_tile_floats, sums_of_4, sums_of_16
+from csattn.cpu.floats import F32x4, load_float, load_floats, load_floats_of, sums_of_4, sums_of_16
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, part
 from csattn.cpu.simd import LANES, TILE_LANES, F32x16, F32xTile, fill, load, prefetch_early, store
@@ -81,8 +81,8 @@ def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, ahead, sums, ou
                 prefetch_early(weight, w1 + i + ahead)
                 prefetch_early(weight, w2 + i + ahead)
                 prefetch_early(weight, w3 + i + ahead)
-            v0, v1 = load_tile_floats(weight, w0 + i), load_tile_floats(weight, w1 + i)
-            v2, v3 = load_tile_floats(weight, w2 + i), load_tile_floats(weight, w3 + i)
+            v0, v1 = load_floats_of(F32xTile, weight, w0 + i), load_floats_of(F32xTile, weight, w1 + i)
+            v2, v3 = load_floats_of(F32xTile, weight, w2 + i), load_floats_of(F32xTile, weight, w3 + i)
             xs = load(F32xTile, x, x0 + i)
             a0, a1, a2, a3 = fma(xs, v0, a0), fma(xs, v1, a1), fma(xs, v2, a2), fma(xs, v3, a3)
             xs = load(F32xTile, x, x1 + i)

@@ -70,7 +70,7 @@ def add_byte_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
     """sums[i] + the sum over lane i's four bytes of a, unsigned, times those of b, from 0 to 15, as 32-bit lanes."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return add_dots(builder, context.codegen().magic_tuple(), "udot", *args)
+        return add_dots(builder, context.codegen().magic_tuple(), "u", *args)
 
     return sums(sums, a, b), generate
 
@@ -83,7 +83,7 @@ def add_half_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         target = context.codegen().magic_tuple()
         if not _sums_in_halves(sig.return_type, target[2]):
-            return add_dots(builder, target, "sdot", *args)
+            return add_dots(builder, target, "s", *args)
         halves = ir.VectorType(ir.IntType(16), 2 * sig.return_type.lanes)
         pairs = _pairs(builder, "+avx512bw" in target[2], args[1], args[2])
         return builder.bitcast(builder.add(builder.bitcast(args[0], halves), pairs), args[0].type)
@@ -106,18 +106,18 @@ def join_halves(typing_context, a, b):  # type: ignore[no-untyped-def]
     return sig, generate
 
 
-def add_dots(builder: ir.IRBuilder, target: tuple[str, str, str], of_arm: str, sums: Any, a: Any, b: Any) -> Any:
+def add_dots(builder: ir.IRBuilder, target: tuple[str, str, str], sign: str, sums: Any, a: Any, b: Any) -> Any:
     """The code for a machine: LLVM's triple, the CPU's name, its features.
 
-    of_arm: ARM's instruction for bytes of these ranges, all of them signed or all unsigned.
+    sign: all bytes may be taken as signed (s), or all as unsigned (u).
     """
     triple, cpu, features = target
     if sums.type.count == 16 and "+avx512vnni" in features:
         return _fused_dots(builder, sums, a, b)
     if sums.type.count == 16 and "+avx2" in features:
         return builder.add(sums, pairs_of_pairs(builder, "+avx512bw" in features, a, b))
-    if has_arm_dots(triple, cpu, features):
-        return _arm_dots(builder, of_arm, sums, a, b)
+    if triple.startswith(("aarch64", "arm64")):
+        return _arm_dots(builder, sign, has_arm_dots(triple, cpu, features), sums, a, b)
     return plain_byte_dots(builder, sums, a, b)
 
 
@@ -161,12 +161,10 @@ def pairs_of_pairs(builder: ir.IRBuilder, whole: bool, a: Any, b: Any) -> Any:
 
 @cache
 def has_arm_dots(triple: str, cpu: str, features: str) -> bool:
-    """Whether LLVM's code for a machine may have ARM's sdot and udot.
+    """Whether LLVM's code for an ARM machine may have sdot and udot.
 
-    `features` does not tell: LLVM reads it off a running ARM machine without them, and knows them by the CPU's name.
+    `features` does not tell: LLVM reads it off a running machine without them, and knows them by the CPU's name.
     """
-    if not triple.startswith(("aarch64", "arm64")):
-        return False
     machine = llvmlite.binding.Target.from_triple(triple).create_target_machine(cpu, features)
     module = llvmlite.binding.parse_assembly(_SUM_OF_PRODUCTS)
     module.triple = triple
@@ -185,13 +183,22 @@ define i32 @sum_of_products(<16 x i8> %a, <16 x i8> %b) {
 """
 
 
-def _arm_dots(builder: ir.IRBuilder, name: str, *operands: Any) -> Any:
-    """Sums with the dots of bytes added by ARM's instruction of that name, four lanes at a time."""
-    four, as_bytes, parts = ir.VectorType(ir.IntType(32), 4), ir.VectorType(ir.IntType(8), 16), []
+def _arm_dots(builder: ir.IRBuilder, sign: str, in_one: bool, *operands: Any) -> Any:
+    """Four lanes at a time, in one instruction, or by products and sums of pairs in 16 bits, which are wide enough."""
+    i8, i16, i32, parts = ir.IntType(8), ir.IntType(16), ir.IntType(32), []
     for first in range(0, operands[0].type.count, 4):
-        sums, a, b = (shuffle(builder, [x, x], list(range(first, first + 4))) for x in operands)
-        bytes_of_both = [builder.bitcast(x, as_bytes) for x in (a, b)]
-        parts.append(call(builder, f"llvm.aarch64.neon.{name}.v4i32.v16i8", four, [sums, *bytes_of_both]))
+        sums, *factors = (shuffle(builder, [x, x], list(range(first, first + 4))) for x in operands)
+        factors = [builder.bitcast(x, ir.VectorType(i8, 16)) for x in factors]
+        if in_one:
+            parts.append(call(builder, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", sums.type, [sums, *factors]))
+            continue
+        products = []
+        for half in (list(range(8)), list(range(8, 16))):
+            halves = [shuffle(builder, [x, x], half) for x in factors]
+            products.append(call(builder, f"llvm.aarch64.neon.{sign}mull.v8i16", ir.VectorType(i16, 8), halves))
+        pairs = call(builder, "llvm.aarch64.neon.addp.v8i16", ir.VectorType(i16, 8), products)
+        fours = call(builder, f"llvm.aarch64.neon.{sign}addlp.v4i32.v8i16", ir.VectorType(i32, 4), [pairs])
+        parts.append(builder.add(sums, fours))
     while len(parts) > 1:
         order = list(range(2 * parts[0].type.count))
         parts = [shuffle(builder, parts[i : i + 2], order) for i in range(0, len(parts), 2)]

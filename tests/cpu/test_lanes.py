@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 import pytest
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -110,28 +108,6 @@ def test_bytes_are_multiplied_as_this_machine_does_it(vector: Vector, rng: np.ra
     _half_dots(vector, vector.lanes, begin, a, b, joined)
     both = np.stack([begin.reshape(-1, vector.lanes), want.reshape(-1, vector.lanes)], axis=1)
     np.testing.assert_array_equal(joined, both.reshape(-1).astype(np.uint16))
-
-
-@pytest.mark.parametrize(
-    "cpu, has_dots", [("", False), ("cortex-a72", False), ("neoverse-n1", True), ("apple-m1", True)]
-)
-@pytest.mark.parametrize("sign", ["s", "u"])
-def test_code_for_arm_has_its_dots_where_it_may(cpu: str, has_dots: bool, sign: str) -> None:
-    """As LLVM makes it here for machines that say as little of their features as they do."""
-    target = "aarch64-unknown-linux-gnu", cpu, "+neon"
-    llvmlite.binding.initialize_all_targets()
-    llvmlite.binding.initialize_all_asmprinters()
-    lanes_16 = I32x16.llvm_type()
-    module = ir.Module()
-    function = ir.Function(module, ir.FunctionType(lanes_16, [lanes_16] * 3), "dots")
-    builder = ir.IRBuilder(function.append_basic_block())
-    builder.ret(byte_lanes.add_dots(builder, target, sign, *function.args))
-    module.triple = target[0]
-    machine = llvmlite.binding.Target.from_triple(target[0]).create_target_machine(*target[1:])
-    code = machine.emit_assembly(llvmlite.binding.parse_assembly(str(module)))
-    of_four = {f"{sign}dot": 1} if has_dots else {f"{sign}mull": 1, f"{sign}mull2": 1, "addp": 1, f"{sign}adalp": 1}
-    found = {name: code.count(f"\t{name}\t") for name in ("sdot", "udot", *of_four)}
-    assert found == {"sdot": 0, "udot": 0} | {name: 4 * count for name, count in of_four.items()}, code
 
 
 @exact_kernel

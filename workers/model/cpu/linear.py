@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.floats import F32x4, load_float, load_floats, load_floats_of, sums_of_4, sums_of_16
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.lanes import fma, part
+from csattn.cpu.lanes import fma, part, with_part
 from csattn.cpu.simd import LANES, TILE_LANES, F32x16, F32xTile, fill, load, prefetch_early, store
 
 TILE = 4  # rows and outputs whose sums stay in registers
@@ -68,7 +68,8 @@ def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, ahead, sums, ou
     """sums[(row + r) * 16 + out + c] for four r and c; rows behind the last are taken for the last."""
     x0, x1 = row * num_in, min(row + 1, last_row) * num_in
     x2, x3 = min(row + 2, last_row) * num_in, min(row + 3, last_row) * num_in
-    zero, fours = fill(F32xTile, 0.0), np.empty(TILE * LANES, np.float32)
+    zero, none = fill(F32xTile, 0.0), fill(F32x16, 0.0)
+    a, b, c, d = none, none, none, none
     whole = num_in - num_in % LANES
     for lane in range(0, LANES, TILE_LANES):
         a0, a1, a2, a3 = zero, zero, zero, zero
@@ -91,12 +92,9 @@ def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, ahead, sums, ou
             c0, c1, c2, c3 = fma(xs, v0, c0), fma(xs, v1, c1), fma(xs, v2, c2), fma(xs, v3, c3)
             xs = load(F32xTile, x, x3 + i)
             d0, d1, d2, d3 = fma(xs, v0, d0), fma(xs, v1, d1), fma(xs, v2, d2), fma(xs, v3, d3)
-        store(fours, lane, sums_of_4(a0, a1, a2, a3))
-        store(fours, LANES + lane, sums_of_4(b0, b1, b2, b3))
-        store(fours, 2 * LANES + lane, sums_of_4(c0, c1, c2, c3))
-        store(fours, 3 * LANES + lane, sums_of_4(d0, d1, d2, d3))
-    a, b = load(F32x16, fours, 0), load(F32x16, fours, LANES)
-    totals = sums_of_16(a, b, load(F32x16, fours, 2 * LANES), load(F32x16, fours, 3 * LANES))
+        a, b = with_part(a, sums_of_4(a0, a1, a2, a3), lane), with_part(b, sums_of_4(b0, b1, b2, b3), lane)
+        c, d = with_part(c, sums_of_4(c0, c1, c2, c3), lane), with_part(d, sums_of_4(d0, d1, d2, d3), lane)
+    totals = sums_of_16(a, b, c, d)
     at = row * LANES + out
     store(sums, at, part(F32x4, totals, 0))
     store(sums, at + LANES, part(F32x4, totals, 1))

@@ -1,7 +1,9 @@
 """Operations on lanes of four bytes: shuffles, and sums of products of bytes."""
 
+from functools import cache
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -65,24 +67,25 @@ def bits_of_bytes(typing_context, value, first, count):  # type: ignore[no-untyp
 
 @intrinsic
 def add_byte_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
-    """sums[i] + the sum over lane i's four bytes of a, unsigned, times those of b, signed, as 32-bit lanes.
+    """sums[i] + the sum over lane i's four bytes of a, unsigned, times those of b, from 0 to 15, as 32-bit lanes."""
 
-    Of each two factors one must be below 16.
-    """
-    return sums(sums, a, b), _add_byte_dots
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return add_dots(builder, context.codegen().magic_tuple(), "u", *args)
+
+    return sums(sums, a, b), generate
 
 
 @intrinsic
 def add_half_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
-    """As `add_byte_dots`, modulo 2**16, of which `join_halves` makes the sums."""
+    """The same of bytes of a, from 0 to 15, and of b, signed, modulo 2**16: `join_halves` makes sums of it."""
     sig = sums(sums, a, b)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        features = context.codegen().magic_tuple()[2]
-        if not _sums_in_halves(sig.return_type, features):
-            return _add_byte_dots(context, builder, sig, args)
+        target = context.codegen().magic_tuple()
+        if not _sums_in_halves(sig.return_type, target[2]):
+            return add_dots(builder, target, "s", *args)
         halves = ir.VectorType(ir.IntType(16), 2 * sig.return_type.lanes)
-        pairs = _pairs(builder, "+avx512bw" in features, args[1], args[2])
+        pairs = _pairs(builder, "+avx512bw" in target[2], args[1], args[2])
         return builder.bitcast(builder.add(builder.bitcast(args[0], halves), pairs), args[0].type)
 
     return sig, generate
@@ -103,13 +106,19 @@ def join_halves(typing_context, a, b):  # type: ignore[no-untyped-def]
     return sig, generate
 
 
-def _add_byte_dots(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-    features = context.codegen().magic_tuple()[2]
-    if sig.return_type.lanes == 16 and "+avx512vnni" in features:
-        return _fused_dots(builder, *args)
-    if sig.return_type.lanes == 16 and "+avx2" in features:
-        return builder.add(args[0], pairs_of_pairs(builder, "+avx512bw" in features, args[1], args[2]))
-    return plain_byte_dots(builder, *args)
+def add_dots(builder: ir.IRBuilder, target: tuple[str, str, str], sign: str, sums: Any, a: Any, b: Any) -> Any:
+    """The code for a machine: LLVM's triple, the CPU's name, its features.
+
+    sign: all bytes may be taken as signed (s), or all as unsigned (u).
+    """
+    triple, cpu, features = target
+    if sums.type.count == 16 and "+avx512vnni" in features:
+        return _fused_dots(builder, sums, a, b)
+    if sums.type.count == 16 and "+avx2" in features:
+        return builder.add(sums, pairs_of_pairs(builder, "+avx512bw" in features, a, b))
+    if triple.startswith(("aarch64", "arm64")):
+        return _arm_dots(builder, sign, has_arm_dots(triple, cpu, features), sums, a, b)
+    return plain_byte_dots(builder, sums, a, b)
 
 
 def _sums_in_halves(vector: Vector, features: str) -> bool:
@@ -148,6 +157,52 @@ def pairs_of_pairs(builder: ir.IRBuilder, whole: bool, a: Any, b: Any) -> Any:
         part = shuffle(builder, [pairs] * 2, list(range(first, first + 16)))
         halves.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(i32, 8), [part, ones]))
     return shuffle(builder, halves, list(range(16)))
+
+
+@cache
+def has_arm_dots(triple: str, cpu: str, features: str) -> bool:
+    """Whether LLVM's code for an ARM machine may have sdot and udot.
+
+    `features` does not tell: LLVM reads it off a running machine without them, and knows them by the CPU's name.
+    """
+    machine = llvmlite.binding.Target.from_triple(triple).create_target_machine(cpu, features)
+    module = llvmlite.binding.parse_assembly(_SUM_OF_PRODUCTS)
+    module.triple = triple
+    return "udot" in machine.emit_assembly(module)
+
+
+_SUM_OF_PRODUCTS = """
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+define i32 @sum_of_products(<16 x i8> %a, <16 x i8> %b) {
+    %wide_a = zext <16 x i8> %a to <16 x i32>
+    %wide_b = zext <16 x i8> %b to <16 x i32>
+    %products = mul <16 x i32> %wide_a, %wide_b
+    %sum = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %products)
+    ret i32 %sum
+}
+"""
+
+
+def _arm_dots(builder: ir.IRBuilder, sign: str, in_one: bool, *operands: Any) -> Any:
+    """Four lanes at a time, in one instruction, or by products and sums of pairs in 16 bits, which are wide enough."""
+    i8, i16, i32, parts = ir.IntType(8), ir.IntType(16), ir.IntType(32), []
+    for first in range(0, operands[0].type.count, 4):
+        sums, *factors = (shuffle(builder, [x, x], list(range(first, first + 4))) for x in operands)
+        factors = [builder.bitcast(x, ir.VectorType(i8, 16)) for x in factors]
+        if in_one:
+            parts.append(call(builder, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", sums.type, [sums, *factors]))
+            continue
+        products = []
+        for half in (list(range(8)), list(range(8, 16))):
+            halves = [shuffle(builder, [x, x], half) for x in factors]
+            products.append(call(builder, f"llvm.aarch64.neon.{sign}mull.v8i16", ir.VectorType(i16, 8), halves))
+        pairs = call(builder, "llvm.aarch64.neon.addp.v8i16", ir.VectorType(i16, 8), products)
+        fours = call(builder, f"llvm.aarch64.neon.{sign}addlp.v4i32.v8i16", ir.VectorType(i32, 4), [pairs])
+        parts.append(builder.add(sums, fours))
+    while len(parts) > 1:
+        order = list(range(2 * parts[0].type.count))
+        parts = [shuffle(builder, parts[i : i + 2], order) for i in range(0, len(parts), 2)]
+    return parts[0]
 
 
 def plain_byte_dots(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:

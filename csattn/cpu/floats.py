@@ -1,5 +1,6 @@
 """Floats of any width as vectors of 16 float32, sums of vectors in one fixed order, and the exponential."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,22 @@ def narrowed(builder: ir.IRBuilder, value: Any, element: types.Type) -> Any:
 @intrinsic
 def load_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
     """Elements start, start + 1, ... start + 15 of a contiguous array as float32."""
+    return F32x16(array, start), by_elements(partial(_load_widened, array.dtype, LANES))
 
-    def build(builder: ir.IRBuilder, place: Any) -> Any:
-        stored = ir.VectorType(place.type.pointee, LANES)
-        value = builder.load(builder.bitcast(place, stored.as_pointer()), align=1)
-        return widened(builder, value, array.dtype, LANES)
 
-    return F32x16(array, start), by_elements(build)
+@intrinsic
+def load_floats_of(typing_context, vector, array, start):  # type: ignore[no-untyped-def]
+    """The same of as many elements as that type of float32 lanes has."""
+
+    def build(builder: ir.IRBuilder, place: Any, _: Any) -> Any:
+        return _load_widened(array.dtype, vector.instance_type.lanes, builder, place)
+
+    return vector.instance_type(vector, array, start), by_elements(build, 1)
+
+
+def _load_widened(element: types.Type, lanes: int, builder: ir.IRBuilder, place: Any) -> Any:
+    stored = ir.VectorType(place.type.pointee, lanes)
+    return widened(builder, builder.load(builder.bitcast(place, stored.as_pointer()), align=1), element, lanes)
 
 
 @intrinsic
@@ -79,9 +89,9 @@ def _pair_sums(typing_context, a, b, distance):  # type: ignore[no-untyped-def]
     """Sums of lanes `distance` (a literal power of two) apart: of a where the lane has that bit 0, of b elsewhere."""
     if not isinstance(distance, types.IntegerLiteral):
         return None
-    bit = distance.literal_value
-    low = [LANES + (i ^ bit) if i & bit else i for i in range(LANES)]
-    high = [LANES + i if i & bit else i | bit for i in range(LANES)]
+    bit, lanes = distance.literal_value, a.lanes
+    low = [lanes + (i ^ bit) if i & bit else i for i in range(lanes)]
+    high = [lanes + i if i & bit else i | bit for i in range(lanes)]
 
     def build(builder: ir.IRBuilder, a: Any, b: Any, _: Any) -> Any:
         return builder.fadd(shuffle(builder, (a, b), low), shuffle(builder, (a, b), high))
@@ -91,7 +101,10 @@ def _pair_sums(typing_context, a, b, distance):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def sums_of_4(a, b, c, d):  # type: ignore[no-untyped-def]
-    """Four vectors, folded twice: lane i holds a part of the sum of vector i % 4; `sums_of_16` takes four of these."""
+    """Four vectors, folded twice: lane i holds a part of the sum of vector i % 4; `sums_of_16` takes four of these.
+
+    Every four lanes are folded by themselves, so that vectors may come in parts.
+    """
     return _pair_sums(_pair_sums(a, b, 1), _pair_sums(c, d, 1), 2)
 
 

@@ -24,6 +24,23 @@ def part(typing_context, vector, value, number):  # type: ignore[no-untyped-def]
     return sig, by_values(lambda builder, _, value, number: shuffle(builder, (value, value), order))
 
 
+@intrinsic
+def with_part(typing_context, value, part, first):  # type: ignore[no-untyped-def]
+    """The vector with the lanes of a shorter one, or of one as long, in place of its own from lane `first` on."""
+    sig = value(value, part, types.intp)
+
+    def build(builder: ir.IRBuilder, value: Any, part: Any, first: Any) -> Any:
+        if part.type.count == value.type.count:
+            return part
+        memory = cgutils.alloca_once(builder, value.type)
+        builder.store(value, memory)
+        place = builder.gep(builder.bitcast(memory, value.type.element.as_pointer()), [first])
+        builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=1)
+        return builder.load(memory)
+
+    return sig, by_values(build)
+
+
 def _compare(builder: ir.IRBuilder, vector: Vector) -> Any:
     """The comparison of such lanes."""
     if vector.is_float:

@@ -1,11 +1,12 @@
 """Vectors as values inside kernels: `a = load(I32x16, x, i)`, `a * b + c`, `store(x, i, a)`; see also `lanes.py`.
 
-LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, and but for
-`byte_lanes.add_byte_dots` no instruction is named. Loads and stores need no alignment and check no bounds. Integers
-wrap around; floats round at each operation.
+LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, and but in
+`byte_lanes` and `lanes.pack_lanes` no instruction is named. Loads and stores need no alignment and check no bounds.
+Integers wrap around; floats round at each operation.
 """
 
 import operator
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,10 @@ U16x32 = Vector(types.uint16, 32)
 I32x16 = Vector(types.int32, 16)
 F32x16 = Vector(types.float32, 16)
 F64x16 = Vector(types.float64, 16)
+# Kernels that hold sixteen vectors and more at a time hold narrower ones where 32 registers have four lanes each
+TILE_LANES = 4 if platform.machine() in ("aarch64", "arm64") else LANES
+I32xTile = Vector(types.int32, TILE_LANES)
+F32xTile = Vector(types.float32, TILE_LANES)
 
 
 def _define_arithmetic(op: Callable[[Any, Any], Any], build: Callable[[ir.IRBuilder, Vector, Any, Any], Any]) -> None:

@@ -29,14 +29,19 @@ def pause(typing_context):  # type: ignore[no-untyped-def]
     sig = types.void()
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        triple = context.codegen().magic_tuple()[0]
-        if triple.startswith(("x86_64", "i686")):
-            call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        elif triple.startswith(("aarch64", "arm64")):
-            call(builder, "llvm.aarch64.hint", ir.VoidType(), [ir.IntType(32)(1)])
+        add_pause(builder, context.codegen().magic_tuple()[0])
         return context.get_dummy_value()
 
     return sig, generate
+
+
+def add_pause(builder: ir.IRBuilder, triple: str) -> None:
+    """The code of `pause` for machines that LLVM calls by that triple."""
+    if triple.startswith(("x86_64", "i686")):
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+    elif triple.startswith(("aarch64", "arm64")):
+        # isb, which waits for the pipeline: `yield` does nothing on most cores, and PAUSES would be over at once
+        call(builder, "llvm.aarch64.isb", ir.VoidType(), [ir.IntType(32)(15)])
 
 
 @intrinsic

@@ -12,7 +12,22 @@ from numpy.typing import NDArray
 from csattn.cpu.byte_lanes import add_byte_dots, spread_byte, turn_fours
 from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
-from csattn.cpu.simd import LANES, F32x16, I32x16, U16x16, U16x32, as_bits, convert, fill, load, prefetch_early, store
+from csattn.cpu.simd import (
+    LANES,
+    TILE_LANES,
+    F32x16,
+    F32xTile,
+    I32x16,
+    I32xTile,
+    U16x16,
+    U16x32,
+    as_bits,
+    convert,
+    fill,
+    load,
+    prefetch_early,
+    store,
+)
 from csattn.search.sketch_group_scores import NOT_COUNTED
 from csattn.sketch.codes import BLOCK_KEYS, FINE_BITS
 
@@ -119,16 +134,17 @@ def _add_one(
     sums: NDArray[np.float32],
     of_row: tuple[int, int],
 ) -> None:
-    zero, mask, step = fill(I32x16, 0), fill(I32x16, _FINE_MASK), fill(I32x16, FINE_BITS)
-    at, to = of_row
-    row = zero, zero, zero, zero
-    for block in range(num_blocks):
-        begin = (place + block * num_words) * BLOCK_KEYS
-        for i in range(begin, begin + BLOCK_KEYS, LANES):
-            word = turn_fours(load(I32x16, codes, i))
-            row = _add_word(row, word & mask, (word >> step) & mask, weights, at)
-            at += 2 * LANES
-    _add_to(sums, to, row, scale)
+    zero, mask, step = fill(I32xTile, 0), fill(I32xTile, _FINE_MASK), fill(I32xTile, FINE_BITS)
+    for lane in range(0, LANES, TILE_LANES):
+        at, to = of_row[0] + lane, of_row[1] + lane
+        row = zero, zero, zero, zero
+        for block in range(num_blocks):
+            begin = (place + block * num_words) * BLOCK_KEYS
+            for i in range(begin, begin + BLOCK_KEYS, LANES):
+                word = turn_fours(load(I32xTile, codes, i + lane))
+                row = _add_word(row, word & mask, (word >> step) & mask, weights, at)
+                at += 2 * LANES
+        _add_to(sums, to, row, scale)
 
 
 @exact_kernel
@@ -143,35 +159,37 @@ def _add_four(
     of_rows: tuple[int, int, int, int, int],
     skip: int,  # of the four rows, those that have been added before
 ) -> None:
-    zero, mask, step = fill(I32x16, 0), fill(I32x16, _FINE_MASK), fill(I32x16, FINE_BITS)
-    row, at, row_weights, to, row_sums = of_rows
+    zero, mask, step = fill(I32xTile, 0), fill(I32xTile, _FINE_MASK), fill(I32xTile, FINE_BITS)
+    row, first_weight, row_weights, first_sum, row_sums = of_rows
     none = zero, zero, zero, zero
-    a, b, c, d = none, none, none, none
-    for block in range(num_blocks):
-        begin = (place + block * num_words) * BLOCK_KEYS
-        for i in range(begin, begin + BLOCK_KEYS, LANES):
-            word = turn_fours(load(I32x16, codes, i))
-            if i % (2 * LANES) != 0:  # the others `weigh_chunk` has asked for
-                prefetch_early(codes, i + AHEAD_BLOCKS * num_words * BLOCK_KEYS)
-            low, high = word & mask, (word >> step) & mask
-            a = _add_word(a, low, high, weights, at)
-            b = _add_word(b, low, high, weights, at + row_weights)
-            c = _add_word(c, low, high, weights, at + 2 * row_weights)
-            d = _add_word(d, low, high, weights, at + 3 * row_weights)
-            at += 2 * LANES
-    if skip < 1:
-        _add_to(sums, to, a, scales[row])
-    if skip < 2:
-        _add_to(sums, to + row_sums, b, scales[row + 1])
-    if skip < 3:
-        _add_to(sums, to + 2 * row_sums, c, scales[row + 2])
-    _add_to(sums, to + 3 * row_sums, d, scales[row + 3])
+    for lane in range(0, LANES, TILE_LANES):
+        at, to = first_weight + lane, first_sum + lane
+        a, b, c, d = none, none, none, none
+        for block in range(num_blocks):
+            begin = (place + block * num_words) * BLOCK_KEYS
+            for i in range(begin, begin + BLOCK_KEYS, LANES):
+                word = turn_fours(load(I32xTile, codes, i + lane))
+                if lane == 0 and i % (2 * LANES) != 0:  # the others `weigh_chunk` has asked for
+                    prefetch_early(codes, i + AHEAD_BLOCKS * num_words * BLOCK_KEYS)
+                low, high = word & mask, (word >> step) & mask
+                a = _add_word(a, low, high, weights, at)
+                b = _add_word(b, low, high, weights, at + row_weights)
+                c = _add_word(c, low, high, weights, at + 2 * row_weights)
+                d = _add_word(d, low, high, weights, at + 3 * row_weights)
+                at += 2 * LANES
+        if skip < 1:
+            _add_to(sums, to, a, scales[row])
+        if skip < 2:
+            _add_to(sums, to + row_sums, b, scales[row + 1])
+        if skip < 3:
+            _add_to(sums, to + 2 * row_sums, c, scales[row + 2])
+        _add_to(sums, to + 3 * row_sums, d, scales[row + 3])
 
 
 @inlined_kernel
 def _add_word(sums, low, high, weights, at):  # type: ignore[no-untyped-def]
     """Sums of one row: lower halves times lower bytes, times upper bytes, and the upper halves likewise."""
-    lower, upper = load(I32x16, weights, at), load(I32x16, weights, at + LANES)
+    lower, upper = load(I32xTile, weights, at), load(I32xTile, weights, at + LANES)
     return (
         add_byte_dots(sums[0], lower, low),
         add_byte_dots(sums[1], upper, low),
@@ -182,8 +200,8 @@ def _add_word(sums, low, high, weights, at):  # type: ignore[no-untyped-def]
 
 @inlined_kernel
 def _add_to(sums, to, row, scale):  # type: ignore[no-untyped-def]
-    eight, scales = fill(I32x16, 8), fill(F32x16, scale)
-    low = convert(F32x16, row[0] + (row[1] << eight))
-    high = convert(F32x16, row[2] + (row[3] << eight))
-    store(sums, to, fma(low, scales, load(F32x16, sums, to)))
-    store(sums, to + LANES, fma(high, scales, load(F32x16, sums, to + LANES)))
+    eight, scales = fill(I32xTile, 8), fill(F32xTile, scale)
+    low = convert(F32xTile, row[0] + (row[1] << eight))
+    high = convert(F32xTile, row[2] + (row[3] << eight))
+    store(sums, to, fma(low, scales, load(F32xTile, sums, to)))
+    store(sums, to + LANES, fma(high, scales, load(F32xTile, sums, to + LANES)))

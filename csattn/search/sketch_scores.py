@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at
 from csattn.cpu.byte_lanes import add_half_dots, bits_of_bytes, join_halves
 from csattn.cpu.jit import exact_kernel, inlined_kernel
-from csattn.cpu.simd import LANES, I32x16, fill, load, prefetch_early, store
+from csattn.cpu.simd import LANES, TILE_LANES, I32xTile, fill, load, prefetch_early, store
 from csattn.search.sketch import query_places, rows_of_segment
 from csattn.search.sketch_group_scores import BIAS, keep_greatest
 from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS
 from csattn.sketch.reference import NORMALISER_KEYS
 
 AHEAD_WORDS = 16384  # prefetch distance: 64 KiB; hardware stops at every page
+TILE_KEYS = 4 * TILE_LANES  # whose sums, of four rows, stay in registers
 STEP_KEYS = 1024  # whose codes stay in the caches while all of the group's rows are scored
 
 
@@ -114,23 +115,30 @@ def _score_one(
     scores: NDArray[np.uint16],
     at: int,
 ) -> None:
-    begin = fill(I32x16, _biased(offset))
+    begin = fill(I32xTile, _biased(offset))
     num_fine, num_coarse = size
-    for block in range(first, last):
+    words = num_fine + num_coarse
+    for tile in range(first * BLOCK_KEYS, last * BLOCK_KEYS, TILE_KEYS):
         sums = begin, begin, begin, begin
-        i, m = block * (num_fine + num_coarse) * BLOCK_KEYS, place
+        i, m = _place_of(tile, words), place
         for _ in range(num_fine):
             sums = _add_fine(sums, codes, i, multipliers, m)
             i, m = i + BLOCK_KEYS, m + 2
         for _ in range(num_coarse):
             sums = _add_coarse(sums, codes, i, multipliers, m)
             i, m = i + BLOCK_KEYS, m + 4
-        _store_scores(scores, at + (block - first) * BLOCK_KEYS, sums[0], sums[1], sums[2], sums[3])
+        _store_scores(scores, at + tile - first * BLOCK_KEYS, sums[0], sums[1], sums[2], sums[3])
+
+
+@inlined_kernel
+def _place_of(key, words):  # type: ignore[no-untyped-def]
+    """Where the first of a key's words lies: those of a block are together, each of all its keys."""
+    return key // BLOCK_KEYS * words * BLOCK_KEYS + key % BLOCK_KEYS
 
 
 @inlined_kernel
 def _add_fine(sums, codes, at, multipliers, place):  # type: ignore[no-untyped-def]
-    """One query row's sums of 64 keys with a word's codes added, four at a time."""
+    """One query row's sums of a tile of keys with a word's codes added, four at a time."""
     word = _load_word(codes, at)
     sums = _add_one(sums, word, 0, FINE_BITS, multipliers[np.uint64(place)])
     return _add_one(sums, word, 4, FINE_BITS, multipliers[np.uint64(place + 1)])
@@ -147,7 +155,7 @@ def _add_coarse(sums, codes, at, multipliers, place):  # type: ignore[no-untyped
 
 @inlined_kernel
 def _add_one(sums, word, first, count, multiplier):  # type: ignore[no-untyped-def]
-    m = fill(I32x16, multiplier)
+    m = fill(I32xTile, multiplier)
     return (
         add_half_dots(sums[0], bits_of_bytes(word[0], first, count), m),
         add_half_dots(sums[1], bits_of_bytes(word[1], first, count), m),
@@ -172,21 +180,22 @@ def _score_four(
     num_fine, num_coarse = size
     place, row_multipliers, offset_place, row_offsets = of_rows
     begin = (
-        fill(I32x16, _biased(offsets[offset_place])),
-        fill(I32x16, _biased(offsets[offset_place + row_offsets])),
-        fill(I32x16, _biased(offsets[offset_place + 2 * row_offsets])),
-        fill(I32x16, _biased(offsets[offset_place + 3 * row_offsets])),
+        fill(I32xTile, _biased(offsets[offset_place])),
+        fill(I32xTile, _biased(offsets[offset_place + row_offsets])),
+        fill(I32xTile, _biased(offsets[offset_place + 2 * row_offsets])),
+        fill(I32xTile, _biased(offsets[offset_place + 3 * row_offsets])),
     )
-    for block in range(first, last):
-        a, b, c, d = begin, begin, begin, begin  # of 16 keys each, four rows' sums
-        i, m = block * (num_fine + num_coarse) * BLOCK_KEYS, place
+    words = num_fine + num_coarse
+    for tile in range(first * BLOCK_KEYS, last * BLOCK_KEYS, TILE_KEYS):
+        a, b, c, d = begin, begin, begin, begin  # of a quarter of the keys each, four rows' sums
+        i, m = _place_of(tile, words), place
         for _ in range(num_fine):
             a, b, c, d = _add_fine_to_four(a, b, c, d, codes, i, multipliers, m, row_multipliers)
             i, m = i + BLOCK_KEYS, m + 2
         for _ in range(num_coarse):
             a, b, c, d = _add_coarse_to_four(a, b, c, d, codes, i, multipliers, m, row_multipliers)
             i, m = i + BLOCK_KEYS, m + 4
-        to = at + (block - first) * BLOCK_KEYS
+        to = at + tile - first * BLOCK_KEYS
         _store_scores(scores, to, a[0], b[0], c[0], d[0])
         _store_scores(scores, to + stride, a[1], b[1], c[1], d[1])
         _store_scores(scores, to + 2 * stride, a[2], b[2], c[2], d[2])
@@ -195,7 +204,7 @@ def _score_four(
 
 @inlined_kernel
 def _add_fine_to_four(a, b, c, d, codes, at, multipliers, place, row_multipliers):  # type: ignore[no-untyped-def]
-    """Four query rows' sums, of 16 keys each in a, b, c and d, with a word's codes added, four at a time."""
+    """Four rows' sums, of a quarter of a tile each in a, b, c and d, with a word's codes added, four at a time."""
     word = _load_word(codes, at)
     a, b, c, d = _add_bits(a, b, c, d, word, 0, FINE_BITS, _of_rows(multipliers, place, row_multipliers))
     return _add_bits(a, b, c, d, word, 4, FINE_BITS, _of_rows(multipliers, place + 1, row_multipliers))
@@ -234,30 +243,30 @@ def _add_four(sums, codes, multipliers):  # type: ignore[no-untyped-def]
 def _of_rows(values, place, step):  # type: ignore[no-untyped-def]
     """Four rows' values, each in all lanes."""
     return (
-        fill(I32x16, values[np.uint64(place)]),
-        fill(I32x16, values[np.uint64(place + step)]),
-        fill(I32x16, values[np.uint64(place + 2 * step)]),
-        fill(I32x16, values[np.uint64(place + 3 * step)]),
+        fill(I32xTile, values[np.uint64(place)]),
+        fill(I32xTile, values[np.uint64(place + step)]),
+        fill(I32xTile, values[np.uint64(place + 2 * step)]),
+        fill(I32xTile, values[np.uint64(place + 3 * step)]),
     )
 
 
 @inlined_kernel
 def _load_word(codes, at):  # type: ignore[no-untyped-def]
-    """A word of 64 keys; what is needed a little later is asked for."""
-    for line in range(0, BLOCK_KEYS, LANES):
+    """A word of a tile of keys; what is needed a little later is asked for."""
+    for line in range(0, TILE_KEYS, LANES):
         prefetch_early(codes, at + AHEAD_WORDS + line)
     return (
-        load(I32x16, codes, at),
-        load(I32x16, codes, at + LANES),
-        load(I32x16, codes, at + 2 * LANES),
-        load(I32x16, codes, at + 3 * LANES),
+        load(I32xTile, codes, at),
+        load(I32xTile, codes, at + TILE_LANES),
+        load(I32xTile, codes, at + 2 * TILE_LANES),
+        load(I32xTile, codes, at + 3 * TILE_LANES),
     )
 
 
 @inlined_kernel
 def _store_scores(scores, at, a, b, c, d):  # type: ignore[no-untyped-def]
     store(scores, at, join_halves(a, b))
-    store(scores, at + 2 * LANES, join_halves(c, d))
+    store(scores, at + 2 * TILE_LANES, join_halves(c, d))
 
 
 @inlined_kernel

@@ -11,7 +11,7 @@ from csattn.cpu import byte_lanes, lanes
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.simd import I32x16, Vector, fill, load, store
 
-I32x8 = Vector(types.int32, 8)
+I32x4, I32x8 = Vector(types.int32, 4), Vector(types.int32, 8)
 
 
 @exact_kernel
@@ -59,27 +59,55 @@ _dots_of_halves, _dots_of_whole = _dots_in_pairs(False, "+avx2"), _dots_in_pairs
 
 
 @exact_kernel
-def _dots(sums, a, b, joined):  # type: ignore[no-untyped-def]
+def _dots(sums, a, b):  # type: ignore[no-untyped-def]
     of_a, of_b = load(I32x16, a, 0), load(I32x16, b, 0)
-    begin = load(I32x16, sums, 0) & fill(I32x16, 0xFFFF)
-    store(joined, 0, byte_lanes.join_halves(begin, byte_lanes.add_half_dots(begin, of_a, of_b)))
-    store(sums, 0, byte_lanes.add_byte_dots(load(I32x16, sums, 0), of_a, of_b))
-    store(sums, 16, _plain_dots(load(I32x16, sums, 16), of_a, of_b))
-    store(sums, 32, _dots_of_halves(load(I32x16, sums, 32), of_a, of_b))
-    store(sums, 48, _dots_of_whole(load(I32x16, sums, 48), of_a, of_b))
+    store(sums, 0, _plain_dots(load(I32x16, sums, 0), of_a, of_b))
+    store(sums, 16, _dots_of_halves(load(I32x16, sums, 16), of_a, of_b))
+    store(sums, 32, _dots_of_whole(load(I32x16, sums, 32), of_a, of_b))
 
 
-@pytest.mark.parametrize("largest", [(15, 127), (255, 15)])
-def test_every_way_to_multiply_bytes_gives_the_same(largest: tuple[int, int], rng: np.random.Generator) -> None:
-    a = rng.integers(0, largest[0] + 1, 64).astype(np.uint8)
-    b = rng.integers(-largest[1], largest[1] + 1, 64).astype(np.int8)
-    a[:8], b[:4], b[4:8] = largest[0], largest[1], -largest[1]
+@exact_kernel
+def _byte_dots(vector, lanes, sums, a, b):  # type: ignore[no-untyped-def]
+    for i in range(0, 16, lanes):
+        dots = byte_lanes.add_byte_dots(load(vector, sums, i), load(vector, a, 4 * i), load(vector, b, 4 * i))
+        store(sums, i, dots)
+
+
+@exact_kernel
+def _half_dots(vector, lanes, sums, a, b, joined):  # type: ignore[no-untyped-def]
+    for i in range(0, 16, lanes):
+        begin = load(vector, sums, i) & fill(vector, 0xFFFF)
+        dots = byte_lanes.add_half_dots(begin, load(vector, a, 4 * i), load(vector, b, 4 * i))
+        store(joined, 2 * i, byte_lanes.join_halves(begin, dots))
+
+
+def _bytes_and_dots(rng: np.random.Generator, largest: int, least_b: int, largest_b: int) -> Any:
+    """Bytes of a and b, what sums begin with, and what they are then."""
+    a = rng.integers(0, largest + 1, 64).astype(np.uint8)
+    b = rng.integers(least_b, largest_b + 1, 64).astype(np.int8)
+    a[:8], b[:4], b[4:8] = largest, largest_b, least_b
     begin = rng.integers(-(2**31), 2**31, 16).astype(np.int32)
-    sums, joined = np.tile(begin, 4), np.zeros(32, np.uint16)
-    want = (begin + (a.astype(np.int64) * b).reshape(16, 4).sum(axis=1)).astype(np.int32)
-    _dots(sums, a, b, joined)
-    np.testing.assert_array_equal(sums.reshape(4, 16), np.stack([want] * 4))
-    np.testing.assert_array_equal(joined, np.concatenate([begin, want]).astype(np.uint16))
+    return a, b, begin, (begin + (a.astype(np.int64) * b).reshape(16, 4).sum(axis=1)).astype(np.int32)
+
+
+@pytest.mark.parametrize("ranges", [(15, -127, 127), (255, 0, 15)])
+def test_every_way_to_multiply_bytes_gives_the_same(ranges: tuple[int, int, int], rng: np.random.Generator) -> None:
+    a, b, begin, want = _bytes_and_dots(rng, *ranges)
+    sums = np.tile(begin, 3)
+    _dots(sums, a, b)
+    np.testing.assert_array_equal(sums.reshape(3, 16), np.stack([want] * 3))
+
+
+@pytest.mark.parametrize("vector", [I32x4, I32x16])
+def test_bytes_are_multiplied_as_this_machine_does_it(vector: Vector, rng: np.random.Generator) -> None:
+    a, b, begin, want = _bytes_and_dots(rng, 255, 0, 15)
+    _byte_dots(vector, vector.lanes, begin, a, b)
+    np.testing.assert_array_equal(begin, want)
+    a, b, begin, want = _bytes_and_dots(rng, 15, -127, 127)
+    joined = np.zeros(32, np.uint16)
+    _half_dots(vector, vector.lanes, begin, a, b, joined)
+    both = np.stack([begin.reshape(-1, vector.lanes), want.reshape(-1, vector.lanes)], axis=1)
+    np.testing.assert_array_equal(joined, both.reshape(-1).astype(np.uint16))
 
 
 @exact_kernel

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.floats import F32x4, load_float, load_floats, sums_of_4, sums_of_16
+from csattn.cpu.floats import F32x4, load_float, load_floats, load_floats_of, sums_of_4, sums_of_16
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.lanes import fma, part
-from csattn.cpu.simd import LANES, F32x16, fill, load, prefetch_early, store
+from csattn.cpu.lanes import fma, part, with_part
+from csattn.cpu.simd import LANES, TILE_LANES, F32x16, F32xTile, fill, load, prefetch_early, store
 
 TILE = 4  # rows and outputs whose sums stay in registers
 
@@ -68,29 +68,33 @@ def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, ahead, sums, ou
     """sums[(row + r) * 16 + out + c] for four r and c; rows behind the last are taken for the last."""
     x0, x1 = row * num_in, min(row + 1, last_row) * num_in
     x2, x3 = min(row + 2, last_row) * num_in, min(row + 3, last_row) * num_in
-    zero = fill(F32x16, 0.0)
-    a0, a1, a2, a3 = zero, zero, zero, zero
-    b0, b1, b2, b3 = zero, zero, zero, zero
-    c0, c1, c2, c3 = zero, zero, zero, zero
-    d0, d1, d2, d3 = zero, zero, zero, zero
+    zero, none = fill(F32xTile, 0.0), fill(F32x16, 0.0)
+    a, b, c, d = none, none, none, none
     whole = num_in - num_in % LANES
-    for i in range(0, whole, LANES):
-        prefetch_early(weight, w0 + i + ahead)
-        prefetch_early(weight, w1 + i + ahead)
-        prefetch_early(weight, w2 + i + ahead)
-        prefetch_early(weight, w3 + i + ahead)
-        v0, v1 = load_floats(weight, w0 + i), load_floats(weight, w1 + i)
-        v2, v3 = load_floats(weight, w2 + i), load_floats(weight, w3 + i)
-        xs = load(F32x16, x, x0 + i)
-        a0, a1, a2, a3 = fma(xs, v0, a0), fma(xs, v1, a1), fma(xs, v2, a2), fma(xs, v3, a3)
-        xs = load(F32x16, x, x1 + i)
-        b0, b1, b2, b3 = fma(xs, v0, b0), fma(xs, v1, b1), fma(xs, v2, b2), fma(xs, v3, b3)
-        xs = load(F32x16, x, x2 + i)
-        c0, c1, c2, c3 = fma(xs, v0, c0), fma(xs, v1, c1), fma(xs, v2, c2), fma(xs, v3, c3)
-        xs = load(F32x16, x, x3 + i)
-        d0, d1, d2, d3 = fma(xs, v0, d0), fma(xs, v1, d1), fma(xs, v2, d2), fma(xs, v3, d3)
-    a, b = sums_of_4(a0, a1, a2, a3), sums_of_4(b0, b1, b2, b3)
-    totals = sums_of_16(a, b, sums_of_4(c0, c1, c2, c3), sums_of_4(d0, d1, d2, d3))
+    for lane in range(0, LANES, TILE_LANES):
+        a0, a1, a2, a3 = zero, zero, zero, zero
+        b0, b1, b2, b3 = zero, zero, zero, zero
+        c0, c1, c2, c3 = zero, zero, zero, zero
+        d0, d1, d2, d3 = zero, zero, zero, zero
+        for i in range(lane, whole, LANES):
+            if lane == 0:
+                prefetch_early(weight, w0 + i + ahead)
+                prefetch_early(weight, w1 + i + ahead)
+                prefetch_early(weight, w2 + i + ahead)
+                prefetch_early(weight, w3 + i + ahead)
+            v0, v1 = load_floats_of(F32xTile, weight, w0 + i), load_floats_of(F32xTile, weight, w1 + i)
+            v2, v3 = load_floats_of(F32xTile, weight, w2 + i), load_floats_of(F32xTile, weight, w3 + i)
+            xs = load(F32xTile, x, x0 + i)
+            a0, a1, a2, a3 = fma(xs, v0, a0), fma(xs, v1, a1), fma(xs, v2, a2), fma(xs, v3, a3)
+            xs = load(F32xTile, x, x1 + i)
+            b0, b1, b2, b3 = fma(xs, v0, b0), fma(xs, v1, b1), fma(xs, v2, b2), fma(xs, v3, b3)
+            xs = load(F32xTile, x, x2 + i)
+            c0, c1, c2, c3 = fma(xs, v0, c0), fma(xs, v1, c1), fma(xs, v2, c2), fma(xs, v3, c3)
+            xs = load(F32xTile, x, x3 + i)
+            d0, d1, d2, d3 = fma(xs, v0, d0), fma(xs, v1, d1), fma(xs, v2, d2), fma(xs, v3, d3)
+        a, b = with_part(a, sums_of_4(a0, a1, a2, a3), lane), with_part(b, sums_of_4(b0, b1, b2, b3), lane)
+        c, d = with_part(c, sums_of_4(c0, c1, c2, c3), lane), with_part(d, sums_of_4(d0, d1, d2, d3), lane)
+    totals = sums_of_16(a, b, c, d)
     at = row * LANES + out
     store(sums, at, part(F32x4, totals, 0))
     store(sums, at + LANES, part(F32x4, totals, 1))

@@ -12,7 +12,18 @@ from pathlib import Path
 
 from bench.accuracy.long_report import table as long_table
 from bench.length_figures import kl_lengths, lengths, published, share_range, shares
-from bench.quality_figures import QUALITY, kl_range, lm_eval, needles, quality, quality_means, rest_mass, selectors
+from bench.quality_figures import (
+    QUALITY,
+    kl_range,
+    larger_range,
+    lm_eval,
+    needles,
+    quality,
+    quality_larger,
+    quality_means,
+    rest_mass,
+    selectors,
+)
 from bench.records import measured
 from bench.search_figures import search, search_log
 from bench.step_figures import case, full, latents, layer, milliseconds, models, shared, split, steps
@@ -64,7 +75,9 @@ def first_screen() -> list[str]:
         "",
         "Times are of random weights, over recorded rows and copies of them with noise. Quality is of a small model, "
         "SmolLM2-135M, on [real texts of 6K to 116K tokens](docs/quality.md): KL to full attention, in nats of the "
-        f"next token, {kl_range('default')}, where exact Top-K with the others dropped has {kl_range('exact')}.",
+        f"next token, {kl_range('default')}, where exact Top-K with the others dropped has {kl_range('exact')}. "
+        "Of [Qwen2.5-Coder-1.5B](docs/quality.md#larger-models), at 6K to 8K, it is "
+        f"{larger_range('default')}, and {larger_range('exact')}.",
         f"To be as good, Quest has to read {share_range('quest')} of the rows, SparQ, with its mean value or without, "
         f"{share_range('sparq')}, PQCache {share_range('pqcache')}, by text and length: "
         "[beside others](docs/compare.md#in-time-at-every-length).",
@@ -136,6 +149,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/README.md", "faults"): faults,
     ("docs/gpu.md", "split"): split,
     ("docs/quality.md", "kl"): quality,
+    ("docs/quality.md", "kl-larger"): quality_larger,
     ("docs/quality.md", "lm-eval"): lm_eval,
     ("docs/quality.md", "needles"): needles,
     ("docs/quality.md", "rest"): rest_mass,

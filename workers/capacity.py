@@ -7,7 +7,7 @@ from csattn.artifact.layout import file_names, kv_file, plan
 from csattn.config import preset
 from csattn.models.loader import DTYPES, are_copied, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
-from csattn.models.weight_sizes import weight_bytes
+from csattn.models.weight_sizes import conversion_bytes, weight_bytes
 from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots
@@ -80,11 +80,13 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
         return
     remedy = "end other programs, or take a smaller model"
     if is_converted and dtype == "float32":
-        remedy += "; in bfloat16 it takes half of that: --dtype bfloat16, of a service build.dtype"
+        remedy += "; in bfloat16 it takes less: --dtype bfloat16, of a service build.dtype"
     elif are_copied(config, dtype) and not are_copied(config, "bfloat16"):
         remedy += "; in bfloat16, as its files have it, it is mapped: --dtype bfloat16, of a service build.dtype"
     what = f"the model, its weights {'converted' if is_converted else 'copied'} to {dtype},"
-    require_host_memory(what, weight_bytes(config, DTYPES[dtype].itemsize)[0], remedy)
+    item_bytes = DTYPES[dtype].itemsize
+    needed = conversion_bytes(config, item_bytes) if is_converted else weight_bytes(config, item_bytes)[0]
+    require_host_memory(what, needed, remedy)
 
 
 def told_lens(geometry: ModelGeometry) -> list[int]:

@@ -110,8 +110,11 @@ def _sync(descriptor: int) -> None:
         return
     os.fsync(descriptor)
     if (full_sync := getattr(fcntl, "F_FULLFSYNC", None)) is not None:  # macOS's fsync ends at the disk's cache
-        with suppress(OSError):  # some file systems cannot
+        try:
             fcntl.fcntl(descriptor, full_sync)
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.ENOTTY, errno.EINVAL):  # file systems that cannot
+                raise
 
 
 def require_space(store: Path, needed_bytes: int) -> None:

@@ -5,7 +5,8 @@ import io
 import os
 import shutil
 import tempfile
-from contextlib import redirect_stderr
+import time
+from contextlib import redirect_stderr, suppress
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from csattn.models.hub import first_line
 from csattn.models.text_part import require_whole
 from csattn.models.weight_sizes import weight_bytes
 
+_SCRATCH = ".converting-"
 _LLAMA_3_ROPE = {  # of all its releases from 3.1 on
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -36,7 +38,8 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
     target = _directory(gguf, dtype)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+        _sweep(target.parent)
+        scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=_SCRATCH))
     except OSError as error:
         raise ModelError(
             f"{gguf} is converted once into {target.parent}, which cannot be written ({error.strerror}); name a "
@@ -58,10 +61,21 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
         raise ModelError(f"{gguf} could not be converted: {error}") from error
     except Exception as error:
         why = first_line(error).replace(f"{gguf}", "it")
-        raise ModelError(f"{gguf} could not be converted: {why}; give a whole .gguf file, or a directory") from error
+        remedy = "give a whole .gguf file, or a directory"
+        if "os error" in why:  # safetensors writes
+            remedy = f"make room in {target.parent}, or name another directory with CSATTN_CACHE"
+        raise ModelError(f"{gguf} could not be converted: {why}; {remedy}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _sweep(models: Path) -> None:
+    """Remove what conversions left that were killed: nobody converts for a day."""
+    for scratch in models.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):
+            if scratch.stat().st_mtime < time.time() - 86400:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def find_converted(gguf: Path, dtype: torch.dtype) -> Path | None:
@@ -81,20 +95,25 @@ def _first_directory(gguf: Path) -> Path:
 
 
 def _named(gguf: Path, how: str) -> Path:
-    stat = gguf.stat()
-    key = f"{how}{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    key = f"{how}{gguf.resolve()} {_version(gguf)}"
     cache = Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()
     return cache / "models" / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
+def _version(gguf: Path) -> str:
+    """Another one once the file was written again."""
+    stat = gguf.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
 def config_of(gguf: Path) -> Any:
     """The `transformers` config of a GGUF file, of which no weight is read. Raises ModelError for what is not read."""
-    return deepcopy(_read_config(gguf, gguf.stat().st_mtime_ns))
+    return deepcopy(_read_config(gguf.resolve(), _version(gguf)))
 
 
 @lru_cache(maxsize=4)
-def _read_config(gguf: Path, mtime_ns: int) -> Any:
-    """It takes seconds: every word of the vocabulary is looked at."""
+def _read_config(gguf: Path, version: str) -> Any:
+    """It takes seconds: every word of the vocabulary is looked at. version: of the file."""
     from transformers import AutoConfig
 
     factors = _require_read(gguf)
@@ -126,7 +145,6 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),  # else Hugging Face's `kernels`, if there, has them in blocks
     )
     require_whole(found, is_part=False)
-    config.dtype = dtype
     with torch.device("meta"):
         plain = type(dequantised)(config)
     plain.load_state_dict(dequantised.state_dict(), assign=True)  # not copied: all of it is in memory once

@@ -41,6 +41,15 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
     return decoded, size
 
 
+def conversion_bytes(config: Any, item_bytes: int) -> int:
+    """Host memory while a GGUF file becomes the model that a config describes: some tensors are float32 at a time."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        sizes: list[int] = [parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters()]
+    return sum(sizes) * item_bytes + 3 * max(sizes) * torch.float32.itemsize
+
+
 def device_bytes(model: Any) -> int:
     """Of a loaded model's weights, as a GPU keeps them."""
     kept = [module for module in model.modules() if hasattr(module, "quantized")]

@@ -119,16 +119,19 @@ def test_files_and_names_are_flushed_before_anything_builds_on_them(tmp_path: Pa
 
 
 def test_on_macos_the_disk_is_told_to_write_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    asked, why = [], errno.ENOTSUP
 
     def refuse(descriptor: int, operation: int) -> None:
         asked.append((os.fstat(descriptor).st_ino, operation))
-        raise OSError(errno.ENOTSUP, "Operation not supported")
+        raise OSError(why, os.strerror(why))
 
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     write_bytes(tmp_path / "file", b"data")
     assert asked == [(path.stat().st_ino, 51) for path in (tmp_path / "file", tmp_path)]
+    why = errno.EIO
+    with pytest.raises(ArtifactError, match="Input/output error; check"):
+        write_bytes(tmp_path / "file", b"data")
 
 
 def test_what_can_be_made_again_waits_for_no_disk(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from csattn.attention.attend import attend_chunk
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.errors import CaptureError, ConfigError, ContextError, StoreFullError
 from csattn.models.loader import wrap_model
-from index_build import capture
+from index_build import capture, codebooks
 from index_build.pieces import BuildProgress
 from index_build.pipeline import build_artifact
 from tests.forks import FORKS
@@ -68,11 +68,16 @@ def test_only_lists_of_faiss_want_faiss(tmp_path: Path, monkeypatch: pytest.Monk
     """On macOS it is not there, and where it is, its OpenMP and torch's crash the process."""
     program = "import sys, index_build.pipeline; assert 'faiss' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
+    of_faiss = replace(LISTS, kmeans="faiss")
+    with monkeypatch.context() as on_a_mac:
+        on_a_mac.setattr(codebooks, "KMEANS_ON_CPU", "torch")
+        with pytest.raises(ConfigError, match="not for macOS"):
+            build(tmp_path, config=of_faiss)
     monkeypatch.setitem(sys.modules, "faiss", None)
     for config in (CONFIGS["sketch"], CONFIGS["lists of torch"]):
         assert "faiss" not in (build(tmp_path, config=config).path / "manifest.json").read_text()
-    with pytest.raises(ConfigError, match="use --kmeans torch"):
-        build(tmp_path, config=replace(LISTS, kmeans="faiss"))
+    with pytest.raises(ConfigError, match="install faiss-cpu, or use --kmeans torch"):
+        build(tmp_path, config=of_faiss)
 
 
 @pytest.mark.parametrize("name", ["sketch", "lists", "lists of torch"])

@@ -1,6 +1,8 @@
 """GGUF files: what of them becomes a model, and what is refused rather than made another."""
 
 import hashlib
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -116,6 +118,27 @@ def test_a_gguf_file_is_converted_for_a_dtype_and_not_for_its_config(
     assert len(list(made.iterdir())) == 2, "what is there in float32 serves for all"
 
 
+def test_files_of_one_name_and_time_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    for theta in (1e4, 5e5):
+        file = write_gguf(tmp_path / "model.gguf", EMBEDDING, llama__rope__freq_base=theta, **{"x.y": "z" * int(theta)})
+        os.utime(file, (1e9, 1e9))
+        monkeypatch.chdir(tmp_path)
+        config = read_config("model.gguf")
+        assert config.rope_parameters["rope_theta"] == theta
+        config.rope_parameters["rope_theta"] = 3.0  # of who asked, not of the next
+
+
+def test_what_a_killed_conversion_left_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    for name, when in (("old", 1e9), ("new", time.time())):
+        (left := tmp_path / "models" / f".converting-{name}").mkdir(parents=True)
+        os.utime(left, (when, when))
+    with pytest.raises(ModelError):
+        load_model(write_gguf(tmp_path / "model.gguf"))
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [".converting-new"]
+
+
 def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
     """Tensors and fields, for `write_gguf`."""
     config, tensors = model.config, dict[str, NDArray[np.float32]]()
@@ -165,7 +188,8 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "match"), [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, "No space left")]
+    ("free_bytes", "match"),
+    [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, r"No space left .*; make room in .* CSATTN_CACHE")],
 )
 def test_a_cache_without_room_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, match: str

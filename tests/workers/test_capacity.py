@@ -39,17 +39,23 @@ def test_what_a_narrower_dtype_needs_is_told(tmp_path: Path, monkeypatch: pytest
         building.show_loading(str(tmp_path), "float32")
 
 
-def test_a_gguf_file_is_not_converted_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_is_not_converted_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     model = make_model("llama")
     tensors, its = gguf_of(model)
     file = str(write_gguf(tmp_path / "model.gguf", tensors, **its))
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
-    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 3 * num_weights)
-    with pytest.raises(MemoryPlanError, match=r"converted to float32, needs .* half of that: --dtype bfloat16"):
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 2 * sum(sizes) + 11 * max(sizes))
+    with pytest.raises(MemoryPlanError, match=r"converted to float32, needs .* takes less: --dtype bfloat16"):
         building.show_loading(file, "float32")
     assert not (tmp_path / "models").exists()
+    with pytest.raises(MemoryPlanError, match=r"converted to bfloat16, needs .* take a smaller model$"):
+        building.show_loading(file, "bfloat16")
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1 << 34)
     assert building.show_loading(file, "bfloat16").dtype == torch.bfloat16
+    assert capsys.readouterr().err.count("converted to bfloat16 once") == 2
 
 
 def test_the_text_model_of_one_that_sees_images_is_mapped_in_the_dtype_of_the_whole(

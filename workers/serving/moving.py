@@ -17,16 +17,15 @@ _PIECE_BYTES = 4 << 20  # of whole pages
 
 def read_index(artifact: Path) -> None:
     """All that is read of a context but its rows."""
-    with suppress(OSError, ValueError):  # who shortens a file, say
-        for path in sorted(artifact.iterdir()):
-            if ".kv." not in path.name:
-                _read(path, lambda: False)
+    for path in _files(artifact):
+        if ".kv." not in path.name:
+            _read(path, lambda: False)
 
 
 def read_rows(artifact: Path, is_over: Callable[[], bool]) -> None:
     """Layer by layer, until they are no longer wanted."""
-    with suppress(OSError, ValueError):  # who shortens a file, say
-        for path in sorted(artifact.glob("*.kv.*")):
+    for path in _files(artifact):
+        if ".kv." in path.name:
             _read(path, is_over)
 
 
@@ -34,15 +33,23 @@ def drop_pages(artifact: Path) -> None:
     """Give back the memory of what is no longer mapped, by this process or another."""
     if not hasattr(os, "posix_fadvise"):  # not on macOS
         return
-    with suppress(OSError):
-        for path in artifact.iterdir():
-            with path.open("rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for path in _files(artifact):
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _files(artifact: Path) -> list[Path]:
+    """In their order; none of an artifact that is gone."""
+    try:
+        return sorted(artifact.iterdir())
+    except OSError:
+        return []
 
 
 def _read(path: Path, is_over: Callable[[], bool]) -> None:
     """What of it is not in memory."""
-    with path.open("rb", buffering=0) as file:
+    # who shortens a file, say
+    with suppress(OSError, ValueError), path.open("rb", buffering=0) as file:
         for start in _missing(path, os.fstat(file.fileno()).st_size):
             if is_over():
                 return

@@ -266,6 +266,7 @@ def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypa
     """What is gone meanwhile is met by others."""
     for name in ("layer-000.kv.safetensors", "layer-000.index.safetensors", "tokens.safetensors"):
         (tmp_path / name).write_bytes(bytes(1000))
+    (tmp_path / "._layer-000").mkdir()  # nobody's
     monkeypatch.setattr(moving, "_is_told", lambda path: False)
     read = count_reads(tmp_path, monkeypatch)
     moving.read_index(tmp_path)

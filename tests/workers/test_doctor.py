@@ -14,6 +14,7 @@ from csattn.artifact.manifest import FORMAT_VERSION
 from csattn.models.families import describe
 from csattn.models.loader import geometry_of, read_config
 from csattn.models.weight_sizes import weight_bytes
+from tests.models.test_gguf_file import write_gguf
 from tests.tiny import save, tiny_config
 from workers.capacity import context_bytes, spec_of
 from workers.doctor import Facts, Finding, checks, examine, facts, probes
@@ -434,3 +435,9 @@ def test_a_model_that_is_refused_is_a_problem(tmp_path: Path) -> None:
     for name in (str(tmp_path), str(tmp_path / "none")):
         (finding,) = examine_model(name, machine())
         assert finding.status == "problem" and finding.remedy
+
+
+def test_a_gguf_file_is_looked_at_and_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    finding = examine_model(str(write_gguf(tmp_path / "model.gguf")), machine())[0]
+    assert "converted once" in finding.text and not (tmp_path / "models").exists()

@@ -7,7 +7,7 @@ import torch
 from csattn.artifact import ModelGeometry
 from csattn.errors import ConfigError
 from csattn.models.families import describe
-from csattn.models.loader import geometry_of, read_config
+from csattn.models.loader import geometry_of, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import weight_bytes
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
@@ -53,6 +53,8 @@ def _needs(
     text = f"{name} has {layers}; its weights take {gib(weights)} in bfloat16{wide}."
     if kept != weights:
         text += f" A GPU keeps them in {gib(kept)}."
+    if is_to_be_converted(name, "bfloat16"):
+        text += " The file is converted once for a dtype, which takes that on the disk ($CSATTN_CACHE), too."
     memory = facts.probes["memory"].get("available_bytes", 0)
     free = max((device["free_bytes"] for device in devices), default=0)
     specs = [spec_of(geometry, context_len) for context_len in told_lens(geometry)]

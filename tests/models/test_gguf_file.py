@@ -38,8 +38,8 @@ def write_gguf(path: Path, tensors: Mapping[str, NDArray[np.float32]] = MappingP
     sizes |= {"attention.layer_norm_rms_epsilon": 1e-5}
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab"])
-    writer.add_token_merges(["a b"])
+    writer.add_token_list([*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab", "cd"])
+    writer.add_token_merges(["a b", "c d"])  # of one alone, transformers 5.17 makes no tokenizer
     for name, value in {**{f"llama.{name}": size for name, size in sizes.items()}, **fields}.items():
         kind = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         kind(name.replace("__", "."), value)

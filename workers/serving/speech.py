@@ -13,6 +13,9 @@ from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 # Templates that write calls in pieces have the name first; what comes otherwise is read when it is whole.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
+_UNANNOUNCED = '{"name":', '```json{"name":'  # what calls without a marker begin with, but for spaces
+_FENCED = re.compile(r"\A\s*```json\s(.*)```\s*\Z", re.DOTALL)
+
 
 @dataclass(slots=True)
 class Parts:
@@ -90,7 +93,35 @@ class Speech:
 
     def _open_calls(self) -> Callable[[], bool]:
         """The state in which what is said begins."""
-        return self._say if self._format is None or self._format.is_announced else self._between_calls
+        if self._format is None:
+            return self._say
+        return self._read_unannounced if self._format.is_announced else self._between_calls
+
+    def _read_unannounced(self) -> bool:
+        """An answer of nothing but calls is calls without their marker, too: Qwen2.5-Coder, for one, leaves it out."""
+        begun = "".join(self._rest.lstrip()[:64].split())
+        looks_so = begun.startswith(_UNANNOUNCED)
+        if not self._is_final and (looks_so or any(start.startswith(begun) for start in _UNANNOUNCED)):
+            return False
+        if looks_so and (calls := self._calls_alone(self._rest)):
+            self._rest = ""
+            for name, arguments in calls if self._parallel_calls else calls[:1]:
+                self._begin_call(name)
+                self._add_arguments(arguments)
+        self._state = self._say
+        return True
+
+    def _calls_alone(self, text: str) -> list[tuple[str, str]]:
+        """Those that the text consists of; none where there is anything else in it."""
+        text, calls = _FENCED.sub(r"\1", text).strip(), []
+        while text:
+            call = _Call()
+            call.scan(text)
+            if (found := self._call_of(text[: call.end])) is None:
+                return []
+            calls.append(found)
+            text = text[call.end :].lstrip()
+        return calls
 
     def _say(self) -> bool:
         opening = self._format.opening if self._format is not None else None
@@ -154,17 +185,23 @@ class Speech:
 
     def _tell_whole(self, text: str) -> bool:
         """Whether it is a call."""
+        if (call := self._call_of(text)) is None:
+            return False
+        self._begin_call(call[0])
+        self._add_arguments(call[1])
+        return True
+
+    def _call_of(self, text: str) -> tuple[str, str] | None:
+        """Name and arguments of a call."""
         try:
             call = json.loads(text)
             arguments = next(call[key] for key in ("arguments", "parameters") if key in call)
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             if call["name"] not in self._tools or not isinstance(arguments, dict):
-                return False
+                return None
         except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
-            return False
-        self._begin_call(call["name"])
-        self._add_arguments(json.dumps(arguments, ensure_ascii=False))
-        return True
+            return None
+        return call["name"], json.dumps(arguments, ensure_ascii=False)
 
     def _begin_call(self, name: str) -> None:
         # nine letters and digits are what Mistral's templates take back

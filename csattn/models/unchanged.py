@@ -1,5 +1,6 @@
 """Whether a model in memory stays what it was: steps are computed beside its modules, over a context's KV of then."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +19,26 @@ class Unchanged:
         self._parameters, self._values = _glance(model)
 
     def require(self) -> None:
-        """Raise ModelError where weights have changed, or where layers have hooks, which such steps do not call."""
+        """Raise ModelError where weights have changed, and as `require_own_forward` does."""
         parameters, values = _glance(self._model)
         if parameters != self._parameters or not torch.equal(values, self._values):
             raise changed(self._name)
-        for name, module in self._model.named_modules():
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if name and not all(map(_is_of_transformers, hooks)):
-                raise ModelError(
-                    f"{name} of {self._name} has a forward hook, which a request's steps do not call; remove it, or "
-                    "call the model without the request"
-                )
+        require_own_forward(self._model, self._name)
+
+
+def require_own_forward(model: Any, model_name: str) -> None:
+    """Raise ModelError where a module has a hook that may change something, or another `forward` than its class."""
+    for name, module in model.named_modules():
+        if not name:
+            continue  # the whole model's are called, with a request or without
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)  # compiled, it is the same
+        is_own = getattr(forward, "__func__", forward) is type(module).forward or _changes_nothing(forward)
+        if not is_own or not all(map(_changes_nothing, hooks)):
+            raise ModelError(
+                f"{name} of {model_name} has a forward {'hook' if is_own else 'put in the place of its own'}, which "
+                "contexts are not built with and requests do not call; remove it, or call the model without a request"
+            )
 
 
 def changed(name: str) -> ModelError:
@@ -54,6 +64,9 @@ def _glance(model: Any) -> tuple[list[tuple[Any, ...]], Tensor]:
     return parameters, torch.cat(values)
 
 
-def _is_of_transformers(hook: Any) -> bool:
-    """Those that tell what a layer gave, and change nothing, stay on the layers."""
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+def _changes_nothing(call: Any) -> bool:
+    """transformers' hooks tell what a layer gave, accelerate's move weights, csattn's are for its own caches."""
+    written = call.func if isinstance(call, partial) else call
+    # not `__module__`, which functools.wraps copies
+    home = getattr(written, "__globals__", {}).get("__name__", "")
+    return str(home).startswith(("transformers.", "accelerate.", "csattn."))

@@ -1,11 +1,13 @@
 """A model within a session. One that has changed is refused: a request would go on from what it was."""
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 
 from csattn.config import preset
@@ -114,6 +116,44 @@ def test_a_layers_hook_is_refused_and_the_models_own_is_called(artifact, mine, k
         hook.remove()
         model(**asked)
     assert calls == [model]
+
+
+def put_hook(mlp: Any) -> Callable[[], None]:
+    hook: Callable[[], None] = mlp.register_forward_hook(lambda module, given, got: 2 * got).remove
+    return hook
+
+
+def put_forward(mlp: Any) -> Callable[[], None]:
+    own = mlp.forward
+    mlp.forward = wraps(own)(lambda x: 2 * own(x))
+    return lambda: setattr(mlp, "forward", own)
+
+
+@pytest.mark.parametrize(("put", "what"), [(put_hook, "hook"), (put_forward, "put in the place of its own")])
+def test_what_layers_would_do_besides_is_neither_opened_nor_built_with(artifact, mine, tmp_path, put, what) -> None:
+    """It was stored as the context of the model without it."""
+    sentence = f"model.layers.1.mlp of mine has a forward {what}, which contexts are not built with"
+    mlp = mine.model.model.layers[1].mlp
+    with csattn_session(mine, artifact) as session:
+        remove = put(mlp)
+        with pytest.raises(ModelError, match=sentence):
+            mine.model(**session.continue_with(token_ids(9)))
+        with pytest.raises(ModelError, match=sentence):
+            build_artifact(mine, token_ids(CONTEXT_LEN), preset("default"), tmp_path)
+        with pytest.raises(ModelError, match=sentence), csattn_session(mine, artifact):
+            pass
+        assert not list(tmp_path.iterdir())
+        remove()
+        mine.model(**session.continue_with(token_ids(9)))
+
+
+def test_forwards_that_compute_the_same_are_a_models_own(artifact, mine) -> None:
+    """accelerate's, and compiled ones."""
+    first, second = mine.model.model.layers[:2]
+    add_hook_to_module(first.mlp, ModelHook())
+    second.mlp.forward = torch.compile(second.mlp.forward, backend="eager")
+    with csattn_session(mine, artifact) as session:
+        mine.model(**session.continue_with(token_ids(9)))
 
 
 def test_results_are_tuples_where_the_config_says_so(artifact, mine) -> None:

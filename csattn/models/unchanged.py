@@ -44,9 +44,9 @@ def require_own_forward(model: Any, model_name: str) -> None:
 def changed(name: str) -> ModelError:
     """What is raised where a model is not what it was when it was loaded."""
     return ModelError(
-        f"the weights of {name} are not those that it was loaded with: an adapter, another dtype, training or an edit "
-        "has changed them; undo that, or save the model as it is now (adapters merged), load it, and build its "
-        "contexts with it"
+        f"{name} is not the model that was loaded: an adapter, another dtype, training or an edit has changed its "
+        "weights or its config; undo that and open a new session, or save the model as it is now (adapters merged), "
+        "load it, and build its contexts with it"
     )
 
 

@@ -20,7 +20,7 @@ from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
 from workers.session import csattn_session
 
 CONTEXT_LEN = 400
-SENTENCE = "the weights of mine are not those that it was loaded with: an adapter, .* build its contexts"
+SENTENCE = "mine is not the model that was loaded: an adapter, .* its weights or its config; .* build its contexts"
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,18 @@ def test_forwards_that_compute_the_same_are_a_models_own(artifact, mine) -> None
     first, second = mine.model.model.layers[:2]
     add_hook_to_module(first.mlp, ModelHook())
     second.mlp.forward = torch.compile(second.mlp.forward, backend="eager")
+    with csattn_session(mine, artifact) as session:
+        mine.model(**session.continue_with(token_ids(9)))
+
+
+def test_a_change_that_is_undone_wants_a_new_session(artifact, mine) -> None:
+    weight = mine.model.model.layers[1].mlp.up_proj.weight
+    with csattn_session(mine, artifact) as session, torch.no_grad():
+        before = weight.clone()
+        weight.add_(1)
+        weight.copy_(before)
+        with pytest.raises(ModelError, match="undo that and open a new session"):
+            mine.model(**session.continue_with(token_ids(9)))
     with csattn_session(mine, artifact) as session:
         mine.model(**session.continue_with(token_ids(9)))
 

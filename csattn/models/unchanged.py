@@ -16,13 +16,19 @@ class Unchanged:
 
     def __init__(self, model: Any, name: str) -> None:
         self._model, self._name = model, name
-        self._parameters, self._values = _glance(model)
+        self._parameters, self._values, self._shared = _glance(model)
 
     def require(self) -> None:
-        """Raise ModelError where weights have changed, and as `require_own_forward` does."""
-        parameters, values = _glance(self._model)
+        """Raise ModelError where weights have changed or moved to shared memory, and as `require_own_forward` does."""
+        parameters, values, shared = _glance(self._model)
         if parameters != self._parameters or not torch.equal(values, self._values):
             raise changed(self._name)
+        # the memory that they leave is freed, whoever reads it
+        if any(now and not before for now, before in zip(shared, self._shared, strict=True)):
+            raise ModelError(
+                f"the weights of {self._name} have moved to shared memory (`share_memory`, or a queue of "
+                "torch.multiprocessing), and this session reads them where they were; open a new one"
+            )
         require_own_forward(self._model, self._name)
 
 
@@ -50,18 +56,19 @@ def changed(name: str) -> ModelError:
     )
 
 
-def _glance(model: Any) -> tuple[list[tuple[Any, ...]], Tensor]:
-    """Names and kinds of all parameters, and some bits of each."""
-    parameters, values = [], [torch.zeros(0, dtype=torch.int32)]
+def _glance(model: Any) -> tuple[list[tuple[Any, ...]], Tensor, list[bool]]:
+    """Names and kinds of all parameters, some bits of each, and which are in memory that processes share."""
+    parameters, values, shared = [], [torch.zeros(0, dtype=torch.int32)], []
     for name, parameter in model.named_parameters():
         # inference tensors count no changes
         version = None if parameter.is_inference() else parameter._version
         parameters.append((name, parameter.dtype, parameter.shape, parameter.is_meta, version))
+        shared.append(parameter.is_cpu and parameter.untyped_storage().is_shared())
         if not parameter.is_meta:
             flat = parameter.detach().reshape(-1)
             sample = flat[:: max(1, len(flat) // _SAMPLED_VALUES)].float().cpu()
             values.append(sample.view(torch.int32))  # NaN equals itself
-    return parameters, torch.cat(values)
+    return parameters, torch.cat(values), shared
 
 
 def _changes_nothing(call: Any) -> bool:

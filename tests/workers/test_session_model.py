@@ -156,6 +156,18 @@ def test_forwards_that_compute_the_same_are_a_models_own(artifact, mine) -> None
         mine.model(**session.continue_with(token_ids(9)))
 
 
+def test_a_model_whose_memory_moves_within_a_session_is_refused(artifact, mine) -> None:
+    """Its engine would read what has been freed."""
+    with csattn_session(mine, artifact) as session:
+        asked = session.continue_with(token_ids(9))
+        want = mine.model(**asked).logits
+        mine.model.model.layers[1].mlp.share_memory()
+        with pytest.raises(ModelError, match=r"the weights of mine have moved to shared memory .*; open a new one"):
+            mine.model(**session.continue_with(token_ids(9)))
+    with csattn_session(mine, artifact) as session:
+        assert torch.equal(mine.model(**session.continue_with(token_ids(9))).logits, want)
+
+
 def test_a_change_that_is_undone_wants_a_new_session(artifact, mine) -> None:
     weight = mine.model.model.layers[1].mlp.up_proj.weight
     with csattn_session(mine, artifact) as session, torch.no_grad():

@@ -65,8 +65,9 @@ def _glance(model: Any) -> tuple[list[tuple[Any, ...]], Tensor, list[bool]]:
         parameters.append((name, parameter.dtype, parameter.shape, parameter.is_meta, version))
         shared.append(parameter.is_cpu and parameter.untyped_storage().is_shared())
         if not parameter.is_meta:
-            flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // _SAMPLED_VALUES)].float().cpu()
+            now, size = parameter.detach(), parameter.numel()
+            places = torch.arange(0, size, max(1, size // _SAMPLED_VALUES), device=now.device)
+            sample = now.take(places).float().cpu()  # reshaped, a transposed one would be copied
             values.append(sample.view(torch.int32))  # NaN equals itself
     return parameters, torch.cat(values), shared
 

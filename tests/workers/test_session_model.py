@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from csattn.config import preset
 from csattn.errors import ModelError
@@ -178,6 +179,28 @@ def test_a_change_that_is_undone_wants_a_new_session(artifact, mine) -> None:
             mine.model(**session.continue_with(token_ids(9)))
     with csattn_session(mine, artifact) as session:
         mine.model(**session.continue_with(token_ids(9)))
+
+
+class Copies(TorchDispatchMode):
+    """Notes the tensors that are copied whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_transposed_weight_is_looked_at_where_it_is(artifact, mine) -> None:
+    weight = mine.model.lm_head.weight
+    with csattn_session(mine, artifact) as session:
+        weight.data = weight.data.t().contiguous().t()
+        with Copies() as copies:
+            session.require_unchanged()
+    assert not copies.shapes
 
 
 def test_results_are_tuples_where_the_config_says_so(artifact, mine) -> None:

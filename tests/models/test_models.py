@@ -260,6 +260,13 @@ def test_a_cache_that_training_left_off_is_on(tmp_path: Path) -> None:
     assert load_model(tmp_path).model.generation_config.use_cache
 
 
+def test_no_other_cache_is_a_models_default(tmp_path: Path) -> None:
+    """transformers would not take a session's request beside it."""
+    told = save(tmp_path) / "generation_config.json"
+    told.write_text(json.dumps({"cache_implementation": "static"}))
+    assert load_model(tmp_path).model.generation_config.cache_implementation is None
+
+
 def test_a_model_may_be_named_by_its_path(tmp_path: Path) -> None:
     assert load_model(save(tmp_path / "model")).name == str(tmp_path / "model")
 

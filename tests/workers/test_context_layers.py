@@ -43,11 +43,10 @@ def test_attention_received_is_what_eager_attention_gives(store, family) -> None
 
 def test_the_model_passes_over_the_context_once_and_only_if_asked(store) -> None:
     model, num_tokens = loaded(), []
+    path = build_artifact(model, token_ids(CONTEXT_LEN), preset("default"), store).path
     hook = model.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: num_tokens.append(args[0].numel()))
     try:
-        path = build_artifact(model, token_ids(CONTEXT_LEN), preset("default"), store).path
         with open_artifact(path) as artifact:
-            num_tokens.clear()
             layers = context_layers(model, artifact)
             assert not num_tokens
             for layer in layers:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
@@ -172,10 +173,18 @@ def test_a_length_that_the_prompt_has_already_is_for_transformers_to_refuse(sess
 
 
 @pytest.mark.parametrize("name", ["paged", "static"])
-def test_another_cache_beside_a_request_is_refused(session, name) -> None:
+def test_another_cache_beside_a_request_is_refused(session, name, monkeypatch) -> None:
     """With `paged`, transformers answers without the request."""
+    model = loaded().model
+    said = {"cache_implementation": name}
+    for options in (said, {"generation_config": GenerationConfig(**said)}):
+        with pytest.raises(ConfigError, match="cache_implementation asks for another; leave it out"):
+            model.generate(**session.continue_with(token_ids(9)), **options)
+    monkeypatch.setattr(model.generation_config, "cache_implementation", name)
     with pytest.raises(ConfigError, match="cache_implementation asks for another; leave it out"):
-        loaded().model.generate(**session.continue_with(token_ids(9)), cache_implementation=name)
+        model.generate(**session.continue_with(token_ids(9)))
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")  # means nothing there
+    model.generate(**session.continue_with(token_ids(9)), max_new_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +225,42 @@ def test_another_mask_than_of_tokens_is_refused(session, mask) -> None:
         loaded().model(**asked)
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (3, CONTEXT_LEN + 9), (1, 900)])
+def test_a_mask_of_other_tokens_is_refused(session, shape) -> None:
+    asked = {**session.continue_with(token_ids(9)), "attention_mask": torch.ones(shape)}
+    sentence = f"mask of shape {shape} does not belong to 409 token ids of one sequence; leave it out, or give ones of"
+    for call in (loaded().model, loaded().model.generate):
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            call(**asked)
+
+
+@pytest.mark.parametrize(
+    ("positions", "got"),
+    [([[*range(CONTEXT_LEN + 9)]], "a value of type list"), (torch.arange(409.0)[None], r"torch.float32 of shape")],
+)
+def test_positions_are_whole_numbers(session, positions, got) -> None:
+    with pytest.raises(ConfigError, match=f"must be a tensor of whole numbers .*, got {got}.*; leave them out"):
+        loaded().model(**session.continue_with(token_ids(9)), position_ids=positions)
+
+
+@pytest.mark.parametrize(
+    ("keep", "got"),
+    [
+        (None, "None"),
+        ([1], r"\[1\]"),
+        (-9, "-9"),
+        (torch.tensor([0, 9]), r"\[0, 9\]"),
+        (torch.tensor([0.5]), r"\[0.5\]"),
+        (torch.tensor(3), "3"),
+    ],
+)
+def test_logits_that_no_token_has_are_refused_before_anything_is_computed(session, keep, got) -> None:
+    asked = session.continue_with(token_ids(9))
+    with pytest.raises(ConfigError, match=f"logits_to_keep must be .* below 9 in one row, got {got}; leave it out"):
+        loaded().model(**asked, logits_to_keep=keep)
+    assert asked[CACHE].get_seq_length() == CONTEXT_LEN
+
+
 @pytest.mark.parametrize(
     "positions",
     [
@@ -228,7 +273,7 @@ def test_another_mask_than_of_tokens_is_refused(session, mask) -> None:
 )
 def test_positions_that_are_not_one_after_another_are_refused(session, positions) -> None:
     with pytest.raises(ConfigError, match="not those of 409 tokens in one sequence, one after another; leave them out"):
-        loaded().model(**session.continue_with(token_ids(9)), position_ids=torch.tensor(positions))
+        loaded().model(**session.continue_with(token_ids(9)), position_ids=torch.tensor(positions, dtype=torch.long))
 
 
 def test_a_place_may_be_a_path(artifact) -> None:

@@ -1,12 +1,15 @@
 """A model within a session. One that has changed is refused: a request would go on from what it was."""
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from csattn.config import preset
 from csattn.errors import ModelError
@@ -18,7 +21,7 @@ from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
 from workers.session import csattn_session
 
 CONTEXT_LEN = 400
-SENTENCE = "the weights of mine are not those that it was loaded with: an adapter, .* build its contexts"
+SENTENCE = "mine is not the model that was loaded: an adapter, .* its weights or its config; .* build its contexts"
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +117,90 @@ def test_a_layers_hook_is_refused_and_the_models_own_is_called(artifact, mine, k
         hook.remove()
         model(**asked)
     assert calls == [model]
+
+
+def put_hook(mlp: Any) -> Callable[[], None]:
+    hook: Callable[[], None] = mlp.register_forward_hook(lambda module, given, got: 2 * got).remove
+    return hook
+
+
+def put_forward(mlp: Any) -> Callable[[], None]:
+    own = mlp.forward
+    mlp.forward = wraps(own)(lambda x: 2 * own(x))
+    return lambda: setattr(mlp, "forward", own)
+
+
+@pytest.mark.parametrize(("put", "what"), [(put_hook, "hook"), (put_forward, "put in the place of its own")])
+def test_what_layers_would_do_besides_is_neither_opened_nor_built_with(artifact, mine, tmp_path, put, what) -> None:
+    """It was stored as the context of the model without it."""
+    sentence = f"model.layers.1.mlp of mine has a forward {what}, which contexts are not built with"
+    mlp = mine.model.model.layers[1].mlp
+    with csattn_session(mine, artifact) as session:
+        remove = put(mlp)
+        with pytest.raises(ModelError, match=sentence):
+            mine.model(**session.continue_with(token_ids(9)))
+        with pytest.raises(ModelError, match=sentence):
+            build_artifact(mine, token_ids(CONTEXT_LEN), preset("default"), tmp_path)
+        with pytest.raises(ModelError, match=sentence), csattn_session(mine, artifact):
+            pass
+        assert not list(tmp_path.iterdir())
+        remove()
+        mine.model(**session.continue_with(token_ids(9)))
+
+
+def test_forwards_that_compute_the_same_are_a_models_own(artifact, mine) -> None:
+    """accelerate's, and compiled ones."""
+    first, second = mine.model.model.layers[:2]
+    add_hook_to_module(first.mlp, ModelHook())
+    second.mlp.forward = torch.compile(second.mlp.forward, backend="eager")
+    with csattn_session(mine, artifact) as session:
+        mine.model(**session.continue_with(token_ids(9)))
+
+
+def test_a_model_whose_memory_moves_within_a_session_is_refused(artifact, mine) -> None:
+    """Its engine would read what has been freed."""
+    with csattn_session(mine, artifact) as session:
+        asked = session.continue_with(token_ids(9))
+        want = mine.model(**asked).logits
+        mine.model.model.layers[1].mlp.share_memory()
+        with pytest.raises(ModelError, match=r"the weights of mine have moved to shared memory .*; open a new one"):
+            mine.model(**session.continue_with(token_ids(9)))
+    with csattn_session(mine, artifact) as session:
+        assert torch.equal(mine.model(**session.continue_with(token_ids(9))).logits, want)
+
+
+def test_a_change_that_is_undone_wants_a_new_session(artifact, mine) -> None:
+    weight = mine.model.model.layers[1].mlp.up_proj.weight
+    with csattn_session(mine, artifact) as session, torch.no_grad():
+        before = weight.clone()
+        weight.add_(1)
+        weight.copy_(before)
+        with pytest.raises(ModelError, match="undo that and open a new session"):
+            mine.model(**session.continue_with(token_ids(9)))
+    with csattn_session(mine, artifact) as session:
+        mine.model(**session.continue_with(token_ids(9)))
+
+
+class Copies(TorchDispatchMode):
+    """Notes the tensors that are copied whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_transposed_weight_is_looked_at_where_it_is(artifact, mine) -> None:
+    weight = mine.model.lm_head.weight
+    with csattn_session(mine, artifact) as session:
+        weight.data = weight.data.t().contiguous().t()
+        with Copies() as copies:
+            session.require_unchanged()
+    assert not copies.shapes
 
 
 def test_results_are_tuples_where_the_config_says_so(artifact, mine) -> None:

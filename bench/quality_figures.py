@@ -107,6 +107,22 @@ def quality_larger() -> list[str]:
     return lines
 
 
+def quality_gemma() -> list[str]:
+    """KL of a model most of whose layers see a window, by `csattn eval`."""
+    cases = measured("eval-gemma-3-270m.json")
+    texts = list(dict.fromkeys(case["text"] for case in cases))
+    kl = {(case["text"], case["chosen_by"]): case["kl"] for case in cases}
+    told = {
+        name: ", ".join(f"{kl[text, name]:.4f} ({ratio(kl[text, name] / kl[text, 'exact'])})" for text in texts)
+        for name in ("default", "lists")
+    }
+    return [
+        f"Gemma-3-270M, of whose 18 layers three see everything and the others 512 rows, by `csattn eval` "
+        f"({', '.join(texts)}; {cases[0]['context_len']} tokens, and the {cases[0]['eval_len']} after them): KL at 2 % "
+        f"(× exact Top-K's) is {told['default']} with `default`, {told['lists']} with `lists`."
+    ]
+
+
 def kl_cell(of: Case, is_bold: bool) -> str:
     times = "" if of["times_exact"] is None else f" ({ratio(of['times_exact'])})"
     return f"**{of['kl']:.4f}{times}**" if is_bold else f"{of['kl']:.4f}{times}"

@@ -108,7 +108,7 @@ def _version(gguf: Path) -> str:
 
 def config_of(gguf: Path) -> Any:
     """The `transformers` config of a GGUF file, of which no weight is read. Raises ModelError for what is not read."""
-    return deepcopy(_read_config(gguf.resolve(), _version(gguf)))
+    return deepcopy(_read_config(gguf.absolute(), _version(gguf)))
 
 
 @lru_cache(maxsize=4)

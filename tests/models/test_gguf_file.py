@@ -119,14 +119,17 @@ def test_a_gguf_file_is_converted_for_a_dtype_and_not_for_its_config(
 
 
 def test_files_of_one_name_and_time_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two folders, and one after the other at the same place; a config is of who asked."""
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
-    for theta in (1e4, 5e5):
-        file = write_gguf(tmp_path / "model.gguf", EMBEDDING, llama__rope__freq_base=theta, **{"x.y": "z" * int(theta)})
+    for folder, theta, more in (("a", 1e4, "x"), ("b", 5e5, "x"), ("b", 2e4, "xy")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        file = write_gguf(Path("model.gguf"), EMBEDDING, llama__rope__freq_base=theta, x__y=more)
         os.utime(file, (1e9, 1e9))
-        monkeypatch.chdir(tmp_path)
         config = read_config("model.gguf")
         assert config.rope_parameters["rope_theta"] == theta
-        config.rope_parameters["rope_theta"] = 3.0  # of who asked, not of the next
+        config.rope_parameters["rope_theta"] = 3.0
+        assert read_config("model.gguf").rope_parameters["rope_theta"] == theta
 
 
 def test_what_a_killed_conversion_left_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,17 +222,19 @@ def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
     call = " | ".join(f"call{i}" for i in range(len(tools)))
     is_object = not format.is_announced and ask.schema is not None  # as the answer is: one must not rule out the other
     rules = [f"call{i}: {(_call_object if is_object else _call)(tool, format)}" for i, tool in enumerate(tools)]
-    if format.closing:  # each call is announced, and closed
+    ends = ""
+    if format.closing:  # each call is announced, and closed; some models end the line, too, before they end their turn
         one, again = (
             f'"\\n" ({call}) "\\n" {_marker(form, format.closing)}',
             f"{json.dumps(format.joint)} {opening} one",
         )
+        ends = '"\\n"?'
     else:
         one, again = call, f"{json.dumps(format.joint)} one"
     before, after = map(_text, format.run)
     more = f"({again})*" if ask.parallel_calls else ""
     announced = f"{opening} run" if format.is_announced else "run"
-    return [*rules, f"one: {one}", f"run: {before} one {more} {after}", f"calls: {announced}"]
+    return [*rules, f"one: {one}", f"run: {before} one {more} {after} {ends}", f"calls: {announced}"]
 
 
 def _free_rules(form: ChatForm) -> list[str]:

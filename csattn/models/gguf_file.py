@@ -29,6 +29,11 @@ _LLAMA_3_ROPE = {  # of all its releases from 3.1 on
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# at which any model's turn has ended; the file tells one of them, its model was often trained with several
+_ENDS = {
+    "</s>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<|call|>", "<|end_of_text|>", "<|endoftext|>", "<|eom_id|>", "<|eom|>",
+    "<|eot_id|>", "<|eot|>", "<|im_end|>", "<|observation|>", "<|return|>", "<|user|>", "<end_of_turn>", "<turn|>",
+}  # fmt: skip
 
 
 def converted(gguf: Path, dtype: torch.dtype) -> Path:
@@ -104,6 +109,11 @@ def _version(gguf: Path) -> str:
     """Another one once the file was written again."""
     stat = gguf.stat()
     return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
+def end_ids(tokenizer: Any) -> set[int]:
+    """The special tokens of a GGUF file's tokenizer at which its model's turn has ended, whatever the file says."""
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special and token.content in _ENDS}
 
 
 def config_of(gguf: Path) -> Any:

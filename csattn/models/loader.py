@@ -17,7 +17,7 @@ from csattn.checks import require_model_name
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
 from csattn.models.few_bits import keep, round_weights
-from csattn.models.gguf_file import config_of, converted, find_converted
+from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
 from csattn.models.quantized import read_state
@@ -117,7 +117,9 @@ def load_model(
     if name != DEMO_MODEL and os.path.exists(path := os.path.expanduser(name)):
         name = os.path.abspath(path)  # artifacts are asked from other directories, too
     loaded = replace(wrap_model(model, tokenizer, name), rounding=rounding)
-    model.generation_config.eos_token_id = sorted(loaded.stop_ids) or None  # for `model.generate`
+    is_gguf = name == DEMO_MODEL or name.endswith(".gguf")
+    stop_ids = loaded.stop_ids | (end_ids(tokenizer) if is_gguf else set())
+    model.generation_config.eos_token_id = sorted(stop_ids) or None  # for `model.generate`, too
     return loaded
 
 

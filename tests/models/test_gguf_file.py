@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGUFWriter, TokenType
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
@@ -38,7 +38,9 @@ def write_gguf(path: Path, tensors: Mapping[str, NDArray[np.float32]] = MappingP
     sizes |= {"attention.layer_norm_rms_epsilon": 1e-5}
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab", "cd"])
+    tokens = [*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab", "cd", "<|endoftext|>", "<|im_end|>", "<|fim|>"]
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if token.startswith("<|") else TokenType.NORMAL for token in tokens])
     writer.add_token_merges(["a b", "c d"])  # of one alone, transformers 5.17 makes no tokenizer
     for name, value in {**{f"llama.{name}": size for name, size in sizes.items()}, **fields}.items():
         kind = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
@@ -116,6 +118,16 @@ def test_a_gguf_file_is_converted_for_a_dtype_and_not_for_its_config(
     assert all(torch.equal(few[name], tensor.bfloat16()) for name, tensor in whole.items())
     load_model(file, "float16")
     assert len(list(made.iterdir())) == 2, "what is there in float32 serves for all"
+
+
+def test_a_turn_ends_at_every_token_that_ends_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama", vocab_size=261))
+    file = write_gguf(tmp_path / "model.gguf", tensors, **its, tokenizer__ggml__eos_token_id=259)
+    got = load_model(str(file))
+    assert got.stop_ids == {258, 259} and got.model.generation_config.eos_token_id == [258, 259]
+    directory = load_model(next((tmp_path / "models").iterdir()))
+    assert directory.stop_ids == {259}, "a directory has what its author wrote"
 
 
 def test_files_of_one_name_and_time_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

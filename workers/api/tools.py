@@ -28,7 +28,7 @@ def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
     return {
         "tools": () if choice == "none" else tools,
         "must_call": tuple(names) if choice == "required" else () if isinstance(choice, str) else tuple(choice),
-        "parallel_calls": is_parallel is not False,
+        "parallel_calls": is_parallel is not False and not isinstance(choice, list),  # a function that is named: once
     }
 
 
@@ -113,7 +113,7 @@ def _tool(value: object, where: str, is_nested: bool) -> Tool:
         fields.refuse("parameters", "has properties that are not an object")
     tool = Tool(
         checked_name(fields),
-        {"type": "object", **(parameters or NO_PARAMETERS)},
+        {**(parameters or NO_PARAMETERS), "type": "object"},  # in the client's order: templates write it
         fields.text("description", MAX_CHARS),
         fields.flag("strict"),
     )

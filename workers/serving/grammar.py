@@ -151,7 +151,7 @@ def grammar_text(ask: Ask, form: ChatForm) -> str:
     elif ask.must_call:
         rules.append("answer: calls")
     else:
-        rules += _free_rules(form)
+        rules += _free_rules(form, tools)
     if ask.turns and form.thinks:
         thought = _marker(form, THOUGHT)
         rules.append(f"thought: {_ANYTHING} {thought} gap" if thought[0] == "<" else "thought: hidden gap")
@@ -222,28 +222,38 @@ def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
     call = " | ".join(f"call{i}" for i in range(len(tools)))
     is_object = not format.is_announced and ask.schema is not None  # as the answer is: one must not rule out the other
     rules = [f"call{i}: {(_call_object if is_object else _call)(tool, format)}" for i, tool in enumerate(tools)]
-    if format.closing:  # each call is announced, and closed
+    ends = ""
+    if format.closing:  # each call is announced, and closed; some models end the line, too, before they end their turn
         one, again = (
             f'"\\n" ({call}) "\\n" {_marker(form, format.closing)}',
             f"{json.dumps(format.joint)} {opening} one",
         )
+        ends = '"\\n"?'
     else:
         one, again = call, f"{json.dumps(format.joint)} one"
     before, after = map(_text, format.run)
     more = f"({again})*" if ask.parallel_calls else ""
     announced = f"{opening} run" if format.is_announced else "run"
-    return [*rules, f"one: {one}", f"run: {before} one {more} {after}", f"calls: {announced}"]
+    return [*rules, f"one: {one}", f"run: {before} one {more} {after} {ends}", f"calls: {announced}"]
 
 
-def _free_rules(form: ChatForm) -> list[str]:
-    """`answer`: any text, in which what announces a call is followed by one."""
+def _free_rules(form: ChatForm, tools: list[Tool]) -> list[str]:
+    """`answer`: any text, in which what announces a call is followed by one, or calls that nothing announces."""
     assert form.calls is not None
     opening = _marker(form, form.calls.opening)
     if not form.calls.is_announced:  # an answer that begins with an object is a call
         return ["answer: run | said", "said: /[^{](?s:.*)/"]
+    # what begins a call of these tools without a marker, which is read as one where nothing else is said, is no text:
+    # the longest lexeme wins, so that a call's head is one, too
+    begun, key = r'\s*(```json\s)?\s*\{\s*"name"\s*:\s*"', form.calls.arguments_key
+    names = "|".join(tool.name for tool in tools)
+    other = rf'{_ANYTHING} & ~/{begun}({names})"\s*,(?s:.*)/'
+    bare = " | ".join(f"HEAD{i} %json {json.dumps(tool.parameters)}" for i, tool in enumerate(tools))
+    rules = [rf'HEAD{i}: /{begun}{tool.name}"\s*,\s*"{key}"\s*:\s*/' for i, tool in enumerate(tools)]
+    rules += [f"alone: (({bare}) BEHIND)+ FENCE?", r"BEHIND: /\s*\}\s*/", r"FENCE: /```\s*/", f"OTHER: {other}"]
     if opening[0] == "<":
-        return [f"answer: {_ANYTHING} ({opening} run)?"]
-    return ["answer: said | heard run", f"said: {_ANYTHING}", f"heard[suffix={opening}]: {_ANYTHING}"]
+        return [f"answer: alone | OTHER ({opening} run)?", *rules]
+    return ["answer: alone | OTHER | heard run", f"heard[suffix={opening}]: {other}", *rules]
 
 
 def _call(tool: Tool, format: CallFormat) -> str:

@@ -14,7 +14,7 @@ from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 _UNANNOUNCED = '{"name":', '```json{"name":'  # what calls without a marker begin with, but for spaces
-_FENCED = re.compile(r"\A\s*```json\s(.*)```\s*\Z", re.DOTALL)
+_FENCED = re.compile(r"\A\s*```json\s(.*?)(?:```)?\s*\Z", re.DOTALL)  # an answer that was cut off has no second fence
 
 
 @dataclass(slots=True)
@@ -101,27 +101,34 @@ class Speech:
         """An answer of nothing but calls is calls without their marker, too: Qwen2.5-Coder, for one, leaves it out."""
         begun = "".join(self._rest.lstrip()[:64].split())
         looks_so = begun.startswith(_UNANNOUNCED)
-        if not self._is_final and (looks_so or any(start.startswith(begun) for start in _UNANNOUNCED)):
+        is_over = self._is_final
+        if looks_so and not self._parallel_calls:  # the first is all that there may be, whatever would follow
+            self._call.scan(self._rest[self._rest.index("{") :])
+            is_over = is_over or self._call.end is not None
+        if not is_over and (looks_so or any(start.startswith(begun) for start in _UNANNOUNCED)):
             return False
-        if looks_so and (calls := self._calls_alone(self._rest)):
-            self._rest = ""
-            for name, arguments in calls if self._parallel_calls else calls[:1]:
+        calls, cut_off = self._calls_alone() if looks_so else ([], "")
+        if calls:
+            self._rest, self.has_ended = cut_off, not self._parallel_calls
+            for name, arguments in calls:
                 self._begin_call(name)
                 self._add_arguments(arguments)
         self._state = self._say
         return True
 
-    def _calls_alone(self, text: str) -> list[tuple[str, str]]:
-        """Those that the text consists of; none where there is anything else in it."""
-        text, calls = _FENCED.sub(r"\1", text).strip(), []
+    def _calls_alone(self) -> tuple[list[tuple[str, str]], str]:
+        """Those that the answer consists of, and a last one that was cut off; none where there is anything else."""
+        text, calls = _FENCED.sub(r"\1", self._rest).strip(), list[tuple[str, str]]()
         while text:
             call = _Call()
             call.scan(text)
+            if call.end is None and text[0] == "{":
+                break
             if (found := self._call_of(text[: call.end])) is None:
-                return []
+                return [], ""
             calls.append(found)
-            text = text[call.end :].lstrip()
-        return calls
+            text = text[call.end or 0 :].lstrip() if self._parallel_calls else ""
+        return calls, text
 
     def _say(self) -> bool:
         opening = self._format.opening if self._format is not None else None

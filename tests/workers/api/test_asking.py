@@ -158,11 +158,18 @@ def test_calls_that_were_cut_off_and_answers_without_text_go_back_in() -> None:
     assert said[2] == Turn("assistant", "")
 
 
+def test_a_schema_goes_into_the_prompt_as_it_came() -> None:
+    written = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "title": "f", "type": "object"}
+    [tool] = ask_of(chat(tools=[tool_with(parameters=written)])).tools
+    assert list(tool.parameters.items()) == list(written.items())
+
+
 def test_which_tool_must_be_called() -> None:
     tools = [TOOL, tool_with()]
     named = {"type": "function", "function": {"name": "f"}}
     assert ask_of(chat(tools=tools, tool_choice="required")).must_call == ("look_up", "f")
-    assert ask_of(chat(tools=tools, tool_choice=named)).must_call == ("f",)
+    ask = ask_of(chat(tools=tools, tool_choice=named))
+    assert ask.must_call == ("f",) and not ask.parallel_calls, "OpenAI's service calls it once, too"
     assert ask_of(chat(tools=tools, tool_choice="none")).tools == ()
 
 

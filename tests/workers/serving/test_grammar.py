@@ -50,7 +50,7 @@ def walk(
     form, rng = ChatForm(model.tokenizer), np.random.default_rng(seed)
     grammar = Grammars(model).make_now(asked, form)
     writer = Writer(model.tokenizer, (), speech_of(asked, form), form.hidden)
-    likely = [*model.tokenizer('"}],').input_ids, *model.tokenizer("0123456789").input_ids, *form.marker_ids.values()]
+    likely = [*model.tokenizer('"}],<').input_ids, *model.tokenizer("0123456789").input_ids, *form.marker_ids.values()]
     [end] = model.stop_ids
     pieces, given = [], list(model.tokenizer(begins).input_ids)
     for _ in range(most):
@@ -130,6 +130,35 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(kind: str, opening:
 
 
 @pytest.mark.parametrize("own_tokens", [True, False])
+@pytest.mark.parametrize("kind", ["hermes", "mistral"])
+@pytest.mark.parametrize(
+    ("text", "may_be"),
+    [
+        ('{"name": "add", "arguments": {"a": 1}}\n{"name":"go-on","arguments":{"b":2}}', True),
+        ('```json\n{\n  "name": "add",\n  "arguments": {\n    "a": 1\n  }\n}\n```', True),
+        ('{"name": "add", "arguments": {"b', False),
+        ('```json\n{"name": "add", "arguments": {"a": "', False),
+        ('{"name": "add", "b', False),
+        ('{"name": "Ann", "b": 1}, said she', True),
+        ('So: {"name": "add", "arguments": {"b": 1}}', True),
+    ],
+)
+def test_a_strict_tool_is_called_by_its_schema_without_a_marker_too(
+    kind: str, own_tokens: bool, text: str, may_be: bool
+) -> None:
+    model = chat_model(kind, own_tokens)
+    asked = ask(tools=(Tool("add", INT, strict=True), Tool("go-on", {"type": "object"})))
+    grammar = Grammars(model).make_now(asked, ChatForm(model.tokenizer))
+    allowed = []
+    for token_id in model.tokenizer(text).input_ids:
+        allowed.append(bool(grammar.allowed(model.model.config.vocab_size)[token_id]))
+        if not allowed[-1]:
+            break
+        grammar.accept(token_id)
+    assert all(allowed) == may_be
+
+
+@pytest.mark.parametrize("own_tokens", [True, False])
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
 def test_an_answer_of_a_schema_may_be_a_call_instead(kind: str, own_tokens: bool) -> None:
     lists = {"type": "object", "properties": {"z": {"type": "null"}}, "required": ["z"], "additionalProperties": False}
@@ -142,6 +171,17 @@ def test_an_answer_of_a_schema_may_be_a_call_instead(kind: str, own_tokens: bool
         assert all(name != "add" or isinstance(arguments["a"], int) for name, arguments in calls)
         text, _, calls = walk(kind, asked, seed, own_tokens, '{"z"')
         assert json.loads(text) == {"z": None} and not calls
+
+
+def test_the_line_of_the_last_call_may_end_before_the_answer_does() -> None:
+    model = chat_model("hermes")
+    grammar = Grammars(model).make_now(ask(tools=TOOLS, must_call=("add",)), ChatForm(model.tokenizer))
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    for token_id in model.tokenizer(f"{called}\n").input_ids:
+        assert grammar.allowed(model.model.config.vocab_size)[token_id]
+        grammar.accept(token_id)
+    allowed = np.flatnonzero(grammar.allowed(model.model.config.vocab_size)).tolist()
+    assert set(model.stop_ids) < set(allowed), "Qwen2.5-Coder ends its turn there, or calls once more"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,9 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("hermes", f"{ADD} is no call", (f"{ADD} is no call", [])),
     ("hermes", f"\n{ADD}\n", ("", CALLED[:1])),
     ("hermes", f"```json\n{ADD}\n{LOOK}\n```", ("", CALLED)),
+    ("hermes", f'{ADD}\n{LOOK}\n{{"name": "add", "argu', ('{"name": "add", "argu', CALLED)),
+    ("hermes", f"```json\n{ADD}\n", ("", CALLED[:1])),
+    ("hermes", f"{ADD}\n[{ADD}", (f"{ADD}\n[{ADD}", [])),
     ("hermes", f"```json\n{ADD}\n``` is one", (f"```json\n{ADD}\n``` is one", [])),
     ("hermes", call("rm"), (call("rm"), [])),
     ("hermes", '{"arguments": {}, "name": "add"}', ('{"arguments": {}, "name": "add"}', [])),
@@ -118,9 +121,11 @@ def test_a_call_is_told_while_it_comes() -> None:
     assert [part.arguments for part in speech.add("}}</tool_call>").calls] == ["}"]
 
 
-def test_the_only_call_that_may_be_ends_the_answer() -> None:
+@pytest.mark.parametrize("before", ["See: <tool_call>", "", "```json\n"])
+def test_the_only_call_that_may_be_ends_the_answer(before: str) -> None:
     speech = Speech("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=False)
-    speech.add(f"See: <tool_call>{ADD[:-1]}")
+    parts = [speech.add(piece) for piece in (before, ADD[:9], ADD[9:-1])]
     assert not speech.has_ended
-    speech.add("}")
+    parts += [speech.add("}" + ADD), speech.finish()]
     assert speech.has_ended and speech.num_calls == 1
+    assert "".join(call.arguments for part in parts for call in part.calls) == '{"a": 1}'

@@ -17,6 +17,7 @@ from csattn.errors import ArtifactError, StoreFullError
 
 MAX_WRITE_BYTES = 16 * 2**20  # per system call, so that an interrupt is not held up
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL}  # file systems
 _is_synced = True  # of this process
 
 
@@ -113,7 +114,7 @@ def _sync(descriptor: int) -> None:
         try:
             fcntl.fcntl(descriptor, full_sync)
         except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.ENOTTY, errno.EINVAL):  # file systems that cannot
+            if error.errno not in _CANNOT:
                 raise
 
 

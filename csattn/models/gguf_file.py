@@ -33,6 +33,7 @@ _LLAMA_3_ROPE = {  # of all its releases from 3.1 on
 _ENDS = {
     "</s>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<|call|>", "<|end_of_text|>", "<|endoftext|>", "<|eom_id|>", "<|eom|>",
     "<|eot_id|>", "<|eot|>", "<|im_end|>", "<|observation|>", "<|return|>", "<|user|>", "<end_of_turn>", "<turn|>",
+    "[|endofturn|]",
 }  # fmt: skip
 
 
@@ -113,7 +114,10 @@ def _version(gguf: Path) -> str:
 
 def end_ids(tokenizer: Any) -> set[int]:
     """The special tokens of a GGUF file's tokenizer at which its model's turn has ended, whatever the file says."""
-    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special and token.content in _ENDS}
+    special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # Phi's turns end with what ends gpt-oss's messages, several of which make a turn
+    ends = _ENDS if "<|return|>" in special else _ENDS | {"<|end|>"}
+    return {i for content, i in special.items() if content in ends}
 
 
 def config_of(gguf: Path) -> Any:

@@ -39,7 +39,11 @@ def require_own_forward(model: Any, model_name: str) -> None:
             continue  # the whole model's are called, with a request or without
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)  # compiled, it is the same
-        is_own = getattr(forward, "__func__", forward) is type(module).forward or _changes_nothing(forward)
+        if (moved := getattr(module, "_hf_hook", None)) is not None and _is_of_others(type(moved).__module__):
+            forward = getattr(module, "_old_forward", forward)  # accelerate moves weights, and calls that
+        is_own = getattr(forward, "__func__", None) is type(module).forward
+        is_own = is_own or (moved is None and _changes_nothing(forward))
+        is_own = is_own and getattr(forward, "__self__", module) is module
         if not is_own or not all(map(_changes_nothing, hooks)):
             raise ModelError(
                 f"{name} of {model_name} has a forward {'hook' if is_own else 'put in the place of its own'}, which "
@@ -66,6 +70,8 @@ def _glance(model: Any) -> tuple[list[tuple[Any, ...]], Tensor, list[bool]]:
         shared.append(parameter.is_cpu and parameter.untyped_storage().is_shared())
         if not parameter.is_meta:
             now, size = parameter.detach(), parameter.numel()
+            if now.dtype.itemsize == 1:
+                now = now.view(torch.int8)  # torch takes none of FP8
             places = torch.arange(0, size, max(1, size // _SAMPLED_VALUES), device=now.device)
             sample = now.take(places).float().cpu()  # reshaped, a transposed one would be copied
             values.append(sample.view(torch.int32))  # NaN equals itself
@@ -77,4 +83,8 @@ def _changes_nothing(call: Any) -> bool:
     written = call.func if isinstance(call, partial) else call
     # not `__module__`, which functools.wraps copies
     home = getattr(written, "__globals__", {}).get("__name__", "")
-    return str(home).startswith(("transformers.", "accelerate.", "csattn."))
+    return _is_of_others(str(home))
+
+
+def _is_of_others(module_name: str) -> bool:
+    return module_name.startswith(("transformers.", "accelerate.", "csattn."))

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 
 from csattn.errors import ModelError
 from csattn.models import gguf_file, load_model
+from csattn.models.gguf_file import end_ids
 from csattn.models.loader import is_to_be_converted, read_config
 from tests.tiny import byte_tokenizer, make_model, token_ids
 
@@ -126,6 +127,10 @@ def test_a_turn_ends_at_every_token_that_ends_one(tmp_path: Path, monkeypatch: p
     file = write_gguf(tmp_path / "model.gguf", tensors, **its, tokenizer__ggml__eos_token_id=259)
     got = load_model(str(file))
     assert got.stop_ids == {258, 259} and got.model.generation_config.eos_token_id == [258, 259]
+    got.tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    assert end_ids(got.tokenizer) == {258, 259, 261}, "as Phi's turns end"
+    got.tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|return|>"]})
+    assert end_ids(got.tokenizer) == {258, 259, 262}, "as gpt-oss's end, of several messages"
     directory = load_model(next((tmp_path / "models").iterdir()))
     assert directory.stop_ids == {259}, "a directory has what its author wrote"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,7 +130,29 @@ def put_forward(mlp: Any) -> Callable[[], None]:
     return lambda: setattr(mlp, "forward", own)
 
 
-@pytest.mark.parametrize(("put", "what"), [(put_hook, "hook"), (put_forward, "put in the place of its own")])
+def put_another(mlp: Any) -> Callable[[], None]:
+    """A module's of its class."""
+    mlp.forward = type(mlp)(mlp.config).forward
+    return lambda: delattr(mlp, "forward")
+
+
+class _Doubles(ModelHook):
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return 2 * output
+
+
+def put_hook_by_accelerate(mlp: Any) -> Callable[[], None]:
+    add_hook_to_module(mlp, _Doubles())
+    return lambda: remove_hook_from_module(mlp)
+
+
+ANOTHER = "put in the place of its own"
+
+
+@pytest.mark.parametrize(
+    ("put", "what"),
+    [(put_hook, "hook"), (put_forward, ANOTHER), (put_another, ANOTHER), (put_hook_by_accelerate, ANOTHER)],
+)
 def test_what_layers_would_do_besides_is_neither_opened_nor_built_with(artifact, mine, tmp_path, put, what) -> None:
     """It was stored as the context of the model without it."""
     sentence = f"model.layers.1.mlp of mine has a forward {what}, which contexts are not built with"

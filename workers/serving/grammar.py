@@ -151,7 +151,7 @@ def grammar_text(ask: Ask, form: ChatForm) -> str:
     elif ask.must_call:
         rules.append("answer: calls")
     else:
-        rules += _free_rules(form, tools)
+        rules += _free_rules(ask, form, tools)
     if ask.turns and form.thinks:
         thought = _marker(form, THOUGHT)
         rules.append(f"thought: {_ANYTHING} {thought} gap" if thought[0] == "<" else "thought: hidden gap")
@@ -237,23 +237,37 @@ def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
     return [*rules, f"one: {one}", f"run: {before} one {more} {after} {ends}", f"calls: {announced}"]
 
 
-def _free_rules(form: ChatForm, tools: list[Tool]) -> list[str]:
+def _free_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
     """`answer`: any text, in which what announces a call is followed by one, or calls that nothing announces."""
     assert form.calls is not None
     opening = _marker(form, form.calls.opening)
     if not form.calls.is_announced:  # an answer that begins with an object is a call
         return ["answer: run | said", "said: /[^{](?s:.*)/"]
-    # what begins a call of these tools without a marker, which is read as one where nothing else is said, is no text:
-    # the longest lexeme wins, so that a call's head is one, too
-    begun, key = r'\s*(```json\s)?\s*\{\s*"name"\s*:\s*"', form.calls.arguments_key
-    names = "|".join(tool.name for tool in tools)
-    other = rf'{_ANYTHING} & ~/{begun}({names})"\s*,(?s:.*)/'
-    bare = " | ".join(f"HEAD{i} %json {json.dumps(tool.parameters)}" for i, tool in enumerate(tools))
-    rules = [rf'HEAD{i}: /{begun}{tool.name}"\s*,\s*"{key}"\s*:\s*/' for i, tool in enumerate(tools)]
-    rules += [f"alone: (({bare}) BEHIND)+ FENCE?", r"BEHIND: /\s*\}\s*/", r"FENCE: /```\s*/", f"OTHER: {other}"]
+    rules, alone, other = list[str](), "", _ANYTHING
+    if not ask.continues:
+        # the head of a call of these tools without a marker, which is read as one where nothing else is said, is no
+        # text: the longest lexeme wins
+        space, key, number = r"[ \t\r\n]", form.calls.arguments_key, range(len(tools))
+        begun, fence = rf'{space}*\{{{space}*"name"{space}*:{space}*"', f"{space}*```json{space}+"
+        names = "|".join(tool.name for tool in tools)
+        other += rf' & ~/({fence})?{begun}({names})"{space}*,{space}*"(arguments|parameters)"(?s:.*)/'
+        if form.thinks and THINK not in form.marker_ids:
+            other += rf" & ~/{space}*{THINK}(?s:.*)/"  # a thought is one, and what follows it an answer
+        for i, tool in enumerate(tools):
+            head = rf'{begun}{tool.name}"{space}*,{space}*"{key}"{space}*:{space}*'
+            rules += [
+                f"HEAD{i}: /{head}/",
+                f"FENCED{i}: /{fence}{head}/",
+                f"args{i}: %json {json.dumps(tool.parameters)}",
+            ]
+        bare = f"({' | '.join(f'HEAD{i} args{i}' for i in number)}) BEHIND"
+        rules.append(f"alone: ({bare})+ | {bare.replace('HEAD', 'FENCED')} ({bare})* FENCE")
+        rules += [f"BEHIND: /{space}*\\}}{space}*/", f"FENCE: /```{space}*/"]
+        alone = "alone | "
+    rules.append(f"OTHER: {other}")
     if opening[0] == "<":
-        return [f"answer: alone | OTHER ({opening} run)?", *rules]
-    return ["answer: alone | OTHER | heard run", f"heard[suffix={opening}]: {other}", *rules]
+        return [f"answer: {alone}OTHER ({opening} run)?", *rules]
+    return [f"answer: {alone}OTHER | heard run", f"heard[suffix={opening}]: {other}", *rules]
 
 
 def _call(tool: Tool, format: CallFormat) -> str:

@@ -14,6 +14,7 @@ from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 _UNANNOUNCED = '{"name":', '```json{"name":'  # what calls without a marker begin with, but for spaces
+_NAMED = re.compile(r'\s*(?:```json\s)?\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _FENCED = re.compile(r"\A\s*```json\s(.*?)(?:```)?\s*\Z", re.DOTALL)  # an answer that was cut off has no second fence
 
 
@@ -100,7 +101,10 @@ class Speech:
     def _read_unannounced(self) -> bool:
         """An answer of nothing but calls is calls without their marker, too: Qwen2.5-Coder, for one, leaves it out."""
         begun = "".join(self._rest.lstrip()[:64].split())
-        looks_so = begun.startswith(_UNANNOUNCED)
+        looks_so, named = begun.startswith(_UNANNOUNCED), _NAMED.match(self._rest)
+        if named is not None and _name(named[1]) not in self._tools:
+            self._state = self._say  # at once: what is said is told as it comes
+            return True
         is_over = self._is_final
         if looks_so and not self._parallel_calls:  # the first is all that there may be, whatever would follow
             self._call.scan(self._rest[self._rest.index("{") :])
@@ -208,7 +212,11 @@ class Speech:
                 return None
         except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
             return None
-        return call["name"], json.dumps(arguments, ensure_ascii=False)
+        if (head := _HEAD.match(text)) is None:
+            return call["name"], json.dumps(arguments, ensure_ascii=False)
+        seen = _Call()
+        seen.scan(text)
+        return call["name"], text[head.end() : seen.arguments_end(head.end())]  # as they were written
 
     def _begin_call(self, name: str) -> None:
         # nine letters and digits are what Mistral's templates take back

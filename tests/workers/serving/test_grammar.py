@@ -132,19 +132,21 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(kind: str, opening:
 @pytest.mark.parametrize("own_tokens", [True, False])
 @pytest.mark.parametrize("kind", ["hermes", "mistral"])
 @pytest.mark.parametrize(
-    ("text", "may_be"),
+    ("text", "may_be"),  # None: but not end there
     [
         ('{"name": "add", "arguments": {"a": 1}}\n{"name":"go-on","arguments":{"b":2}}', True),
         ('```json\n{\n  "name": "add",\n  "arguments": {\n    "a": 1\n  }\n}\n```', True),
         ('{"name": "add", "arguments": {"b', False),
         ('```json\n{"name": "add", "arguments": {"a": "', False),
-        ('{"name": "add", "b', False),
+        ('```json\n{"name": "add", "arguments": {"a": 1}}\n', None),
+        ('{"name": "add", "arguments": {"a": 1}}\n```', False),
+        ('{"name": "add", "b": 1}, said she', True),
         ('{"name": "Ann", "b": 1}, said she', True),
         ('So: {"name": "add", "arguments": {"b": 1}}', True),
     ],
 )
 def test_a_strict_tool_is_called_by_its_schema_without_a_marker_too(
-    kind: str, own_tokens: bool, text: str, may_be: bool
+    kind: str, own_tokens: bool, text: str, may_be: bool | None
 ) -> None:
     model = chat_model(kind, own_tokens)
     asked = ask(tools=(Tool("add", INT, strict=True), Tool("go-on", {"type": "object"})))
@@ -155,7 +157,10 @@ def test_a_strict_tool_is_called_by_its_schema_without_a_marker_too(
         if not allowed[-1]:
             break
         grammar.accept(token_id)
-    assert all(allowed) == may_be
+    assert all(allowed) == (may_be is not False)
+    if all(allowed):
+        may_end = grammar.allowed(model.model.config.vocab_size)[sorted(model.stop_ids)]
+        assert may_end.all() == bool(may_be)
 
 
 @pytest.mark.parametrize("own_tokens", [True, False])

@@ -56,6 +56,8 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("hermes", f"{ADD}\n[{ADD}", (f"{ADD}\n[{ADD}", [])),
     ("hermes", f"```json\n{ADD}\n``` is one", (f"```json\n{ADD}\n``` is one", [])),
     ("hermes", call("rm"), (call("rm"), [])),
+    ("hermes", '{"name": "add", "arguments": {"a": 1e999,  "b": 12345678901234567890.5}}',
+     ("", [("add", '{"a": 1e999,  "b": 12345678901234567890.5}')])),
     ("hermes", '{"arguments": {}, "name": "add"}', ('{"arguments": {}, "name": "add"}', [])),
     ("hermes", '{"name": "add", "arguments": {"a": 1', ('{"name": "add", "arguments": {"a": 1', [])),
     ("mistral", f"[TOOL_CALLS][{ADD}, {LOOK}]", ("", CALLED)),
@@ -71,6 +73,14 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
 @pytest.mark.parametrize(("form", "text", "want"), CASES)
 def test_calls_and_what_only_looks_like_them(form: str, text: str, want: tuple[str, list[tuple[str, str]]]) -> None:
     assert told([text], FORMATS[form]) == (want[0], "", want[1])
+
+
+@pytest.mark.parametrize("parallel_calls", [True, False])
+def test_an_object_that_is_no_call_is_told_as_it_comes(parallel_calls: bool) -> None:
+    speech = Speech("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=parallel_calls)
+    assert speech.add('{"name": "An').text == ""
+    assert speech.add('n", "age": ').text == '{"name": "Ann", "age": '
+    assert speech.add("3}").text == "3}"
 
 
 @given(st.sampled_from(CASES), st.data())

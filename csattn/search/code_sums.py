@@ -159,31 +159,41 @@ def _add_four(
     of_rows: tuple[int, int, int, int, int],
     skip: int,  # of the four rows, those that have been added before
 ) -> None:
+    # a loop of one turn is one that LLVM makes worse code of
+    if TILE_LANES == LANES:
+        _add_four_in(0, codes, num_blocks, num_words, place, weights, scales, sums, of_rows, skip)
+    else:
+        for lane in range(0, LANES, TILE_LANES):
+            _add_four_in(lane, codes, num_blocks, num_words, place, weights, scales, sums, of_rows, skip)
+
+
+@inlined_kernel
+def _add_four_in(lane, codes, num_blocks, num_words, place, weights, scales, sums, of_rows, skip):  # type: ignore[no-untyped-def]
+    """The same in a tile's lanes, from that one on."""
     zero, mask, step = fill(I32xTile, 0), fill(I32xTile, _FINE_MASK), fill(I32xTile, FINE_BITS)
     row, first_weight, row_weights, first_sum, row_sums = of_rows
+    at, to = first_weight + lane, first_sum + lane
     none = zero, zero, zero, zero
-    for lane in range(0, LANES, TILE_LANES):
-        at, to = first_weight + lane, first_sum + lane
-        a, b, c, d = none, none, none, none
-        for block in range(num_blocks):
-            begin = (place + block * num_words) * BLOCK_KEYS
-            for i in range(begin, begin + BLOCK_KEYS, LANES):
-                word = turn_fours(load(I32xTile, codes, i + lane))
-                if lane == 0 and i % (2 * LANES) != 0:  # the others `weigh_chunk` has asked for
-                    prefetch_early(codes, i + AHEAD_BLOCKS * num_words * BLOCK_KEYS)
-                low, high = word & mask, (word >> step) & mask
-                a = _add_word(a, low, high, weights, at)
-                b = _add_word(b, low, high, weights, at + row_weights)
-                c = _add_word(c, low, high, weights, at + 2 * row_weights)
-                d = _add_word(d, low, high, weights, at + 3 * row_weights)
-                at += 2 * LANES
-        if skip < 1:
-            _add_to(sums, to, a, scales[row])
-        if skip < 2:
-            _add_to(sums, to + row_sums, b, scales[row + 1])
-        if skip < 3:
-            _add_to(sums, to + 2 * row_sums, c, scales[row + 2])
-        _add_to(sums, to + 3 * row_sums, d, scales[row + 3])
+    a, b, c, d = none, none, none, none
+    for block in range(num_blocks):
+        begin = (place + block * num_words) * BLOCK_KEYS
+        for i in range(begin, begin + BLOCK_KEYS, LANES):
+            word = turn_fours(load(I32xTile, codes, i + lane))
+            if lane == 0 and i % (2 * LANES) != 0:  # the others `weigh_chunk` has asked for
+                prefetch_early(codes, i + AHEAD_BLOCKS * num_words * BLOCK_KEYS)
+            low, high = word & mask, (word >> step) & mask
+            a = _add_word(a, low, high, weights, at)
+            b = _add_word(b, low, high, weights, at + row_weights)
+            c = _add_word(c, low, high, weights, at + 2 * row_weights)
+            d = _add_word(d, low, high, weights, at + 3 * row_weights)
+            at += 2 * LANES
+    if skip < 1:
+        _add_to(sums, to, a, scales[row])
+    if skip < 2:
+        _add_to(sums, to + row_sums, b, scales[row + 1])
+    if skip < 3:
+        _add_to(sums, to + 2 * row_sums, c, scales[row + 2])
+    _add_to(sums, to + 3 * row_sums, d, scales[row + 3])
 
 
 @inlined_kernel

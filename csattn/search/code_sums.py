@@ -161,14 +161,14 @@ def _add_four(
 ) -> None:
     # a loop of one turn is one that LLVM makes worse code of
     if TILE_LANES == LANES:
-        _add_four_in(0, codes, num_blocks, num_words, place, weights, scales, sums, of_rows, skip)
+        _add_four_in(0, codes, place, num_words, num_blocks, weights, scales, sums, of_rows, skip)
     else:
         for lane in range(0, LANES, TILE_LANES):
-            _add_four_in(lane, codes, num_blocks, num_words, place, weights, scales, sums, of_rows, skip)
+            _add_four_in(lane, codes, place, num_words, num_blocks, weights, scales, sums, of_rows, skip)
 
 
 @inlined_kernel
-def _add_four_in(lane, codes, num_blocks, num_words, place, weights, scales, sums, of_rows, skip):  # type: ignore[no-untyped-def]
+def _add_four_in(lane, codes, place, num_words, num_blocks, weights, scales, sums, of_rows, skip):  # type: ignore[no-untyped-def]
     """The same in a tile's lanes, from that one on."""
     zero, mask, step = fill(I32xTile, 0), fill(I32xTile, _FINE_MASK), fill(I32xTile, FINE_BITS)
     row, first_weight, row_weights, first_sum, row_sums = of_rows

@@ -117,8 +117,7 @@ def load_model(
     if name != DEMO_MODEL and os.path.exists(path := os.path.expanduser(name)):
         name = os.path.abspath(path)  # artifacts are asked from other directories, too
     loaded = replace(wrap_model(model, tokenizer, name), rounding=rounding)
-    is_gguf = name == DEMO_MODEL or name.endswith(".gguf")
-    stop_ids = loaded.stop_ids | (end_ids(tokenizer) if is_gguf else set())
+    stop_ids = loaded.stop_ids | (end_ids(tokenizer) if _gguf_of(name) is not None else set())
     model.generation_config.eos_token_id = sorted(stop_ids) or None  # for `model.generate`, too
     return loaded
 
@@ -175,9 +174,8 @@ def is_to_be_converted(name: str | None, dtype: str) -> bool:
 
 
 def _to_convert(name: str, dtype: torch.dtype) -> Path | None:
-    gguf = _demo_gguf() if name == DEMO_MODEL else Path(os.path.expanduser(name))
-    is_one = gguf.suffix == ".gguf" and os.path.isfile(gguf)
-    return gguf if is_one and find_converted(gguf, dtype) is None else None
+    gguf = _gguf_of(name)
+    return gguf if gguf is not None and find_converted(gguf, dtype) is None else None
 
 
 def _whole_config(source: str) -> Any:
@@ -286,8 +284,8 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
 
 def _resolve(name: str, dtype: torch.dtype) -> str:
     """The directory (or hub id) that `transformers` can load."""
-    if name == DEMO_MODEL:
-        return str(converted(_demo_gguf(), dtype))
+    if (gguf := _gguf_of(name)) is not None:
+        return str(converted(gguf, dtype))
     path = Path(os.path.expanduser(name))  # as it is where nobody has such a home
     if os.path.isdir(path):  # False of what no path can be, too
         if (path / "adapter_config.json").is_file():
@@ -301,12 +299,18 @@ def _resolve(name: str, dtype: torch.dtype) -> str:
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
         return str(path)
     if os.path.isfile(path):
-        if path.suffix != ".gguf":
-            raise ModelError(f"{path} is a file but not a .gguf file; give a model directory or a .gguf file")
-        return str(converted(path, dtype))
+        raise ModelError(f"{path} is a file but not a .gguf file; give a model directory or a .gguf file")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix == ".gguf":
         raise ModelError(f"there is no model at {name}; give a directory, a .gguf file, or a hub id like owner/name")
     return hub_source(name)
+
+
+def _gguf_of(name: str) -> Path | None:
+    """The GGUF file that is meant, if it is one."""
+    if name == DEMO_MODEL:
+        return _demo_gguf()
+    path = Path(os.path.expanduser(name))
+    return path if path.suffix == ".gguf" and os.path.isfile(path) else None
 
 
 def _demo_gguf() -> Path:

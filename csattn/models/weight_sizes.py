@@ -15,10 +15,7 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
 
     weights: as `load_model` takes it. Raises ModelError for a quantization that is not read.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = _without_memory(config)
     kept: tuple[WeightFormat, int] | None = None
     of_experts: tuple[WeightFormat, int] | None = None
     skipped: list[str] = []
@@ -43,11 +40,16 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
 
 def conversion_bytes(config: Any, item_bytes: int) -> int:
     """Host memory while a GGUF file becomes the model that a config describes: some tensors are float32 at a time."""
+    sizes: list[int] = [parameter.numel() for parameter in _without_memory(config).parameters()]
+    return sum(sizes) * item_bytes + 3 * max(sizes) * torch.float32.itemsize
+
+
+def _without_memory(config: Any) -> Any:
+    """A model of shapes alone."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        sizes: list[int] = [parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters()]
-    return sum(sizes) * item_bytes + 3 * max(sizes) * torch.float32.itemsize
+        return AutoModelForCausalLM.from_config(config)
 
 
 def device_bytes(model: Any) -> int:

@@ -131,7 +131,7 @@ def test_a_turn_ends_at_every_token_that_ends_one(tmp_path: Path, monkeypatch: p
     assert end_ids(got.tokenizer) == {258, 259, 261}, "as Phi's turns end"
     got.tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|return|>"]})
     assert end_ids(got.tokenizer) == {258, 259, 262}, "as gpt-oss's end, of several messages"
-    directory = load_model(next((tmp_path / "models").iterdir()))
+    directory = load_model(next((tmp_path / "models").iterdir()).rename(tmp_path / "directory.gguf"))
     assert directory.stop_ids == {259}, "a directory has what its author wrote"
 
 

@@ -1,7 +1,7 @@
 """What does lm-eval, unmodified, say of the service? RULER's tasks that need no network, by `local-completions`.
 
     pip install 'lm-eval[ruler,api]' transformers     # in a venv of its own
-    python -m bench.lm_eval --lm-eval VENV/bin/python [--placement device] [--outcomes FILE] [--json FILE]
+    python -m bench.lm_eval --lm-eval VENV/bin/python [--model FILE] [--placement device] [--outcomes FILE] ...
 
 For each length and task: full attention, `default` and exact Top-K (the others dropped) at 2 and 5 %, each a service of
 its own over one store, with the same samples. The first computes their contexts, the others find them. A small model
@@ -31,6 +31,7 @@ from bench.timing import finish, gate, machine
 from bench.turns.service import MODEL, serving
 
 AT_ONCE = 8  # requests, of which each has a context of its own
+MOST_ANSWERED = 256  # tokens; RULER's tasks ask for 128 at most
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
 
 
@@ -59,6 +60,7 @@ class LmEval:
 
     def __init__(self, task: str, length: int, scratch: Path, options: argparse.Namespace) -> None:
         self._of, self._tokenizer = f"{task}, {length}", str(scratch / "tokenizer")
+        self._length = length + MOST_ANSWERED
         self._address, self._log = str(scratch / f"{task}-{length}"), scratch / f"{task}-{length}.log"
         server = str(Path(__file__).with_name("server.py"))
         command = [*options.lm_eval.split(), server, self._address, task, str(length), self._tokenizer]
@@ -68,11 +70,11 @@ class LmEval:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=log, stdout=log)
 
-    def scores(self, url: str, samples: tuple[int, ...], until: float | None) -> dict[str, float]:
+    def scores(self, model: str, url: str, samples: tuple[int, ...], until: float | None) -> dict[str, float]:
         """By sample. Raises TimeoutError when the clock, time.monotonic, says more than `until`."""
         settings = {
-            "model": MODEL, "base_url": url, "tokenizer": self._tokenizer, "tokenizer_backend": "huggingface",
-            "max_length": 8192, "num_concurrent": AT_ONCE, "timeout": 3600, "max_retries": 5,
+            "model": model, "base_url": url, "tokenizer": self._tokenizer, "tokenizer_backend": "huggingface",
+            "max_length": self._length, "num_concurrent": AT_ONCE, "timeout": 3600, "max_retries": 5,
         }  # fmt: skip
         while not os.path.exists(self._address):
             gate(self._process.poll() is None, f"lm-eval of {self._of} ended: {self._log.read_text()[-2000:]}")
@@ -102,9 +104,9 @@ def judge(part: Part, variant: Variant, lm_eval: LmEval, store: Path, options: a
     """lm-eval's run of some samples against a service of their own."""
     settings = [*variant.settings, f"build.dtype={options.dtype}", f"engine.max_context_len={max(options.lengths)}"]
     settings += [f"engine.num_contexts={AT_ONCE}", "limits.request_timeout_s=3600", *options.set]
-    with serving(store, *settings) as service:
+    with serving(store, *settings, model=options.model) as service:
         since = time.perf_counter()
-        scores = lm_eval.scores(f"{service.url}/v1/completions", part.samples, options.until)
+        scores = lm_eval.scores(service.model, f"{service.url}/v1/completions", part.samples, options.until)
         seconds = time.perf_counter() - since
         tokens = [int(service.metric(f"csattn_{kind}_tokens_total")) for kind in ("prompt", "cached")]
     gate(scores.keys() == set(map(str, part.samples)), f"{part.task}, {variant.name}: scores of {sorted(scores)} came")
@@ -133,6 +135,7 @@ def main() -> None:
     parser.add_argument(
         "--lm-eval-path", help="its PYTHONPATH, if not this one's; a folder `site-packages`, for dill's sake"
     )
+    parser.add_argument("--model", type=Path, help="a directory or a GGUF file [default: the demo model]")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192])
     parser.add_argument("--variants", nargs="+", default=[], help="besides full attention; else all: 'default, 2%%'")
@@ -158,7 +161,7 @@ def main() -> None:
         ThreadPoolExecutor(options.processes, initializer=take_cpus, initargs=(free,)) as pool,
     ):
         scratch, started, starting = Path(directory), dict[tuple[str, int], LmEval](), Lock()
-        load_model().tokenizer.save_pretrained(scratch / "tokenizer")
+        load_model(options.model, dtype=options.dtype).tokenizer.save_pretrained(scratch / "tokenizer")
 
         def lm_eval_of(part: Part) -> LmEval:
             with starting:
@@ -179,7 +182,8 @@ def main() -> None:
         list(pool.map(judge_part, parts(options)))
     names = [variant.name for variant in variants(options.placement)]
     device = "cpu" if options.placement == "cpu" else torch.cuda.get_device_name()
-    result: dict[str, Any] = {"bench": "lm_eval", "machine": machine(), "model": MODEL, "device": device}
+    model = MODEL if options.model is None else options.model.name.removesuffix(".gguf")
+    result: dict[str, Any] = {"bench": "lm_eval", "machine": machine(), "model": model, "device": device}
     result |= {"placement": options.placement, "dtype": options.dtype}
     result |= {"prefills": prefills(outcomes.all, names), "cases": table(outcomes.all, names)}
     finish(result, options.json)

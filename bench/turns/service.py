@@ -51,7 +51,7 @@ class Service:
 
 @contextmanager
 def serving(store: Path, *settings: str, model: Path | None = None) -> Iterator[Service]:
-    """Until the block ends, if it was not killed before. Of the demo model, or that of a directory."""
+    """Until the block ends, if it was not killed before. Of the demo model, or that of a directory or a GGUF file."""
     options = [part for setting in (*settings, "server.port=0") for part in ("--set", setting)]
     if model is not None:
         options += ["--model", str(model)]

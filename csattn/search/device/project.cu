@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     }
     const long long of_head = head * sketch.num_segments, here = of_head + segment;
     constexpr int TRANSFORM_UNITS = STAGED ? HEAD_DIM * COORDS / 8 : 0;  // of 16 bytes
-    auto& [products, most, scaled, projected, mean] = *reinterpret_cast<Projection*>(memory + TRANSFORM_UNITS + HEAD_DIM / 2);
+    Projection& made = *reinterpret_cast<Projection*>(memory + TRANSFORM_UNITS + HEAD_DIM / 2);
     const u16* of_segment_columns = sketch.query_transform + here * (HEAD_DIM * COORDS);
     const uint4* transform = reinterpret_cast<const uint4*>(of_segment_columns);
     const uint4* mean_key = reinterpret_cast<const uint4*>(sketch.key_mean + here * HEAD_DIM);
@@ -87,9 +87,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
         for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
             const int g = i / HEAD_DIM, d = i % HEAD_DIM;
             const double wide = as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
-            if (first == 0) scaled[g][d] = static_cast<float>(octaves * wide);
+            if (first == 0) made.scaled[g][d] = static_cast<float>(octaves * wide);
 #pragma unroll
-            for (int k = 0; k < MEANS; ++k) products[MEANS * g + k][d] = wide * mean_keys[(first + k) * HEAD_DIM + d];  // exact
+            for (int k = 0; k < MEANS; ++k) made.products[MEANS * g + k][d] = wide * mean_keys[(first + k) * HEAD_DIM + d];  // exact
         }
         __syncthreads();
     };
@@ -98,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
         for (int i = THREADS - 1 - threadIdx.x; i < MEANS * GROUP_SIZE; i += THREADS) {  // by threads that have no coordinates
             double sum = 0;
 #pragma unroll 16
-            for (int d = 0; d < HEAD_DIM; ++d) sum += products[i][d];
-            mean[i / MEANS][first + i % MEANS] = static_cast<float>(octaves * sum);
+            for (int d = 0; d < HEAD_DIM; ++d) sum += made.products[i][d];
+            made.mean[i / MEANS][first + i % MEANS] = static_cast<float>(octaves * sum);
         }
     };
     multiply_means(0);
@@ -112,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
 #pragma unroll 16
         for (int d = 0; d < HEAD_DIM; ++d) {
             const u32 halves = *reinterpret_cast<const u32*>(columns + d * COORDS + j);
-            both.x = __fadd_rn(both.x, __fmul_rn(scaled[g][d], half_as_float(static_cast<u16>(halves))));
-            both.y = __fadd_rn(both.y, __fmul_rn(scaled[g][d], half_as_float(static_cast<u16>(halves >> 16))));
+            both.x = __fadd_rn(both.x, __fmul_rn(made.scaled[g][d], half_as_float(static_cast<u16>(halves))));
+            both.y = __fadd_rn(both.y, __fmul_rn(made.scaled[g][d], half_as_float(static_cast<u16>(halves >> 16))));
         }
-        projected[g][j] = both.x, projected[g][j + 1] = both.y;
-        most[g][j] = most_of(both.x, j), most[g][j + 1] = most_of(both.y, j + 1);
+        made.projected[g][j] = both.x, made.projected[g][j + 1] = both.y;
+        made.most[g][j] = most_of(both.x, j), made.most[g][j + 1] = most_of(both.y, j + 1);
         *reinterpret_cast<float2*>(coordinates + (of_segment + g) * COORDS + j) = both;
     }
     add_products(0);
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     __syncthreads();
 #pragma unroll 1
     for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) {
-        means[of_segment + g] = mean[g][0];
-        asked[g * max_segments] = unit_exponent(projected[g], most[g], static_cast<double>(mean[g][0]) - static_cast<double>(mean[g][1]));
+        means[of_segment + g] = made.mean[g][0];
+        asked[g * max_segments] = unit_exponent(made.projected[g], made.most[g], static_cast<double>(made.mean[g][0]) - static_cast<double>(made.mean[g][1]));
     }
 }

@@ -60,6 +60,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("text", "head_dim", "dtype"), crossed(FORMS, [torch.float32, torch.float16, torch.bfloat16]))
 def test_bits_are_those_of_attention_to_the_decoded_rows(text: str, head_dim: int, dtype: torch.dtype) -> None:
+    skip_where_refused(head_dim, dtype)
     shape = Shape(num_q_heads=6, head_dim=head_dim, dtype=dtype)
     coded, plain = code(make_step(shape, CONTEXTS, MIXED, num_spilled=3), text)
     got = attend_on_device(coded)

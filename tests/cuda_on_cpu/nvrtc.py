@@ -1,0 +1,56 @@
+"""CUDA's own compiler, which needs no device: what it refuses, no device runs, whatever a C++ compiler says of it."""
+
+import ctypes
+import importlib.util
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+ARCHITECTURES = "sm_80", "sm_90"  # the least that kernels are for, and one that has all that they use
+
+
+@cache
+def is_installed() -> bool:
+    return _libraries() is not None
+
+
+def require_compiles(code: str, defines: Mapping[str, object], architectures: Sequence[str] = ARCHITECTURES) -> None:
+    """Raises AssertionError with the compiler's words. code: as `csattn.cuda.source_text` gives it."""
+    for architecture in architectures:
+        options = ["-std=c++17", f"-arch={architecture}", *(f"-D{key}={value}" for key, value in defines.items())]
+        if told := _refusal(code, options):
+            raise AssertionError(f"CUDA C does not compile for {architecture}: {told}")
+
+
+def _refusal(code: str, options: Sequence[str]) -> str | None:
+    nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None) == 0
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), given) == 0:
+            return None
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        return log.value.decode()
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    libraries = _libraries()
+    assert libraries is not None
+    builtins, nvrtc = libraries
+    ctypes.CDLL(str(builtins))  # or else it is looked for where it does not lie
+    return ctypes.CDLL(str(nvrtc))
+
+
+def _libraries() -> tuple[Path, Path] | None:
+    """What the package nvidia-cuda-nvrtc brings."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for builtins in sorted(Path(folder).glob("cu*/lib/libnvrtc-builtins.so.*"), reverse=True):
+            for nvrtc in builtins.parent.glob("libnvrtc.so.*"):
+                return builtins, nvrtc
+    return None

@@ -46,6 +46,11 @@ class LoadedModel:
     fingerprint: str  # of the weights in the dtype they were loaded in
     rounding: Rounding | None = None  # what its weights were rounded to when they were loaded
 
+    def __repr__(self) -> str:
+        """Without the model's own, of a line for each kind of module."""
+        rounded = "" if self.rounding is None else f", rounded to {self.rounding}"
+        return f"<LoadedModel {self.name}: {str(self.dtype).removeprefix('torch.')}{rounded}, on {self.device}>"
+
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype  # type: ignore[no-any-return]

@@ -594,6 +594,31 @@ def test_an_engine_and_its_maps_go_with_their_session_before_anybody_looks_for_g
         gc.enable()
 
 
+def test_a_session_that_has_ended_holds_nothing_of_its_context(store) -> None:
+    """In a notebook its name outlives the block, and so does a request's."""
+    with csattn_session(loaded(), artifact_of(store), kv_format="fp8") as session:
+        request = session.request()
+        logits_of(session, token_ids(3), [3])
+        context = weakref.ref(session.engine.context(0).store)
+    gc.collect()
+    assert context() is None
+    assert request.index_bytes > 0
+    with pytest.raises(ConfigError, match="has ended"):
+        session.room_for(CONTEXT_LEN, 9)
+
+
+def test_what_a_cell_shows_is_one_line(store) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        asked = session.continue_with(token_ids(3))
+        loaded().model(**asked)
+        assert (
+            repr(session) == f"<Session of tiny-llama over {session.artifact.spec.artifact_id}, 1 of 16 requests, open>"
+        )
+        assert repr(asked[CACHE]) == "<RequestCache of 403 tokens, 3 of its own>"
+    assert repr(session).endswith(", closed>")
+    assert repr(loaded()) == "<LoadedModel tiny-llama: float32, on cpu>"
+
+
 def test_threads_may_share_a_session(store) -> None:
     questions = [token_ids(9, seed=seed) for seed in range(4)]
     with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=0.1, lookahead=1)) as session:

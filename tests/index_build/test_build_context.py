@@ -40,6 +40,36 @@ def test_the_example_builds_and_answers(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_manifest(other.place).build_notes["wrapping"] == "none"
 
 
+def test_a_store_may_lie_below_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of the name `~` was made where the process was."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    report = build_context(loaded(), TEXT, "~/store")
+    assert report.path.parent == tmp_path / "store" and report.path.is_dir()
+    with csattn_session(loaded(), f"~/store/{report.artifact_id[:4]}") as session:
+        assert session.artifact.path == report.path
+
+
+def test_a_build_tells_how_far_it_is(tmp_path: Path) -> None:
+    told: list[float] = []
+    build_context(loaded(), TEXT, tmp_path, on_progress=lambda progress: told.append(progress.share))
+    assert told == sorted(told) and 0 < told[0] < told[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "store", "sentence"),
+    [
+        (lambda: loaded().model, "store", "the model is what `load_model` returned, got a LlamaForCausalLM"),
+        (loaded, None, "a directory or a URL, got None; give its path"),
+        (loaded, "", "a directory or a URL, got ''; give its path"),
+    ],
+)
+def test_what_was_never_meant_to_be_built_from_is_refused(tmp_path, monkeypatch, model, store, sentence) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        build_context(model(), TEXT, store)
+
+
 def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:
     for text, sentence in (
         (tmp_path, "a context must be text, got a value of type PosixPath; give a str"),

@@ -109,6 +109,14 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
     baseline = full_attention(loaded(), artifact_of(store), token_ids(2, seed=3))
     with pytest.raises(ConfigError, match=sentence):
         measure(loaded(), artifact_of(store), SearchConfig(), "csattn", one, baseline)
+    with open_artifact(artifact_of(store)) as artifact:  # ids as a tokenizer gives them
+        ids = token_ids(9, seed=3).tolist()
+        everything = measure(
+            loaded(), artifact, SearchConfig(keep=1), "csattn", ids, full_attention(loaded(), artifact, ids)
+        )
+    assert everything.kl < 1e-6
+    with pytest.raises(ConfigError, match="token ids are whole numbers"):
+        full_attention(loaded(), artifact_of(store), [0.5, 1.5])
 
 
 def test_window_reads_nothing_far_and_is_worse_than_the_index(store) -> None:

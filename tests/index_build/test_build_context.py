@@ -27,7 +27,7 @@ def test_the_example_builds_and_answers(tmp_path: Path, monkeypatch: pytest.Monk
     Path("report.txt").write_text(TEXT)
     names: dict[str, Any] = {"loaded": loaded(), "csattn_session": csattn_session}
     (example,) = [
-        code for code in re.findall(r"```python\n(.*?)```", USE.read_text(), re.DOTALL) if "_context(" in code
+        code for code in re.findall(r"```python\n(.*?)```", USE.read_text(), re.DOTALL) if "Who wrote it?" in code
     ]
     exec(example, names)
     report = names["report"]
@@ -38,6 +38,19 @@ def test_the_example_builds_and_answers(tmp_path: Path, monkeypatch: pytest.Monk
     other = build_context(loaded(), TEXT, "store", preset="lists", chat=False)
     assert read_manifest(other.place).spec.index_config.layout == "lists"
     assert read_manifest(other.place).build_notes["wrapping"] == "none"
+
+
+def test_the_notebooks_example_leaves_a_session_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("report.txt").write_text(TEXT)
+    names: dict[str, Any] = {"loaded": loaded()}
+    section = USE.read_text().split("### In a notebook\n")[1]
+    exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0], names)
+    assert names["bar"].n == pytest.approx(1)
+    assert [row["keep"] for row in names["rows"]] == [0.01, 0.02, 0.1]
+    with names["opened"]:
+        assert names["session"].ask("Who wrote it?")
+    assert not names["session"].is_open
 
 
 def test_a_store_may_lie_below_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,14 +81,19 @@ class Session:
         self._unused = deque(range(self.engine.num_slots))
         self._given_back: deque[int] = deque()  # slots of requests that nobody holds any more; on any thread
         self._lock = Lock()  # the engine is used by one thread at a time
-        self._is_open = False
+        self._has_begun = self._is_open = False
 
     def __enter__(self) -> Self:
+        if self._has_begun:
+            raise ConfigError("this session is open already, or has ended; open another with `csattn_session`")
+        self._has_begun = True
         self._methods = [Method.begin_session(self.loaded.model, name) for name in ("forward", "generate")]
         self._is_open = True
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not self._is_open:
+            return
         for method in self._methods:
             method.end_session()
         with self._lock:

@@ -540,6 +540,11 @@ def test_a_question_is_text(store, question) -> None:
 def test_a_session_that_has_ended_gives_no_request(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         pass
+    with pytest.raises(ConfigError, match="has ended; open another with `csattn_session`"), session:
+        pass
+    with csattn_session(loaded(), artifact_of(store)) as other:
+        session.__exit__(None, None, None)  # once more
+        loaded().model(**other.ask("who?"))
     for ask in (lambda: session.ask("who?"), lambda: session.continue_with(token_ids(3)), session.request):
         with pytest.raises(ConfigError, match="ask again in an open session"):
             ask()

@@ -17,6 +17,7 @@ from index_build import build_context
 from tests.artifact.faults import fork
 from tests.tiny import loaded
 from workers import csattn_session
+from workers.cli.options import directory
 
 USE = Path(__file__).parents[2] / "docs" / "use.md"
 TEXT = "Lamp 7 is lit at 9 o'clock by keeper 12. " * 9
@@ -59,6 +60,7 @@ def test_a_store_may_lie_below_a_home(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     report = build_context(loaded(), TEXT, "~/store")
     assert report.path.parent == tmp_path / "store" and report.path.is_dir()
+    assert directory("~/store") == tmp_path / "store"  # on the command line, where the shell leaves it
     with csattn_session(loaded(), f"~/store/{report.artifact_id[:4]}") as session:
         assert session.artifact.path == report.path
 

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from csattn.artifact import ArtifactWriter, cache_store, remote_store
+from csattn.artifact import ArtifactWriter, cache_store, local_path, remote_store
 from index_build.pieces import Piece, is_ready
 from index_build.plan import Plan
 
@@ -44,7 +44,7 @@ class ContextBuild:
         self.resumed_at = 0  # first layer that this run found missing
         self.seconds = 0.0  # from the first piece to the outcome
         self._remote = remote_store(store)
-        self.store = Path(store) if self._remote is None else cache_store()  # where the pieces are done
+        self.store = local_path(store) if self._remote is None else cache_store()  # where the pieces are done
         self._by_layer = by_layer
         self._writer: ArtifactWriter | None = None
         self._ready: set[int] = set()  # layers that need no prefill

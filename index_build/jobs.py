@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from csattn.artifact import remote_store
+from csattn.artifact import local_path, remote_store
 from csattn.cluster import join
 from csattn.config import SketchConfig, preset
 from csattn.errors import ConfigError, CsattnError
@@ -52,7 +52,7 @@ def run_on_ray(
     started = time.perf_counter()
     with _connected(address) as ray:
         prefill, index = choose_needs(_nodes(ray), device, num_threads)
-        place = store if remote_store(store) is not None else Path(store).absolute()
+        place = store if remote_store(store) is not None else local_path(store).absolute()
         builds = {
             idx: ContextBuild(place, by_layer=prefill.device == "cuda" and _has_sketch(jobs[idx]))
             for group in by_model(jobs)

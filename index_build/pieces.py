@@ -65,6 +65,11 @@ class BuildProgress:
     done: int
     total: int
 
+    @property
+    def share(self) -> float:
+        """Of all layers' prefill, 0 to 1."""
+        return (self.layer_idx * self.total + self.done) / (self.num_layers * self.total)
+
 
 OnProgress = Callable[[BuildProgress], None]
 

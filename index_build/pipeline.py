@@ -14,6 +14,7 @@ from csattn.checks import require_text
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
+from csattn.models.loader import require_loaded
 from csattn.torch_threads import require_threads
 from index_build.context_build import ContextBuild
 from index_build.pieces import OnProgress, PhaseTimes, perform
@@ -47,15 +48,18 @@ def build_context(
     preset: str = "default",
     chat: bool = True,  # wrap the text by the model's chat template, so that `Session.ask` continues it
     source: str = "a text",  # its name, for the manifest
+    on_progress: OnProgress = lambda progress: None,  # is told where the build is, some times a layer
 ) -> BuildReport:
     """What `csattn build` makes of a text, on the device that the model is on; `report.place` is for `csattn_session`.
 
-    Raises ConfigError for what is no text, ContextError for one that is too short or too long, ArtifactError or
-    StoreFullError when the store cannot be written.
+    Raises ConfigError for what is no text, no model or no store, ContextError for a text that is too short or too long,
+    ArtifactError or StoreFullError when the store cannot be written.
     """
     require_text("a context", text)
+    require_loaded(loaded)
     options = BuildOptions(preset=preset, chat=chat)
-    return build_plan(loaded, plan_text(text, source, options, loaded, loaded.device.type), store)
+    plan = plan_text(text, source, options, loaded, loaded.device.type)
+    return build_plan(loaded, plan, store, on_progress=on_progress)
 
 
 def build_artifact(

@@ -2,6 +2,8 @@
 
 import errno
 
+from csattn.errors import CsattnError
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it is about memory that could not be had: of numpy, of torch on the CPU or a GPU, of a memory map."""
@@ -11,7 +13,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message
 
 
-class OffloadError(Exception):
+class OffloadError(CsattnError):
     """Base of all errors that this package raises on purpose."""
 
 

@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workers": {"csattn", "offload"},
 }
 # each imports nothing of the project but itself; every package may import them
-GROUND_FLOORS = ("csattn.cpu", "csattn.cuda")
+GROUND_FLOORS = ("csattn.cpu", "csattn.cuda", "csattn.errors")
 # the command line is the one front door that may also build
 FRONT_DOOR = ("workers/cli*.py", {"csattn", "offload", "index_build"})
 IMPORTED_BY_NOTHING = {"tests", "bench"}

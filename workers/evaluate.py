@@ -1,7 +1,8 @@
 """How far sparse attention moves a model's predictions: teacher-forced, sparse in every layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
 from offload.codecs.formats import KvFormat
+from workers.model.rows import ids_of
 from workers.observe import AttentionProbe
 from workers.request_cache import RequestCache
 from workers.session import Session, csattn_session
@@ -52,15 +54,17 @@ class Baseline:
     nll: float
 
 
-def full_attention(loaded: LoadedModel, artifact: Artifact, token_ids: NDArray[np.int32]) -> Baseline:
+def full_attention(
+    loaded: LoadedModel, artifact: Artifact, token_ids: NDArray[np.integer[Any]] | Sequence[int]
+) -> Baseline:
     """Predictions after each of token_ids but the last, which is only predicted: [num_tokens + 1] ids.
 
-    Raises ConfigError where there is nothing to predict.
+    Raises ConfigError where there is nothing to predict, and for what are no token ids.
     """
-    _require_successor(token_ids)
+    ids = _with_successors(token_ids)
     with csattn_session(loaded, artifact, SearchConfig(), "full") as session:
-        log_probs = _predict(session, session.request(), token_ids[:-1])
-    return Baseline(log_probs, _nll(log_probs, token_ids[1:]))
+        log_probs = _predict(session, session.request(), ids[:-1])
+    return Baseline(log_probs, _nll(log_probs, ids[1:]))
 
 
 def measure(
@@ -68,7 +72,7 @@ def measure(
     artifact: Artifact,
     config: SearchConfig,
     selector: str,
-    token_ids: NDArray[np.int32],  # [num_tokens + 1], as for `full_attention`
+    token_ids: NDArray[np.integer[Any]] | Sequence[int],  # [num_tokens + 1], as for `full_attention`
     baseline: Baseline,
     on_token: Callable[[int], None] = lambda num_tokens: None,
     kv_format: KvFormat | None = None,
@@ -77,14 +81,14 @@ def measure(
 
     kv_format: how the context's rows are kept for the selector; full attention has them as they were built.
     """
-    _require_successor(token_ids)
-    num_tokens = len(token_ids) - 1
+    ids = _with_successors(token_ids)
+    num_tokens = len(ids) - 1
     probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:
-        _predict(session, session.request(), token_ids[:1])  # kernels may have to be compiled, which is no search
+        _predict(session, session.request(), ids[:1])  # kernels may have to be compiled, which is no search
         searched_s = session.engine.counts().search_s
         request = session.request(probe)
-        log_probs = _predict(session, request, token_ids[:-1], on_token)
+        log_probs = _predict(session, request, ids[:-1], on_token)
         count, index_bytes = request.count, request.index_bytes
         search_s = session.engine.counts().search_s - searched_s
     spec = artifact.spec
@@ -95,7 +99,7 @@ def measure(
     kl = (baseline.log_probs.exp() * (baseline.log_probs - log_probs)).sum(-1)
     same = baseline.log_probs.argmax(-1) == log_probs.argmax(-1)
     return Quality(
-        nll=_nll(log_probs, token_ids[1:]),
+        nll=_nll(log_probs, ids[1:]),
         kl=float(kl.mean()),
         top1_agreement=float(same.float().mean()),
         recall_at_k=probe.mean(probe.recall),
@@ -110,9 +114,11 @@ def measure(
     )
 
 
-def _require_successor(token_ids: NDArray[np.int32]) -> None:
-    if len(token_ids) < 2:
-        raise ConfigError(f"each token is judged by the one after it, and there are {len(token_ids)}; give two or more")
+def _with_successors(token_ids: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.int32]:
+    ids: NDArray[np.int32] = ids_of(token_ids).astype(np.int32)
+    if len(ids) < 2:
+        raise ConfigError(f"each token is judged by the one after it, and there are {len(ids)}; give two or more")
+    return ids
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from csattn.errors import ConfigError
 from csattn.models.attending_cache import AttendingCache
-from workers.engine.cpu_context import CpuRequest, StepCount
+from workers.engine.cpu_context import StepCount
 from workers.engine.cpu_engine import CpuEngine
 
 if TYPE_CHECKING:
@@ -23,8 +23,14 @@ class RequestCache(AttendingCache):
         """given_back: gets the slot when nobody holds the request any more."""
         self.session, self.slot = session, slot
         self.fed = _Fed(session.artifact.spec.context_len)
+        engine = session.engine
+        on_cpu = engine.request(slot) if isinstance(engine, CpuEngine) else None
+        self._read = None if on_cpu is None else (on_cpu.count, on_cpu.index_bytes)  # also after the session's end
         super().__init__([self.fed] * session.loaded.geometry.num_layers)
         weakref.finalize(self, given_back.append, slot)
+
+    def __repr__(self) -> str:
+        return f"<RequestCache of {self.fed.kv_len} tokens, {len(self.fed.token_ids)} of its own>"
 
     def begins(self, token_ids: list[int]) -> bool:
         """Whether these are the context's, and perhaps more."""
@@ -68,17 +74,17 @@ class RequestCache(AttendingCache):
     @property
     def count(self) -> StepCount:
         """What it has read so far."""
-        return self._on_cpu.count
+        return self._on_cpu[0]
 
     @property
     def index_bytes(self) -> int:
         """What its selector and attention to the rest hold beside the KV, all layers."""
-        return self._on_cpu.index_bytes
+        return self._on_cpu[1]
 
     @property
-    def _on_cpu(self) -> CpuRequest:
-        assert isinstance(self.session.engine, CpuEngine), "on a GPU it is not counted"
-        return self.session.engine.request(self.slot)
+    def _on_cpu(self) -> tuple[StepCount, int]:
+        assert self._read is not None, "on a GPU it is not counted"
+        return self._read
 
     @property
     def _context_len(self) -> int:

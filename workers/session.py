@@ -81,19 +81,32 @@ class Session:
         self._unused = deque(range(self.engine.num_slots))
         self._given_back: deque[int] = deque()  # slots of requests that nobody holds any more; on any thread
         self._lock = Lock()  # the engine is used by one thread at a time
-        self._is_open = False
+        self._has_begun = self._is_open = False
 
     def __enter__(self) -> Self:
+        if self._has_begun:
+            raise ConfigError("this session is open already, or has ended; open another with `csattn_session`")
+        self._has_begun = True
         self._methods = [Method.begin_session(self.loaded.model, name) for name in ("forward", "generate")]
         self._is_open = True
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not self._is_open:
+            return
         for method in self._methods:
             method.end_session()
         with self._lock:
             self._is_open = False
             self.engine.close()
+            del self.engine  # a name that outlives the block, as in a notebook, is not to hold a context's rows
+
+    def __repr__(self) -> str:
+        about = f"<Session of {self.loaded.name} over {self.artifact.spec.artifact_id}"
+        if not self._is_open:
+            return f"{about}, closed>"
+        num_slots = self.engine.num_slots
+        return f"{about}, {num_slots - len(self._unused) - len(self._given_back)} of {num_slots} requests, open>"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """What `copy` and `pickle` ask for."""
@@ -113,10 +126,11 @@ class Session:
 
         prompt_len: of the context and what has been said since, question and all: input_ids.shape[1].
         """
-        context_len, engine = self.artifact.spec.context_len, self.engine
+        context_len = self.artifact.spec.context_len
         require_at_least("prompt_len, the context included,", prompt_len, context_len)
         require_at_least("max_new_tokens", max_new_tokens, 0)
-        room = min(engine.max_positions, context_len + engine.tail_capacity + 1)  # the last is never fed back
+        self._require_open()
+        room = min(self.engine.max_positions, context_len + self.engine.tail_capacity + 1)  # the last is never fed back
         return max(0, min(max_new_tokens, room - prompt_len))
 
     def require_room(self, prompt_len: int, max_new_tokens: int | None) -> None:
@@ -230,6 +244,6 @@ class Session:
             if self._unused:
                 return self._unused[0]
         raise ConfigError(
-            f"this session has {self.engine.num_slots} requests, as many as it has slots; let one go, or open the "
-            "session with more num_slots"
+            f"this session has {self.engine.num_slots} requests, as many as it has slots; let one go (a notebook "
+            "keeps those that a cell has shown, until `%reset -f out`), or open the session with more num_slots"
         )

@@ -27,7 +27,6 @@ from bench.random_weights import FEW, Few, random_weights
 from bench.records import Case
 from csattn.errors import ConfigError, CsattnError
 from csattn.models.weights import ModelWeights
-from offload.errors import OffloadError
 from workers.model import ModelRunner, StepAttention
 from workers.model.devices import Devices
 
@@ -85,7 +84,7 @@ def _run_with(
                         prepared.close()
                         del prepared
                     results.add({**key, "data": work.data, **case, "case_s": round(time.perf_counter() - started, 1)})
-                except (CsattnError, OffloadError, torch.OutOfMemoryError) as error:
+                except (CsattnError, torch.OutOfMemoryError) as error:
                     results.add({**key, "refused": str(error).splitlines()[0]})
                 gc.collect()  # graphs and what they hold
                 torch.cuda.empty_cache()

@@ -8,7 +8,15 @@ from csattn.artifact.durable import require_space
 from csattn.artifact.find import find_artifact, resolve_artifact
 from csattn.artifact.layout import artifact_bytes
 from csattn.artifact.manifest import ArtifactSpec, KvDtype, Manifest, ModelGeometry, hash_token_ids
-from csattn.artifact.places import fetch_artifact, is_url, open_artifact, read_manifest, remote_store, verify_artifact
+from csattn.artifact.places import (
+    fetch_artifact,
+    is_url,
+    local_path,
+    open_artifact,
+    read_manifest,
+    remote_store,
+    verify_artifact,
+)
 from csattn.artifact.reader import Artifact
 from csattn.artifact.remote import RemoteStore, cache_store, shrink_cache
 from csattn.artifact.store import (
@@ -41,6 +49,7 @@ __all__ = [
     "is_being_built",
     "is_url",
     "list_store",
+    "local_path",
     "open_artifact",
     "read_manifest",
     "remote_store",

@@ -1,5 +1,6 @@
 """A place of an artifact or a store: a path on this machine, or a URL (see `remote.py`)."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -8,12 +9,19 @@ from csattn.artifact.find import resolve_artifact
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Artifact, Progress
 from csattn.artifact.remote import RemoteStore
-from csattn.errors import ArtifactNotFoundError
+from csattn.errors import ArtifactNotFoundError, ConfigError
 
 
 def is_url(place: Path | str) -> bool:
     """Rather than a path."""
     return isinstance(place, str) and "://" in place
+
+
+def local_path(place: object) -> Path:
+    """A directory's, also below a home (`~`). Raises ConfigError for what is no path, and for an empty one."""
+    if not isinstance(place, str | Path) or not str(place).strip():
+        raise ConfigError(f"a store or an artifact is a directory or a URL, got {place!r}; give its path")
+    return Path(os.path.expanduser(place))
 
 
 def remote_store(place: Path | str) -> RemoteStore | None:
@@ -41,7 +49,7 @@ def open_artifact(
 def fetch_artifact(place: Path | str) -> Path:
     """The artifact's directory, or that of a copy of it."""
     if not is_url(place):
-        return resolve_artifact(Path(place))
+        return resolve_artifact(local_path(place))
     remote, artifact_id = _locate(place)
     return remote.fetch(artifact_id)
 
@@ -49,7 +57,7 @@ def fetch_artifact(place: Path | str) -> Path:
 def read_manifest(place: Path | str) -> Manifest:
     """What the artifact at that place holds; of one at a URL nothing else is downloaded."""
     if not is_url(place):
-        with reader.open_artifact(Path(place)) as artifact:
+        with reader.open_artifact(local_path(place)) as artifact:
             return artifact.manifest
     remote, artifact_id = _locate(place)
     return remote.manifest(artifact_id)
@@ -58,7 +66,7 @@ def read_manifest(place: Path | str) -> Manifest:
 def verify_artifact(place: Path | str, progress: Progress | None = None) -> Manifest:
     """Read every byte where it lies and compare it with the manifest; raise ArtifactError at the first that differs."""
     if not is_url(place):
-        with reader.open_artifact(Path(place), verify="full", progress=progress) as artifact:
+        with reader.open_artifact(local_path(place), verify="full", progress=progress) as artifact:
             return artifact.manifest
     remote, artifact_id = _locate(place)
     return remote.verify(artifact_id, progress)

@@ -5,7 +5,11 @@ Processes that begin together, such as search workers, want the same kernels, ha
 
 import fcntl
 import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from numba.core.compiler_lock import global_compiler_lock
@@ -76,7 +80,33 @@ def compile_in_turn(kernel: Any, file: str) -> None:
         return load(*key) if found is None and _turn.take(file) else found
 
     def compile_alone(*signature: Any) -> Any:
-        with global_compiler_lock, _turn:
+        with global_compiler_lock, _turn, _interrupts_heard():
             return compile_one(*signature)
 
     kernel._cache.load_overload, kernel.compile = load_or_wait, compile_alone
+
+
+@contextmanager
+def _interrupts_heard() -> Iterator[None]:
+    """Have Ctrl-C end the block, if not at once, then at its end: LLVM calls back into Python, and what is raised there
+    is printed and lost."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    raised: list[BaseException] = []
+
+    def hear(number: int, frame: Any) -> None:
+        try:
+            before(number, frame)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if raised:
+        raise raised[0]

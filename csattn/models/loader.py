@@ -4,6 +4,8 @@ import hashlib
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,11 @@ class LoadedModel:
     fingerprint: str  # of the weights in the dtype they were loaded in
     rounding: Rounding | None = None  # what its weights were rounded to when they were loaded
 
+    def __repr__(self) -> str:
+        """Without the model's own, of a line for each kind of module."""
+        rounded = "" if self.rounding is None else f", rounded to {self.rounding}"
+        return f"<LoadedModel {self.name}: {str(self.dtype).removeprefix('torch.')}{rounded}, on {self.device}>"
+
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype  # type: ignore[no-any-return]
@@ -77,6 +84,21 @@ class LoadedModel:
         require_own_forward(self.model, self.name)
 
 
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers shows none meanwhile; afterwards what it shows is the process's choice, as before."""
+    from transformers.utils import logging
+
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+@_without_bars()
 def load_model(
     name: str | Path | None = None,
     dtype: str = "float32",
@@ -96,9 +118,6 @@ def load_model(
     """
     rounding, name = require_numbers(dtype, weights), model_name(name)
     _require_device(device)
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     source = _resolve(name, DTYPES[dtype])
     try:
         whole = _whole_config(source)
@@ -120,6 +139,13 @@ def load_model(
     stop_ids = loaded.stop_ids | (end_ids(tokenizer) if _gguf_of(name) is not None else set())
     model.generation_config.eos_token_id = sorted(stop_ids) or None  # for `model.generate`, too
     return loaded
+
+
+def require_loaded(loaded: object) -> None:
+    """Raise ConfigError for another than `load_model` returns."""
+    if not isinstance(loaded, LoadedModel):
+        kind = type(loaded).__name__
+        raise ConfigError(f"the model is what `load_model` returned, got a {kind}; give that, not its name or .model")
 
 
 def model_name(name: str | Path | None) -> str:

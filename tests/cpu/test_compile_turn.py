@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,22 @@ def test_what_cannot_be_locked_is_compiled_all_the_same(tmp_path: Path) -> None:
     with turn:
         assert not turn.take(str(tmp_path / "archive.zip" / "kernel.py"))
     assert not turn.take(__file__), "nothing is compiled"
+
+
+def test_an_interrupt_that_is_swallowed_comes_when_the_kernel_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was printed and lost while the first answer waited for kernels."""
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(*arguments: object) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    kernel = exact_kernel(halved)
+    kernel._cache.save_overload = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        kernel(42)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert kernel(42) == 21

@@ -17,6 +17,7 @@ from index_build import build_context
 from tests.artifact.faults import fork
 from tests.tiny import loaded
 from workers import csattn_session
+from workers.cli.options import directory
 
 USE = Path(__file__).parents[2] / "docs" / "use.md"
 TEXT = "Lamp 7 is lit at 9 o'clock by keeper 12. " * 9
@@ -27,7 +28,7 @@ def test_the_example_builds_and_answers(tmp_path: Path, monkeypatch: pytest.Monk
     Path("report.txt").write_text(TEXT)
     names: dict[str, Any] = {"loaded": loaded(), "csattn_session": csattn_session}
     (example,) = [
-        code for code in re.findall(r"```python\n(.*?)```", USE.read_text(), re.DOTALL) if "_context(" in code
+        code for code in re.findall(r"```python\n(.*?)```", USE.read_text(), re.DOTALL) if "Who wrote it?" in code
     ]
     exec(example, names)
     report = names["report"]
@@ -38,6 +39,50 @@ def test_the_example_builds_and_answers(tmp_path: Path, monkeypatch: pytest.Monk
     other = build_context(loaded(), TEXT, "store", preset="lists", chat=False)
     assert read_manifest(other.place).spec.index_config.layout == "lists"
     assert read_manifest(other.place).build_notes["wrapping"] == "none"
+
+
+def test_the_notebooks_example_leaves_a_session_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("report.txt").write_text(TEXT)
+    names: dict[str, Any] = {"loaded": loaded()}
+    section = USE.read_text().split("### In a notebook\n")[1]
+    exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0], names)
+    assert names["bar"].n == pytest.approx(1)
+    assert [row["keep"] for row in names["rows"]] == [0.01, 0.02, 0.1]
+    with names["opened"]:
+        assert names["session"].ask("Who wrote it?")
+    assert not names["session"].is_open
+
+
+def test_a_store_may_lie_below_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of the name `~` was made where the process was."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    report = build_context(loaded(), TEXT, "~/store")
+    assert report.path.parent == tmp_path / "store" and report.path.is_dir()
+    assert directory("~/store") == tmp_path / "store"  # on the command line, where the shell leaves it
+    with csattn_session(loaded(), f"~/store/{report.artifact_id[:4]}") as session:
+        assert session.artifact.path == report.path
+
+
+def test_a_build_tells_how_far_it_is(tmp_path: Path) -> None:
+    told: list[float] = []
+    build_context(loaded(), TEXT, tmp_path, on_progress=lambda progress: told.append(progress.share))
+    assert told == sorted(told) and 0 < told[0] < told[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "store", "sentence"),
+    [
+        (lambda: loaded().model, "store", "the model is what `load_model` returned, got a LlamaForCausalLM"),
+        (loaded, None, "a directory or a URL, got None; give its path"),
+        (loaded, "", "a directory or a URL, got ''; give its path"),
+    ],
+)
+def test_what_was_never_meant_to_be_built_from_is_refused(tmp_path, monkeypatch, model, store, sentence) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        build_context(model(), TEXT, store)
 
 
 def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:

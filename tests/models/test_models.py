@@ -89,6 +89,23 @@ def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
     assert load_model(str(tmp_path / "a"), "bfloat16").fingerprint != first.fingerprint
 
 
+def test_bars_of_other_loads_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a `load_model` transformers showed none in this process any more."""
+    shows, had_bars = transformers.utils.logging, transformers.utils.logging.is_progress_bar_enabled()
+    resolve, meanwhile = loader._resolve, []
+    monkeypatch.setattr(
+        loader, "_resolve", lambda *of: meanwhile.append(shows.is_progress_bar_enabled()) or resolve(*of)
+    )
+    try:
+        for turn in (shows.enable_progress_bar, shows.disable_progress_bar):
+            turn()
+            load_model(save(tmp_path))
+            assert shows.is_progress_bar_enabled() == (turn is shows.enable_progress_bar)
+    finally:
+        (shows.enable_progress_bar if had_bars else shows.disable_progress_bar)()
+    assert meanwhile == [False, False]
+
+
 def test_a_chat_template_or_a_token_that_comes_after_loading_counts(tmp_path: Path) -> None:
     model = load_model(str(save(tmp_path)))
     before = model.tokenizer_hash

@@ -109,6 +109,14 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
     baseline = full_attention(loaded(), artifact_of(store), token_ids(2, seed=3))
     with pytest.raises(ConfigError, match=sentence):
         measure(loaded(), artifact_of(store), SearchConfig(), "csattn", one, baseline)
+    with open_artifact(artifact_of(store)) as artifact:  # ids as a tokenizer gives them
+        ids = token_ids(9, seed=3).tolist()
+        everything = measure(
+            loaded(), artifact, SearchConfig(keep=1), "csattn", ids, full_attention(loaded(), artifact, ids)
+        )
+    assert everything.kl < 1e-6
+    with pytest.raises(ConfigError, match="token ids are whole numbers"):
+        full_attention(loaded(), artifact_of(store), [0.5, 1.5])
 
 
 def test_window_reads_nothing_far_and_is_worse_than_the_index(store) -> None:
@@ -532,6 +540,11 @@ def test_a_question_is_text(store, question) -> None:
 def test_a_session_that_has_ended_gives_no_request(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         pass
+    with pytest.raises(ConfigError, match="has ended; open another with `csattn_session`"), session:
+        pass
+    with csattn_session(loaded(), artifact_of(store)) as other:
+        session.__exit__(None, None, None)  # once more
+        loaded().model(**other.ask("who?"))
     for ask in (lambda: session.ask("who?"), lambda: session.continue_with(token_ids(3)), session.request):
         with pytest.raises(ConfigError, match="ask again in an open session"):
             ask()
@@ -592,6 +605,31 @@ def test_an_engine_and_its_maps_go_with_their_session_before_anybody_looks_for_g
         assert engine() is None
     finally:
         gc.enable()
+
+
+def test_a_session_that_has_ended_holds_nothing_of_its_context(store) -> None:
+    """In a notebook its name outlives the block, and so does a request's."""
+    with csattn_session(loaded(), artifact_of(store), kv_format="fp8") as session:
+        request = session.request()
+        logits_of(session, token_ids(3), [3])
+        context = weakref.ref(session.engine.context(0).store)
+    gc.collect()
+    assert context() is None
+    assert request.index_bytes > 0
+    with pytest.raises(ConfigError, match="has ended"):
+        session.room_for(CONTEXT_LEN, 9)
+
+
+def test_what_a_cell_shows_is_one_line(store) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        asked = session.continue_with(token_ids(3))
+        loaded().model(**asked)
+        assert (
+            repr(session) == f"<Session of tiny-llama over {session.artifact.spec.artifact_id}, 1 of 16 requests, open>"
+        )
+        assert repr(asked[CACHE]) == "<RequestCache of 403 tokens, 3 of its own>"
+    assert repr(session).endswith(", closed>")
+    assert repr(loaded()) == "<LoadedModel tiny-llama: float32, on cpu>"
 
 
 def test_threads_may_share_a_session(store) -> None:

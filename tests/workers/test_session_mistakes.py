@@ -12,9 +12,10 @@ from transformers import GenerationConfig
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ConfigError, ContextError, CsattnError
 from csattn.models.attending_cache import CACHE
 from index_build.pipeline import build_artifact, build_context
+from offload.errors import TierError
 from tests.tiny import loaded, token_ids
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.opening import open_engine
@@ -125,6 +126,16 @@ def test_an_artifact_is_one_or_a_place(given) -> None:
 def test_an_option_that_is_none_is_refused(artifact, options, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence), csattn_session(loaded(), artifact, **options):
         pass
+
+
+def test_what_memory_refuses_is_of_the_one_family(artifact) -> None:
+    """An `except CsattnError` around a session let errors of `offload` through."""
+    with (
+        pytest.raises(CsattnError, match="budget") as refused,
+        csattn_session(loaded(), artifact, SearchConfig(keep=0.1), host_budget_bytes="1KiB"),
+    ):
+        pass
+    assert isinstance(refused.value, TierError)
 
 
 def test_a_budget_may_be_written_as_on_the_command_line(artifact) -> None:

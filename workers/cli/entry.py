@@ -11,7 +11,7 @@ import typer
 
 from csattn.errors import CsattnError
 from csattn.signals import TERMINATED
-from offload.errors import OffloadError, is_out_of_memory
+from offload.errors import is_out_of_memory
 from workers.cli import ending
 from workers.cli.app import app
 from workers.cli.usage import ClickError, sentence_of
@@ -44,7 +44,7 @@ def run() -> None:
     try:
         if app(standalone_mode=False, prog_name="csattn") == 130:  # typer takes Ctrl-C for itself, and returns this
             raise KeyboardInterrupt
-    except (CsattnError, OffloadError) as error:
+    except CsattnError as error:
         _fail({"type": type(error).__name__, "message": str(error)}, 1)
     except ClickError as error:
         if not (message := sentence_of(error, app)):  # no arguments: the help is there already

@@ -1,5 +1,6 @@
 """Options that several verbs of `csattn` have. Loads no heavy library."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ def directory(text: Any) -> Path:
     """One that is named."""
     if not str(text).strip():
         raise ValueError("a place is named by its path, got an empty one; give one, or leave it out")
-    return Path(text)
+    return Path(os.path.expanduser(text))  # a shell leaves `--store=~/x` as it is
 
 
 def named(model: str | None) -> str | None:

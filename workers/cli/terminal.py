@@ -129,7 +129,7 @@ class JsonProgress:
         """Nothing was opened."""
 
     def __call__(self, progress: "BuildProgress") -> None:
-        share = (progress.layer_idx * progress.total + progress.done) / (progress.num_layers * progress.total)
+        share = progress.share
         if share < self._told + 0.01 and share < 1.0:
             return
         self._told = share

@@ -23,7 +23,6 @@ from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import CsattnError
 from csattn.share import Share
-from offload.errors import OffloadError
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.step_model import StepModel
 from workers.model.devices import Devices
@@ -31,7 +30,7 @@ from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, StepRow
 
 SPIN_S = 0.002  # that it looks for the next step without sleeping: waking up takes longer than a step may
-EXPECTED = (CsattnError, OffloadError, torch.OutOfMemoryError)  # told, and the process goes on
+EXPECTED = (CsattnError, torch.OutOfMemoryError)  # told, and the process goes on
 
 
 @dataclass(frozen=True, slots=True)

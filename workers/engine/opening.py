@@ -10,6 +10,7 @@ from csattn.checks import require_at_least
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from csattn.models.loader import require_loaded
 from csattn.selector_names import SelectorName, selector_named
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError, TierError
@@ -137,9 +138,7 @@ def require_together(
 
 def _require_kinds(loaded: object, artifact: object, config: object, **counts: object) -> None:
     """Raise ConfigError for what was never meant to be one."""
-    if not isinstance(loaded, LoadedModel):
-        kind = type(loaded).__name__
-        raise ConfigError(f"the model is what `load_model` returned, got a {kind}; give that, not its name or .model")
+    require_loaded(loaded)
     if not isinstance(artifact, Artifact):
         raise ConfigError(f"an artifact is an open one, or its directory or URL as text, got {artifact!r}; give one")
     if not isinstance(config, SearchConfig):

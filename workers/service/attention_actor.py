@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from csattn.errors import CsattnError
-from offload.errors import OffloadError
 from workers.garbage import spare_garbage
 from workers.service.log_lines import log_to_stderr
 from workers.serving.messages import Ask, Event, Health, ServingError, Standing
@@ -48,7 +47,7 @@ class AttentionActor:
         self._failure: str | None = None
         try:
             self._backend = make_backend(settings, SearchActors())
-        except (CsattnError, OffloadError) as error:
+        except CsattnError as error:
             self._failure = str(error)
             threading.Timer(_AGAIN_S, os._exit, [1]).start()  # then Ray starts it again
         self._starting: asyncio.Task[None] | None = None

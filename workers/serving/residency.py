@@ -19,7 +19,7 @@ from csattn.artifact import Artifact
 from csattn.artifact.tensor_file import how_to_heal
 from csattn.config import SearchConfig
 from csattn.errors import ArtifactError, ArtifactRoomError, ConfigError, CsattnError
-from offload.errors import DiskError, MemoryPlanError, OffloadError, is_out_of_memory
+from offload.errors import DiskError, MemoryPlanError, is_out_of_memory
 from workers.capacity import context_bytes
 from workers.serving.messages import (
     BadRequestError,
@@ -397,7 +397,7 @@ def _require_not_closing(task: "asyncio.Task[object]") -> None:
 def _as_serving_error(error: Exception, done: str) -> ServingError:
     if isinstance(error, ServingError):
         return error
-    why = str(error) if isinstance(error, CsattnError | OffloadError) else f"{type(error).__name__}: {error}"
+    why = str(error) if isinstance(error, CsattnError) else f"{type(error).__name__}: {error}"
     told = f"the context could not be {done}"
     if isinstance(error, OSError | ArtifactError | DiskError):  # it names files, which are no client's business
         hidden = f"{told}: its files cannot be read; the service's operator finds what is wrong in its log"

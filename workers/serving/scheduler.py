@@ -11,6 +11,7 @@ from typing import TypeVar
 from csattn.artifact import Artifact
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, CsattnError
+from offload.errors import OffloadError
 from workers.serving.flow import Flow
 from workers.serving.inbox import Call, Inbox
 from workers.serving.messages import (
@@ -421,7 +422,8 @@ def _refusal(error: Exception) -> ServingError:
         return error
     if isinstance(error, ConfigError):
         return BadRequestError(str(error))
-    if isinstance(error, CsattnError):  # it was raised on purpose: something that decodes is lost
+    # raised on purpose, and not for memory or a disk: something that decodes is lost
+    if isinstance(error, CsattnError) and not isinstance(error, OffloadError):
         return WorkerLostError(f"{error}; send the request again")
     told = f"{type(error).__name__}: {error}"[:_MAX_TOLD]
     return ServingError(f"the step that decoded this request failed ({told}); send the request again")

@@ -244,7 +244,7 @@ def normaliser(scores: NDArray[np.int16], exponent: int) -> int:
     total = int((1 << TOTAL_BITS >> (top - octaves).clip(max=TOTAL_BITS + 1)).sum())
     whole = total.bit_length() - 1
     log = (top + whole - TOTAL_BITS << LOG_BITS) + (total >> whole - LOG_BITS) - 2**LOG_BITS
-    return log >> LOG_BITS + exponent
+    return int(log >> LOG_BITS + exponent)
 
 
 def attend_rest(

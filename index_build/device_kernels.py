@@ -61,9 +61,11 @@ def _score_kernel(
         columns = (tl.program_id(0) * NUM_TILES + step) * TILE + tl.arange(0, TILE)
         has_key = columns < context_len
         sums = tl.zeros((NUM_ROWS, TILE), tl.float64)
+        of_dim = keys
         for dim in range(SUBSPACE_DIM):
             weight = tl.load(codebooks + centroids * SUBSPACE_DIM + dim, has_centroid, 0.0)
-            key = tl.load(keys + dim * context_len + columns, has_key, 0.0).to(tl.float64)
+            key = tl.load(of_dim + columns, has_key, 0.0).to(tl.float64)
             sums += weight[:, None] * key[None, :]
+            of_dim += context_len  # a step at a time: dim * context_len may be more than 32 bits hold
         inside = has_centroid[:, None] & has_key[None, :]
         tl.store(scores + rows[:, None] + columns[None, :], sums.to(tl.float32), inside)

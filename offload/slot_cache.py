@@ -20,6 +20,7 @@ _ALONE_THREADS = 1024  # of the one block that does so where there are no cluste
 _FEW_ROUNDS, _ENTRY_BYTES = 16, 16  # as in the kernel: of more rounds a thread has what it holds in memory
 _RESIDENT_THREADS = 2048 * 148  # of a device, at most
 _LIST_SETS = 3  # lookups whose lists and ids live at the same time
+_MOST_IDS = 1 << 31  # of a lookup: places in its lists are int32
 _SOURCE = Path(__file__).with_name("slot_cache.cu")
 
 
@@ -44,6 +45,13 @@ class SlotCacheShape:
             raise OffloadError(
                 f"a slot cache of {self.num_slots:,} rows per KV head was asked for; its kernel keeps track of up to "
                 f"{max_slots():,} on this GPU: choose a smaller slot cache"
+            )
+        num_ids = self.max_batch * self.num_index_heads * self.max_top_k
+        if num_ids >= _MOST_IDS:
+            raise OffloadError(
+                f"a step of {self.max_batch} requests that choose {self.max_top_k:,} rows each for "
+                f"{self.num_index_heads} heads has {num_ids:,} rows to look up, and a slot cache numbers fewer than "
+                f"{_MOST_IDS:,}: decode fewer requests in a step, or choose fewer rows"
             )
 
     @property

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.lanes import larger, largest_lane, largest_of_eights, less_or_zero, smaller, sum_of_lanes, where_less
 from csattn.cpu.simd import LANES, I32x16, U16x16, U16x32, convert, fill, lane_numbers, load, store
-from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG_BITS, NORMALISER_KEYS, TOTAL_BITS
+from csattn.sketch.reference import LEAST_OCTAVE, LOG_BITS, NORMALISER_KEYS, TOTAL_BITS
 
 BIAS = 2**15  # of the scores that are kept
 NOT_COUNTED = 0  # instead of a score
@@ -63,7 +63,7 @@ def _octaves(greatest, at, end, exponent):  # type: ignore[no-untyped-def]
     """Whole octaves of 16 scores, far below all others from `end` on."""
     score = convert(I32x16, load(U16x16, greatest, at)) - fill(I32x16, BIAS)
     octaves = score >> fill(I32x16, max(-exponent, 0)) << fill(I32x16, max(exponent, 0))
-    octaves = larger(smaller(octaves, fill(I32x16, GREATEST_OCTAVE)), fill(I32x16, LEAST_OCTAVE))
+    octaves = larger(octaves, fill(I32x16, LEAST_OCTAVE))
     return where_less(lane_numbers(I32x16), fill(I32x16, end - at), octaves, fill(I32x16, NO_OCTAVE))
 
 

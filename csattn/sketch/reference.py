@@ -42,7 +42,7 @@ KEY_BITS, TRANSFORM_BITS = 20, 24  # fixed point: with 512 dimensions, sums of p
 LARGEST_MULTIPLIER = 127  # of a code: a query's coordinate becomes an 8-bit integer
 SCORE_ROOM = 32700.0  # of an int16 score, before what is set aside for the rounding of multipliers
 LARGEST_EXPONENT = 15  # a unit of score is 2**-15, 2**-14, ... or 2**15 octaves
-NORMALISER_KEYS, LEAST_OCTAVE, GREATEST_OCTAVE = 8, -32, 95  # see `normaliser`
+NORMALISER_KEYS, LEAST_OCTAVE = 8, -32  # see `normaliser`
 TOTAL_BITS = 24  # of the largest weight, in a total by whole octaves
 LOG_BITS = 16  # after the point, of its logarithm
 LOG2_E = 1.4426950408889634
@@ -231,19 +231,19 @@ def group_scores(
 def normaliser(scores: NDArray[np.int16], exponent: int) -> int:
     """About log2 of the sum of 2**(2**exponent * score), in units of score: integers throughout.
 
-    Of NORMALISER_KEYS neighbouring keys the greatest score stands for all, in whole octaves from LEAST_OCTAVE to
-    GREATEST_OCTAVE. A logarithm goes straight from one power of two to the next.
+    Of NORMALISER_KEYS neighbouring keys the greatest score stands for all, in whole octaves from LEAST_OCTAVE on.
+    A logarithm goes straight from one power of two to the next.
     """
     room = -len(scores) % NORMALISER_KEYS
     greatest = (
         np.pad(scores.astype(np.int64), (0, room), constant_values=-32768).reshape(-1, NORMALISER_KEYS).max(axis=1)
     )
     octaves = greatest >> -exponent if exponent <= 0 else greatest << exponent
-    counts = np.bincount(octaves.clip(LEAST_OCTAVE, GREATEST_OCTAVE) - LEAST_OCTAVE)
-    top = len(counts) - 1
-    total = sum(int(counts[top - below]) << TOTAL_BITS - below for below in range(min(top, TOTAL_BITS) + 1))
+    octaves = octaves.clip(min=LEAST_OCTAVE)
+    top = int(octaves.max())
+    total = int((1 << TOTAL_BITS >> (top - octaves).clip(max=TOTAL_BITS + 1)).sum())
     whole = total.bit_length() - 1
-    log = (top + LEAST_OCTAVE + whole - TOTAL_BITS << LOG_BITS) + (total >> whole - LOG_BITS) - 2**LOG_BITS
+    log = (top + whole - TOTAL_BITS << LOG_BITS) + (total >> whole - LOG_BITS) - 2**LOG_BITS
     return int(log >> LOG_BITS + exponent)
 
 

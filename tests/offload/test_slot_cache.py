@@ -9,6 +9,7 @@ from torch import Tensor
 
 from offload import gather, slot_cache
 from offload.cuda import host_register, host_unregister
+from offload.errors import OffloadError
 from offload.reference import ReferenceSlotCache
 from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes, stack_bytes
 from tests.cuda_on_cpu import emulated
@@ -37,6 +38,13 @@ def make_shape(**changes: int) -> SlotCacheShape:
         "row_bytes": 256,
     }
     return SlotCacheShape(**(sizes | changes))
+
+
+def test_more_rows_than_have_numbers_are_refused() -> None:
+    """A step over 16M tokens, of which 2 % are chosen."""
+    make_shape(num_index_heads=128, max_top_k=335_544, max_batch=32)
+    with pytest.raises(OffloadError, match=r"64 requests that choose 335,544 rows each for 128 heads"):
+        make_shape(num_index_heads=128, max_top_k=335_544, max_batch=64)
 
 
 def test_a_caches_bytes_are_mostly_rows() -> None:

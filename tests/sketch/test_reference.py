@@ -154,7 +154,7 @@ def test_scores_fit_into_16_bits_whatever_the_queries(scale, rng):
 
 @pytest.mark.parametrize("exponent", [-12, -8, -4, 0, 2])
 def test_normalisers_are_about_the_logarithms_of_sums(exponent, rng):
-    for size in (1, 5.0, 30.0):
+    for size in (1, 5.0, 30.0, 900.0):
         octaves = size * rng.standard_normal(500)
         scores = np.rint(octaves / 2.0**exponent).clip(-32767, 32767).astype(np.int16)
         x = 2.0**exponent * np.pad(scores.astype(np.float64), (0, 4), constant_values=-1e9).reshape(-1, 8).max(axis=1)
@@ -176,6 +176,16 @@ def test_the_greatest_shares_have_the_greatest_group_scores(rng):
     shares /= shares.sum(axis=1, keepdims=True)
     ordered = np.argsort(-reference.group_scores(scores, -8), kind="stable")[:25]
     assert np.sort(shares.max(axis=0))[-25:].sum() < 1.1 * shares.max(axis=0)[ordered].sum()
+
+
+def test_a_query_with_logits_far_apart_leaves_others_their_choice(rng):
+    """As in Qwen2.5, whose keys' biases turn with their places: many rows are near the greatest logit."""
+    scores = np.stack([32000 * np.sin(np.arange(800) / 20.0), 1000 * rng.standard_normal(800)]).astype(np.int16)
+    group_scores = reference.group_scores(scores, -7)  # to 250 octaves, and some 25
+    chosen = np.argsort(-group_scores, kind="stable")[:30]
+    for of_query in scores:
+        shares = np.exp2((of_query.astype(int) - of_query.max()) / 128.0)
+        assert shares[chosen].sum() > 0.6 * shares.sum()
 
 
 def test_the_group_score_of_one_query_is_its_score_and_of_marked_rows_the_greatest(rng):

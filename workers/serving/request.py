@@ -15,7 +15,7 @@ from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore, Usage
 from workers.serving.outlet import Outlet
-from workers.serving.sampling import allowed_without, changed, draw, how_to_draw, likelihood_of
+from workers.serving.sampling import TokenCounts, allowed_without, changed, draw, how_to_draw, likelihood_of
 from workers.serving.speech import Parts, Speech
 from workers.serving.step_engine import Allowed, Draw, Likelihood
 from workers.serving.text import StopFinder, TextStream, token_bytes
@@ -50,6 +50,7 @@ class Request:
     num_fed: int = 0  # tokens of the question that the engine has
     num_rows: int = 0  # of its own, that the engine has
     token_ids: list[int] = field(default_factory=list)
+    counted: TokenCounts = field(default_factory=TokenCounts)  # of those, as far as draws have asked
     first_token_at: float | None = None
     paused_at: float | None = None  # since when its reader does not read
     is_over: bool = False
@@ -89,8 +90,8 @@ class Request:
         ends, allowed = self._early_ends(stop_ids), None
         if self.grammar is not None:
             ends, allowed = frozenset(), partial(self._allowed, self.grammar, ends)
-        position = len(self.token_ids)
-        return how_to_draw(self.sampling, self.seed, position, self.token_ids, self.in_prompt, ends, allowed)
+        told, position = self.token_ids, len(self.token_ids)
+        return how_to_draw(self.sampling, self.seed, position, told, self.in_prompt, ends, allowed, self.counted)
 
     def choose(self, logits: NDArray[np.float32], how: Draw) -> tuple[int, TokenScore | None]:
         """`take` of what is drawn here. logits: [vocab_size]."""

@@ -1,7 +1,6 @@
 """Draw the next token from a step's logits, and say how likely it was."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -18,6 +17,39 @@ _LEAST_TOP_P = 1e-9  # the likeliest token alone
 _COLDEST = 1e-30  # temperature: below, only the likeliest have any weight all the same
 
 
+class TokenCounts:
+    """How often an answer has each of its tokens: a step's work does not grow with the answer."""
+
+    def __init__(self) -> None:
+        self._num_counted = 0  # tokens
+        self._places: dict[int, int] = {}
+        self._ids, self._counts = np.zeros(64, np.int64), np.zeros(64, np.int64)
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        """token_ids: all of the answer so far. Those that have been counted before are not read again."""
+        for token_id in token_ids[self._num_counted :]:
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self._ids):
+                self._ids, self._counts = (np.concatenate([x, np.zeros_like(x)]) for x in (self._ids, self._counts))
+            self._ids[place] = token_id
+            self._counts[place] += 1
+        self._num_counted = len(token_ids)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Each token once, in the order in which they came first: [num_ids]."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Of `ids` [num_ids]."""
+        return self._counts[: len(self._places)]
+
+    def place_of(self, token_id: int) -> int | None:
+        """In `ids`; None: it has not come."""
+        return self._places.get(token_id)
+
+
 def how_to_draw(
     sampling: Sampling,
     seed: int,
@@ -26,14 +58,18 @@ def how_to_draw(
     in_prompt: NDArray[np.bool_] | None = None,  # [vocab_size]: context or question has the token; None: nobody asks
     ends: Set[int] = frozenset(),  # tokens that may not come now
     allowed: Callable[[int], Allowed] | None = None,  # as in `Draw`
+    counted: TokenCounts | None = None,  # of this answer, at earlier steps
 ) -> Draw:
     """The likeliest token where temperature is 0; else one of the top_k likeliest that have min_p of the likeliest
     one's share, of which those are kept that together have a share of top_p."""
-    repeated = None
-    if in_prompt is not None and sampling.repetition_penalty != 1.0:
+    repeated, counts = None, TokenCounts() if counted is None else counted
+    is_penalised = in_prompt is not None and sampling.repetition_penalty != 1.0
+    if is_penalised or sampling.frequency_penalty or sampling.presence_penalty:
+        counts.count(token_ids)
+    if in_prompt is not None and is_penalised:
         repeated = in_prompt.copy()
-        repeated[np.asarray(token_ids, np.int64)] = True
-    added_ids, added = _additions(sampling, token_ids, ends)
+        repeated[counts.ids] = True
+    added_ids, added = _additions(sampling, counts, ends)
     is_greedy = sampling.temperature == 0
     return Draw(
         temperature=max(sampling.temperature, _COLDEST),
@@ -50,16 +86,22 @@ def how_to_draw(
     )
 
 
-def _additions(sampling: Sampling, token_ids: Sequence[int], ends: Set[int]) -> "tuple[NDArray[Any], NDArray[Any]]":
+def _additions(sampling: Sampling, counts: TokenCounts, ends: Set[int]) -> "tuple[NDArray[Any], NDArray[Any]]":
     """What frequency and presence penalty and bias add to logits: token ids, each once, and values. -inf: forbidden."""
     added = dict.fromkeys(ends, -math.inf)
     for token_id, bias in sampling.logit_bias:
         added[token_id] = added.get(token_id, 0.0) + bias
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        for token_id, count in Counter(token_ids).items():
-            off = sampling.frequency_penalty * count + sampling.presence_penalty
-            added[token_id] = added.get(token_id, 0.0) - off
-    return np.fromiter(added, np.int32), np.fromiter(added.values(), np.float32)
+    if not (sampling.frequency_penalty or sampling.presence_penalty):
+        return np.fromiter(added, np.int32), np.fromiter(added.values(), np.float32)
+    values = -(sampling.frequency_penalty * counts.counts + sampling.presence_penalty)
+    others = {}
+    for token_id, value in added.items():
+        if (place := counts.place_of(token_id)) is None:
+            others[token_id] = value
+        else:
+            values[place] += value
+    ids = np.concatenate([counts.ids, np.fromiter(others, np.int64)])
+    return ids.astype(np.int32), np.concatenate([values, np.fromiter(others.values(), np.float64)]).astype(np.float32)
 
 
 def changed(

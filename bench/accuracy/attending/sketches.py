@@ -14,7 +14,6 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.build import sketch_arrays
 from csattn.sketch.codes import FINE_CODES, coord_bits, unpack_codes, unpack_marks
 from csattn.sketch.reference import (
-    GREATEST_OCTAVE,
     LARGEST_EXPONENT,
     LARGEST_MULTIPLIER,
     LEAST_OCTAVE,
@@ -143,7 +142,7 @@ def normaliser(scores: Tensor, exponent: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % NORMALISER_KEYS), value=-torch.inf)
     greatest = padded.unflatten(-1, (-1, NORMALISER_KEYS)).amax(-1).int()
     shift = exponent[..., None]
-    octaves = (greatest >> (-shift).clamp_min(0) << shift.clamp_min(0)).clamp_(LEAST_OCTAVE, GREATEST_OCTAVE)
+    octaves = (greatest >> (-shift).clamp_min(0) << shift.clamp_min(0)).clamp_(min=LEAST_OCTAVE)
     top = octaves.amax(-1, keepdim=True)
     total = (2**TOTAL_BITS >> (top - octaves).clamp_(max=TOTAL_BITS + 1)).sum(-1, dtype=torch.int64)
     whole = torch.frexp(total.double()).exponent.long() - 1

@@ -39,6 +39,11 @@ struct Share {
     }
 };
 
+__device__ __forceinline__ u32 greatest_of(const uint4& eight) {
+    const u32 both = __vmaxu2(__vmaxu2(eight.x, eight.y), __vmaxu2(eight.z, eight.w));
+    return max(both & 0xffffu, both >> 16);
+}
+
 // Group scores are scores less what their query's normaliser is more than the least of them. See reference.normaliser.
 struct Normalisers {
     int found[GROUP_SIZE];
@@ -66,13 +71,36 @@ struct Normalisers {
                 if (floor == 0 && reached >= enough) floor = 4 * lane + i;
             }
             floor = __reduce_max_sync(ALL_LANES, floor);  // 0: the lowest octave, which has no end
-            const int whole = 63 - __clzll(static_cast<long long>(total));
-            const int log = (top + LEAST_OCTAVE + whole - TOTAL_BITS - 1) * (1 << LOG_BITS) + static_cast<int>(total >> (whole - LOG_BITS));
             if (lane > 0) return;
-            found[g] = log >> (LOG_BITS + exponent);
+            found[g] = normaliser_of(top + LEAST_OCTAVE, total, exponent);
             tops[g] = top == NUM_OCTAVES - 1 ? 65535 : BIAS + first_score(top + 1, exponent) + (exponent > 0);
             floors[g] = floor == 0 ? 0 : BIAS + first_score(static_cast<int>(floor), exponent);
         }
+    }
+    // Where a query's scores reach octaves that are not counted, by the whole block: of all its units again. scratch: [WARPS].
+    __device__ __forceinline__ void find_again(int g, const uint4* scores, int num_units, int exponent, u32* scratch) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        u32 greatest = 0, low, high;
+#pragma unroll 4
+        for (int unit = threadIdx.x; unit < num_units; unit += THREADS) greatest = max(greatest, greatest_of(scores[unit]));
+        greatest = __reduce_max_sync(ALL_LANES, greatest);
+        __syncthreads();
+        if (lane == 0) scratch[warp] = greatest;
+        __syncthreads();
+        const int top = octave_of(__reduce_max_sync(ALL_LANES, lane < WARPS ? scratch[lane] : 0), exponent);
+        u64 total = 0;
+#pragma unroll 4
+        for (int unit = threadIdx.x; unit < num_units; unit += THREADS)
+            total += 1u << TOTAL_BITS >> min(top - octave_of(greatest_of(scores[unit]), exponent), TOTAL_BITS + 1);
+        sum_before(static_cast<u32>(total) & 0xffffu, scratch, low);
+        sum_before(static_cast<u32>(total >> 16), scratch, high);  // fits: units are few
+        if (threadIdx.x == 0) found[g] = normaliser_of(top, (static_cast<u64>(high) << 16) + low, exponent);
+    }
+    // top: the highest octave
+    __device__ __forceinline__ static int normaliser_of(int top, u64 total, int exponent) {
+        const int whole = 63 - __clzll(static_cast<long long>(total));
+        const long long log = static_cast<long long>(top + whole - TOTAL_BITS - 1) * (1 << LOG_BITS) + static_cast<long long>(total >> (whole - LOG_BITS));
+        return static_cast<int>(log >> (LOG_BITS + exponent));
     }
     // Of an octave; rounded down.
     __device__ __forceinline__ static int first_score(int place, int exponent) {
@@ -138,11 +166,6 @@ __device__ __forceinline__ uint4 with_marks(const uint4& eight, u32 marked) {
         words = make_uint4(words.y, words.z, words.w, with);
     }
     return words;
-}
-
-__device__ __forceinline__ u32 greatest_of(const uint4& eight) {
-    const u32 both = __vmaxu2(__vmaxu2(eight.x, eight.y), __vmaxu2(eight.z, eight.w));
-    return max(both & 0xffffu, both >> 16);
 }
 
 // Group scores from `lowest` on, the highest first, in bins of 2 ** shift. Where it is open, the first bin also has what is above `highest`.
@@ -322,6 +345,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     uint4* group_scores = (IN_SHARED ? memory : set_aside + slot * plane + share.of_block) - share.of_block;
     const int resident = context.sink_end + context.num_keys - context.window_start;  // in so many units, and two more at most
     if (GROUP_SIZE > 1) normalisers.find(of_octaves, exponent, wanted + resident / UNIT_KEYS + 4);
+    __syncthreads();
+#pragma unroll 1
+    for (int g = 0; GROUP_SIZE > 1 && g < GROUP_SIZE; ++g)
+        if (normalisers.tops[g] == 65535)
+            normalisers.find_again(g, scores + g * plane, (context.num_keys + UNIT_KEYS - 1) / UNIT_KEYS, exponent, all.scratch);
     __syncthreads();
     const GroupScores of_scores = GROUP_SIZE > 1 ? GroupScores(normalisers) : GroupScores();
     if (marks) marks += head * static_cast<long long>((context.num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS) * (BLOCK_KEYS / 8);

@@ -17,7 +17,8 @@ constexpr int FINE_GROUPS = (FINE + 3) / 4, COARSE_GROUPS = (COARSE + 3) / 4;  /
 constexpr int WORD_GROUPS = FINE_GROUPS + COARSE_GROUPS;
 constexpr int PRODUCTS = FINE_GROUPS + 2 * COARSE_GROUPS;  // of 32 coordinates each
 constexpr int SUMS = 32 * FINE_GROUPS + 4;  // of a query over keys: see `ValueSums`
-constexpr int LEAST_OCTAVE = -32, NUM_OCTAVES = 128;  // of reference.normaliser
+constexpr int LEAST_OCTAVE = -32;  // of reference.normaliser
+constexpr int NUM_OCTAVES = 128;   // that are counted: the last one has what is above it, too
 constexpr int BIAS = 32768;                 // scores are stored without sign, in 16 bits
 constexpr int SCORE_BITS = 0x4b000000 + BIAS;  // of a score of 0: as a float, it is 2 ** 23 + BIAS + score
 
@@ -225,6 +226,12 @@ struct TwinRows {
         }
     }
 };
+
+// Of a score of 16 bits.
+__device__ __forceinline__ int octave_of(u32 score, int exponent) {
+    const int octave = (static_cast<int>(score) - BIAS) * (1 << max(exponent, 0)) >> max(-exponent, 0);
+    return max(octave, LEAST_OCTAVE);
+}
 
 // A score's number, exactly.
 __device__ __forceinline__ float number_of(u32 score) { return __uint_as_float(score) - (8388608.0f + BIAS); }

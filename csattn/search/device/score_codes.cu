@@ -127,9 +127,7 @@ struct Rows {
 
     // One more of a query's scores of 16 bits, the greatest of eight keys.
     __device__ __forceinline__ void count(int o, u32 greatest) const {
-        const int exponent = queries.exponents[o];
-        const int octave = (static_cast<int>(greatest) - BIAS) * (1 << max(exponent, 0)) >> max(-exponent, 0);
-        const int place = min(max(octave - LEAST_OCTAVE, 0), NUM_OCTAVES - 1);
+        const int place = min(octave_of(greatest, queries.exponents[o]) - LEAST_OCTAVE, NUM_OCTAVES - 1);
         atomicAdd(&octaves[(first_row + 8 * o) * NUM_OCTAVES + place], 1u);
     }
 

@@ -12,7 +12,7 @@ from csattn.search.device.compiling import CHUNK_KEYS, compiled, multiprocessors
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import WIDE_HEAD_DIM, SketchShape
 from csattn.sketch.codes import BLOCK_KEYS
-from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG2_E
+from csattn.sketch.reference import LOG2_E
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 256, 1024
 TILES_OF_CONTEXT = 512  # at least, of long ones: what tiles leave is read by many
@@ -28,7 +28,7 @@ MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys o
 MANY_KEYS = (
     16384  # of such a block: then it has all registers of a multiprocessor, and what comes after it begins later
 )
-NUM_OCTAVES = GREATEST_OCTAVE - LEAST_OCTAVE + 1
+NUM_OCTAVES = 128  # of which the pass counts scores
 SEGMENT_STEP = 16  # kernels read so many segments at a time
 
 

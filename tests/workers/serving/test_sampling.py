@@ -1,5 +1,6 @@
 """Drawing tokens: the definition of top_p, frequencies, and the same draw whatever else is drawn."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from csattn.cpu.jit import readonly
 from workers.serving.draw_kernel import Scratch, draw_kernel
 from workers.serving.draw_reference import draw_reference, kept_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import changed, draw, how_to_draw, likeliest, log_total
+from workers.serving.sampling import TokenCounts, changed, draw, how_to_draw, likeliest, log_total
 
 
 def draw_at(logits: np.ndarray, sampling: Sampling, seed: int, position: int) -> int:
@@ -196,6 +197,32 @@ def test_logits_are_adjusted_by_the_definition(penalty, allowed, answer) -> None
     got = changed(logits, how_to_draw(asked, 0, 0, answer, in_prompt, allowed=allows))
     np.testing.assert_allclose(got, adjusted_by_definition(logits, asked, answer, in_prompt, mask), rtol=1e-6)
     np.testing.assert_array_equal(logits, before)
+
+
+class Answer(list[int]):
+    """Which tells how many tokens were read of it."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, which: Any) -> Any:
+        found = super().__getitem__(which)
+        self.num_read += len(found) if isinstance(which, slice) else 1
+        return found
+
+
+def test_a_long_answer_is_not_counted_anew_for_every_token(rng) -> None:
+    asked = how(1.0, repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=0.5, logit_bias=((1, 5.0),))
+    logits, in_prompt, counted, answer = np.ones(200, np.float32), np.zeros(200, bool), TokenCounts(), Answer()
+    for position, token_id in enumerate(rng.integers(0, 200, 300).tolist()):
+        answer.append(token_id)
+        how_to = how_to_draw(asked, 0, position, answer, in_prompt, counted=counted)
+        assert answer.num_read == len(answer)
+    want = adjusted_by_definition(logits, asked, list(answer), in_prompt, None)
+    np.testing.assert_allclose(changed(logits, how_to), want, rtol=1e-5)
 
 
 def test_nothing_asked_for_changes_nothing() -> None:

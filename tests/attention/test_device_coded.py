@@ -11,6 +11,7 @@ from csattn.errors import ConfigError
 from csattn.rest import moments_of
 from offload.codecs.codec import KvCodec
 from offload.codecs.formats import KvFormat
+from tests.ampere import skip_where_refused
 from tests.attention.device_steps import Shape, Step, attend_on_device, make_kv, make_step
 from tests.attention.test_device import CONTEXTS, MIXED
 from tests.cuda_on_cpu import emulated

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from index_build.tables import make_list_table
+from index_build.layer import make_list_table
 
 
 def centroids_and_keys(

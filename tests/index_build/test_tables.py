@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from index_build import tables
-from index_build.tables import top_l
+from index_build import layer
+from index_build.layer import top_l
 from tests.index_build.tables import centroids_and_keys, list_table, scores_by_definition
 
 
@@ -29,7 +29,7 @@ def test_top_l_stores_no_negative_zero_and_no_infinity() -> None:
 def test_lists_hold_the_best_keys_of_each_centroid(
     context_len: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "_SUMS", 5 * 1024)
+    monkeypatch.setattr(layer, "_SUMS", 5 * 1024)
     codebooks, keys = centroids_and_keys(rng, 2, 2, 5, 4, context_len)
     indices, scores = list_table(codebooks, keys, 25)
     wanted = scores_by_definition(codebooks, keys)

@@ -32,10 +32,10 @@ from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
 from tests.workers.model.decoding import advance, prefill
 from tests.workers.searchers.searching import Threads
+from workers.engine.attend_chosen import ResidentRows
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost, StepSearcher
-from workers.engine.resident import ResidentRows
 from workers.engine.shape import EngineShape
 from workers.model import ModelRunner, take_weights
 from workers.searchers.step_searches import StepSearches

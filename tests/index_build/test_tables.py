@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from index_build import layer
-from index_build.layer import top_l
+from index_build.layer import centroid_scores, top_l
 from tests.index_build.tables import centroids_and_keys, list_table, scores_by_definition
 
 
@@ -38,6 +38,11 @@ def test_lists_hold_the_best_keys_of_each_centroid(
             want_indices, want_scores = top_l(wanted[head, b], 25)
             np.testing.assert_array_equal(indices[head, b], want_indices)
             np.testing.assert_array_equal(scores[head, b], want_scores)
+
+
+def test_sums_are_in_float64_and_in_the_order_of_the_dimensions() -> None:
+    keys = torch.tensor([[1.0, 1.0], [2.0**60, 2.0**30], [-(2.0**60), -(2.0**30)]])
+    assert centroid_scores(torch.ones(1, 3), keys).tolist() == [[0.0, 1.0]]
 
 
 @pytest.mark.gpu

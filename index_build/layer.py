@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.sketch.build import sketch_arrays
-from csattn.torch_threads import alone
+from csattn.torch_threads import alone, threads_kept
 from index_build.codebooks import make_codebooks
 
 _LARGEST_HALF = 65504.0
@@ -62,8 +62,9 @@ def make_list_table(
 
     by_part = keys.reshape(*lists[:2], -1, keys.shape[2])
     parts = [array.flatten(0, 1) for array in (codebooks, by_part, indices, scores)]
-    for _ in map(make, *parts) if keys.is_cuda else threads.map(alone(make), *parts):
-        pass
+    with threads_kept():
+        for _ in map(make, *parts) if keys.is_cuda else threads.map(alone(make), *parts):
+            pass
     return indices, scores
 
 

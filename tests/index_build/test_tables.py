@@ -1,9 +1,12 @@
 """Lists against their definition: of every centroid the keys that it scores highest."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 
+from csattn.torch_threads import threads_kept
 from index_build import layer
 from index_build.layer import centroid_scores, top_l
 from tests.index_build.tables import centroids_and_keys, list_table, scores_by_definition
@@ -43,6 +46,16 @@ def test_lists_hold_the_best_keys_of_each_centroid(
 def test_sums_are_in_float64_and_in_the_order_of_the_dimensions() -> None:
     keys = torch.tensor([[1.0, 1.0], [2.0**60, 2.0**30], [-(2.0**60), -(2.0**30)]])
     assert centroid_scores(torch.ones(1, 3), keys).tolist() == [[0.0, 1.0]]
+
+
+def test_threads_that_begin_later_have_as_many_of_torch_as_before(rng: np.random.Generator) -> None:
+    made_of = centroids_and_keys(rng, 4, 4, 8, 4, 200)
+    with threads_kept():
+        torch.set_num_threads(2)
+        for _ in range(20):
+            list_table(*made_of, 20)
+            with ThreadPoolExecutor(1) as later:
+                assert later.submit(torch.get_num_threads).result() == 2
 
 
 @pytest.mark.gpu

@@ -2,7 +2,9 @@
 
 from concurrent.futures import Executor
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.config import IndexConfig, ListConfig, SketchConfig
@@ -58,7 +60,11 @@ def make_list_table(
     scores = torch.empty(lists, dtype=torch.float16, device=keys.device)
 
     def make(codebook: Tensor, keys: Tensor, indices: Tensor, scores: Tensor) -> None:
-        indices[:], scores[:] = top_l(centroid_scores(codebook, keys), list_len)
+        rows = centroid_scores(codebook, keys)
+        if rows.is_cuda:
+            indices[:], scores[:] = top_l_sorted(rows, list_len)
+        else:
+            indices.numpy()[:], scores.numpy()[:] = top_l(rows.numpy(), list_len)
 
     by_part = keys.reshape(*lists[:2], -1, keys.shape[2])
     parts = [array.flatten(0, 1) for array in (codebooks, by_part, indices, scores)]
@@ -88,15 +94,23 @@ def centroid_scores(
     return scores
 
 
-def top_l(rows: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
-    """Indices int32 and float16 scores [num_rows, list_len] of each row's best entries, in the lists' order.
+def top_l(rows: NDArray[np.float32], list_len: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
+    """Indices and float16 scores [num_rows, list_len] of each row's best entries, in the lists' order."""
+    halves = np.clip(rows, -_LARGEST_HALF, _LARGEST_HALF).astype(np.float16) + np.float16(0)  # no -0.0
+    bits = halves.view(np.int16).astype(np.int64)
+    ordinals = np.where(bits < 0, -(bits & 0x7FFF), bits)  # ordered as the scores are
+    # One integer holds score and index, so that a plain sort gives the total order.
+    keyed = (-ordinals << 32) + np.arange(rows.shape[1])
+    best = np.sort(np.partition(keyed, list_len - 1, axis=1)[:, :list_len], axis=1)
+    indices = (best & 0xFFFFFFFF).astype(np.int32)
+    return indices, np.take_along_axis(halves, indices.astype(np.int64), axis=1)
 
-    rows: [num_rows, num_keys] float32.
-    """
-    halves = rows.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() + 0.0  # no -0.0
+
+def top_l_sorted(rows: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
+    """`top_l` in torch, for rows [num_rows, num_keys] float32 on a GPU."""
+    halves = rows.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() + 0.0
     bits = halves.view(torch.int16).long()
-    ordinals = torch.where(bits < 0, -(bits & 0x7FFF), bits)  # ordered as the scores are
-    # one integer holds score and index, so that a plain sort gives the total order
+    ordinals = torch.where(bits < 0, -(bits & 0x7FFF), bits)
     keyed = (-ordinals << 32) + torch.arange(rows.shape[1], device=rows.device)
     best = keyed.topk(list_len, dim=1, largest=False, sorted=True).values & 0xFFFFFFFF
     return best.int(), halves.gather(1, best)

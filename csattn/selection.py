@@ -32,21 +32,6 @@ class Selection:
         """Rows fetched over all heads."""
         return int(self.valid_len.sum())
 
-    def check(self, kv_len: int) -> None:
-        """Raise AssertionError if a head's rows are unordered, repeated, outside [0, kv_len) or badly padded."""
-        for head, valid in enumerate(self.valid_len):
-            rows, padding = self.kv_indices[head, :valid], self.kv_indices[head, valid:]
-            assert (np.diff(rows) > 0).all(), f"rows of head {head} are not strictly ascending"
-            assert valid == 0 or (rows[0] >= 0 and rows[-1] < kv_len), f"head {head} selects outside [0, {kv_len})"
-            assert (padding == -1).all(), f"head {head} has rows after its valid_len {valid}"
-        if self.log_weights is not None:
-            assert self.log_weights.shape == self.kv_indices.shape, "a row has no weight, or a weight no row"
-            assert np.isfinite(self.log_weights).all(), "a weight is not finite"
-            assert not self.log_weights[self.kv_indices < 0].any(), "padding has weights"
-        if self.rest is not None:
-            assert np.isfinite(self.rest.out).all(), "the estimate of the rest is not finite"
-            assert ((self.rest.share >= 0) & (self.rest.share <= 1)).all(), "a share is outside [0, 1]"
-
 
 def join_choices(of_context: Selection, of_tail: Selection, context_len: int) -> Selection:
     """One selection of both; of_tail: rows of the tail, counted from its first."""

@@ -153,13 +153,6 @@ class Blocks:
                 refused=self._num_refused + (0 if files is None else files.num_refused),
             )
 
-    def check(self) -> None:
-        """Raise AssertionError if the book-keeping is wrong. No block may be in use."""
-        with self._lock:
-            assert self._num_bytes == sum(held.data.nbytes for held in self._held.values()), f"{self!r} counts wrongly"
-            assert self._num_bytes <= self._budget_bytes, f"{self!r} holds more than it may"
-            assert not any(held.num_users for held in self._held.values()), f"{self!r} has a block that is in use"
-
     def _take(self, name: BlockName) -> tuple[_Held | None, Bytes] | None:
         """In use from now on; None: it is not there. A block that finds no room in memory is read all the same."""
         with self._lock:

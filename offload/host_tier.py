@@ -81,14 +81,6 @@ class HostTier:
         self.memory = self.memory[:0]
         self._scratch = SimpleQueue()
 
-    def check(self) -> None:
-        """Raise AssertionError if the book-keeping is wrong. No page may be in use."""
-        with self._changed:
-            self._tier.check()
-            used = self._tier.page_in(np.arange(len(self.memory))) >= 0
-            assert (self._states[used] == _READY).all(), f"{self!r} keeps a page that was never filled"
-            assert not self._tier.is_pinned(np.flatnonzero(used)).any(), f"{self!r} has a page that is still in use"
-
     def _claim(self, pages: Numbers, evict: bool) -> tuple[Numbers, NDArray[np.bool_]]:
         """Pin what is there, and room for what is not: slots, and which of them the caller has to fill."""
         slots = self._tier.look_up(pages)

@@ -73,15 +73,6 @@ class PinnedRows:
         """Give the page locks back. No work that reads the rows may be under way."""
         self._release()
 
-    def check(self) -> None:
-        """Raise AssertionError if a row of a pinned layer lies in no registered chunk, or in two."""
-        assert all(begin < end <= begin + MAX_CHUNK_BYTES for begin, end in self._chunks)
-        assert all(end <= begin for (_, end), (begin, _) in zip(self._chunks, self._chunks[1:], strict=False))
-        for layer in self.layers if self.pinned else []:
-            begin, end = _span(layer)
-            registered = sum(max(0, min(end, last) - max(begin, first)) for first, last in self._chunks)
-            assert registered == end - begin, f"{self!r} has a layer that is not"
-
     def _pin(self, register_all: Callable[[Sequence[Tensor], bool], list[tuple[int, int]]]) -> str:
         """Where the rows are if that can be, else a copy of them; returns how it went."""
         refusals = []

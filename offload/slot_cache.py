@@ -240,21 +240,6 @@ class SlotCache:
     def clear_statistics(self) -> None:
         self._statistics.zero_()
 
-    def check(self) -> None:
-        """Raise AssertionError if a row is lost or has two owners. Waits for the device."""
-        capacity, num_slots = self.shape.context_capacity, self.shape.num_slots
-        slots, keys = self._slot_of_key.flatten(0, 2), self._key_of_slot.flatten(0, 2)
-        ages = self._ages.flatten(0, 2)
-        assert bool(((slots >= -1) & (slots < num_slots)).all()), f"{self!r} has a key in no slot of its own"
-        assert bool(((keys >= -1) & (keys < capacity)).all()), f"{self!r} has a slot with no key of its context"
-        assert bool(((slots >= 0).sum(1) == (keys >= 0).sum(1)).all()), f"{self!r} lost or shared a row"
-        owner = slots.gather(1, keys.clamp(min=0).long())
-        expected = torch.arange(num_slots, device=slots.device)
-        assert bool(((keys < 0) | (owner == expected)).all()), f"{self!r} has maps that contradict each other"
-        assert bool((ages[:, num_slots:] == 0).all()), f"{self!r} has aged slots that do not exist"
-        assert bool(((ages[:, :num_slots] == NEVER_USED) == (keys < 0)).all()), f"{self!r} has ages that contradict"
-        assert bool((ages[:, :num_slots] > 0).all()), f"{self!r} lost a slot"
-
 
 def _kernel(shape: SlotCacheShape, batch: int) -> CudaKernel:
     blocks, threads = _blocks()

@@ -123,15 +123,3 @@ class Tier:
         self._oldest = slots[np.argsort(self._used_at[slots])]
         self._listed_at = self._used_at[self._oldest]
         self._listed_from = 0
-
-    def check(self) -> None:
-        """Raise AssertionError if a page has two slots, a slot two pages, or a free slot a page or a pin."""
-        used = np.flatnonzero(self._page_in >= 0)
-        placed = np.flatnonzero(self._slot_of >= 0)
-        assert len(used) == len(placed) == self.num_used, f"{self!r} has lost a slot"
-        assert (self._slot_of[self._page_in[used]] == used).all(), f"{self!r} has two slots for a page"
-        free = np.sort(self._free[: self._num_free])
-        assert np.array_equal(free, np.flatnonzero(self._page_in < 0)), (
-            f"{self!r} has lost a free slot, or has it twice"
-        )
-        assert (self._pins >= 0).all() and not self._pins[free].any(), f"{self!r} has a pin where there is no page"

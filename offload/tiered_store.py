@@ -141,13 +141,6 @@ class TieredStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def check(self) -> None:
-        """Raise AssertionError if the budget is exceeded or the book-keeping is wrong. No call may be under way."""
-        self.tier.check()
-        resident_bytes = sum(rows.nbytes for rows in self._resident.values())
-        assert resident_bytes <= self.plan.resident_bytes, f"{self!r} keeps more rows than were planned"
-        assert self.held_bytes <= self.budget_bytes, f"{self!r} exceeds its budget"
-
     def _fill(self, buffer: Bytes, layer_idx: int, piece: slice) -> Tensor:
         """Rows of all heads, from memory where they are there: [num_kv_heads, num_rows, 2, head_dim]."""
         plan, (num_kv_heads, context_len, head_dim) = self.plan, self._shape

@@ -30,7 +30,6 @@ ADDRESSES: dict[str, tuple[str, ...]] = {
     "fsspec": ("csattn/artifact/remote.py",),
     "cupy": ("csattn/cuda/__init__.py", "offload/cuda.py"),
     "triton": (
-        "index_build/device_kernels.py",
         "csattn/cuda/triton_start.py",
         "csattn/lightning/*triton_*.py",
         "workers/model/gpu/*.py",

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from csattn.selection import Rest, Selection
+from tests.selections import check_selection
 
 
 def selection(kv_indices, **more) -> Selection:
@@ -29,9 +30,9 @@ ROWS = [[2, 5, -1]]
 )
 def test_check_finds(wrong: Selection, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        wrong.check(kv_len=9)
+        check_selection(wrong, 9)
 
 
 def test_check_passes_what_is_right() -> None:
     rest = Rest(np.zeros((1, 2), np.float32), np.ones(1, np.float32))
-    selection(ROWS, log_weights=np.array([[0.5, -3, 0]], np.float32), rest=rest).check(kv_len=9)
+    check_selection(selection(ROWS, log_weights=np.array([[0.5, -3, 0]], np.float32), rest=rest), 9)

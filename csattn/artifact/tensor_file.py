@@ -4,11 +4,14 @@ The layout is a pure function of names, dtypes, shapes and metadata. A reader th
 therefore knows its header to the byte, compares it, and never interprets what it finds on disk.
 """
 
+import ctypes
 import json
 import math
+import mmap
 import os
 import stat
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord, new_file
-from csattn.artifact.mapping import map_read_only
 from csattn.errors import ArtifactCorruptError
 
 assert sys.byteorder == "little", "artifacts are little-endian and are used without a copy"
@@ -37,6 +39,11 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 PAGE_BYTES = 4096
 _PIECE_BYTES = 2**20  # written at a time, or a row
 SMALL_ALIGNMENT = 64  # of arrays below a page, and of the last byte of none
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +169,29 @@ def _pieces(spec: TensorSpec, array: NDArray[Any] | torch.Tensor) -> Iterator[me
     at_once = max(1, _PIECE_BYTES * len(rows) // max(1, array.nbytes))
     for start in range(0, len(rows), at_once):
         yield np.ascontiguousarray(rows[start : start + at_once]).reshape(-1).view(np.uint8).data
+
+
+def map_read_only(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
+    """[num_bytes]: the first of that open file, for as long as an array over them lives. Raises OSError.
+
+    `mmap.mmap` keeps a descriptor of its own, and a service may have many contexts mapped, and few files open.
+    """
+    address = _libc.mmap(None, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return np.asarray(_Mapped(address, num_bytes))
+
+
+class _Mapped:
+    """Owns a map; numpy's arrays over it hold on to this."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "data": (address, True),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        end = weakref.finalize(self, _libc.munmap, address, num_bytes)
+        end.atexit = False  # threads may still read

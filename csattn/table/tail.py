@@ -67,20 +67,6 @@ class ListTail:
         order = np.lexsort((indices, -scores.astype(np.float32)))
         return indices[order], scores[order]
 
-    def check(self) -> None:
-        """Raise AssertionError if a list is not what inserting key by key makes of it."""
-        for head, subspace, centroid in np.ndindex(*self.num_inserted.shape):
-            inserted = int(self.num_inserted[head, subspace, centroid])
-            assert 0 <= inserted <= min(self.num_rows, self._table.list_len), f"{self!r} inserted too many keys"
-            indices, scores = self.merged_list(head, subspace, centroid)
-            assert len(np.unique(indices)) == self._table.list_len, f"{self!r} holds a key twice"
-            assert indices.max() < self._table.context_len + self.num_rows, f"{self!r} holds a key that is not there"
-            assert scores[-1] == self._lowest[head, subspace, centroid], f"{self!r} has lost a list's lowest score"
-            own = self.inserted_indices[head, subspace, centroid, :inserted]
-            own_scores = self.inserted_scores[head, subspace, centroid, :inserted]
-            order = np.lexsort((own, -own_scores))
-            assert (order == np.arange(inserted)).all(), f"{self!r} holds inserted keys out of order"
-
     def _grow(self) -> None:
         indices, scores = self.inserted_indices, self.inserted_scores
         self.inserted_indices = np.concatenate([indices, np.full_like(indices, -1)], axis=-1)

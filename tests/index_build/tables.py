@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from index_build import reference
-from index_build.tables import make_list_table
+from index_build.layer import make_list_table
 
 
 def centroids_and_keys(
@@ -39,11 +38,8 @@ def list_table(codebooks: Tensor, keys: Tensor, list_len: int) -> tuple[Tensor, 
 
 def scores_by_definition(codebooks: Tensor, keys: Tensor) -> Tensor:
     """Scores [num_index_heads, num_subspaces, num_centroids, context_len] float32."""
-    num_heads, num_subspaces, _, subspace_dim = codebooks.shape
-    parts = keys.view(num_heads, num_subspaces, subspace_dim, -1)
-    return torch.stack(
-        [
-            torch.stack([reference.centroid_scores(codebooks[head, b], parts[head, b]) for b in range(num_subspaces)])
-            for head in range(num_heads)
-        ]
-    )
+    weights, parts = codebooks.double(), keys.view(*codebooks.shape[:2], codebooks.shape[3], -1).double()
+    scores = torch.zeros(*codebooks.shape[:3], keys.shape[2], dtype=torch.float64)
+    for dim in range(codebooks.shape[3]):
+        scores += weights[..., dim, None] * parts[:, :, None, dim]
+    return scores.float()

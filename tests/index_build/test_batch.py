@@ -25,7 +25,7 @@ from index_build.job_list import Job, read_jobs
 from offload.errors import MemoryPlanError
 from tests.index_build.batches import make_place, write_list
 from workers.cli import main
-from workers.cli.batch_display import BatchDisplay, BatchTotals, JsonBatchProgress
+from workers.cli.batching import BatchDisplay, BatchTotals, JsonBatchProgress
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,14 @@
 """Lists against their definition: of every centroid the keys that it scores highest."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 
-from index_build.tables import top_l, top_l_sorted
+from csattn.torch_threads import threads_kept
+from index_build import layer
+from index_build.layer import centroid_scores, top_l, top_l_sorted
 from tests.index_build.tables import centroids_and_keys, list_table, scores_by_definition
 
 
@@ -35,13 +39,42 @@ def test_top_l_stores_no_negative_zero_and_no_infinity() -> None:
     assert not (scores.view(np.uint16) == 0x8000).any()
 
 
-@pytest.mark.parametrize("context_len", [40, 1023, 1025])
-def test_lists_hold_the_best_keys_of_each_centroid(context_len: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("context_len", [40, 2047, 2049])
+def test_lists_hold_the_best_keys_of_each_centroid(
+    context_len: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer, "_SUMS", 5 * 1024)
     codebooks, keys = centroids_and_keys(rng, 2, 2, 5, 4, context_len)
     indices, scores = list_table(codebooks, keys, 25)
     wanted = scores_by_definition(codebooks, keys)
     for head in range(2):
         for b in range(2):
             want_indices, want_scores = top_l(wanted[head, b].numpy(), 25)
-            np.testing.assert_array_equal(indices[head, b].numpy(), want_indices)
-            np.testing.assert_array_equal(scores[head, b].numpy(), want_scores)
+            np.testing.assert_array_equal(indices[head, b], want_indices)
+            np.testing.assert_array_equal(scores[head, b], want_scores)
+
+
+def test_sums_are_in_float64_and_in_the_order_of_the_dimensions() -> None:
+    keys = torch.tensor([[1.0, 1.0], [2.0**60, 2.0**30], [-(2.0**60), -(2.0**30)]])
+    assert centroid_scores(torch.ones(1, 3), keys).tolist() == [[0.0, 1.0]]
+
+
+def test_threads_that_begin_later_have_as_many_of_torch_as_before(rng: np.random.Generator) -> None:
+    made_of = centroids_and_keys(rng, 4, 4, 8, 4, 200)
+    with threads_kept():
+        torch.set_num_threads(2)
+        for _ in range(20):
+            list_table(*made_of, 20)
+            with ThreadPoolExecutor(1) as later:
+                assert later.submit(torch.get_num_threads).result() == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("context_len", "list_len"), [(1, 1), (257, 257), (1000, 250), (4097, 1), (70_001, 17_500)])
+def test_lists_of_the_gpu_are_lists_of_the_cpu(context_len: int, list_len: int, rng: np.random.Generator) -> None:
+    codebooks, keys = centroids_and_keys(rng, 2, 2, 130, 8, context_len)
+    keys = (keys * 8).round() / 8  # many ties
+    indices, scores = list_table(codebooks.cuda(), keys.cuda(), list_len)
+    want_indices, want_scores = list_table(codebooks, keys, list_len)
+    assert torch.equal(indices.cpu(), want_indices)
+    assert torch.equal(scores.cpu(), want_scores)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from offload import block_files
 from offload.block_files import BlockFiles
 from offload.blocks import BlockName, Blocks, Label
+from tests.offload.soundness import check
 from workers.serving import kept_store
 from workers.serving.kept_store import DiskBudget
 
@@ -60,7 +61,7 @@ def test_blocks_are_found_in_their_order_up_to_the_first_that_is_missing(tmp_pat
     assert found(blocks, name(2), name(0)) == []
     assert found(blocks) == []
     blocks.close()
-    blocks.check()
+    check(blocks)
 
 
 def test_another_process_finds_what_was_written_behind(tmp_path) -> None:
@@ -78,7 +79,7 @@ def test_another_process_finds_what_was_written_behind(tmp_path) -> None:
     assert found(late, name(7)) == lists(7)
     for each in (blocks, other, late):
         each.close()
-        each.check()
+        check(each)
 
 
 def test_memory_keeps_to_its_budget_and_what_went_comes_from_its_file(tmp_path) -> None:
@@ -88,7 +89,7 @@ def test_memory_keeps_to_its_budget_and_what_went_comes_from_its_file(tmp_path) 
         blocks.flush()
     assert blocks.counts.memory_blocks == 2 and blocks.counts.disk_blocks == 5
     assert found(blocks, *map(name, range(5))) == lists(*range(5))  # more than there is room for at once
-    blocks.check()
+    check(blocks)
     with blocks.hold([name(0), name(1)]):
         assert blocks.counts.memory_bytes <= 2 * BLOCK + 5
         assert not blocks.put(name(9), data(9)), "all that is there is in use"
@@ -217,7 +218,7 @@ def test_a_block_that_cannot_be_written_does_not_keep_others_from_it(tmp_path, m
     assert [path.stem for path in files_of(tmp_path)] == ["key2"] and blocks.counts.refused == 1
     assert "block key1 is not written" in caplog.text and "not this one" in caplog.text
     blocks.flush()
-    blocks.check()
+    check(blocks)
 
 
 def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
@@ -330,7 +331,7 @@ def test_without_files_the_least_recently_used_goes(operations, room) -> None:
             assert found(blocks, name(number)) == (lists(number) if number in want else [])
             if number in want:
                 want.move_to_end(number)
-        blocks.check()
+        check(blocks)
         assert {n for n in range(10) if blocks.holds(name(n))} == set(want)
     blocks.close()
 
@@ -354,5 +355,5 @@ def test_many_threads_read_and_put_at_once(tmp_path) -> None:
     for thread in threads:
         thread.join()
     blocks.close()
-    blocks.check()
+    check(blocks)
     assert not wrong and blocks.counts.memory_bytes <= 4 * BLOCK

@@ -15,6 +15,7 @@ from offload.errors import PinningError
 from offload.gather import RowGather, make_row_lists
 from offload.host_memory import allocate_rows, copy_rows
 from offload.pinned import PinnedRows
+from tests.offload.soundness import check
 
 PAGE = 4096
 
@@ -54,7 +55,7 @@ def test_all_rows_lie_in_chunks_that_share_no_page(chunk_pages: int) -> None:
     rows = driver.pin(
         make_layers(), chunk_bytes=chunk_pages * PAGE, progress=lambda done, total: progress.append((done, total))
     )
-    rows.check()
+    check(rows)
     assert rows.pinned and rows.how == "in place"
     assert max(driver.registered.values()) <= chunk_pages * PAGE
     assert rows.addresses == [layer.data_ptr() for layer in rows.layers]
@@ -74,7 +75,7 @@ def test_each_layer_is_registered_by_itself_and_once() -> None:
     pages = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 7 * PAGE), np.float32))
     layers = [pages[: 2 * PAGE // 4], pages[2 * PAGE // 4 : 5 * PAGE // 4], pages[5 * PAGE // 4 :]]
     rows = driver.pin([layer.view(1, -1, 2, 16) for layer in (*layers, layers[1])])
-    rows.check()
+    check(rows)
     assert rows.how == "in place"
     assert driver.registered == {layer.data_ptr(): layer.nbytes for layer in layers}
 
@@ -83,7 +84,7 @@ def test_rows_that_share_a_page_with_something_else_are_copied() -> None:
     driver = FakeDriver()
     whole = torch.randn(3, 2, 100, 2, 16)
     rows = driver.pin(list(whole))
-    rows.check()
+    check(rows)
     assert rows.how.startswith("a copy") and torch.equal(torch.stack(rows.layers), whole)
     assert not any(begin <= whole.data_ptr() < begin + size for begin, size in driver.registered.items())
 
@@ -97,7 +98,7 @@ def test_a_refusal_in_the_middle_leaves_nothing_locked() -> None:
     assert rows.layers[0].data_ptr() == layers[0].data_ptr()
     with pytest.raises(PinningError, match="not pinned: the driver said no"):
         _ = rows.addresses
-    rows.check()
+    check(rows)
     rows.close()
 
 
@@ -196,7 +197,7 @@ def gathers(rows: PinnedRows) -> bool:
 @pytest.mark.gpu
 def test_the_device_reads_pinned_rows_and_read_only_maps(tmp_path: Path) -> None:
     rows = PinnedRows(make_layers(3, 5001), chunk_bytes=1 << 18)
-    rows.check()
+    check(rows)
     assert rows.pinned and gathers(rows)
     rows.close()
     mapped = read_only_map(tmp_path / "kv", torch.randn(2, 5001, 2, 16))

@@ -15,6 +15,7 @@ from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes, stac
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.offload.selections import make_step, masked
+from tests.offload.soundness import check
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +123,7 @@ def test_lookups_agree_with_the_definition(name: str, rng: np.random.Generator) 
         want_ids, want_moved = reference.look_up(*step)
         lookup = cache.look_up(1, *(torch.from_numpy(part).to(DEVICE) for part in step))
         np.testing.assert_array_equal(lookup.ids.cpu().numpy(), want_ids, err_msg=f"step {step_idx}")
-        cache.check()
+        check(cache)
         moved = lookup.moves
         counts = moved.counts.view(-1, shape.num_kv_heads).tolist()
         assert sum(map(sum, counts)) == sum(map(len, want_moved.values()))
@@ -217,7 +218,7 @@ def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, i
         for _ in range(num_steps):
             graph.replay()
         assert int(num_wrong) == 0
-        cache.check()
+        check(cache)
         seen = cache.statistics()[0]
         assert seen.num_moved > num_steps and seen.num_found > num_steps
     finally:
@@ -237,7 +238,7 @@ def test_a_reloaded_context_is_not_mistaken_for_the_one_before(rng: np.random.Ge
         cache.load_context(context, [first[context].data_ptr()], 997)
     cache.fetch(0, *selection, context_ids)
     cache.load_context(1, [second[1].data_ptr()], 997)
-    cache.check()
+    check(cache)
     ids = cache.fetch(0, *selection, context_ids)
     now = torch.stack([first[0], second[1]])
     assert int(wrong_rows(cache, ids, now, keys, context_ids)) == 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from offload.disk import BLOCK_BYTES, DiskFile, aligned_bytes
 from offload.errors import DiskError
 from offload.tier import NOWHERE, Tier
+from tests.offload.soundness import check
 
 
 def pages(*numbers: int):
@@ -36,7 +37,7 @@ def test_the_least_recently_used_page_goes(batches, num_slots) -> None:
             if len(want) == num_slots:
                 want.pop(next(old for old in want if old not in batch))
             want[page] = None
-        tier.check()
+        check(tier)
         assert {page for page in range(20) if tier.look_up(pages(page))[0] >= 0} == set(want)
 
 
@@ -56,7 +57,7 @@ def test_the_oldest_are_found_among_many(rng, num_slots) -> None:
         tier.put(batch[found < 0])
         want.update(dict.fromkeys(batch[found < 0].tolist()))
         assert set(np.flatnonzero(tier.look_up(np.arange(1000)) >= 0).tolist()) == set(want)
-        tier.check()
+        check(tier)
 
 
 def test_a_pinned_page_is_never_replaced() -> None:
@@ -66,7 +67,7 @@ def test_a_pinned_page_is_never_replaced() -> None:
     assert tier.put(pages(2))[0] >= 0
     assert (tier.put(pages(3, 4)) >= 0).sum() == 1  # where 2 lay; nothing else may go
     assert np.array_equal(tier.look_up(pages(0, 1)), kept)
-    tier.check()
+    check(tier)
     with pytest.raises(AssertionError, match="in use"):
         tier.drop(pages(0))
     tier.unpin(kept)
@@ -79,7 +80,7 @@ def test_a_put_that_may_not_evict_takes_free_slots_only() -> None:
     tier.put(pages(0))
     assert (tier.put(pages(1, 2, 3), evict=False) == NOWHERE).tolist() == [False, True, True]
     assert tier.look_up(pages(0))[0] >= 0
-    tier.check()
+    check(tier)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ def test_a_put_that_may_not_evict_takes_free_slots_only() -> None:
 def test_check_finds_what_is_wrong(what, where, value) -> None:
     tier = Tier(4, 3)
     assert tier.put(pages(2)) == [0]
-    tier.check()
+    check(tier)
     getattr(tier, what)[where] = value
     with pytest.raises(AssertionError):
-        tier.check()
+        check(tier)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -14,6 +14,7 @@ from offload.errors import DiskError
 from offload.row_files import FileSpan
 from offload.tier import Tier
 from offload.tiered_store import TieredStore
+from tests.offload.soundness import check
 from tests.offload.tiered_files import Files, same
 
 
@@ -36,7 +37,7 @@ def test_many_readers_with_prefetches_in_a_small_tier(tmp_path, page_rows) -> No
 
         assert list(readers.map(read, range(4))) == [True] * 4
         store._ahead.submit(int).result()
-        store.check()
+        check(store)
 
 
 def held_pages_stay(files: Files) -> bool:
@@ -82,7 +83,7 @@ def test_who_wants_a_page_that_another_reads_waits_for_it(tmp_path, monkeypatch)
         for future in (first, second):
             assert same(future.result(20), files.flat.gather(0, kv_indices))
         assert store.tier.bytes_read == alone.tier.bytes_read
-        store.check()
+        check(store)
 
 
 @pytest.mark.parametrize("through", ["gather", "stream", "prefetch"])
@@ -101,11 +102,11 @@ def test_a_disk_that_fails_is_a_sentence_and_spoils_nothing(tmp_path, monkeypatc
         else:
             with pytest.raises(DiskError, match=r"cannot read .*layer-0 at 0: Input/output error; check its disk"):
                 store.gather(0, kv_indices) if through == "gather" else list(store.stream(0, slice(0, 300)))
-        store.check()
+        check(store)
         monkeypatch.setattr(os, "preadv", preadv)
         assert same(store.gather(0, kv_indices), files.flat.gather(0, kv_indices))
         assert sum(piece.shape[1] for piece in store.stream(0, slice(0, 300))) == 300
-        store.check()
+        check(store)
 
 
 def test_who_waits_for_a_read_that_fails_reads_for_itself(tmp_path, monkeypatch) -> None:
@@ -133,7 +134,7 @@ def test_who_waits_for_a_read_that_fails_reads_for_itself(tmp_path, monkeypatch)
         with pytest.raises(DiskError, match="broken"):
             first.result(20)
         assert same(second.result(20), files.flat.gather(0, kv_indices))
-        store.check()
+        check(store)
         assert store.tier.num_used == 0  # what failed is forgotten
 
 

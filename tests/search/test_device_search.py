@@ -22,6 +22,7 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
 from tests.search.synthetic import IndexSpec, make_index, make_queries
+from tests.selections import check_selection
 
 SCALE = 0.2  # softmax_scale
 CONFIG = SearchConfig(keep=0.05, sink_len=4, window_len=16)
@@ -75,7 +76,7 @@ def assert_right(
     want = empty_selection(index.num_heads, config.top_k(index.context_len))
     reference.search(q, index, None, want.kv_indices.shape[1], config.sink_len, config.window_len, scale, want)
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
-    got.check(index.context_len)
+    check_selection(got, index.context_len)
     group_size = len(q) // index.num_heads
     for head in range(index.num_heads):
         rows = [reference.score_keys(q[head * group_size + g], index, None, head) for g in range(group_size)]
@@ -173,7 +174,7 @@ def test_a_query_of_zeros_or_nan_still_selects() -> None:
     q[0] = 0.0
     q[5] = np.nan
     got = row_of(search_on_device([index], q[None], [0]), 0)
-    got.check(2000)
+    check_selection(got, 2000)
     assert (got.valid_len == CONFIG.top_k(2000)).all()
 
 

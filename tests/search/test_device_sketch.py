@@ -21,6 +21,7 @@ from csattn.sketch.reference import attend_rest, score_group
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
+from tests.selections import check_selection
 from tests.sketch.synthetic import make_heads, make_sketch
 
 SCALE = 0.1  # softmax_scale
@@ -129,7 +130,7 @@ def assert_right(
     """To the bit, whatever the device."""
     want = wanted(q, index, config, scale)
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
-    got.check(index.context_len)
+    check_selection(got, index.context_len)
     most = want.kv_indices.shape[1]
     np.testing.assert_array_equal(got.kv_indices[:, :most], want.kv_indices)
     assert (got.kv_indices[:, most:] == -1).all()
@@ -365,7 +366,7 @@ def test_a_query_that_is_hardly_one_still_selects(fault: float) -> None:
     q[0, 5, 3] = fault
     searched = Searched([index], q[:1], [0])
     got = searched.selection(0)
-    got.check(1500)
+    check_selection(got, 1500)
     assert (got.valid_len == CONFIG.top_k(1500)).all()
     with np.errstate(all="ignore"):
         assert_scores_are_right(searched, q[0], index)

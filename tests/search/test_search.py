@@ -22,6 +22,7 @@ from tests.search.synthetic import (
     poisoned_workspace,
     search,
 )
+from tests.selections import check_selection
 
 LAYOUTS = ["sketch", "lists"]
 WITH_TAILS = [("sketch", 0), ("lists", 0), ("lists", 1), ("lists", 70)]
@@ -56,7 +57,7 @@ def assert_same_group_scores(
     """Sketches choose to the bit. Over lists, rounding of exp may swap rows of nearly equal group scores: compare
     those of the chosen rows, in order."""
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
-    got.check(index.context_len + (tail.num_rows if tail else 0))
+    check_selection(got, index.context_len + (tail.num_rows if tail else 0))
     if isinstance(index, SketchIndex):
         np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
         return
@@ -234,7 +235,7 @@ def test_faulty_queries_still_give_sound_selections(layout: str, fault: float) -
     q[3, 0] = -fault
     with np.errstate(invalid="ignore"):
         got, want = run_both(q, index, None, 100)
-    got.check(2000)
+    check_selection(got, 2000)
     if layout == "sketch":
         np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
 

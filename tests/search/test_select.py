@@ -19,6 +19,7 @@ from csattn.sketch.codes import pack_codes, pack_marks
 from csattn.sketch.reference import LOG2_E, score_group
 from csattn.table.lists import ListTable
 from tests.search.synthetic import search
+from tests.selections import check_selection
 
 LARGEST = 2047
 SCALE = 1 / LOG2_E  # 1 of a product is an octave
@@ -42,7 +43,7 @@ def search_one_head(index: LayerIndex | SketchIndex, top_k: int) -> NDArray[np.i
     out = empty_selection(1, top_k)
     q = np.ones((1, index.key_mean.shape[-1]), np.float32)
     search(q, index, None, 0, 0, SCALE, SearchWorkspace(), out)
-    out.check(index.context_len)
+    check_selection(out, index.context_len)
     return out.kv_indices[0, : out.valid_len[0]]
 
 

@@ -25,6 +25,7 @@ from csattn.selectors import (
 from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.table.tail import ListTail
 from tests.search.synthetic import IndexSpec, make_index
+from tests.selections import check_selection
 from tests.selectors.requests import (
     HEAD_DIM,
     NUM_KV_HEADS,
@@ -56,7 +57,7 @@ def test_selections_are_valid_and_leave_resident_rows_alone(name, context_len, g
     layer, view = make_layer(context_len, group_size, dtype=dtype), make_view(context_len)
     num_middle = view.middle.stop - view.middle.start
     for step in decode(prepare(name, layer).selector(view), view, make_tail(20, group_size)):
-        step.chosen.check(context_len + step.num_left)
+        check_selection(step.chosen, context_len + step.num_left)
         rows = step.chosen.kv_indices[step.chosen.kv_indices >= 0]
         assert ((rows >= view.middle.start) & (rows < view.middle.stop) | (rows >= context_len)).all()
         if name in TOP_K:

@@ -10,6 +10,7 @@ from csattn.index import LayerIndex
 from csattn.table.lists import ListTable
 from csattn.table.tail import ListTail, score_key
 from tests.search.synthetic import IndexSpec, make_index, make_lists
+from tests.table.soundness import check
 
 
 def new_keys_of(tail_seed: int, spec: IndexSpec, num_rows: int) -> NDArray[np.float32]:
@@ -40,7 +41,7 @@ def test_list_tail_equals_lists_built_over_all_keys(context_len: int, num_rows: 
     tail = ListTail(index)
     for k in new_keys_of(4, spec, num_rows):
         tail.append(k)
-        tail.check()
+        check(tail)
     # lists of all scores, cut to the length they had: what a build over the longer context would keep
     new = np.stack([score_key(k, index) for k in new_keys_of(4, spec, num_rows)], axis=-1)
     for where in np.ndindex(*index.codebooks.shape[:3]):
@@ -67,7 +68,7 @@ def test_equal_scores_do_not_enter_a_list() -> None:
     full = tail.num_inserted.copy()
     assert full.max() == index.table.list_len
     tail.append(k)
-    tail.check()
+    check(tail)
     np.testing.assert_array_equal(tail.num_inserted, full)
 
 
@@ -88,10 +89,10 @@ def test_zero_scores_are_never_minus_zero() -> None:
 def test_check_notices_a_disordered_list() -> None:
     spec = IndexSpec(layout="lists", context_len=40)
     index = make_index(spec)
-    index.table.check()
+    check(index.table)
     swapped = ListTable(index.table.indices[..., ::-1], index.table.scores[..., ::-1], 40)
     with pytest.raises(AssertionError, match="not ordered"):
-        swapped.check()
+        check(swapped)
 
 
 @settings(max_examples=40)
@@ -112,7 +113,7 @@ def test_try_insert_keeps_the_size_the_order_and_the_better_keys(
     for factor in new_keys:
         k = (factor * direction).astype(np.float32)
         tail.append(k)
-        tail.check()
+        check(tail)
         scored.append(score_key(k, index).astype(np.float16))
     table = index.table
     for head, b, c in np.ndindex(table.indices.shape[:3]):

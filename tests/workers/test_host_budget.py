@@ -22,6 +22,7 @@ from offload.errors import DiskError, TierError
 from offload.host_store import HostStore
 from offload.kv_store import STREAM_ROWS
 from offload.tiered_store import TieredStore
+from tests.offload.soundness import check
 from tests.tiny import loaded, token_ids
 from workers.engine.cpu_context import HostBudget, open_context
 from workers.session import csattn_session
@@ -63,7 +64,7 @@ def test_within_a_budget_the_bits_are_those_of_memory(artifact, selector, lookah
         assert store.plan.num_slots < store.plan.num_pages
         got = logits(session)
         store._ahead.submit(int).result()
-        store.check()
+        check(store)
     with open_artifact(artifact) as opened, csattn_session(loaded(), opened, config, selector) as session:
         # pieces as large as a budget has them; the rows of a flat store are one piece otherwise
         kv = [opened.layer_kv(layer_idx) for layer_idx in range(3)]
@@ -136,5 +137,5 @@ def test_a_disk_that_fails_in_the_middle_ends_the_answer_with_a_sentence(artifac
             logits(session)
         store = session.engine.context(0).store
         store._ahead.submit(int).result()
-        store.check()
+        check(store)
     assert set(threading.enumerate()) <= threads

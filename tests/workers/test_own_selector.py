@@ -20,6 +20,7 @@ from csattn.selection import Selection
 from csattn.selector_names import ABOUT
 from csattn.selectors import About, register
 from index_build.pipeline import build_artifact
+from tests.selections import check_selection
 from tests.tiny import loaded, token_ids
 from workers.api.asking import read_chat
 from workers.cli import comparing
@@ -77,7 +78,7 @@ def test_it_chooses_the_rows_that_are_attended_to(artifact, example) -> None:
     seen: list[Seen] = []
     got = logits_of(artifact, SearchConfig(keep=0.1, window_len=8), "newest", seen.append)
     for row in seen:
-        row.chosen.check(CONTEXT_LEN + row.num_left)
+        check_selection(row.chosen, CONTEXT_LEN + row.num_left)
         free = np.r_[4 : CONTEXT_LEN - 8, CONTEXT_LEN : CONTEXT_LEN + row.num_left]
         np.testing.assert_array_equal(row.chosen.kv_indices, np.tile(free[-40:], (len(row.chosen.valid_len), 1)))
     assert len(seen) == 20 * 3 and max(row.num_left for row in seen) == 12

@@ -22,6 +22,7 @@ from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
+from tests.selections import check_selection
 from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
 from workers.engine.fidelity import Seen
 from workers.evaluate import full_attention, measure
@@ -141,7 +142,7 @@ def test_selections_are_valid_and_disjoint_from_resident_rows(store, preset_name
 
     def observe(row: Seen) -> None:
         assert row.num_left == (max(0, row.tail.shape[1] - 8) if preset_name == "lists" else 0)
-        row.chosen.check(CONTEXT_LEN + row.num_left)
+        check_selection(row.chosen, CONTEXT_LEN + row.num_left)
         rows = row.chosen.kv_indices[row.chosen.kv_indices >= 0]
         in_window = (rows >= CONTEXT_LEN - 8) & (rows < CONTEXT_LEN)
         assert not (rows < 4).any()

@@ -1,19 +1,25 @@
 """`csattn build --jobs`: read the list, build it here or on a Ray cluster, show how far it is and what became of it."""
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from csattn.artifact.durable import unsynced
 from csattn.build_options import BuildOptions
 from index_build.batch import OUTCOMES, BatchReport, JobResult, run_batch
-from index_build.job_list import read_jobs
+from index_build.context_build import BuildState
+from index_build.job_list import Job, read_jobs
 from workers.capacity import require_room_for_weights
-from workers.cli.batch_display import BatchDisplay, JsonBatchProgress
 from workers.cli.building import use_threads
-from workers.cli.terminal import err, out, table
+from workers.cli.terminal import err, out, table, tell_json
 from workers.cli.usage import UsageError
+
+HEARTBEAT_S = 15.0  # without a terminal, a line at least this often
 
 
 def build_jobs(
@@ -92,3 +98,125 @@ def show_summary(report: BatchReport) -> None:
             out.print(f"line {result.job.line}, {result.job.context.name}: {result.error}", soft_wrap=True)
     counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in OUTCOMES if report.count(outcome))
     out.print(f"{counts or 'nothing finished'}; {report.seconds:.1f} s in all")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Where the whole batch is."""
+
+    num_finished: int
+    share: float  # of all contexts, by bytes
+    tokens_per_s: float  # of what this run built
+    left_s: float | None  # None as long as nothing was built
+
+
+class BatchTotals:
+    """Adds the jobs up. A context counts by its bytes: its tokens are known only when its turn comes."""
+
+    def __init__(self, jobs: Sequence[Job], now_s: float):
+        self._weights = [job.context_bytes for job in jobs]
+        self.whole, self.done = sum(self._weights), 0.0  # bytes; the latter but for rounding
+        self._first = [0.0] * len(jobs)  # shares that this run did not have to build
+        self._share = [0.0] * len(jobs)
+        self._context_lens = [0] * len(jobs)
+        self._started_s = now_s
+        self._num_finished = 0
+
+    def update(self, idx: int, progress: BuildState) -> None:
+        self._context_lens[idx] = progress.context_len
+        self._first[idx] = progress.first_share
+        self._set_share(idx, progress.share)
+
+    def finish(self, job_idx: int, result: JobResult) -> None:
+        self._num_finished += 1
+        self._context_lens[job_idx] = result.context_len or self._context_lens[job_idx]
+        if result.outcome in ("reused", "failed"):  # nothing more will be built of it
+            self._first[job_idx] += 1.0 - self._share[job_idx]
+        self._set_share(job_idx, 1.0)
+
+    def _set_share(self, idx: int, share: float) -> None:
+        self.done += self._weights[idx] * (share - self._share[idx])
+        self._share[idx] = share
+
+    def totals(self, now_s: float) -> Totals:
+        elapsed_s = max(now_s - self._started_s, 1e-9)
+        done = sum(weight * share for weight, share in zip(self._weights, self._share, strict=True))
+        built = done - sum(weight * first for weight, first in zip(self._weights, self._first, strict=True))
+        tokens = sum(self._built(idx) for idx in range(len(self._share)))
+        left_s = elapsed_s * (self.whole - done) / built if built > 0 else 0.0 if done == self.whole else None
+        return Totals(self._num_finished, done / self.whole, tokens / elapsed_s, left_s)
+
+    def _built(self, job_idx: int) -> float:
+        """Tokens of that job that this run has built."""
+        return self._context_lens[job_idx] * max(self._share[job_idx] - self._first[job_idx], 0.0)
+
+
+class JsonBatchProgress:
+    """For programs: on stderr, one JSON object a line, when a context has ended or another hundredth of all is done."""
+
+    def __init__(self, jobs: Sequence[Job]):
+        self._totals, self._num_jobs, self._told = BatchTotals(jobs, time.monotonic()), len(jobs), 0.0
+
+    def __enter__(self) -> "JsonBatchProgress":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing was opened."""
+
+    def on_progress(self, idx: int, progress: BuildState) -> None:
+        self._totals.update(idx, progress)
+        if self._totals.done >= (self._told + 0.01) * self._totals.whole:
+            self._tell()
+
+    def on_result(self, idx: int, result: JobResult) -> None:
+        self._totals.finish(idx, result)
+        self._tell(job=result.to_json())
+
+    def _tell(self, **more: object) -> None:
+        now = self._totals.totals(time.monotonic())
+        self._told = now.share
+        what = {"progress": round(now.share, 4), "finished": now.num_finished, "contexts": self._num_jobs}
+        tell_json({**what, **more})
+
+
+class BatchDisplay:
+    """A bar for all contexts and a line per result; without a terminal also a line now and then."""
+
+    def __init__(self, jobs: Sequence[Job], clock: Callable[[], float] = time.monotonic):
+        self._jobs, self._clock = jobs, clock
+        self._totals = BatchTotals(jobs, clock())
+        self._last_line_s = clock()
+        self._where: dict[int, str] = {}  # of the jobs in work
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn()
+        self._bar = Progress(*columns, console=err, disable=not err.is_terminal)
+        self._all = self._bar.add_task("", total=1.0)
+
+    def __enter__(self) -> "BatchDisplay":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def on_progress(self, idx: int, progress: BuildState) -> None:
+        self._totals.update(idx, progress)
+        self._where[idx] = f"{self._jobs[idx].context.name} {progress.where}"
+        self._show("; ".join(self._where.values()), self._clock() - self._last_line_s >= HEARTBEAT_S)
+
+    def on_result(self, idx: int, result: JobResult) -> None:
+        self._totals.finish(idx, result)
+        self._where.pop(idx, None)
+        what = f"failed: {result.error}" if result.error else f"{result.outcome} in {result.seconds:.1f} s"
+        self._show(f"{result.job.context.name} {what}", True)
+
+    def _show(self, what: str, as_line: bool) -> None:
+        """On the bar; as a line where it is due and nothing else would say so."""
+        now_s = self._clock()
+        totals = self._totals.totals(now_s)
+        left = "" if totals.left_s is None else f", {totals.left_s:.0f} s left"
+        done = f"{totals.num_finished}/{len(self._jobs)} contexts, {100 * totals.share:.0f} %"
+        told = f"{what} ({done}, {totals.tokens_per_s:.0f} tokens/s{left})"
+        self._bar.update(self._all, description=told, completed=totals.share, refresh=True)
+        if as_line:
+            self._last_line_s = now_s
+            err.print(told, soft_wrap=True)

@@ -8,7 +8,7 @@ nobody asks for them any more, one worker keeps them. A worker that comes back i
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from uuid import uuid4
 
 from prometheus_client import Metric
 
-from workers.service.gathering import join_contexts, join_metrics
 from workers.serving.messages import (
     Ask,
     ContextInfo,
@@ -38,6 +37,7 @@ BEAT_S = 1.0  # how often workers hear that this process lives
 HOT = 0.5  # of a worker's slots: with so many requests more than another its contexts are loaded there, too
 COLD_S = 30.0  # a context that nobody has asked a worker for so long is dropped where another worker has it
 _log = logging.getLogger(__name__)
+_STATES = ("ready", "building", "failed")  # the first of them is what a user can count on
 
 
 class SpreadBackend:
@@ -221,3 +221,25 @@ async def _tell(worker: "RayWorker", method: str, contexts: Sequence[Held]) -> N
     """What it may do or not: it is told again."""
     with suppress(ServingError):
         await worker.call(method, contexts)
+
+
+def join_contexts(told: Sequence[Sequence[ContextInfo]]) -> list[ContextInfo]:
+    """Each context once, as the worker tells it that has got furthest with it; ordered by age, then name."""
+    best: dict[str, ContextInfo] = {}
+    for info in (info for infos in told for info in infos):
+        best[info.name] = min(best.get(info.name, info), info, key=_from_done)
+    return sorted(best.values(), key=lambda info: (info.created_at, info.name))
+
+
+def join_metrics(told: Mapping[str, Sequence[Metric]]) -> list[Metric]:
+    """Each metric once, with every worker's samples; the label `worker` says whose. told: by name of the worker."""
+    joined: dict[str, Metric] = {}
+    for worker, metrics in told.items():
+        for metric in metrics:
+            one = joined.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type, metric.unit))
+            one.samples += [sample._replace(labels={**sample.labels, "worker": worker}) for sample in metric.samples]
+    return list(joined.values())
+
+
+def _from_done(info: ContextInfo) -> tuple[int, float]:
+    return _STATES.index(info.state), -info.progress

@@ -139,14 +139,6 @@ class Residency:
         for task in [*self._preparing, *self._loading.values()]:
             task.cancel()
 
-    def check(self) -> None:
-        """Raise AssertionError where more is held than may be, or a context has a place of another."""
-        budget = self._settings.context_bytes
-        assert budget is None or self.held_bytes <= budget, f"{self!r} exceeds its budget of {budget:,} bytes"
-        numbers = [resident.context_id for resident in self._residents.values()]
-        assert len(set(numbers)) == len(numbers), f"{self!r} has two contexts of one number"
-        assert all(resident.num_users >= 0 for resident in self._residents.values()), f"{self!r} lost a user"
-
     async def _require_whole(self, path: Path) -> None:
         """If it is loaded. Rows are mapped: to read one that a file has lost ends the process, without an error.
 

@@ -105,17 +105,6 @@ class Scheduler:
             self._end(request, "failed", error)
         self._tell()
 
-    def check(self) -> None:
-        """Raise AssertionError if a slot is lost, or a request is in two places."""
-        slots = sorted([*self._running, *self._free_slots])
-        assert slots == list(range(self._engine.num_slots)), f"{self!r} lost or shared a slot"
-        assert all(request.slot == slot for slot, request in self._running.items()), "a request has another slot"
-        assert len(self._running) <= self.max_running, f"{self!r} runs too many"
-        known = [*self._queue, *self._running.values()]
-        assert len(set(map(id, known))) == len(known), "a request is in two places"
-        assert not any(request.is_over for request in known), "a request that is over is still here"
-        assert self.flow.num_in_flight >= len(known), f"{self!r} has requests without a place"
-
     def _go_on(self) -> None:
         """With a step, if there is anything to do."""
         now = self.clock()

@@ -115,12 +115,6 @@ class HeavyRows(StreamRows):
         out += shares[:, :, self._num_heavy :] @ self._window.v[:, window]
         return out.reshape(q.shape)
 
-    def check(self) -> None:
-        """Raise AssertionError if a row is lost, or attention is counted where no row is."""
-        num_rows = self._num_heavy + min(self._window.end, self._window_len)
-        assert num_rows == min(self.kv_len, self._heavy_len + self._window_len), f"{self!r} keeps {num_rows} rows"
-        assert not self._heavy_worth[:, self._num_heavy :].any(), f"{self!r} counts attention where no row is"
-
     def __repr__(self) -> str:
         rows = f"{self._heavy_len} + {self._window_len} rows"
         return f"<HeavyRows {self.kv_len} tokens, {rows}, {self.num_bytes} bytes>"

@@ -81,13 +81,6 @@ class WindowRows(StreamRows):
             rotated, self._window.k[:, oldest:end], self._window.v[:, oldest:end], softmax_scale, mask
         )
 
-    def check(self) -> None:
-        """Raise AssertionError if the window has lost a row that the next token sees."""
-        kept = max(0, min(self.kv_len - self._sink_len, self._window_len - 1))
-        assert kept <= self._window.end <= self._window.k.shape[1], (
-            f"{self!r} has {self._window.end} rows in its window"
-        )
-
     def __repr__(self) -> str:
         return f"<WindowRows {self.kv_len} tokens, {self._sink_len} + {self._window_len} rows, {self.num_bytes} bytes>"
 

@@ -18,6 +18,7 @@ from offload import gather, slot_cache
 from offload.host_memory import copy_rows
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
+from tests.offload.soundness import check
 from tests.workers.engine.emulated_engine import ignore
 from workers.engine import attend_latents as attending
 from workers.engine import latent_memory, own_choice
@@ -94,7 +95,7 @@ def test_rows_attend_to_what_the_model_chooses(
     for _ in range(3):  # rows that were fetched may stay where they are
         step(attention, layers, contexts, own, generator)
     if isinstance(far, CachedLatents):
-        far.cache.check()
+        check(far.cache)
         counts = far.cache.statistics()
         assert sum(layer.num_found for layer in counts) > 0 and not sum(layer.num_spilled for layer in counts)
 

@@ -26,15 +26,16 @@ from offload.host_memory import copy_rows
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
+from tests.offload.soundness import check
 from tests.search.shapes import shape_of
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
 from tests.workers.model.decoding import advance, prefill
 from tests.workers.searchers.searching import Threads
+from workers.engine.attend_chosen import ResidentRows
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost, StepSearcher
-from workers.engine.resident import ResidentRows
 from workers.engine.shape import EngineShape
 from workers.model import ModelRunner, take_weights
 from workers.searchers.step_searches import StepSearches
@@ -188,7 +189,7 @@ def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, rest) -> N
     assert cached_tokens == tokens
     assert torch.equal(cached_logits, logits)
     assert isinstance(cached.far, CachedRows)
-    cached.far.cache.check()
+    check(cached.far.cache)
     seen = cached.far.cache.statistics()[1]
     assert seen.num_spilled > 0 if num_slots == 7 else seen.num_found > 0
 

@@ -2,7 +2,7 @@
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from workers.service.gathering import join_contexts, join_metrics
+from workers.service.spread_backend import join_contexts, join_metrics
 from workers.serving.messages import ContextInfo
 
 

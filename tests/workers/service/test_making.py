@@ -13,7 +13,7 @@ from workers.engine.cpu_engine import QUESTION_ROWS
 from workers.searchers.worker import choose_cpus
 from workers.service import making
 from workers.service.making import make_backend, make_engine, make_searcher
-from workers.service.ray_cluster import bundles
+from workers.service.ray_app import bundles
 from workers.settings import EngineSettings, LimitSettings, ModelSettings, RaySettings, Settings
 
 

@@ -8,6 +8,7 @@ from csattn.config import SearchConfig
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
+from tests.workers.serving.soundness import check
 from workers.serving.context_file import ContextFile
 from workers.serving.messages import Done, Piece, Sampling, Selector, ServingError
 from workers.serving.metrics import Metrics
@@ -92,7 +93,7 @@ def run(scheduler: Scheduler, max_turns: int = 10_000) -> int:
     for turn in range(max_turns):
         if scheduler.turn() != 0.0:
             return turn + 1
-        scheduler.check()
+        check(scheduler)
     raise AssertionError(f"{scheduler!r} does not come to an end")
 
 

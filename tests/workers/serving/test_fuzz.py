@@ -10,6 +10,7 @@ import pytest
 from tests.tiny import loaded, token_ids
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import make_request, make_scheduler, read
+from tests.workers.serving.soundness import check
 from workers.serving import outlet, scheduler
 from workers.serving.messages import Done, OverloadedError, ServingError, TimedOutError
 from workers.serving.request import Request
@@ -111,7 +112,7 @@ class Fuzz:
             self.outcomes[type(last).__name__ if last else ""] += 1
 
     def check(self) -> None:
-        self.scheduler.check()
+        check(self.scheduler)
         assert set(self.engine.slots) == set(self.scheduler._running)
         assert sum(not request.is_over for request in self.alive) == self.scheduler.flow.num_in_flight
         assert all(len(request.outlet) <= outlet.MAX_UNREAD + 2 for request in self.alive)

@@ -20,6 +20,7 @@ from offload.slot_cache import max_slots
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
+from tests.workers.serving.soundness import check
 from tests.workers.serving.test_local import answer, ask, running, settings_of, until
 from tests.workers.serving.test_preparation import path_of
 from workers.capacity import context_bytes, room_for_contexts
@@ -54,13 +55,13 @@ async def within(store: Path, engine: FullEngine, budget: int | None) -> AsyncIt
         add = engine.add_context
 
         def checked(context_id: int, artifact: Any, meanwhile: Any) -> None:
-            backend._residency.check()
+            check(backend._residency)
             assert backend._residency.held_bytes >= sum(context_bytes(artifact.spec))
             add(context_id, artifact, meanwhile)
 
         engine.add_context = checked  # type: ignore[method-assign]
         yield backend
-        backend._residency.check()
+        check(backend._residency)
 
 
 async def keep_asking(backend: LocalBackend, name: str, said: list[str], over: asyncio.Event) -> None:

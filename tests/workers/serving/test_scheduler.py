@@ -10,6 +10,7 @@ from tests.tiny import loaded, token_ids
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import alone, make_request, make_scheduler, read, run
+from tests.workers.serving.soundness import check
 from tests.workers.serving.test_preparation import path_of
 from workers.serving import scheduler as scheduling
 from workers.serving.messages import Done, Piece
@@ -87,7 +88,7 @@ def test_requests_are_admitted_as_they_came(built: Path) -> None:
     ended = []
     while any(not request.is_over for request in requests):
         scheduler.turn()
-        scheduler.check()
+        check(scheduler)
         ended += [i for i, request in enumerate(requests) if request.is_over and i not in ended]
         assert len(engine.slots) <= 2
     assert ended == [0, 1, 2, 3, 4, 5]

@@ -11,6 +11,7 @@ from csattn.errors import ConfigError
 from tests.tiny import loaded
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import alone, make_request, make_scheduler, read, run
+from tests.workers.serving.soundness import check
 from workers.serving import scheduler as scheduling
 from workers.serving.messages import (
     BadRequestError,
@@ -121,7 +122,7 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
     assert scheduler.soundness.fault is None
     run(scheduler)
     assert (queued.token_ids, read(queued)[0]) == alone(built, {"max_new_tokens": 6})
-    scheduler.check()
+    check(scheduler)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_a_fault_in_one_requests_choice_ends_no_other(
     error = read(faulty)[1]
     assert isinstance(error, ServingError) and "beyond the vocabulary" in error.message
     assert (other.token_ids, read(other)[0]) == alone(built, {"max_new_tokens": 6, **sampling})
-    scheduler.check()
+    check(scheduler)
 
 
 @pytest.mark.parametrize("engine_draws", [False, True])
@@ -171,7 +172,7 @@ def test_what_a_grammar_refuses_is_told_as_the_fault_of_who_asked(built: Path, e
     run(scheduler)
     error = read(request)[1]
     assert isinstance(error, BadRequestError) and error.message == "ask for a simpler one"
-    scheduler.check()
+    check(scheduler)
 
 
 def test_a_mask_is_begun_when_it_is_asked_for_and_waited_for_when_it_is_used(built: Path) -> None:
@@ -208,7 +209,7 @@ def test_a_row_that_is_not_finite_fails_its_request_and_no_other(built: Path, sa
     engine.step = real
     run(scheduler)
     assert (other.token_ids, read(other)[0]) == alone(built, {"max_new_tokens": 6, **sampling})
-    scheduler.check()
+    check(scheduler)
 
 
 def test_an_engine_that_stays_broken_is_told_of_and_asked_again(built: Path) -> None:

@@ -13,6 +13,7 @@ from csattn.models.attending_cache import CACHE
 from csattn.models.loader import wrap_model
 from csattn.models.unrotated import unrotated
 from tests.tiny import FAMILIES, MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
+from tests.workers.streaming.soundness import check
 from workers.streaming.config import StreamConfig
 from workers.streaming.session import StreamSession
 
@@ -124,7 +125,7 @@ def test_many_times_the_models_positions_take_no_more_memory(policy) -> None:
         for _ in range(1200):
             next(stream)
         for rows in cache.rows:
-            rows.check()
+            check(rows)
         assert cache.num_tokens == 1204
         assert (memory_of(cache), cache.num_bytes) == (before, num_bytes)
 

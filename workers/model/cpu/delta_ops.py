@@ -1,13 +1,57 @@
-"""What a step does in layers of linear attention, noted on a tape."""
+"""What a step does in layers of linear attention (Gated DeltaNet), noted on a tape.
+
+Stages take rows of a request in their order, and a request by itself.
+"""
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from csattn.batch import StepRows
+from csattn.cpu.addresses import array_at
+from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
+from csattn.cpu.jit import exact_kernel
 from csattn.models.spec import DeltaSpec
 from csattn.models.weights import DeltaWeights
-from workers.model.cpu.delta_stages import MIX, REMEMBER, mix_pieces, mix_stage, remember_stage
 from workers.model.cpu.notes import Notes
 from workers.model.ops import DeltaRoom, DeltaState
+
+# The stages' arguments: sizes, and addresses of float32 but where something else is said. Of a state there are two
+# versions: that of a request's turn is read, the other written.
+MIX = (
+    "num_rows",  # address of the number of rows
+    "tail_ids",  # [num_rows] int64
+    "turns",  # [num_tails] int64
+    "inputs",  # [num_rows, in_width], the channels first
+    "in_width",
+    "num_channels",
+    "conv",  # [num_channels, conv_len]
+    "conv_len",
+    "kept",  # [num_tails, 2, num_channels, conv_len - 1]
+    "mixed",  # [num_rows, num_channels], written
+)
+REMEMBER = (
+    "num_rows",
+    "tail_ids",
+    "turns",
+    "inputs",  # [num_rows, in_width]: behind the channels gates, then what is written and forgotten
+    "in_width",
+    "num_channels",
+    "mixed",  # [num_rows, num_channels]
+    "num_k_heads",
+    "num_v_heads",
+    "k_dim",
+    "v_dim",
+    "decay",  # [num_v_heads]
+    "decay_bias",
+    "norm",  # [v_dim]
+    "eps",  # address of a float64
+    "memory",  # [num_tails, 2, num_v_heads, k_dim, v_dim]
+    "out",  # [num_rows, num_v_heads * v_dim], written
+)
+BLOCK = 64  # channels
+_mix_at, _remember_at = words_at(MIX), words_at(REMEMBER)
 
 
 class TapeDeltaOps(Notes):
@@ -61,3 +105,128 @@ class TapeDeltaOps(Notes):
             out=room.out,
             **told,
         )
+
+
+def mix_pieces(num_channels: int) -> int:
+    """Of a row."""
+    return -(-num_channels // BLOCK)
+
+
+def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """The channels' convolution. A piece is a block of channels of a row: of the first of a request for all of its."""
+    args = _mix_at(arguments)
+    blocks = -(-args.num_channels // BLOCK)
+    row, first = piece // blocks, piece % blocks * BLOCK
+    rows = _rows_of(args, row)
+    if len(rows) == 0:
+        return 0
+    in_width, num_channels, size = args.in_width, args.num_channels, args.conv_len
+    tail = word_of(args.tail_ids, row)
+    turn = word_of(args.turns, tail)
+    count, places = min(BLOCK, num_channels - first), num_channels * (size - 1)
+    conv = array_at(args.conv, num_channels * size, np.float32(0))
+    before = floats_of(args.kept, 2 * tail + turn, places)
+    after = floats_of(args.kept, 2 * tail + 1 - turn, places)
+    seen = np.empty(size, np.float32)
+    for channel in range(first, first + count):
+        for i in range(size - 1):
+            seen[i] = before[channel * (size - 1) + i]
+        for other in rows:
+            seen[size - 1] = floats_of(args.inputs, other, in_width)[channel]
+            total = np.float32(0.0)
+            for i in range(size):
+                total += seen[i] * conv[channel * size + i]
+            mixed = floats_of(args.mixed, other, num_channels)
+            mixed[channel] = total * _sigmoid(total)
+            for i in range(size - 1):
+                seen[i] = seen[i + 1]
+        for i in range(size - 1):
+            after[channel * (size - 1) + i] = seen[i]
+    return 0
+
+
+def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """The memory's part. A piece is a value head of a row: of the first of a request for all of its."""
+    args = _remember_at(arguments)
+    row, head = piece // args.num_v_heads, piece % args.num_v_heads
+    rows = _rows_of(args, row)
+    if len(rows) == 0:
+        return 0
+    in_width, num_channels, k_dim, v_dim = args.in_width, args.num_channels, args.k_dim, args.v_dim
+    num_k_heads, num_v_heads = args.num_k_heads, args.num_v_heads
+    tail = word_of(args.tail_ids, row)
+    turn, size = word_of(args.turns, tail), k_dim * v_dim
+    decay = array_at(args.decay, num_v_heads, np.float32(0))[head]
+    decay_bias = array_at(args.decay_bias, num_v_heads, np.float32(0))[head]
+    norm, eps = array_at(args.norm, v_dim, np.float32(0)), number_at(args.eps)
+    before = floats_of(args.memory, (2 * tail + turn) * num_v_heads + head, size)
+    memory = floats_of(args.memory, (2 * tail + 1 - turn) * num_v_heads + head, size)
+    memory[:] = before
+    k_head, k_width = head // (num_v_heads // num_k_heads), num_k_heads * k_dim
+    q, k = np.empty(k_dim, np.float32), np.empty(k_dim, np.float32)
+    change, read = np.empty(v_dim, np.float32), np.empty(v_dim, np.float32)
+    for other in rows:
+        inputs = floats_of(args.inputs, other, in_width)
+        mixed = floats_of(args.mixed, other, num_channels)
+        _unit(mixed, k_head * k_dim, q)
+        _unit(mixed, k_width + k_head * k_dim, k)
+        v_at, z_at = 2 * k_width + head * v_dim, num_channels + head * v_dim
+        numbers_at = num_channels + num_v_heads * v_dim
+        write = _sigmoid(inputs[numbers_at + head])
+        kept = np.exp(-decay * _softplus(inputs[numbers_at + num_v_heads + head] + decay_bias))
+        change[:], read[:] = 0.0, 0.0
+        for i in range(k_dim):
+            for j in range(v_dim):
+                memory[i * v_dim + j] *= kept
+                change[j] += memory[i * v_dim + j] * k[i]
+        for j in range(v_dim):
+            change[j] = (mixed[v_at + j] - change[j]) * write
+        for i in range(k_dim):
+            for j in range(v_dim):
+                memory[i * v_dim + j] += k[i] * change[j]
+                read[j] += memory[i * v_dim + j] * q[i]
+        scale, total = np.float32(1.0) / np.sqrt(np.float32(k_dim)), np.float32(0.0)
+        for j in range(v_dim):
+            read[j] *= scale
+            total += read[j] * read[j]
+        rms = np.float32(1.0) / np.sqrt(total / np.float32(v_dim) + eps)
+        out = floats_of(args.out, other * num_v_heads + head, v_dim)
+        for j in range(v_dim):
+            z = inputs[z_at + j]
+            out[j] = read[j] * rms * norm[j] * z * _sigmoid(z)
+    return 0
+
+
+@exact_kernel
+def _rows_of(args: Any, row: int) -> NDArray[np.int64]:
+    """Rows of the row's request, where it is the first of them; else none."""
+    num_rows = word_of(args.num_rows, 0)
+    tails, found = array_at(args.tail_ids, num_rows, np.int64(0)), np.empty(num_rows, np.int64)
+    count = 0
+    for other in range(num_rows):
+        if tails[other] == tails[row]:
+            if other < row:
+                return found[:0]
+            found[count] = other
+            count += 1
+    return found[:count]
+
+
+@exact_kernel
+def _unit(x: NDArray[np.float32], at: int, out: NDArray[np.float32]) -> None:
+    total = np.float32(1e-6)
+    for i in range(len(out)):
+        total += x[at + i] * x[at + i]
+    scale = np.float32(1.0) / np.sqrt(total)
+    for i in range(len(out)):
+        out[i] = x[at + i] * scale
+
+
+@exact_kernel
+def _sigmoid(x: np.float32) -> Any:
+    return np.float32(1.0) / (np.float32(1.0) + np.exp(-x))
+
+
+@exact_kernel
+def _softplus(x: np.float32) -> Any:
+    return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))

@@ -1,22 +1,71 @@
-"""What a step does in layers of experts, noted on a tape."""
+"""What a step does in layers of experts, noted on a tape: stages take each row by itself."""
 
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.cpu.addresses import KindStage
+from csattn.cpu.addresses import KindStage, array_at
+from csattn.cpu.arguments import bytes_of, floats_of, number_at, words_at
+from csattn.cpu.floats import load_float
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.simd import LANES
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
-from workers.model.cpu.expert_stages import (
-    ADD_EXPERTS,
-    CHOOSE,
-    EXPERTS,
-    SCORES,
-    add_experts_stage,
-    choose_stage,
-    experts_stage,
-)
-from workers.model.cpu.linear_stage import ACTIVATIONS, linear_pieces
+from workers.model.cpu.linear import TILE, products
+from workers.model.cpu.linear_stage import ACTIVATIONS, activate, linear_pieces
 from workers.model.cpu.notes import Notes
 from workers.model.ops import ExpertRoom, Normed, Readers, Stream
+
+# The stages' arguments: sizes, and addresses of float32 but where something else is said.
+CHOOSE = (
+    "logits",  # [num_rows, num_experts]
+    "bias",  # [num_experts], or 0
+    "num_experts",
+    "num_chosen",
+    "scores",  # one of SCORES
+    "num_groups",
+    "num_kept",
+    "normed",
+    "scale",  # address of a float64
+    "scales",  # [num_experts], or 0
+    "chosen",  # [num_rows, num_chosen] int32, written
+    "shares",  # likewise
+)
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
+EXPERTS = (
+    "x",  # [num_rows, num_in]
+    "num_in",
+    "chosen",
+    "shares",  # of x; or 0
+    "num_chosen",
+    "gates",  # of the model's dtype; rows of num_out, row_stride apart
+    "ups",
+    "expert_stride",  # elements
+    "row_stride",
+    "gate_bias",  # elements bias_step apart, or 0
+    "up_bias",
+    "bias_stride",
+    "bias_step",
+    "activation",  # one of ACTIVATIONS
+    "num_out",
+    "out",  # [num_rows, num_chosen, num_out], written
+)
+ADD_EXPERTS = (
+    "x",  # [num_rows, num_chosen, num_in]
+    "num_in",
+    "chosen",
+    "shares",  # of outputs; or 0
+    "num_chosen",
+    "down",  # of the model's dtype, [num_experts, num_out, num_in]
+    "bias",  # [num_experts, num_out], or 0
+    "num_out",
+    "out",  # [num_rows, num_out]: this is added to it, times
+    "multiplier",  # at the address of a float64
+    "adds",  # 0: it is what is there then
+)
+_choose_at, _experts_at, _add_at = words_at(CHOOSE), words_at(EXPERTS), words_at(ADD_EXPERTS)
 
 
 class TapeExpertOps(Notes):
@@ -112,3 +161,138 @@ class TapeExpertOps(Notes):
             multiplier=self._number(1.0 if multiplier is None else multiplier),
             adds=multiplier is not None,
         )
+
+
+def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    """A piece is a row."""
+    args = _choose_at(arguments)
+    num_experts, num_chosen, kind = args.num_experts, args.num_chosen, args.scores
+    logits = floats_of(args.logits, row, num_experts)
+    scores, ranked = np.empty(num_experts, np.float32), np.empty(num_experts, np.float32)
+    if kind == 0:
+        _softmax(logits, scores)
+    else:
+        for i in range(num_experts):
+            scores[i] = np.float32(1.0) / (np.float32(1.0) + np.exp(-logits[i])) if kind == 1 else logits[i]
+    for i in range(num_experts):
+        ranked[i] = scores[i]
+    if args.bias != 0:
+        ranked += array_at(args.bias, num_experts, np.float32(0))
+    if args.num_groups > 1:
+        _keep_groups(ranked, args.num_groups, args.num_kept)
+    chosen = array_at(args.chosen + 4 * row * num_chosen, num_chosen, np.int32(0))
+    shares = floats_of(args.shares, row, num_chosen)
+    for k in range(num_chosen):
+        best = _largest(ranked)
+        chosen[k], shares[k], ranked[best] = best, scores[best], -np.inf
+    if kind == 2:
+        _softmax(shares, shares)
+    total, scale = np.float32(1.0), number_at(args.scale)
+    if args.normed != 0:
+        total = shares.sum()
+    for k in range(num_chosen):
+        shares[k] = shares[k] / total * scale
+    if args.scales != 0:
+        scales = array_at(args.scales, num_experts, np.float32(0))
+        for k in range(num_chosen):
+            shares[k] *= scales[chosen[k]]
+    return 0
+
+
+@exact_kernel
+def _softmax(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    top, total = x.max(), np.float32(0.0)
+    for i in range(len(x)):
+        out[i] = np.exp(x[i] - top)
+        total += out[i]
+    for i in range(len(x)):
+        out[i] /= total
+
+
+@exact_kernel
+def _largest(x: NDArray[np.float32]) -> int:
+    """The first of equals."""
+    best = 0
+    for i in range(1, len(x)):
+        if x[i] > x[best]:
+            best = i
+    return best
+
+
+@exact_kernel
+def _keep_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) -> None:
+    """-inf for experts of groups whose best two are not among the best so many."""
+    size = len(ranked) // num_groups
+    worth, kept = np.empty(num_groups, np.float32), np.zeros(num_groups, np.bool_)
+    for group in range(num_groups):
+        first, second = np.float32(-np.inf), np.float32(-np.inf)
+        for i in range(group * size, (group + 1) * size):
+            if ranked[i] > first:
+                first, second = ranked[i], first
+            elif ranked[i] > second:
+                second = ranked[i]
+        worth[group] = first + second
+    for _ in range(num_kept):
+        best = _largest(worth)
+        kept[best], worth[best] = True, -np.inf
+    for i in range(len(ranked)):
+        if not kept[i // size]:
+            ranked[i] = -np.inf
+
+
+def experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """A piece is some outputs of an expert of a row. like: of the model's weights."""
+    args, itemsize = _experts_at(arguments), bytes_of(like)
+    num_in, num_chosen, num_out = args.num_in, args.num_chosen, args.num_out
+    blocks = -(-num_out // LANES)
+    pair, first = piece // blocks, piece % blocks * LANES  # a pair is a row and one of its experts
+    count, row = min(LANES, num_out - first), pair // num_chosen
+    expert = np.int64(array_at(args.chosen + 4 * pair, 1, np.int32(0))[0])
+    share = np.float32(1.0) if args.shares == 0 else array_at(args.shares + 4 * pair, 1, np.float32(0))[0]
+    x = floats_of(args.x, row, num_in)
+    gates, ups = np.empty(LANES + TILE, np.float32), np.empty(LANES + TILE, np.float32)
+    for sums, matrix, bias in ((gates, args.gates, args.gate_bias), (ups, args.ups, args.up_bias)):
+        weight = array_at(
+            matrix + expert * args.expert_stride * itemsize, (num_out - 1) * args.row_stride + num_in, like
+        )
+        products(x, 1, weight, args.row_stride, first, count, num_in, sums)
+        for i in range(count):
+            sums[i] *= share
+        if bias != 0:
+            of_expert = array_at(bias + expert * args.bias_stride * itemsize, (num_out - 1) * args.bias_step + 1, like)
+            for i in range(count):
+                sums[i] += load_float(of_expert, (first + i) * args.bias_step)
+    activate(args.activation, gates, ups, 0, count)
+    out = floats_of(args.out, pair, num_out)
+    for i in range(count):
+        out[first + i] = gates[i]
+    return 0
+
+
+def add_experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """A piece is some outputs of a row. like: of the model's weights."""
+    args, itemsize = _add_at(arguments), bytes_of(like)
+    num_in, num_chosen, num_out = args.num_in, args.num_chosen, args.num_out
+    blocks = -(-num_out // LANES)
+    row, first = piece // blocks, piece % blocks * LANES
+    count = min(LANES, num_out - first)
+    total, sums = np.zeros(LANES, np.float32), np.empty(LANES + TILE, np.float32)
+    for k in range(num_chosen):
+        pair = row * num_chosen + k
+        expert = np.int64(array_at(args.chosen + 4 * pair, 1, np.int32(0))[0])
+        share = np.float32(1.0) if args.shares == 0 else array_at(args.shares + 4 * pair, 1, np.float32(0))[0]
+        weight = array_at(args.down + expert * num_out * num_in * itemsize, num_out * num_in, like)
+        x = floats_of(args.x, pair, num_in)
+        products(x, 1, weight, num_in, first, count, num_in, sums)
+        if args.bias != 0:
+            bias = array_at(args.bias + expert * num_out * itemsize, num_out, like)
+            for i in range(count):
+                sums[i] += load_float(bias, first + i)
+        for i in range(count):
+            total[i] += share * sums[i]
+    multiplier = number_at(args.multiplier)
+    out = floats_of(args.out, row, num_out)
+    for i in range(count):
+        before = out[first + i] if args.adds != 0 else np.float32(0.0)
+        out[first + i] = before + multiplier * total[i]
+    return 0

@@ -2,15 +2,78 @@
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.cpu.addresses import KindStage
+from csattn.cpu.addresses import KindStage, array_at
+from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
+from csattn.cpu.floats import store_float
+from csattn.cpu.simd import LANES
 from csattn.models.spec import LatentSpec
 from csattn.models.weights import LatentWeights
-from workers.model.cpu.latent_stages import APPEND, ASK, VALUES, append_stage, ask_stage, values_stage
+from workers.model.cpu.linear import TILE, add_up_rows, products
 from workers.model.cpu.notes import Notes
+from workers.model.cpu.row_stages import inverse_rms, turn
 from workers.model.ops import LatentRoom, Rotation
+
+# The stages' arguments: sizes, and addresses of float32 but where something else is said.
+APPEND = (
+    "inputs",  # [num_rows, in_width]
+    "in_width",
+    "q_rank",  # numbers of the queries' latents, which come first; 0: there are none
+    "key_at",  # where the row's key begins: the latent, then what turns
+    "kv_rank",
+    "index_at",  # and its index key
+    "index_dim",  # 0: there is none
+    "index_interleaved",
+    "q_norm",  # [q_rank]
+    "kv_norm",  # [kv_rank]
+    "index_norm",  # [2, index_dim]: weights and biases
+    "cos",  # [num_rows, half]
+    "sin",
+    "half",  # pairs of dimensions that turn
+    "interleaved",
+    "tails",  # of the layer, [num_tails, tail_capacity, width], of the model's dtype
+    "tail_capacity",
+    "width",
+    "tail_ids",  # [num_rows] int64
+    "tail_lens",  # [num_rows] int64
+    "q_latents",  # [num_rows, q_rank], written
+)
+ASK = (
+    "inputs",  # [num_rows, in_width]: how much each index head counts comes last
+    "in_width",
+    "projected",  # [num_rows, projected_width]: all heads' queries, then those of the index heads
+    "projected_width",
+    "num_heads",
+    "nope_dim",
+    "kv_rank",
+    "up_k",  # of the model's dtype; heads of [nope_dim, kv_rank], head_stride apart
+    "head_stride",  # elements
+    "cos",
+    "sin",
+    "half",
+    "interleaved",
+    "num_index_heads",
+    "index_dim",
+    "index_interleaved",
+    "weight_scale",  # address of a float64
+    "q",  # [num_rows, num_heads, kv_rank + 2 * half], written
+    "index_q",  # [num_rows, num_index_heads, index_dim], written
+    "index_weights",  # [num_rows, num_index_heads], written
+)
+VALUES = (
+    "attended",  # [num_rows, num_heads, kv_rank]
+    "num_heads",
+    "kv_rank",
+    "up_v",  # of the model's dtype; heads of [v_dim, kv_rank], head_stride apart
+    "head_stride",  # elements
+    "v_dim",
+    "values",  # [num_rows, num_heads, v_dim], written
+)
+_EPS = np.float32(1e-6)  # `csattn.models.latent.EPS`
+_append_at, _ask_at, _values_at = words_at(APPEND), words_at(ASK), words_at(VALUES)
 
 
 class TapeLatentOps(Notes):
@@ -107,3 +170,79 @@ def _turning(rotation: Rotation) -> dict[str, Any]:
         "half": rotation.cos.shape[1],
         "interleaved": rotation.interleaved,
     }
+
+
+def append_stage(arguments: int, row: int, thread: int, like: Any) -> int:
+    """A piece is a row. like: of the model's weights, as of the other stages."""
+    args, itemsize = _append_at(arguments), bytes_of(like)
+    q_rank, key_at, kv_rank = args.q_rank, args.key_at, args.kv_rank
+    index_at, index_dim = args.index_at, args.index_dim
+    inputs = floats_of(args.inputs, row, args.in_width)
+    if q_rank > 0:
+        norm, out = array_at(args.q_norm, q_rank, np.float32(0)), floats_of(args.q_latents, row, q_rank)
+        scale = inverse_rms(inputs, 0, q_rank, _EPS)
+        for i in range(q_rank):
+            out[i] = inputs[i] * scale * norm[i]
+    half = args.half
+    cos, sin = floats_of(args.cos, row, half), floats_of(args.sin, row, half)
+    made = np.zeros(args.width, np.float32)
+    norm, scale = array_at(args.kv_norm, kv_rank, np.float32(0)), inverse_rms(inputs, key_at, kv_rank, _EPS)
+    for i in range(kv_rank):
+        made[i] = inputs[key_at + i] * scale * norm[i]
+    turn(inputs, key_at + kv_rank, 2 * half, cos, sin, args.interleaved != 0, made, kv_rank)
+    if index_dim > 0:
+        normed, mean = np.empty(index_dim, np.float32), 0.0
+        norm = array_at(args.index_norm, 2 * index_dim, np.float32(0))
+        for i in range(index_dim):
+            mean += inputs[index_at + i]
+        for i in range(index_dim):
+            normed[i] = inputs[index_at + i] - mean / index_dim
+        scale = inverse_rms(normed, 0, index_dim, _EPS)
+        for i in range(index_dim):
+            normed[i] = normed[i] * scale * norm[i] + norm[index_dim + i]
+        turn(normed, 0, index_dim, cos, sin, args.index_interleaved != 0, made, kv_rank + 2 * half)
+    tail_id = word_of(args.tail_ids, row)
+    place = word_of(args.tail_lens, row) - 1
+    kept = array_at(args.tails + (tail_id * args.tail_capacity + place) * args.width * itemsize, args.width, like)
+    for i in range(args.width):
+        store_float(kept, i, made[i])
+    return 0
+
+
+def ask_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """A piece is a head of a row, index heads last."""
+    args, itemsize = _ask_at(arguments), bytes_of(like)
+    num_heads, nope_dim, kv_rank, half = args.num_heads, args.nope_dim, args.kv_rank, args.half
+    num_index_heads, index_dim = args.num_index_heads, args.index_dim
+    row, head = piece // (num_heads + num_index_heads), piece % (num_heads + num_index_heads)
+    projected = floats_of(args.projected, row, args.projected_width)
+    cos, sin = floats_of(args.cos, row, half), floats_of(args.sin, row, half)
+    if head >= num_heads:
+        head -= num_heads
+        at = num_heads * (nope_dim + 2 * half) + head * index_dim
+        out = floats_of(args.index_q, row * num_index_heads + head, index_dim)
+        turn(projected, at, index_dim, cos, sin, args.index_interleaved != 0, out, 0)
+        weights, scale = floats_of(args.index_weights, row, num_index_heads), number_at(args.weight_scale)
+        counts = floats_of(args.inputs, row, args.in_width)
+        weights[head] = counts[args.in_width - num_index_heads + head] * scale
+        return 0
+    at, out = head * (nope_dim + 2 * half), floats_of(args.q, row * num_heads + head, kv_rank + 2 * half)
+    up = array_at(args.up_k + head * args.head_stride * itemsize, nope_dim * kv_rank, like)
+    add_up_rows(projected, at, nope_dim, up, kv_rank, out)
+    turn(projected, at + nope_dim, 2 * half, cos, sin, args.interleaved != 0, out, kv_rank)
+    return 0
+
+
+def values_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """A piece is a head of a row."""
+    args, itemsize = _values_at(arguments), bytes_of(like)
+    kv_rank, v_dim = args.kv_rank, args.v_dim
+    attended, out = floats_of(args.attended, piece, kv_rank), floats_of(args.values, piece, v_dim)
+    up = array_at(args.up_v + piece % args.num_heads * args.head_stride * itemsize, v_dim * kv_rank, like)
+    sums = np.empty(LANES + TILE, np.float32)
+    for first in range(0, v_dim, LANES):
+        count = min(LANES, v_dim - first)
+        products(attended, 1, up, kv_rank, first, count, kv_rank, sums)
+        for i in range(count):
+            out[first + i] = sums[i]
+    return 0

@@ -153,8 +153,7 @@ class Emulator:
         lines.append("}")
 
         def require_compiles() -> None:
-            of_device = nvrtc.ARCHITECTURES if architecture is None else (architecture,)
-            nvrtc.require_compiles(source_text(source), defines, of_device)
+            nvrtc.require_compiles(source_text(source), defines, architecture)
 
         return EmulatedKernel(self._compile("\n".join(lines), shared_bytes, require_compiles))
 

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 ARCHITECTURES = "sm_80", "sm_90"  # the least that kernels are for, and one that has all that they use
+NO_CLUSTERS = "this device has no clusters"  # what a kernel says itself that is for the other one alone
 
 
 @cache
@@ -14,11 +15,13 @@ def is_installed() -> bool:
     return _libraries() is not None
 
 
-def require_compiles(code: str, defines: Mapping[str, object], architectures: Sequence[str] = ARCHITECTURES) -> None:
-    """Raises AssertionError with the compiler's words. code: as `csattn.cuda.source_text` gives it."""
-    for architecture in architectures:
-        options = ["-std=c++17", f"-arch={architecture}", *(f"-D{key}={value}" for key, value in defines.items())]
-        if told := _refusal(code, options):
+def require_compiles(code: str, defines: Mapping[str, object], architecture: str | None) -> None:
+    """Raises AssertionError with the compiler's words. code: as `csattn.cuda.source_text` gives it; architecture: None
+    for `ARCHITECTURES`, and with the option that CuPy adds."""
+    given = ["-std=c++17", *(f"-D{key}={value}" for key, value in defines.items())]
+    for architecture, *added in [(architecture,)] if architecture else [(of, "-default-device") for of in ARCHITECTURES]:
+        options = [*given, f"-arch={architecture}", *added]
+        if (told := _refusal(code, options)) and NO_CLUSTERS not in told:
             raise AssertionError(f"CUDA C does not compile for {architecture}: {told}")
 
 

@@ -16,13 +16,16 @@ def is_installed() -> bool:
 
 
 def require_compiles(code: str, defines: Mapping[str, object], architecture: str | None) -> None:
-    """Raises AssertionError with the compiler's words. code: as `csattn.cuda.source_text` gives it; architecture: None
-    for `ARCHITECTURES`, and with the option that CuPy adds."""
+    """Raises AssertionError with the compiler's words. code: as `csattn.cuda.source_text` gives it.
+
+    architecture: None for each of `ARCHITECTURES`, with the option that CuPy adds.
+    """
     given = ["-std=c++17", *(f"-D{key}={value}" for key, value in defines.items())]
-    for architecture, *added in [(architecture,)] if architecture else [(of, "-default-device") for of in ARCHITECTURES]:
-        options = [*given, f"-arch={architecture}", *added]
+    given += ["-default-device"] if architecture is None else []
+    for of in ARCHITECTURES if architecture is None else (architecture,):
+        options = [*given, f"-arch={of}"]
         if (told := _refusal(code, options)) and NO_CLUSTERS not in told:
-            raise AssertionError(f"CUDA C does not compile for {architecture}: {told}")
+            raise AssertionError(f"CUDA C does not compile for {of}: {told}")
 
 
 def _refusal(code: str, options: Sequence[str]) -> str | None:

@@ -77,7 +77,7 @@ def first_screen() -> list[str]:
         "Times are of random weights, over recorded rows and copies of them with noise. Quality is of a small model, "
         "SmolLM2-135M, on [real texts of 6K to 116K tokens](docs/quality.md): KL to full attention, in nats of the "
         f"next token, {kl_range('default')}, where exact Top-K with the others dropped has {kl_range('exact')}. "
-        "Of [Qwen2.5-Coder-1.5B](docs/quality.md#larger-models), at 6K to 8K, it is "
+        "Of [Qwen2.5-Coder-1.5B](docs/quality.md#larger-models), at 6K to 32K, it is "
         f"{larger_range('default')}, and exact Top-K's {larger_range('exact')}.",
         f"To be as good, Quest has to read {share_range('quest')} of the rows, SparQ, with its mean value or without, "
         f"{share_range('sparq')}, PQCache {share_range('pqcache')}, by text and length: "

@@ -6,7 +6,8 @@ import os
 import shutil
 import tempfile
 import time
-from contextlib import redirect_stderr, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -52,7 +53,7 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
             "directory that can be with CSATTN_CACHE"
         ) from error
     try:
-        with redirect_stderr(io.StringIO()):  # transformers draws a bar of its own here
+        with _read_once(), redirect_stderr(io.StringIO()):  # transformers draws a bar of its own here
             _convert(gguf, dtype, scratch)
         scratch.chmod(0o755)
         try:
@@ -130,13 +131,31 @@ def _read_config(gguf: Path, version: str) -> Any:
     """It takes seconds: every word of the vocabulary is looked at. version: of the file."""
     from transformers import AutoConfig
 
-    factors = _require_read(gguf)
-    with redirect_stderr(io.StringIO()):
+    with _read_once(), redirect_stderr(io.StringIO()):
+        factors = _require_read(gguf)
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     describe(config)
     if factors is not None:
         _scale_positions(config, factors)
     return config
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Meanwhile a file's `gguf.GGUFReader` is made once. transformers makes one for each thing that it asks of a file,
+    and each takes seconds: it looks at every word of the vocabulary, one by one."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    if not isinstance(reader, type):  # it is shared already
+        yield
+        return
+    made = lru_cache(reader)
+    gguf.GGUFReader = lambda path: made(os.path.abspath(path))
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -119,6 +120,21 @@ def test_a_gguf_file_is_converted_for_a_dtype_and_not_for_its_config(
     assert all(torch.equal(few[name], tensor.bfloat16()) for name, tensor in whole.items())
     load_model(file, "float16")
     assert len(list(made.iterdir())) == 2, "what is there in float32 serves for all"
+
+
+def test_the_vocabulary_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    file, made = write_gguf(tmp_path / "model.gguf", tensors, **its), []
+
+    class Reader(gguf.GGUFReader):
+        def __init__(self, path: Any) -> None:
+            made.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    load_model(file)
+    assert made == [str(file)] and gguf.GGUFReader is Reader
 
 
 def test_a_turn_ends_at_every_token_that_ends_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

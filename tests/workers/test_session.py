@@ -120,6 +120,9 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
     assert everything.kl < 1e-6
     with pytest.raises(ConfigError, match="token ids are whole numbers"):
         full_attention(loaded(), artifact_of(store), [0.5, 1.5])
+    for unknown in (2**32 + 1, 256, -1):
+        with pytest.raises(ContextError, match=f"token id {unknown} is not in the model's vocabulary of 256"):
+            full_attention(loaded(), artifact_of(store), [1, unknown])
 
 
 def test_window_reads_nothing_far_and_is_worse_than_the_index(store) -> None:

@@ -14,6 +14,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
+from csattn.models.loader import require_loaded
 from offload.codecs.formats import KvFormat
 from workers.model.rows import ids_of, require_tokens
 from workers.observe import AttentionProbe
@@ -116,6 +117,7 @@ def measure(
 
 
 def _with_successors(loaded: LoadedModel, token_ids: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.int32]:
+    require_loaded(loaded)
     ids = ids_of(token_ids)
     if len(ids) < 2:
         raise ConfigError(f"each token is judged by the one after it, and there are {len(ids)}; give two or more")

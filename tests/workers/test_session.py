@@ -120,6 +120,8 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
     assert everything.kl < 1e-6
     with pytest.raises(ConfigError, match="token ids are whole numbers"):
         full_attention(loaded(), artifact_of(store), [0.5, 1.5])
+    with pytest.raises(ConfigError, match="what `load_model` returned, got a str"):
+        full_attention("smollm2", artifact_of(store), [1, 2])  # type: ignore[arg-type]
     for unknown in (2**32 + 1, 256, -1):
         with pytest.raises(ContextError, match=f"token id {unknown} is not in the model's vocabulary of 256"):
             full_attention(loaded(), artifact_of(store), [1, unknown])

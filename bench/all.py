@@ -3,8 +3,8 @@
     python -m bench.all --out DIR [--model DIR] [--placement device|hybrid|host] [--only quality,load] [--quick]
 
 Each part is a command of its own, which checks its results before it measures. Figures go to DIR/PART.json, what it
-prints to DIR/report.md. A part that fails leaves the others alone. Called again, it does what is missing. On a GPU,
-quality is measured there, too.
+prints, or that it failed, to DIR/report.md. A part that fails leaves the others alone. Called again, it does what is
+missing. On a GPU, quality is measured there, too.
 
 quality    KL to full attention on real texts of 6K to 8K tokens, beside exact Top-K and full attention over low-bit KV
 long       the same at 32K; a model of fewer positions is stretched (YaRN)
@@ -121,21 +121,26 @@ def main() -> None:
         wanted = [name for name in options.only.split(",") if name] or list(told)
         if unknown := [name for name in wanted if name not in told]:
             parser.error(f"there is no part {', '.join(unknown)}; choose of {', '.join(told)}")
-        failures = []
+        failures: dict[str, str] = {}
         for name in wanted:
             section = options.out / f"{name}.md"
             if not section.exists():
                 try:
                     section.write_text(run(name, told[name], options.out))
                 except GateError as error:
-                    failures.append(str(error))
+                    failures[name] = str(error)
                     print(f"error: {error}", file=sys.stderr, flush=True)
-            sections = [path.read_text() for path in (options.out / f"{name}.md" for name in told) if path.exists()]
-            (options.out / "report.md").write_text("\n".join([f"# {options.model or 'SmolLM2-135M'}\n", *sections]))
+            sections = [f"# {options.model or 'SmolLM2-135M'}\n"]
+            for part in told:
+                if (path := options.out / f"{part}.md").exists():
+                    sections.append(path.read_text())
+                elif part in failures:
+                    sections.append(f"## {part}\n\nFailed: {failures[part]}\n")
+            (options.out / "report.md").write_text("\n".join(sections))
     except CsattnError as error:
         sys.exit(f"error: {error}")
     if failures:
-        sys.exit(f"error: {len(failures)} of {len(wanted)} parts failed: " + "; ".join(failures))
+        sys.exit(f"error: {len(failures)} of {len(wanted)} parts failed: " + "; ".join(failures.values()))
     print(options.out / "report.md")
 
 

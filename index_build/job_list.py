@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from csattn.artifact.places import may_be_path
 from csattn.build_options import COUNTS, BuildOptions
 from csattn.config import PRESET_NAMES
 from csattn.errors import ConfigError, ContextError
@@ -75,7 +76,7 @@ def _read_job(line: str, number: int, base: Path, defaults: BuildOptions) -> Job
     if not isinstance(given, dict):
         raise ConfigError(f'expected an object like {{"context": "handbook.txt"}}, got {line.strip()[:60]}')
     for name, value in given.items():
-        if isinstance(value, str) and not _may_be_path(value):
+        if isinstance(value, str) and not may_be_path(value):
             raise ConfigError(f'"{name}" has characters that cannot be in it, got {json.dumps(value)[:60]}')
     context = given.pop("context", None)
     options = _read_options(given, base, defaults)
@@ -92,13 +93,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(given) != len(pairs):
         raise ConfigError("a name is there twice; write one object per line, and each name once")
     return given
-
-
-def _may_be_path(text: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half a surrogate pair that stands for no byte
-        return False
 
 
 def _read_options(given: dict[str, Any], base: Path, defaults: BuildOptions) -> BuildOptions:

@@ -9,6 +9,7 @@ import pytest
 
 import bench.all
 from bench.all import parts
+from bench.timing import GateError
 
 UNKNOWN = "--no-such-option"
 
@@ -24,6 +25,23 @@ def test_parts_are_given_options_that_they_know(
         with pytest.raises(SystemExit):
             runpy.run_path(str(_file_of(module)), run_name="__main__")
         assert capsys.readouterr().err.rstrip().endswith(f"unrecognized arguments: {UNKNOWN}")
+
+
+def test_a_part_that_fails_leaves_the_others_alone_and_is_named_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str, command: list[str], out: Path) -> str:
+        if name == "codecs":
+            raise GateError("codecs ended with 1")
+        return f"## {name}\n"
+
+    monkeypatch.setattr(bench.all, "run", run)
+    monkeypatch.setattr(sys, "argv", ["all", "--out", str(tmp_path), "--only", "codecs,rounding", "--placement", "cpu"])
+    with pytest.raises(SystemExit, match="1 of 2 parts failed: codecs ended with 1"):
+        bench.all.main()
+    assert (tmp_path / "report.md").read_text() == (
+        "# SmolLM2-135M\n\n## codecs\n\nFailed: codecs ended with 1\n\n## rounding\n"
+    )
 
 
 def _file_of(module: str) -> Path:

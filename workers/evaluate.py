@@ -14,8 +14,9 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
+from csattn.models.loader import require_loaded
 from offload.codecs.formats import KvFormat
-from workers.model.rows import ids_of
+from workers.model.rows import ids_of, require_tokens
 from workers.observe import AttentionProbe
 from workers.request_cache import RequestCache
 from workers.session import Session, csattn_session
@@ -59,9 +60,10 @@ def full_attention(
 ) -> Baseline:
     """Predictions after each of token_ids but the last, which is only predicted: [num_tokens + 1] ids.
 
-    Raises ConfigError where there is nothing to predict, and for what are no token ids.
+    Raises ConfigError where there is nothing to predict, and for what are no token ids; ContextError for ids that are
+    not in the vocabulary.
     """
-    ids = _with_successors(token_ids)
+    ids = _with_successors(loaded, token_ids)
     with csattn_session(loaded, artifact, SearchConfig(), "full") as session:
         log_probs = _predict(session, session.request(), ids[:-1])
     return Baseline(log_probs, _nll(log_probs, ids[1:]))
@@ -81,7 +83,7 @@ def measure(
 
     kv_format: how the context's rows are kept for the selector; full attention has them as they were built.
     """
-    ids = _with_successors(token_ids)
+    ids = _with_successors(loaded, token_ids)
     num_tokens = len(ids) - 1
     probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:
@@ -114,11 +116,13 @@ def measure(
     )
 
 
-def _with_successors(token_ids: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.int32]:
-    ids: NDArray[np.int32] = ids_of(token_ids).astype(np.int32)
+def _with_successors(loaded: LoadedModel, token_ids: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.int32]:
+    require_loaded(loaded)
+    ids = ids_of(token_ids)
     if len(ids) < 2:
         raise ConfigError(f"each token is judged by the one after it, and there are {len(ids)}; give two or more")
-    return ids
+    require_tokens(ids.tolist(), loaded.geometry.vocab_size)  # the last one, too, which no session sees
+    return ids.astype(np.int32)
 
 
 @torch.inference_mode()

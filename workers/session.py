@@ -78,7 +78,10 @@ class Session:
         self.loaded, self.artifact, self.config, self.selector = loaded, artifact, config, selector
         self.engine = open_engine(loaded, artifact, config, selector, **options)
         self._weights = Unchanged(loaded.model, loaded.name)
-        self._unused = deque(range(self.engine.num_slots))
+        # known also after the engine, which another thread may end at any time
+        self._num_slots, self._max_rows = self.engine.num_slots, self.engine.max_rows
+        self._max_positions, self._tail_capacity = self.engine.max_positions, self.engine.tail_capacity
+        self._unused = deque(range(self._num_slots))
         self._given_back: deque[int] = deque()  # slots of requests that nobody holds any more; on any thread
         self._lock = Lock()  # the engine is used by one thread at a time
         self._has_begun = self._is_open = False
@@ -92,12 +95,12 @@ class Session:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if not self._is_open:
-            return
-        for method in self._methods:
-            method.end_session()
         with self._lock:
+            if not self._is_open:
+                return
             self._is_open = False
+            for method in self._methods:
+                method.end_session()
             self.engine.close()
             del self.engine  # a name that outlives the block, as in a notebook, is not to hold a context's rows
 
@@ -105,8 +108,8 @@ class Session:
         about = f"<Session of {self.loaded.name} over {self.artifact.spec.artifact_id}"
         if not self._is_open:
             return f"{about}, closed>"
-        num_slots = self.engine.num_slots
-        return f"{about}, {num_slots - len(self._unused) - len(self._given_back)} of {num_slots} requests, open>"
+        num_requests = self._num_slots - len(self._unused) - len(self._given_back)
+        return f"{about}, {num_requests} of {self._num_slots} requests, open>"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """What `copy` and `pickle` ask for."""
@@ -130,7 +133,7 @@ class Session:
         require_at_least("prompt_len, the context included,", prompt_len, context_len)
         require_at_least("max_new_tokens", max_new_tokens, 0)
         self._require_open()
-        room = min(self.engine.max_positions, context_len + self.engine.tail_capacity + 1)  # the last is never fed back
+        room = min(self._max_positions, context_len + self._tail_capacity + 1)  # the last is never fed back
         return max(0, min(max_new_tokens, room - prompt_len))
 
     def require_room(self, prompt_len: int, max_new_tokens: int | None) -> None:
@@ -178,7 +181,7 @@ class Session:
 
     def feed(self, request: RequestCache, token_ids: list[int], first_wanted: int) -> Tensor:
         """Logits after the tokens from first_wanted on: [num_wanted, vocab_size] float32."""
-        fed, size, logits = request.fed, self.engine.max_rows, []
+        fed, size, logits = request.fed, self._max_rows, []
         with self._lock:
             self._require_open()
             if fed.has_failed:
@@ -219,7 +222,7 @@ class Session:
 
     def _require_rows(self, num_tokens: int) -> None:
         """num_tokens: of a request's own, with the new ones."""
-        room = min(self.engine.tail_capacity, self.engine.max_positions - self.artifact.spec.context_len)
+        room = min(self._tail_capacity, self._max_positions - self.artifact.spec.context_len)
         if num_tokens > room:
             raise ContextError(
                 f"a request would have {num_tokens} tokens of its own, question and answer, and there is room for "
@@ -230,8 +233,8 @@ class Session:
     @property
     def _or_more_room(self) -> str:
         """What else to do, if that is possible."""
-        left = self.engine.max_positions - self.artifact.spec.context_len
-        return ", or open the session with more tail_capacity" if self.engine.tail_capacity < left else ""
+        left = self._max_positions - self.artifact.spec.context_len
+        return ", or open the session with more tail_capacity" if self._tail_capacity < left else ""
 
     def _free_slot(self) -> int:
         """The first of those that are free."""
@@ -244,6 +247,6 @@ class Session:
             if self._unused:
                 return self._unused[0]
         raise ConfigError(
-            f"this session has {self.engine.num_slots} requests, as many as it has slots; let one go (a notebook "
+            f"this session has {self._num_slots} requests, as many as it has slots; let one go (a notebook "
             "keeps those that a cell has shown, until `%reset -f out`), or open the session with more num_slots"
         )

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from functools import update_wrapper
+from threading import Lock
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,7 @@ from csattn.errors import ConfigError
 from csattn.models.attending_cache import CACHE, cache_in
 from workers.request_cache import RequestCache
 
+_lock = Lock()  # of all models: sessions begin and end on any threads
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
@@ -33,20 +35,22 @@ class Method:
     @classmethod
     def begin_session(cls, model: Any, name: str) -> Self:
         """The model's, put in its place if it is not."""
-        method = getattr(model, name)
-        if not isinstance(method, cls):
-            method = cls(model, name)
-            setattr(model, name, method)
-        method.num_sessions += 1
+        with _lock:
+            method = getattr(model, name)
+            if not isinstance(method, cls):
+                method = cls(model, name)
+                setattr(model, name, method)
+            method.num_sessions += 1
         return method
 
     def end_session(self) -> None:
         """Put back what was there, after the last, unless something else has been put there since."""
-        self.num_sessions -= 1
-        if self.num_sessions == 0 and self._model.__dict__.get(self.name) is self:
-            delattr(self._model, self.name)
-            if self._before is not None:
-                setattr(self._model, self.name, self._before)
+        with _lock:
+            self.num_sessions -= 1
+            if self.num_sessions == 0 and self._model.__dict__.get(self.name) is self:
+                delattr(self._model, self.name)
+                if self._before is not None:
+                    setattr(self._model, self.name, self._before)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[Any], Any], tuple[Any]]:
         """A copy of the model, and a pickled one, has its own method there: sessions are of this one."""

@@ -17,9 +17,17 @@ def is_url(place: Path | str) -> bool:
     return isinstance(place, str) and "://" in place
 
 
+def may_be_path(text: str) -> bool:
+    """Whether the system takes it as a file's name at all."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half a surrogate pair that stands for no byte
+        return False
+
+
 def local_path(place: object) -> Path:
     """A directory's, also below a home (`~`). Raises ConfigError for what is no path, and for an empty one."""
-    if not isinstance(place, str | Path) or not str(place).strip():
+    if not isinstance(place, str | Path) or not str(place).strip() or not may_be_path(str(place)):
         raise ConfigError(f"a store or an artifact is a directory or a URL, got {place!r}; give its path")
     return Path(os.path.expanduser(place))
 

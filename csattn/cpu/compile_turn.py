@@ -108,5 +108,5 @@ def _interrupts_heard() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if raised:
-        raise raised[0]
+        if raised:  # also in the place of what else failed meanwhile
+            raise raised[0]

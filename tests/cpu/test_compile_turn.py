@@ -88,8 +88,9 @@ def test_what_cannot_be_locked_is_compiled_all_the_same(tmp_path: Path) -> None:
     assert not turn.take(__file__), "nothing is compiled"
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_an_interrupt_that_is_swallowed_comes_when_the_kernel_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """It was printed and lost while the first answer waited for kernels."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
@@ -98,6 +99,8 @@ def test_an_interrupt_that_is_swallowed_comes_when_the_kernel_is_compiled(
     def interrupted(*arguments: object) -> None:
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        if fails:
+            raise OSError("no room for what was compiled")
 
     kernel = exact_kernel(halved)
     kernel._cache.save_overload = interrupted

@@ -77,6 +77,8 @@ def test_a_build_tells_how_far_it_is(tmp_path: Path) -> None:
         (lambda: loaded().model, "store", "the model is what `load_model` returned, got a LlamaForCausalLM"),
         (loaded, None, "a directory or a URL, got None; give its path"),
         (loaded, "", "a directory or a URL, got ''; give its path"),
+        (loaded, "a\0b", "a directory or a URL, got 'a.x00b'; give its path"),
+        (loaded, "\ud800", "a directory or a URL, got '.ud800'; give its path"),
     ],
 )
 def test_what_was_never_meant_to_be_built_from_is_refused(tmp_path, monkeypatch, model, store, sentence) -> None:

@@ -6,6 +6,7 @@ import gc
 import inspect
 import pickle
 import signal
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from workers.engine.fidelity import Seen
 from workers.evaluate import full_attention, measure
 from workers.request_cache import RequestCache
 from workers.session import csattn_session
+from workers.session_model import Method
 
 CONTEXT_LEN = 400
 
@@ -118,6 +120,11 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
     assert everything.kl < 1e-6
     with pytest.raises(ConfigError, match="token ids are whole numbers"):
         full_attention(loaded(), artifact_of(store), [0.5, 1.5])
+    with pytest.raises(ConfigError, match="what `load_model` returned, got a str"):
+        full_attention("smollm2", artifact_of(store), [1, 2])  # type: ignore[arg-type]
+    for unknown in (2**32 + 1, 256, -1):
+        with pytest.raises(ContextError, match=f"token id {unknown} is not in the model's vocabulary of 256"):
+            full_attention(loaded(), artifact_of(store), [1, unknown])
 
 
 def test_window_reads_nothing_far_and_is_worse_than_the_index(store) -> None:
@@ -606,6 +613,29 @@ def test_an_engine_and_its_maps_go_with_their_session_before_anybody_looks_for_g
         assert engine() is None
     finally:
         gc.enable()
+
+
+def test_a_session_that_ends_on_another_thread_ends_requests_by_a_sentence(store, monkeypatch) -> None:
+    """What is computed between two looks at the session may find it ended."""
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        request = session.request()
+        monkeypatch.setattr(session, "_require_open", lambda: session.__exit__(None, None, None))
+        assert session.room_for(CONTEXT_LEN, 9) == 9
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="this session has ended"):
+        session.feed(request, [1], 0)
+
+
+def test_sessions_that_begin_at_once_share_the_models_method(monkeypatch) -> None:
+    model = make_model("llama")
+    monkeypatch.setattr("workers.session_model.update_wrapper", lambda *_: time.sleep(0.05))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda name: Method.begin_session(model, name), ["forward", "forward"])
+    assert first is second
+    for method in (first, second):
+        assert model.forward is method
+        method.end_session()
+    assert "forward" not in vars(model)
 
 
 def test_a_session_that_has_ended_holds_nothing_of_its_context(store) -> None:

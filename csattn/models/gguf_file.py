@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,11 +147,16 @@ def _read_once() -> Iterator[None]:
     and each takes seconds: it looks at every word of the vocabulary, one by one."""
     import gguf
 
-    reader = gguf.GGUFReader
+    reader: Any = gguf.GGUFReader
     if not isinstance(reader, type):  # it is shared already
         yield
         return
-    made = lru_cache(reader)
+
+    class Reader(reader):  # type: ignore[misc]  # of a package that has no types
+        def __setattr__(self, name: str, value: Any) -> None:  # a numpy.memmap's parts take four times as long to make
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    made = lru_cache(Reader)
     gguf.GGUFReader = lambda path: made(os.path.abspath(path))
     try:
         yield

@@ -1,7 +1,8 @@
 """What do coded rows cost in quality and in time? `python -m bench.codecs [--texts speech,code] [--json FILE]`.
 
-Quality: the demo model predicts texts over contexts whose rows are kept in each format; KL is that from full attention
-over rows as they were built, and what a format adds is its KL less that of the same selector over rows as built.
+Quality: a model predicts texts over contexts whose rows are kept in each format; KL is that from full attention over
+rows as they were built, and what a format adds is its KL less that of the same selector over rows as built. Key error:
+see `offload.codecs.key_error`, of the worst layer.
 Speed: encoding, gathering, and attention in place, each on one thread, in CPU time; rows are far more than any cache
 holds. Gates: bytes and values are those of the definition, attention has the bits of attention to decoded rows.
 """
@@ -9,7 +10,7 @@ holds. Gates: bytes and values are those of the definition, attention has the bi
 import argparse
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,26 +31,36 @@ from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.models import LoadedModel, load_model
-from csattn.models.loader import DEMO_MODEL
 from index_build.pipeline import build_artifact
 from offload.codecs import reference
 from offload.codecs.codec import KvCodec
 from offload.codecs.formats import KvFormat
+from offload.codecs.key_error import key_error
 from offload.coded_store import CodedStore
 from offload.host_store import HostStore
 from workers import evaluate
 
-CONTEXT_LEN, EVAL_LEN = 4096, 256
 FORMATS = ("float16", "bfloat16", "q8_0", "q4_0", "k=q8_0,v=q4_0", "fp8")
 SELECTORS = ("csattn", "full")
-SEARCH = SearchConfig(keep=0.05)
-HEADS, GROUP_SIZE, HEAD_DIM, NUM_ROWS = 4, 4, 128, 32768  # of what is timed
+HEADS, GROUP_SIZE, HEAD_DIM, NUM_ROWS, KEEP = 4, 4, 128, 32768, 0.05  # of what is timed
 
 
-def quality(loaded: LoadedModel, text: str, done: Records) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What quality is measured of."""
+
+    context_len: int
+    eval_len: int
+    search: SearchConfig
+    formats: list[str]
+
+
+def quality(loaded: LoadedModel, text: str, judged: Judged, done: Records) -> Iterator[dict[str, Any]]:
     """Every selector over rows as built, then in each format."""
-    cut = cut_text(find_text(text), loaded.tokenizer, CONTEXT_LEN, EVAL_LEN)
-    left = [(s, f) for s in SELECTORS for f in ("as built", *FORMATS) if not done.has(text=text, selector=s, format=f)]
+    cut = cut_text(find_text(text), loaded.tokenizer, judged.context_len, judged.eval_len)
+    every = [(selector, name) for selector in SELECTORS for name in ("as built", *judged.formats)]
+    of = {"model": loaded.name.split("/")[-1].removesuffix(".gguf"), "text": text}
+    left = [(selector, name) for selector, name in every if not done.has(**of, selector=selector, format=name)]
     if not left:
         return
     with tempfile.TemporaryDirectory() as store:
@@ -58,13 +69,15 @@ def quality(loaded: LoadedModel, text: str, done: Records) -> Iterator[dict[str,
             baseline = evaluate.full_attention(loaded, artifact, cut.following)
             for selector, name in left:
                 form = None if name == "as built" else KvFormat.parse(name)
-                compare = partial(evaluate.measure, loaded, artifact, SEARCH, selector, cut.following)
+                compare = partial(evaluate.measure, loaded, artifact, judged.search, selector, cut.following)
                 figures = compare(baseline, kv_format=form).to_json()
                 kept = {key: figures[key] for key in ("kl", "nll", "top1_agreement", "output_error")}
+                if form is not None:
+                    kept["key_error"] = round(max(key_error(layer, form.k) for layer in artifact.indexed_kv()), 3)
                 row_bytes = (
                     2 * 4 * loaded.geometry.head_dim if form is None else form.row_bytes(loaded.geometry.head_dim)
                 )
-                yield {"text": text, "selector": selector, "format": name, "row_bytes": row_bytes, **kept}
+                yield {**of, "selector": selector, "format": name, "row_bytes": row_bytes, **kept}
 
 
 def speed(name: str) -> dict[str, Any]:
@@ -72,7 +85,7 @@ def speed(name: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(HEADS, NUM_ROWS, 2, HEAD_DIM, generator=generator)
     q = torch.randn(HEADS * GROUP_SIZE, HEAD_DIM, generator=generator)
-    order = [torch.randperm(NUM_ROWS, generator=generator)[: int(SEARCH.keep * NUM_ROWS)] for _ in range(HEADS)]
+    order = [torch.randperm(NUM_ROWS, generator=generator)[: int(KEEP * NUM_ROWS)] for _ in range(HEADS)]
     chosen = torch.stack(order).sort(dim=1).values.int()
     result: dict[str, Any] = {"speed": name}
     if name.startswith("plain"):
@@ -151,12 +164,15 @@ def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, 
 
 def table(cases: list[dict[str, Any]]) -> str:
     """Markdown: quality of each text and selector, then speed."""
-    lines = ["| text | selector | format | bytes per row | KL | added | top-1 |", "|---|---|---|---:|---:|---:|---:|"]
-    built = {(c["text"], c["selector"]): c["kl"] for c in cases if c.get("format") == "as built"}
+    lines = [
+        "| model | text | selector | format | bytes per row | KL | added | top-1 |",
+        "|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    built = {(c["model"], c["text"], c["selector"]): c["kl"] for c in cases if c.get("format") == "as built"}
     for c in (c for c in cases if "text" in c):
-        added = c["kl"] - built[c["text"], c["selector"]]
+        added = c["kl"] - built[c["model"], c["text"], c["selector"]]
         figures = f"{c['kl']:.5f} | {added:+.5f} | {c['top1_agreement']:.3f}"
-        lines.append(f"| {c['text']} | {c['selector']} | {c['format']} | {c['row_bytes']} | {figures} |")
+        lines.append(f"| {c['model']} | {c['text']} | {c['selector']} | {c['format']} | {c['row_bytes']} | {figures} |")
     lines += [
         "",
         "| rows | bytes per row | encode, GB/s | gather, ns/row | attend, µs/row |",
@@ -172,21 +188,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", default="speech,code", help="comma-separated, or empty")
     parser.add_argument("--model")
+    parser.add_argument("--context-len", type=int, default=4096)
+    parser.add_argument("--eval-len", type=int, default=256)
+    parser.add_argument("--keep", type=float, default=KEEP)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--no-speed", action="store_true", help="quality alone")
     parser.add_argument("--json", type=Path, help="cases that are there already are not measured again")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    shape = {"heads": HEADS, "group_size": GROUP_SIZE, "head_dim": HEAD_DIM, "rows": NUM_ROWS, "keep": SEARCH.keep}
-    told = {"context_len": CONTEXT_LEN, "eval_len": EVAL_LEN, "search": asdict(SEARCH), "timed": shape}
-    header = {"bench": "codecs", "model": arguments.model or DEMO_MODEL, **told, "machine": machine()}
-    records = Records(arguments.json, header, ("text", "selector", "format", "speed"))
+    shape = {"heads": HEADS, "group_size": GROUP_SIZE, "head_dim": HEAD_DIM, "rows": NUM_ROWS, "keep": KEEP}
+    judged = Judged(
+        context_len=arguments.context_len,
+        eval_len=arguments.eval_len,
+        search=SearchConfig(keep=arguments.keep),
+        formats=arguments.formats,
+    )
+    told = {name: of for name, of in asdict(judged).items() if name != "formats"} | {"timed": shape}
+    header = {"bench": "codecs", **told, "machine": machine()}
+    records = Records(arguments.json, header, ("model", "text", "selector", "format", "speed"))
     for name in ("plain float32", "plain bfloat16", "plain float16", *FORMATS):
-        if not records.has(speed=name):
+        if not arguments.no_speed and not records.has(speed=name):
             records.add(speed(name))
     texts = [name for name in arguments.texts.split(",") if name]
     loaded = load_model(arguments.model) if texts else None
     for text in texts:
         assert loaded is not None
-        for case in quality(loaded, text, records):
+        for case in quality(loaded, text, judged, records):
             records.add(case)
             print(f"{text:8} {case['selector']:8} {case['format']:16} KL {case['kl']:.5f}", flush=True)
     print(table(records.cases))

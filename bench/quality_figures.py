@@ -6,7 +6,7 @@ import statistics
 from bench.records import RESULTS, Case, measured, only
 from bench.selector_cases import selector_cases
 
-QUALITY, LARGER = "quality.json", "quality-larger.json"
+QUALITY, LARGER, CODED = "quality.json", "quality-larger.json", "codecs-models.json"
 TEXTS = {
     ("novel", 7680): "novel, 8K", ("speech", 6441): "speech, 6K", ("code", 7680): "Python, 8K",
     ("spanish", 7680): "Spanish, 8K", ("dialogue", 7680): "dialogue, 8K", ("decimal", 32512): "Python, 32K",
@@ -23,6 +23,7 @@ CONTENDERS = (  # a row's name, the contender, its bytes a key on the device, th
     ("all rows, llama.cpp's q4_0", "q4_0", "72", 0.0),
 )
 LARGER_MODELS = {"qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
+CODED_MODELS = {"smollm2-135m-instruct": "SmolLM2-135M", "gemma-3-270m": "Gemma-3-270M"} | LARGER_MODELS
 LARGER_CONTENDERS = {  # a row's contender, and the share of rows (0: all): its name
     ("exact", 0.02): "exact Top-K, reads every key",
     ("default", 0.02): "**csattn, `default`**",
@@ -142,6 +143,26 @@ def quality_gemma() -> list[str]:
         f"({', '.join(texts)}; {cases[0]['context_len']} tokens, and the {cases[0]['eval_len']} after them): KL at 2 % "
         f"(× exact Top-K's) is {told['default']} with `default`, {told['lists']} with `lists`."
     ]
+
+
+def quality_coded() -> list[str]:
+    """KL of contexts in fewer bytes, by model, beside the error of their keys."""
+    cases = measured(CODED)
+    formats = [name for name in dict.fromkeys(c["format"] for c in cases) if name != "as built"]
+    lines = [
+        "| KL, all rows; `default` at 2 % (key error) | as built | "
+        + " | ".join(f"`{name}`" for name in formats)
+        + " |",
+        "|---|---:|" + "---:|" * len(formats),
+    ]
+    for model, model_name in CODED_MODELS.items():
+        of = {(c["selector"], c["format"]): c for c in cases if c["model"] == model}
+        cells = [f"–; {of['csattn', 'as built']['kl']:.4f}"]
+        for name in formats:
+            full, default = of["full", name], of["csattn", name]
+            cells.append(f"{full['kl']:.4f}; {default['kl']:.4f} ({full['key_error']:.2f})")
+        lines.append(f"| {model_name} | {' | '.join(cells)} |")
+    return lines
 
 
 def kl_cell(of: Case, is_bold: bool) -> str:

@@ -40,6 +40,6 @@ def test_bytes_that_are_not_the_definitions_are_refused(monkeypatch: pytest.Monk
 
 
 def test_the_table_says_what_a_format_adds() -> None:
-    common = {"text": "speech", "selector": "full", "row_bytes": 512, "top1_agreement": 1.0}
+    common = {"model": "tiny", "text": "speech", "selector": "full", "row_bytes": 512, "top1_agreement": 1.0}
     cases = [{**common, "format": "as built", "kl": 0.001}, {**common, "format": "q4_0", "kl": np.float64(0.011)}]
-    assert "| speech | full | q4_0 | 512 | 0.01100 | +0.01000 | 1.000 |" in codecs.table(cases)
+    assert "| tiny | speech | full | q4_0 | 512 | 0.01100 | +0.01000 | 1.000 |" in codecs.table(cases)

@@ -134,3 +134,20 @@ def test_heads_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> None
             with pytest.raises(CodecError, match="head_dim is 16"):
                 engine.add_context(0, artifact)
             assert engine.counts().kv_bytes == 0
+
+
+def test_a_format_that_does_not_tell_keys_apart_is_named_once_with_what_does(tmp_path, caplog) -> None:
+    """A model whose projection to keys has a bias that dwarfs what tokens add."""
+    model = make_model("qwen2", num_attention_heads=2, num_key_value_heads=1)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[31] += 100.0
+    biased = wrap_model(model, byte_tokenizer(), "biased")
+    path = build_artifact(biased, token_ids(CONTEXT_LEN), preset("default"), tmp_path).path
+    with open_artifact(path) as made:
+        for text in ("q8_0", "k=q8_0,v=q4_0", "bfloat16", "k=q4_0,v=q8_0", "k=q4_0,v=q8_0"):
+            with csattn_session(biased, made, CONFIG, kv_format=text):
+                pass
+    (record,) = caplog.records
+    told = record.getMessage()
+    assert f"keys of context {made.spec.artifact_id} are not told apart in q4_0, in 1 of 3 layers (1)" in told
+    assert told.endswith("choose the KV codec q8_0")

@@ -28,6 +28,7 @@ from offload.kv_store import STREAM_ROWS, KvStore
 from offload.row_files import FileSpan
 from offload.tiered_store import TieredStore
 from workers.engine.fidelity import Observer
+from workers.engine.lossy_keys import warn_of_lossy_keys
 from workers.engine.own_segments import OwnSegments
 
 WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read the keys themselves
@@ -142,7 +143,8 @@ class CpuContext:
 
 
 def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBudget | None) -> CpuContext:
-    """kv_format: how its rows are kept; None: as the artifact maps them, which takes no memory.
+    """kv_format: how its rows are kept; None: as the artifact maps them, which takes no memory. The log is told where
+    it does not tell keys apart.
 
     Raises MemoryPlanError where there is none for a copy.
     """
@@ -155,6 +157,7 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
         remedy = "choose a KV codec of fewer bytes, or none: rows are then read where the artifact maps them"
         require_host_memory(f"the context in {kv_format}", coded_bytes(kv, kv_format), remedy)
         store = CodedStore(kv, kv_format)
+        warn_of_lossy_keys(artifact, kv, kv_format)
     else:
         store = HostStore(kv)
     return CpuContext(artifact, kv, artifact.spec.context_len, rows, store, budget is None, index, states)

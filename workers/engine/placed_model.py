@@ -22,6 +22,7 @@ from workers.engine.beside import finish_beside, run_beside, thread_beside
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.local_layers import LocalLayers
+from workers.engine.lossy_keys import warn_of_lossy_keys
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost, StepSearcher
@@ -245,6 +246,8 @@ class PlacedModel:
         else:
             self.far.load(context_id, self._pinned[context_id])
         undo.callback(self.far.unload, context_id)
+        if self.shape.kv_format is not None:
+            warn_of_lossy_keys(artifact, built, self.shape.kv_format)
         if isinstance(self.attention, SearchOnDevice | SearchOnHost):
             self._load_index(context_id, artifact, None if self.shape.kv_format is None else built)
             undo.callback(self.attention.unload, context_id)

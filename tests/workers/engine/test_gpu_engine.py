@@ -25,7 +25,7 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.emulated_engine import emulate, ignore
 from tests.workers.engine.talks import next_ids_beside_nan
-from workers.engine import GpuEngine, gpu_engine, placed_model, step_model
+from workers.engine import GpuEngine, gpu_engine, lossy_keys, placed_model, step_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.memory import PLACEMENTS, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
@@ -301,6 +301,17 @@ def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes
     assert plans["hybrid", "full"]["the layers that are streamed"] == 2 * 2 * 2 * 400 * row_bytes
     assert plans["device", "full"]["the resident rows"] == 0
     assert "the index" not in plans["hybrid", "full"]
+
+
+@pytest.mark.parametrize("placement", ["device", "hybrid", "host"])
+def test_keys_that_are_not_told_apart_are_told_of(artifacts, placement, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(lossy_keys, "TOO_LARGE", 0.0)
+    lossy_keys._warn.cache_clear()
+    with make_engine(placement, kv_format=KvFormat.parse("fp8")) as ready:
+        ready.add_context(0, artifacts[0])
+    (record,) = caplog.records
+    assert "not told apart in fp8, in 3 of 3 layers (0, 1, 2)" in record.getMessage()
+    assert record.getMessage().endswith("give no KV codec")
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

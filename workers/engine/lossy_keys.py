@@ -1,0 +1,52 @@
+"""Whoever has KV kept in a format that does not tell a context's keys apart is told so."""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+from torch import Tensor
+
+from csattn.artifact import Artifact
+from offload.codecs.formats import FORMATS, Format, KvFormat
+from offload.codecs.key_error import key_error
+
+TOO_LARGE = 0.8  # of a key's error: where answers stay up to 0.63 was seen, where not 2.0 and more
+_BETTER = "q8_0", "bfloat16"
+_MAX_NAMED = 8  # of the layers
+_log = logging.getLogger(__name__)
+
+
+def warn_of_lossy_keys(
+    artifact: Artifact,
+    kv: Sequence[Tensor],  # of its indexed layers, [num_kv_heads, context_len, 2, head_dim] each, as built
+    form: KvFormat,
+) -> None:
+    """Log, once in this process, in which layers the format does not tell keys apart, and what to choose instead.
+
+    Raises CodecError for what the format cannot keep.
+    """
+    model, errors = artifact.spec.model, _errors(kv, form.k)
+    layers = [str(i) for i, error in zip(model.indexed_layers, errors, strict=True) if error > TOO_LARGE]
+    if layers:
+        named = f" ({', '.join(layers)})" if len(layers) <= _MAX_NAMED else ""
+        _warn(
+            f"the keys of context {artifact.spec.artifact_id} are not told apart in {form.k.name}, in {len(layers)} of "
+            f"{model.num_layers} layers{named}: it moves them by up to {max(errors):.1f} times what tokens do, and "
+            f"above {TOO_LARGE:g} answers change; {_remedy(kv, form)}"
+        )
+
+
+def _errors(kv: Sequence[Tensor], form: Format) -> list[float]:
+    return [key_error(layer, form) for layer in kv]
+
+
+def _remedy(kv: Sequence[Tensor], form: KvFormat) -> str:
+    for better in (FORMATS[name] for name in _BETTER):
+        if kv[0].shape[-1] % better.unit_len == 0 and max(_errors(kv, better)) <= TOO_LARGE:
+            return f"choose the KV codec {KvFormat(better, form.v)}"
+    return "give no KV codec"
+
+
+@cache
+def _warn(sentence: str) -> None:
+    _log.warning("%s", sentence)

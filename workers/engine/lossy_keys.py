@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ def warn_of_lossy_keys(
     kv: Sequence[Tensor],  # of its indexed layers, [num_kv_heads, context_len, 2, head_dim] each, as built
     form: KvFormat,
 ) -> None:
-    """Log, once in this process, in which layers the format does not tell keys apart, and what to choose instead.
+    """Log, once for a context (of the last 256), in which layers the format does not tell keys apart, and what to choose instead.
 
     Raises CodecError for what the format cannot keep.
     """
@@ -47,6 +47,6 @@ def _remedy(kv: Sequence[Tensor], form: KvFormat) -> str:
     return "give no KV codec"
 
 
-@cache
+@lru_cache(maxsize=256)  # of a service that loads contexts for months
 def _warn(sentence: str) -> None:
     _log.warning("%s", sentence)

@@ -21,7 +21,7 @@ def warn_of_lossy_keys(
     kv: Sequence[Tensor],  # of its indexed layers, [num_kv_heads, context_len, 2, head_dim] each, as built
     form: KvFormat,
 ) -> None:
-    """Log, once for a context (of the last 256), in which layers the format does not tell keys apart, and what to choose instead.
+    """Log, once for a context (of the last 256), which layers' keys the format does not tell apart, and what to choose.
 
     Raises CodecError for what the format cannot keep.
     """

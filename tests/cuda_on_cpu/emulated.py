@@ -1,6 +1,6 @@
 """CUDA C kernels compiled for the CPU by a C++ compiler, behind the same calls as on a device.
 
-As they are, they are compiled by CUDA's own compiler too, where it is installed: what it makes of them is not run.
+As they are, in one shape each, CUDA's own compiler compiles them too, where it is installed: what it makes is not run.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,7 +113,6 @@ class Emulator:
         self.directory = directory
         said = [] if COMPILER is None else [subprocess.check_output([COMPILER, "--version"], text=True)]
         said += [" ".join(OPTIONS), *(header.read_text() for header in sorted(HERE.glob("*.h")))]
-        said.append("and by CUDA's" if nvrtc.is_installed() else "")
         self._compiled_by = "\n".join(said)  # what kernels are compiled by and with, besides their own code
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, multiprocessors: int = 4) -> None:
@@ -151,18 +150,21 @@ class Emulator:
         lines.append('extern "C" void launch_kernel(const int* grid, void** args, void* fibers) {')
         lines.append(f"    launch({name}, grid, args, fibers);")
         lines.append("}")
+        if nvrtc.is_installed():
+            self._require_compiles(source_text(source), defines, architecture)
+        return EmulatedKernel(self._compile("\n".join(lines), shared_bytes))
 
-        def require_compiles() -> None:
-            nvrtc.require_compiles(source_text(source), defines, architecture)
+    def _require_compiles(self, code: str, defines: Mapping[str, object], architecture: str | None) -> None:
+        """For the first shape that is asked for: others take as long as compiling them for the CPU, or longer."""
+        compiled = self.directory / f"{hashlib.sha256(f'{architecture} {code}'.encode()).hexdigest()[:24]}.nvrtc"
+        if not compiled.exists():
+            nvrtc.require_compiles(code, defines, architecture)
+            compiled.touch()
 
-        return EmulatedKernel(self._compile("\n".join(lines), shared_bytes, require_compiles))
-
-    def _compile(self, code: str, shared_bytes: int, require_compiles: Callable[[], None]) -> ctypes.CDLL:
+    def _compile(self, code: str, shared_bytes: int) -> ctypes.CDLL:
         stem = self.directory / hashlib.sha256((self._compiled_by + code).encode()).hexdigest()[:24]
         library = stem.with_suffix(".so")
         if not library.exists():
-            if nvrtc.is_installed():
-                require_compiles()
             headers = "-include", str(self._standard_headers())
             self._run_compiler(code, library, "-x", "c++", "-shared", *headers, launch_bytes=shared_bytes)
         return ctypes.CDLL(str(library))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.accuracy.texts import cut_text, find_text
-from bench.records import Records
+from bench.records import Records, called
 from bench.timing import finish, gate, machine, measure
 from csattn.artifact import open_artifact
 from csattn.attention import in_place
@@ -59,7 +59,7 @@ def quality(loaded: LoadedModel, text: str, judged: Judged, done: Records) -> It
     """Every selector over rows as built, then in each format."""
     cut = cut_text(find_text(text), loaded.tokenizer, judged.context_len, judged.eval_len)
     every = [(selector, name) for selector in SELECTORS for name in ("as built", *judged.formats)]
-    of = {"model": loaded.name.split("/")[-1].removesuffix(".gguf"), "text": text}
+    of = {"model": called(loaded.name), "text": text}
     left = [(selector, name) for selector, name in every if not done.has(**of, selector=selector, format=name)]
     if not left:
         return

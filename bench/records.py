@@ -9,6 +9,11 @@ RESULTS = Path(__file__).parent / "results"
 Case = dict[str, Any]
 
 
+def called(model: str | Path) -> str:
+    """A model's name in figures: of a file or directory, without where it lies."""
+    return Path(model).name.removesuffix(".gguf")
+
+
 class Records:
     """The cases of one file. Cases that are there already are not measured again."""
 

@@ -36,7 +36,7 @@ from bench.accuracy.long_gate import require_product
 from bench.accuracy.long_report import draw, table
 from bench.accuracy.texts import TEXTS, find_text, sha256_of, tokenize
 from bench.decode.recording import save_recording
-from bench.records import Case, Records
+from bench.records import Case, Records, called
 from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
@@ -55,8 +55,7 @@ def compare(
     """Measure what is missing of one text. lengths: of the context, and of what is predicted."""
     ids, sha256 = read_text(name, loaded.tokenizer, *lengths)
     context_len = len(ids) - lengths[1] - 1
-    model = Path(loaded.name).name.removesuffix(".gguf")
-    key = {"version": VERSION, "model": model, "stretch": stretch, "text": name, "text_sha256": sha256}
+    key = {"version": VERSION, "model": called(loaded.name), "stretch": stretch, "text": name, "text_sha256": sha256}
     key |= {"context_len": context_len, "eval_len": lengths[1]}
     missing = {
         contender: [

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from bench.lm_eval.outcomes import FULL, TASKS, Outcome, Outcomes, Part, Variant, prefills, table
+from bench.records import called
 from bench.timing import finish, gate, machine
 from bench.turns.service import MODEL, serving
 
@@ -182,7 +183,7 @@ def main() -> None:
         list(pool.map(judge_part, parts(options)))
     names = [variant.name for variant in variants(options.placement)]
     device = "cpu" if options.placement == "cpu" else torch.cuda.get_device_name()
-    model = MODEL if options.model is None else options.model.name.removesuffix(".gguf")
+    model = MODEL if options.model is None else called(options.model)
     result: dict[str, Any] = {"bench": "lm_eval", "machine": machine(), "model": model, "device": device}
     result |= {"placement": options.placement, "dtype": options.dtype}
     result |= {"prefills": prefills(outcomes.all, names), "cases": table(outcomes.all, names)}

@@ -22,7 +22,9 @@ from hypothesis import settings
 from tests.ampere import take_for_ampere
 from tests.cuda_on_cpu.emulated import Emulator
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored, and would be by what tests start
+# below nohup and in a shell's background these are ignored, and would be by what tests start
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is loaded: kernels then run as Python
 

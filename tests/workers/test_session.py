@@ -440,20 +440,16 @@ def test_a_copy_of_a_model_is_in_no_session(store, make) -> None:
 
 def test_ctrl_c_ends_a_request_and_not_its_session(store, monkeypatch) -> None:
     config = SearchConfig(keep=0.1, lookahead=1)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of xdist's ignores it
-    try:
-        with csattn_session(loaded(), artifact_of(store), config) as session, torch.inference_mode():
-            want = logits_of(session, token_ids(9), [9])
-            searcher = session.engine._searcher
-            finish = searcher.finish
-            with monkeypatch.context() as within:
-                within.setattr(searcher, "finish", lambda: (signal.raise_signal(signal.SIGINT), finish()))
-                with pytest.raises(KeyboardInterrupt):
-                    logits_of(session, token_ids(9), [9])
-            assert torch.equal(logits_of(session, token_ids(9), [9]), want)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with csattn_session(loaded(), artifact_of(store), config) as session, torch.inference_mode():
+        want = logits_of(session, token_ids(9), [9])
+        searcher = session.engine._searcher
+        finish = searcher.finish
+        with monkeypatch.context() as within:
+            within.setattr(searcher, "finish", lambda: (signal.raise_signal(signal.SIGINT), finish()))
+            with pytest.raises(KeyboardInterrupt):
+                logits_of(session, token_ids(9), [9])
+        assert torch.equal(logits_of(session, token_ids(9), [9]), want)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_request_of_a_session_that_has_ended_is_refused(store) -> None:

@@ -5,11 +5,13 @@
     python -m bench.lightning tables --out FILE [--tables 2,3] [--max-tokens 1048576] [--seconds 540]
     python -m bench.lightning show   FILE [--markdown FILE] [--plots DIRECTORY]
     python -m bench.lightning topk|decode|hisa [--out FILE] [--seconds 150]
+    python -m bench.lightning layer [--max-tokens 1048576] [--out FILE] [--seconds 150]
     python -m bench.lightning real [--texts novel,code] [--context-len 4096] [--out FILE] [--plot FILE] [--seconds 150]
 
 `tables` measures what the file does not hold yet, quick rows first, and begins none after so many seconds. So do the
 suites `topk` (exact selection), `decode` (steps of DSA, workloads of the FlashInfer contest) and `hisa` (its figure);
-each result is compared with its definition before it is timed. `real` is HISA's choice on a real model's keys.
+each result is compared with its definition before it is timed. `layer` is a whole layer of DeepSeek-V4, beside
+transformers'. `real` is HISA's choice on a real model's keys.
 """
 
 import argparse
@@ -54,6 +56,10 @@ def main(arguments: list[str] | None = None) -> None:
         suite = commands.add_parser(name, help=f"the suite of bench/lightning/{name}_suite.py")
         suite.add_argument("--out", type=Path)
         suite.add_argument("--seconds", type=float, default=150)
+    layer = commands.add_parser("layer", help="compressed attention, from hidden states to output")
+    layer.add_argument("--max-tokens", type=int, default=1 << 20)
+    layer.add_argument("--out", type=Path)
+    layer.add_argument("--seconds", type=float, default=150)
     real = commands.add_parser("real", help="HISA's choice on a real model's keys, on the CPU")
     real.add_argument("--texts", default="novel,code")
     real.add_argument("--context-len", type=int, default=4096)
@@ -64,6 +70,10 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if chosen.command in SUITES:
         run_suite(SUITES[chosen.command](device), chosen.out, _machine(device), chosen.seconds, device)
+    elif chosen.command == "layer":
+        from bench.lightning.layer import run_layers
+
+        run_layers(chosen.out, _machine(device), chosen.max_tokens, chosen.seconds, device)
     elif chosen.command == "real":
         records = run_real(chosen.out, chosen.texts.split(","), chosen.context_len, chosen.seconds)
         print("\n".join(real_tables(records.cases)))

@@ -32,7 +32,7 @@ def rope(
 ) -> Tensor:
     """Rotary embedding of all channels, computed in float32."""
     angles = positions.float()[:, None] * inv_freq
-    angles = angles.view(len(angles), *[1] * (x.dim() - 2), -1)
+    angles = angles.view(len(angles), *[1] * (x.dim() - 2), len(inv_freq))
     cos, sin = angles.cos(), angles.sin()
     half, side = len(inv_freq), -1 if interleaved else -2
     pairs = x.float().reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))

@@ -1,0 +1,172 @@
+"""A whole layer of DeepSeek-V4's compressed attention, from hidden states to output, beside transformers' own.
+
+Random weights of V4-Flash's shape. Theirs has the scores of all pairs in memory, of every head; csattn's has rows.
+"""
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from bench.lightning.measure import measure
+from bench.process_memory import Watch, resident_bytes, return_freed_memory
+from bench.records import Case, Records
+from bench.timing import finish, gate
+from csattn.lightning import causal_lens
+from csattn.lightning.compressed import CompressedAttention, CompressedWeights
+
+KEY = ("kind", "variant", "num_tokens")
+KINDS = {"sparse": "compressed_sparse_attention", "heavy": "heavily_compressed_attention"}
+VARIANTS = ("csattn", "transformers")
+SEED = 2026
+CHECKED = 1024  # tokens whose results are compared first
+MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the result's norm
+K = 1024
+
+
+class Layer:
+    """One layer, both ways."""
+
+    def __init__(self, kind: str, device: str, shape: dict[str, Any]) -> None:
+        from transformers import DeepseekV4Config
+        from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+
+        types = {"num_hidden_layers": 1, "layer_types": [KINDS[kind]], "mlp_layer_types": ["moe"]}
+        self.config = DeepseekV4Config(**types, attn_implementation="eager", **shape)
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        torch.manual_seed(SEED)
+        with torch.device(device):
+            self._rotary = v4.DeepseekV4RotaryEmbedding(self.config)
+            self._module = v4.DeepseekV4Attention(self.config, 0).eval()
+            self.hidden = torch.randn(1, self.config.hidden_size, dtype=self.dtype)[:0]
+        for name, parameter in self._module.named_parameters():
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=parameter.shape[-1] ** -0.5)
+        for child in self._module.modules():
+            if isinstance(child, torch.nn.Linear):
+                child.to(self.dtype)
+        self._weights = CompressedWeights.of(self._module, self._rotary)
+
+    def tokens(self, num_tokens: int) -> Tensor:
+        """Hidden states, as a norm leaves them: [num_tokens, hidden_size]."""
+        generator = torch.Generator(self.hidden.device).manual_seed(SEED)
+        sizes = num_tokens, self.config.hidden_size
+        return torch.randn(*sizes, generator=generator, dtype=self.dtype, device=self.hidden.device)
+
+    def run(self, variant: str, hidden: Tensor) -> Tensor:
+        """[num_tokens, hidden_size], likewise."""
+        if variant == "csattn":
+            return CompressedAttention(self._weights).append(hidden)
+        return self._run_eagerly(hidden)
+
+    @torch.no_grad()
+    def _run_eagerly(self, hidden: Tensor) -> Tensor:
+        positions = torch.arange(len(hidden), device=hidden.device)[None]
+        back = positions.T - positions
+        mask = torch.zeros_like(back, dtype=self.dtype).masked_fill_(
+            (back < 0) | (back >= self._weights.window), -torch.inf
+        )
+        turned = {"compress": self._rotary(hidden[None], position_ids=positions, layer_type="compress")}
+        out: Tensor = self._module(hidden[None], turned, positions, mask[None, None], None)[0][0]
+        return out
+
+    def num_flops(self, num_tokens: int) -> float:
+        """Of products: the projections', those of legal pairs of queries and keys, the attention's."""
+        weights, ratio = self._weights, self._weights.rows.compressor.ratio
+        legal = causal_lens(num_tokens, num_tokens // ratio, ratio=ratio).double()
+        matrices = [
+            weights.q_a,
+            weights.q_b,
+            weights.kv,
+            weights.out_a,
+            weights.out_b,
+            weights.rows.kv,
+            weights.rows.gate,
+        ]
+        pairs = 0.0
+        if (of := weights.indexer) is not None:
+            matrices += [of.keys.kv, of.keys.gate, of.q_b, of.head_weights]
+            pairs = float(legal.sum()) * len(of.q_b)
+            legal = legal.clamp(max=of.top_k)
+        attended = float(legal.sum()) + sum(min(i + 1, weights.window) for i in range(min(num_tokens, weights.window)))
+        attended += max(0, num_tokens - weights.window) * weights.window
+        return 2 * (num_tokens * sum(map(torch.numel, matrices)) + pairs + 2 * attended * len(weights.q_b))
+
+
+def run_layers(
+    out: Path | None,
+    machine: dict[str, Any],
+    max_tokens: int,
+    seconds: float,
+    device: str,
+    shape: dict[str, Any] | None = None,  # what of transformers' config is not V4-Flash's
+) -> Records:
+    """Measure what the file does not hold yet, small before large; begin nothing after so many seconds."""
+    records = Records(out, {"bench": "lightning layer", "machine": machine}, KEY)
+    deadline = time.monotonic() + seconds
+    for kind in KINDS:
+        layer = Layer(kind, device, shape or {})
+        _check(layer, kind)
+        refused: set[str] = set()
+        for num_tokens, variant in _cases(max_tokens):
+            key = {"kind": kind, "variant": variant, "num_tokens": num_tokens}
+            if variant in refused or records.has(**key) or time.monotonic() > deadline:
+                continue
+            records.add({**key, **(figures := _figures(layer, variant, num_tokens, device))})
+            refused |= {variant} if "refused" in figures else set()
+    finish(records.content, None)  # the file has every case already, and the header of its last run
+    return records
+
+
+def _cases(max_tokens: int) -> Iterator[tuple[int, str]]:
+    num_tokens = K
+    while num_tokens <= max_tokens:
+        yield from ((num_tokens, variant) for variant in VARIANTS)
+        num_tokens *= 2
+
+
+def _check(layer: Layer, kind: str) -> None:
+    hidden = layer.tokens(CHECKED)
+    ours, theirs = (layer.run(variant, hidden).float() for variant in VARIANTS)
+    apart = float((ours - theirs).norm() / theirs.norm())
+    gate(
+        apart < MOST_APART[layer.dtype], f"{kind}: the results of {CHECKED} tokens are {apart:.1e} of their norm apart"
+    )
+
+
+def _figures(layer: Layer, variant: str, num_tokens: int, device: str) -> Case:
+    hidden = layer.tokens(num_tokens)
+    try:
+        figures = _measure(lambda: layer.run(variant, hidden), device)
+    except torch.OutOfMemoryError as error:
+        return {"refused": f"out of memory: {str(error).split('.')[0]}"}
+    except RuntimeError as error:  # of a CPU's allocator
+        if "can't allocate memory" not in str(error):
+            raise
+        return {"refused": "out of memory"}
+    finally:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return {**figures, "tflops": round(layer.num_flops(num_tokens) / figures["ms"] / 1e9, 2)}
+
+
+def _measure(run: Callable[[], object], device: str) -> dict[str, Any]:
+    if device == "cuda":
+        return measure(run, device)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return_freed_memory()
+    before = resident_bytes()["anon"]
+    resource.setrlimit(resource.RLIMIT_AS, (address_space + psutil.virtual_memory().available, limits[1]))
+    try:
+        with Watch(resident_bytes) as watch:
+            started = time.perf_counter()
+            run()
+            ms = (time.perf_counter() - started) * 1e3
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return {"ms": round(ms, 1), "peak_gib": round((watch.most["anon"] - before) / 2**30, 3)}

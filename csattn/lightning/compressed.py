@@ -1,0 +1,241 @@
+"""DeepSeek-V4's compressed attention, a whole layer: from hidden states to what it adds to the stream.
+
+A token attends to its own and the last rows before it, one by one, and to rows that stand for several earlier tokens
+each: to all of them, or, where the layer has an indexer, to those of its best keys. A row is key and value of all
+heads. Its last channels are turned by its position, so what is attended to is turned back by the query's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from csattn.errors import ConfigError
+from csattn.lightning.checks import require_array, require_at_least
+from csattn.lightning.mla.attend import sparse_mla
+from csattn.lightning.operands.compressor import Compressor, CompressorWeights
+from csattn.lightning.operands.indexer import Operands, causal_lens
+from csattn.lightning.operands.rotations import rope
+from csattn.lightning.prefill.stream import choose_keys
+
+TOKENS = 4096  # that go through the layer together: memory for them is bounded, and a GPU is full of so many
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedRows:
+    """How tokens become rows that stand for several of them."""
+
+    kv: Tensor  # [width, hidden_size], width as of the compressor's `position_bias`
+    gate: Tensor  # likewise
+    compressor: CompressorWeights
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedIndexer:
+    """How some rows are chosen for a token: by keys, one of each row."""
+
+    keys: CompressedRows
+    q_b: Tensor  # [num_heads * key_dim, q_rank]
+    head_weights: Tensor  # [num_heads, hidden_size]
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedWeights:
+    """Of one layer: matrices of one dtype, the other arrays float32."""
+
+    q_a: Tensor  # [q_rank, hidden_size]
+    q_norm: Tensor  # [q_rank]
+    q_b: Tensor  # [num_heads * head_dim, q_rank]
+    kv: Tensor  # [head_dim, hidden_size]
+    kv_norm: Tensor  # [head_dim]
+    out_a: Tensor  # [num_groups, out_rank, num_heads * head_dim / num_groups]
+    out_b: Tensor  # [hidden_size, num_groups * out_rank]
+    sinks: Tensor  # [num_heads]
+    window: int  # rows that a token sees one by one, its own among them
+    rows: CompressedRows
+    indexer: CompressedIndexer | None = None  # None: a token attends to all of `rows` that it may see
+
+    @classmethod
+    def of(cls, attention: Any, rotary: Any) -> "CompressedWeights":
+        """Those of transformers' `DeepseekV4Attention`, in its memory; rotary: its model's `rotary_emb`.
+
+        Raises ConfigError for a layer without compressed rows, and for RoPE that changes lengths, as no published
+        model has it.
+        """
+        compressor = attention.compressor
+        if compressor is None:
+            raise ConfigError(f"layer {attention.layer_idx} attends to a window only; wanted one with compressed rows")
+        if (scaling := rotary.compress_attention_scaling) != 1:
+            raise ConfigError(f"RoPE multiplies this layer's rows by {scaling}; wanted 1, its attention_factor")
+        indexer = getattr(compressor, "indexer", None)
+        return cls(
+            q_a=attention.q_a_proj.weight.detach(),
+            q_norm=attention.q_a_norm.weight.detach().float(),
+            q_b=attention.q_b_proj.weight.detach(),
+            kv=attention.kv_proj.weight.detach(),
+            kv_norm=attention.kv_norm.weight.detach().float(),
+            out_a=attention.o_a_proj.weight.detach().unflatten(0, (attention.config.o_groups, -1)),
+            out_b=attention.o_b_proj.weight.detach(),
+            sinks=attention.sinks.detach().float(),
+            window=attention.sliding_window,
+            rows=_rows_of(compressor, rotary),
+            indexer=indexer
+            and CompressedIndexer(
+                keys=_rows_of(indexer, rotary),
+                q_b=indexer.q_b_proj.weight.detach(),
+                head_weights=indexer.scorer.weights_proj.weight.detach(),
+                top_k=indexer.index_topk,
+            ),
+        )
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.sinks)
+
+    def check(self) -> None:
+        """Raise ArrayError or ConfigError unless they fit together."""
+        dtype, like = self.kv.dtype, self.kv
+        require_array("kv", self.kv, ("head_dim", "hidden_size"), torch.bfloat16, torch.float16, torch.float32)
+        require_array("sinks", self.sinks, ("num_heads",), torch.float32, like=like)
+        (head_dim, hidden_size), q_width = self.kv.shape, self.num_heads * len(self.kv)
+        require_array("kv_norm", self.kv_norm, (head_dim,), torch.float32, like=like)
+        require_array("q_norm", self.q_norm, ("q_rank",), torch.float32, like=like)
+        require_array("q_a", self.q_a, (len(self.q_norm), hidden_size), dtype, like=like)
+        require_array("q_b", self.q_b, (q_width, len(self.q_norm)), dtype, like=like)
+        require_array("out_a", self.out_a, ("num_groups", "out_rank", "width"), dtype, like=like)
+        num_groups, out_rank, width = self.out_a.shape
+        if num_groups * width != q_width:
+            raise ConfigError(f"out_a takes {num_groups} groups of {width} channels; wanted {q_width} channels in all")
+        require_array("out_b", self.out_b, (hidden_size, num_groups * out_rank), dtype, like=like)
+        require_at_least("window", self.window, 1)
+        self._check_rows("rows", self.rows)
+        require_at_least("head_dim", head_dim, self.rows.compressor.head_dim, self.rows.compressor.head_dim)
+        if (of := self.indexer) is None:
+            return
+        self._check_rows("indexer.keys", of.keys)
+        key_dim, ratio = of.keys.compressor.head_dim, self.rows.compressor.ratio
+        require_at_least("the keys' ratio", of.keys.compressor.ratio, ratio, ratio)
+        require_array("indexer.head_weights", of.head_weights, ("num_heads", hidden_size), dtype, like=like)
+        require_array("indexer.q_b", of.q_b, (len(of.head_weights) * key_dim, len(self.q_norm)), dtype, like=like)
+        require_at_least("top_k", of.top_k, 1)
+
+    def _check_rows(self, name: str, rows: CompressedRows) -> None:
+        rows.compressor.check()
+        shape = rows.compressor.position_bias.shape[1], self.kv.shape[1]
+        require_array(f"{name}.kv", rows.kv, shape, self.kv.dtype, like=self.kv)
+        require_array(f"{name}.gate", rows.gate, shape, self.kv.dtype, like=self.kv)
+
+
+class CompressedAttention:
+    """The layer of one sequence, and what its tokens have left. They may come at once, in pieces, or one by one."""
+
+    def __init__(self, weights: CompressedWeights) -> None:
+        weights.check()
+        self._weights = weights
+        self._num_tokens = 0
+        # in front of the compressed rows lie those of the window, then those of tokens that are on their way
+        self._rows = _Compressed(weights.rows, front=weights.window - 1 + TOKENS)
+        self._keys = None if weights.indexer is None else _Compressed(weights.indexer.keys)
+
+    def __repr__(self) -> str:
+        return f"<CompressedAttention after {self._num_tokens} tokens, {self._rows.num_rows} compressed rows>"
+
+    @torch.no_grad()
+    def append(self, hidden: Tensor) -> Tensor:
+        """What the layer adds for the next tokens [num_tokens, hidden_size], which are normed: likewise.
+
+        Raises ArrayError for another width, dtype or device than that of its weights.
+        """
+        weights = self._weights
+        require_array("hidden", hidden, ("num_tokens", weights.kv.shape[1]), weights.kv.dtype, like=weights.kv)
+        return torch.cat([self._append(some) for some in torch.split(hidden, TOKENS)])
+
+    def _append(self, hidden: Tensor) -> Tensor:
+        weights, num_tokens, before = self._weights, len(hidden), self._weights.window - 1
+        positions = torch.arange(self._num_tokens, self._num_tokens + num_tokens, device=hidden.device)
+        latents = self._normed(linear(hidden, weights.q_a), weights.q_norm)
+        q = self._normed(torch.unflatten(linear(latents, weights.q_b), 1, (weights.num_heads, -1)))
+        own = self._turned(self._normed(linear(hidden, weights.kv), weights.kv_norm), positions)
+        self._rows.append(hidden)
+        rows = self._rows.all
+        rows[before : before + num_tokens] = own
+        seen = torch.cat((self._seen_of_window(num_tokens), self._seen_compressed(hidden, latents, positions)), dim=1)
+        scale = len(weights.kv) ** -0.5
+        out, _ = sparse_mla(self._turned(q, positions), None, rows, None, seen, scale, attn_sink=weights.sinks)
+        rows[:before] = rows[num_tokens : num_tokens + before].clone()
+        self._num_tokens += num_tokens
+        num_groups, _, width = weights.out_a.shape
+        groups = self._turned(out, -positions).reshape(num_tokens, num_groups, width)
+        return linear(torch.einsum("tgi,gri->tgr", groups, weights.out_a).flatten(1), weights.out_b)
+
+    def _seen_of_window(self, num_tokens: int) -> Tensor:
+        """Where the rows lie that each token sees one by one: [num_tokens, window] int32, -1: none."""
+        window, device = self._weights.window, self._weights.kv.device
+        at = torch.arange(num_tokens, device=device)[:, None] + torch.arange(window, device=device)
+        return torch.where(at + self._num_tokens >= window - 1, at, -1).to(torch.int32)
+
+    def _seen_compressed(self, hidden: Tensor, latents: Tensor, positions: Tensor) -> Tensor:
+        """Where the compressed rows lie that each token attends to: [num_tokens, n] int32, -1: none."""
+        num_rows, indexer = self._rows.num_rows, self._weights.indexer
+        ratio, first = self._weights.rows.compressor.ratio, self._num_tokens
+        legal = causal_lens(len(hidden), num_rows, ratio=ratio, first_position=first)
+        if indexer is None or self._keys is None:
+            rows = torch.arange(num_rows, dtype=torch.int32, device=hidden.device).expand(len(hidden), -1)
+            return torch.where(rows < legal[:, None].to(hidden.device), rows + self._rows.front, -1)
+        self._keys.append(hidden)
+        q = torch.unflatten(linear(latents, indexer.q_b), 1, (len(indexer.head_weights), -1))
+        scale = (q.shape[1] * q.shape[2]) ** -0.5
+        head_weights = linear(hidden, indexer.head_weights).float() * scale
+        operands = Operands(self._turned(q, positions), self._keys.all, head_weights)
+        chosen = choose_keys(operands, min(indexer.top_k, max(1, num_rows)), legal)
+        return torch.where(chosen >= 0, chosen + self._rows.front, -1)
+
+    def _normed(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        wide = x.float()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self._weights.rows.compressor.norm_eps).rsqrt()
+        return (normed if weight is None else weight * normed).to(x.dtype)
+
+    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The last channels, by RoPE."""
+        inv_freq = self._weights.rows.compressor.inv_freq
+        plain = x.shape[-1] - 2 * len(inv_freq)
+        return torch.cat((x[..., :plain], rope(x[..., plain:], positions, inv_freq, interleaved=True)), dim=-1)
+
+
+class _Compressed:
+    """Rows that stand for several tokens each, as they come, behind some that the caller fills."""
+
+    def __init__(self, of: CompressedRows, front: int = 0) -> None:
+        self._of, self.front, self.num_rows = of, front, 0
+        self._compressor = Compressor(of.compressor)
+        self._room = of.kv.new_zeros(front, of.compressor.head_dim)
+
+    @property
+    def all(self) -> Tensor:
+        """[front + num_rows, head_dim] like the projection's weights."""
+        return self._room[: self.front + self.num_rows]
+
+    def append(self, hidden: Tensor) -> None:
+        """Of the tokens, and of those before them that had not filled a row."""
+        projected = [linear(hidden, weight).float() for weight in (self._of.kv, self._of.gate)]
+        new, end = self._compressor.append(*projected), self.front + self.num_rows
+        if end + len(new) > len(self._room):
+            room = self._room.new_empty(max(2 * len(self._room), end + len(new)), self._room.shape[1])
+            room[:end] = self._room[:end]
+            self._room = room
+        self._room[end : end + len(new)] = new
+        self.num_rows += len(new)
+
+
+def _rows_of(module: Any, rotary: Any) -> CompressedRows:
+    """module: transformers' `DeepseekV4CSACompressor`, its indexer, or a `DeepseekV4HCACompressor`."""
+    weights = CompressorWeights(
+        position_bias=module.position_bias.detach().float(),
+        norm_weight=module.kv_norm.weight.detach().float(),
+        inv_freq=rotary.compress_inv_freq.float(),
+        norm_eps=module.kv_norm.variance_epsilon,
+    )
+    return CompressedRows(module.kv_proj.weight.detach(), module.gate_proj.weight.detach(), weights)

@@ -1,0 +1,99 @@
+"""A layer of compressed attention does what transformers' own does, in whatever pieces its tokens come."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4RotaryEmbedding
+
+from csattn.errors import ArrayError, ConfigError
+from csattn.lightning import compressed
+from csattn.lightning.compressed import CompressedAttention, CompressedWeights
+
+KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+SPARSE, HEAVY = 1, 2
+
+
+def config() -> DeepseekV4Config:
+    return DeepseekV4Config(
+        hidden_size=48,
+        num_hidden_layers=3,
+        layer_types=list(KINDS),
+        mlp_layer_types=["moe"] * 3,
+        num_attention_heads=6,
+        head_dim=32,
+        partial_rotary_factor=0.5,
+        q_lora_rank=24,
+        o_groups=3,
+        o_lora_rank=10,
+        index_n_heads=8,  # with few, whole sums are cut to 0: ties, which transformers breaks at random
+        index_head_dim=32,
+        index_topk=5,
+        sliding_window=7,
+        compress_rates={KINDS[SPARSE]: 4, KINDS[HEAVY]: 16},
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        attn_implementation="eager",
+    )
+
+
+def layer(kind: int, dtype: torch.dtype = torch.float32) -> tuple[DeepseekV4Attention, DeepseekV4RotaryEmbedding]:
+    """Random, with position biases, sinks and norms that are no defaults."""
+    module = DeepseekV4Attention(config(), kind)
+    for name, parameter in module.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.4 if parameter.dim() > 1 else 0.7)
+    if dtype != torch.float32:
+        for child in module.modules():
+            if isinstance(child, torch.nn.Linear):
+                child.to(dtype)
+    return module.eval(), DeepseekV4RotaryEmbedding(config())
+
+
+@torch.no_grad()
+def by_transformers(module: DeepseekV4Attention, rotary: DeepseekV4RotaryEmbedding, hidden: Tensor) -> Tensor:
+    positions = torch.arange(len(hidden))[None]
+    back = positions.T - positions
+    mask = torch.zeros(back.shape).masked_fill((back < 0) | (back >= module.sliding_window), -torch.inf)[None, None]
+    turned = {"compress": rotary(hidden[None], position_ids=positions, layer_type="compress")}
+    out, _ = module(hidden[None], turned, positions, mask, None)
+    return out[0]
+
+
+@pytest.mark.parametrize("kind", [SPARSE, HEAVY])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 7, 16, 61, 200])
+def test_a_layer_is_that_of_transformers(kind: int, num_tokens: int) -> None:
+    module, rotary = layer(kind)
+    hidden = torch.randn(num_tokens, 48)
+    got = CompressedAttention(CompressedWeights.of(module, rotary)).append(hidden)
+    torch.testing.assert_close(got, by_transformers(module, rotary, hidden), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [SPARSE, HEAVY])
+def test_the_pieces_that_tokens_come_in_change_nothing(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, hidden = CompressedWeights.of(*layer(kind)), torch.randn(150, 48)
+    want = CompressedAttention(weights).append(hidden)
+    monkeypatch.setattr(compressed, "TOKENS", 32)
+    for pieces in ([150], [1] * 150, [97, 0, 2, 51], [3, 1, 60, 86]):
+        attention = CompressedAttention(weights)
+        got = torch.cat([attention.append(some) for some in hidden.split(pieces)])
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_in_bfloat16_it_is_as_near() -> None:
+    """Rows are summed in float32 here, and in bfloat16 there."""
+    module, rotary = layer(HEAVY, torch.bfloat16)
+    hidden = torch.randn(200, 48, dtype=torch.bfloat16)
+    got = CompressedAttention(CompressedWeights.of(module, rotary)).append(hidden).float()
+    exact = CompressedAttention(CompressedWeights.of(module.float(), rotary)).append(hidden.float())
+    assert (got - exact).norm() < 0.02 * exact.norm()
+
+
+def test_what_is_no_such_layer_is_refused() -> None:
+    module, rotary = layer(SPARSE)
+    with pytest.raises(ConfigError, match="layer 0 attends to a window only"):
+        CompressedWeights.of(*layer(0))
+    weights = CompressedWeights.of(module, rotary)
+    with pytest.raises(ArrayError, match=r"hidden has shape \[3, 47\]; wanted \[num_tokens, 48\]"):
+        CompressedAttention(weights).append(torch.zeros(3, 47))
+    rotary.compress_attention_scaling = 1.2
+    with pytest.raises(ConfigError, match=r"multiplies this layer's rows by 1\.2"):
+        CompressedWeights.of(module, rotary)

@@ -139,6 +139,12 @@ def hisa() -> list[str]:
     return real_tables(measured("hisa-real.json"))
 
 
+def compressed_layer() -> list[str]:
+    from bench.lightning.layer import layer_table
+
+    return layer_table(measured("compressed-layer.json"))
+
+
 TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("README.md", "first-screen"): first_screen,
     ("bench/README.md", "quality"): quality_means,
@@ -163,6 +169,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("docs/compare.md", "kl-lengths"): kl_lengths,
     ("docs/compare.md", "shares"): shares,
     ("bench/README.md", "hisa"): hisa,
+    ("bench/README.md", "compressed-layer"): compressed_layer,
     ("bench/log.md", "quality"): quality_log,
     ("bench/log.md", "builds"): builds,
     ("bench/log.md", "search"): search_log,

@@ -11,6 +11,7 @@ from bench.lightning import check as checking
 from bench.lightning.__main__ import main, run_tables
 from bench.lightning.cases import KEY, Case, cases_of
 from bench.lightning.inputs import Shape, make_fp8_operands, make_operands
+from bench.lightning.layer import VARIANTS, layer_table, run_layers
 from bench.lightning.measure import overlap, recall
 from bench.lightning.plots import _draw
 from bench.lightning.published import exact_choice, materialise, partition_merge
@@ -149,6 +150,17 @@ def test_the_gate_is_open_and_shuts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checking.check(*sizes) == []
     monkeypatch.setattr(checking, "top_k_reference", lambda scores, k, lens: torch.full((len(scores), k), 5))
     assert len(checking.check(*sizes)) > len(checking.KINDS)
+
+
+def test_a_layer_is_measured_both_ways(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 16, "o_groups": 2}
+    shape |= {"o_lora_rank": 8, "index_n_heads": 16, "index_head_dim": 32, "partial_rotary_factor": 0.5}
+    records = run_layers(tmp_path / "f.json", {}, 1024, 60.0, "cpu", shape)
+    assert {case["variant"] for case in records.cases if case["ms"] > 0} == set(VARIANTS)
+    assert len(records.cases) == 4
+    head, _, row = layer_table(records.cases)
+    assert row.count(";") == 4 and head.count("transformers") == 2
+    assert run_layers(tmp_path / "f.json", {}, 1024, 0.0, "cpu", shape).cases == records.cases
 
 
 def test_overlap_of_selections() -> None:

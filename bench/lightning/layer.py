@@ -5,7 +5,7 @@ Random weights of V4-Flash's shape. Theirs has the scores of all pairs in memory
 
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +170,15 @@ def _measure(run: Callable[[], object], device: str) -> dict[str, Any]:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     return {"ms": round(ms, 1), "peak_gib": round((watch.most["anon"] - before) / 2**30, 3)}
+
+
+def layer_table(cases: Sequence[Case]) -> list[str]:
+    """Markdown: time and memory of both ways, a row for each length."""
+    heads = [f"{kind}, {variant}" for kind in KINDS for variant in VARIANTS]
+    lines = ["| tokens: s; GiB above the tokens | " + " | ".join(heads) + " |", "|---:|" + "---:|" * len(heads)]
+    found = {tuple(case[name] for name in KEY): case for case in cases}
+    for num_tokens in sorted({case["num_tokens"] for case in cases}):
+        own = [found.get((kind, variant, num_tokens), {}) for kind in KINDS for variant in VARIANTS]
+        cells = [f"{of['ms'] / 1e3:.1f}; {of['peak_gib']:.1f}" if "ms" in of else of.get("refused", "") for of in own]
+        lines.append(f"| {num_tokens:,} | " + " | ".join(cells) + " |")
+    return lines

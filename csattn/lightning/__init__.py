@@ -43,10 +43,16 @@ Attention to what is chosen (`mla/`)
                          out [num_queries, num_heads, latent_dim], log-sum-exp [num_queries, num_heads]
     sparse_mla_reference its definition, in float64
 
+All of it (`compressed`)
+    CompressedAttention  V4's attention layer of one sequence, [num_tokens, hidden_size] in and out, in pieces of any
+                         size: window, compressed rows, their indexer, sinks, grouped output
+    CompressedWeights    its parameters; `of` takes them from transformers' module
+
 Arguments that do not fit raise csattn.errors.ArrayError, settings ConfigError. In a folder, `reference.py` is the
 definition, `triton_kernels.py`, `hopper.py` and the `.cu` files beside it are the kernels and what launches them.
 """
 
+from csattn.lightning.compressed import CompressedAttention, CompressedWeights
 from csattn.lightning.dsa import DsaDecoder, DsaShape, dsa_sparse_attention, dsa_topk_indexer
 from csattn.lightning.hisa.pooling import PooledKeys
 from csattn.lightning.hisa.select import BlockedKeys, HisaConfig, hisa_top_k
@@ -66,6 +72,8 @@ __all__ = [
     "FP8",
     "PAGE_SIZE",
     "BlockedKeys",
+    "CompressedAttention",
+    "CompressedWeights",
     "Compressor",
     "CompressorWeights",
     "DsaDecoder",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
+from csattn.checks import lone_surrogate
 from workers.serving.messages import Ask, CallPart
 from workers.serving.text import overlap
 from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
@@ -213,7 +214,9 @@ class Speech:
         except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
             return None
         if (head := _HEAD.match(text)) is None:
-            return call["name"], json.dumps(arguments, ensure_ascii=False)
+            written = json.dumps(arguments, ensure_ascii=False)
+            is_text = lone_surrogate(written) is None  # else its halves of characters stay escaped, as they came
+            return call["name"], written if is_text else json.dumps(arguments)
         seen = _Call()
         seen.scan(text)
         return call["name"], text[head.end() : seen.arguments_end(head.end())]  # as they were written

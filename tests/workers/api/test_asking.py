@@ -151,10 +151,11 @@ def test_a_conversation_with_tools() -> None:
 
 
 def test_calls_that_were_cut_off_and_answers_without_text_go_back_in() -> None:
-    calls = [call_with(arguments=written) for written in ('{"x": ', "[]", "")]
+    half = '{"x": "\\ud83d"}'
+    calls = [call_with(arguments=written) for written in ('{"x": ', "[]", half, "")]
     turns = [CHAT["messages"][0], {**CALLING, "tool_calls": calls}, CALLING, CHAT["messages"][0]]
     said = ask_of(chat(messages=turns)).turns
-    assert [call.arguments for call in said[1].calls] == ['{"x": ', "[]", {}]
+    assert [call.arguments for call in said[1].calls] == ['{"x": ', "[]", half, {}], "templates write no halves"
     assert said[2] == Turn("assistant", "")
 
 
@@ -291,6 +292,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {}}, "response_format.type", "is missing"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "missing"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"\ud83d": {}}}}}]},
+     "tools[0].function.parameters", "half a surrogate pair"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["\ud83d"]}}}},
+     "response_format.json_schema.schema", "half a surrogate pair"),
     ({"modalities": ["audio"]}, "modalities", "only text is written"),
     ({"audio": {"voice": "x"}}, "audio", "only text is written"),
     ({"reasoning_effort": "much"}, "reasoning_effort", 'is "much", wanted one of none, minimal'),

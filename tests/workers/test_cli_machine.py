@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from rich.console import Console
 
 from csattn import __version__
 from tests.workers.test_cli import csattn, in_process, last_line
-from workers.cli import examining, serving, shelf, terminal, version
+from workers.cli import asking, examining, serving, shelf, terminal, version
 from workers.doctor import Facts, examine, gather_facts
 from workers.settings import example
 from workers.settings.parts import KEYS
@@ -150,6 +152,19 @@ def test_what_is_shown_is_what_is_said(capsys) -> None:
         capsys.readouterr()
         show(said)
         assert said in capsys.readouterr().out
+
+
+def test_an_answer_is_written_as_the_model_said_it(monkeypatch, capsys) -> None:
+    said = "\tif \u4f60:\n\t\treturn \u3000[/x]\t"
+
+    def answer(*given: Any, on_read: Callable[[int, int], None]) -> None:
+        on_read(1, 1)
+        for piece in said:
+            given[6](piece)
+
+    monkeypatch.setattr(asking, "answer", answer)
+    asking.speak(*[cast(Any, None)] * 7, "csattn")
+    assert capsys.readouterr().out == f"csattn: {said}\n"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -46,6 +46,12 @@ out = _Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
 err = _Told(stderr=True, highlight=False, markup=False, emoji=False)
 
 
+def write(text: str) -> None:
+    """A piece of an answer, as it is: rich would make spaces of its tabs."""
+    sys.stdout.write(harmless(text))
+    sys.stdout.flush()
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on one line of stdout: the last line a verb prints."""
     is_utf = (sys.stdout.encoding or "utf-8").lower().startswith("utf")

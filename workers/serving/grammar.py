@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from string import punctuation
 from threading import Lock
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,7 @@ _MAX_COUNT = 10_000
 _MAX_MULTIPLE = 100_000  # of which a number has to be a multiple, for all the schema's together
 # keys of an object's schema beside which its properties are all that it may have, if it says nothing else
 _ALL_NAMED = {"$defs", "$schema", "definitions", "description", "properties", "required", "title", "type"}
+_VALUES = {"const", "default", "enum", "examples"}  # keys of values, not of schemas
 _COUNTS = {"minItems", "maxItems", "minProperties", "maxProperties"}
 
 
@@ -163,7 +166,7 @@ def grammar_text(ask: Ask, form: ChatForm) -> str:
 
 def _require_moderate(schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
     """Refuse what would be too costly."""
-    num_chars = sum(len(json.dumps(schema)) for _, schema in schemas)
+    num_chars = sum(len(json.dumps(schema, ensure_ascii=False)) for _, schema in schemas)
     if num_chars > _MAX_CHARS:
         raise BadRequestError(
             f"the schemas have {num_chars:,} characters, wanted at most {_MAX_CHARS:,}; leave out what answers do not "
@@ -258,7 +261,7 @@ def _free_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
             rules += [
                 f"HEAD{i}: /{head}/",
                 f"FENCED{i}: /{fence}{head}/",
-                f"args{i}: %json {json.dumps(tool.parameters)}",
+                f"args{i}: %json {json.dumps(_with_uris(tool.parameters))}",
             ]
         bare = f"({' | '.join(f'HEAD{i} args{i}' for i in number)}) BEHIND"
         rules.append(f"alone: ({bare})+ | {bare.replace('HEAD', 'FENCED')} ({bare})* FENCE")
@@ -292,8 +295,19 @@ def _schemas_of(ask: Ask) -> list[tuple[str, dict[str, Any] | bool]]:
 
 
 def _json(schema: dict[str, Any] | bool) -> str:
-    told = {**schema, "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
+    told = {**_with_uris(schema), "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
     return f"%json {json.dumps(told)}"
+
+
+def _with_uris(value: Any, key: str = "") -> Any:
+    """With references as URIs have them, the only ones that the library takes: a class named 日期 is `#/$defs/日期`."""
+    if key == "$ref" and isinstance(value, str):
+        return quote(value, safe=punctuation)
+    if isinstance(value, list) and key not in _VALUES:
+        return [_with_uris(item) for item in value]
+    if isinstance(value, dict) and key not in _VALUES:
+        return {name: _with_uris(item, name) for name, item in value.items()}
+    return value
 
 
 def _text(text: str) -> str:

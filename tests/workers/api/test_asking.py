@@ -318,6 +318,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "continuous_usage_stats", "true or false"),
     ({"prompt": "x"}, "prompt", "is not a field"),
     ({"x" * 5000: 5}, "x", "is not a field"),
+    ({"x\ud83d": 5}, "x?", "x? is not a field"),
 ]  # fmt: skip
 
 
@@ -325,9 +326,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 def test_a_chat_that_cannot_be_answered(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(BadRequestError) as refused:
         chat(**fields)
-    assert words in refused.value.message
+    assert words in error_body(refused.value)["error"]["message"]
     assert "did you mean" in words or "did you mean" not in refused.value.message
-    assert refused.value.param is not None and param in refused.value.param
+    assert param in error_body(refused.value)["error"]["param"]
     assert len(json.dumps(error_body(refused.value))) < 4096
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -121,6 +122,15 @@ def test_a_terminal_shows_what_its_encoding_lacks_in_other_letters(tmp_path: Pat
     told = done.stdout.decode("big5")
     assert "\u5e97\\xe9" in told
     assert json.loads(told.splitlines()[-1])["store"] == str(store)
+
+
+def test_columns_are_as_wide_as_what_the_encoding_makes_of_them() -> None:
+    written = TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    rows = [["手册.txt", "1"], ["latin\udcfc", "2"], ["plain", "3"]]
+    type(terminal.out)(file=written, width=80).print(terminal.table("", ["source", "size"], rows))
+    written.seek(0)
+    lines = written.read().splitlines()
+    assert "\\u624b\\u518c.txt" in lines[3] and len({len(line) for line in lines}) == 1
 
 
 @pytest.mark.parametrize("verb", [("generate", "store/0"), ("stream",)])

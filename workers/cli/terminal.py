@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # verbs that only look should not wait for torch, nor fail wh
 
 class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(harmless(text), **options)
+        shown = harmless(text).encode(self.encoding, "backslashreplace").decode(self.encoding)  # as wide as it will be
+        return super().render_str(shown, **options)
 
 
 class _Told(_Console):

@@ -53,6 +53,14 @@ def test_runs_of_bytes_and_words_come_through_metaspace(token_ids) -> None:
     assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids)
 
 
+@pytest.mark.parametrize("char", ["a", "é", "好", "😀", "\n", "\u3000", " "])
+def test_a_stream_without_end_keeps_few_tokens(char: str) -> None:
+    """Also where a character is as many tokens as no window of them begins with one."""
+    stream = TextStream(BYTES)
+    told = "".join(map(stream.add, BYTES(100 * char).input_ids))
+    assert told + stream.finish() == 100 * char and len(stream._token_ids) < 20
+
+
 def test_a_space_after_many_silent_tokens_is_not_lost() -> None:
     """A decoder that strips a text's first space must not be shown a text that begins there."""
     token_ids = [256, *[262] * 50, 257]

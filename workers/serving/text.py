@@ -42,6 +42,10 @@ class TextStream:
             self._forget(text)
         return piece
 
+    def skips(self, token_id: int) -> bool:
+        """Whether the text has nothing of this token."""
+        return token_id in self._skipped
+
     def finish(self) -> str:
         """What is left: bytes of a character that never became whole."""
         text = decode(self._tokenizer, self._token_ids)

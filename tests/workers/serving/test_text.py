@@ -150,6 +150,14 @@ def test_scores_are_told_with_their_text_and_those_of_a_stop_string_never() -> N
     assert written("a ST", "STOP") == ([("a", "a"), (" ", " "), ("ST", "ST")], False)
 
 
+def test_scores_know_of_which_tokens_the_text_has_nothing() -> None:
+    for shown in ({}, {262: "<s>"}):
+        writer = Writer(METASPACE, shown=shown)
+        pieces = [writer.add(token_id, TokenScore(token_id, "", 0.0)) for token_id in (256, 262, 257)]
+        told = [score.is_told for piece in (*pieces, writer.finish()) if piece for score in piece.scores]
+        assert told == [True, bool(shown), True]
+
+
 def test_a_hostile_stop_string_costs_no_more_than_its_length() -> None:
     stop = "a" * 20_000 + "b"
     told = found(["a" * 50] * 1000, [stop])

@@ -23,6 +23,7 @@ _NUM_THREADS = 2
 _MAX_TOLD = 300  # characters of the library's own message
 # on one line, as most of what models have read: with spaces at will, small models never come to an end
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OF_A_PATTERN = "regex parse error:"
 _ANYTHING = "/(?s:.*)/"
 # what the library takes seconds for, or minutes
 _MAX_CHARS = 1 << 16  # of all schemas of a request
@@ -335,4 +336,6 @@ def _reason(error: str) -> str:
     """The library's message without the place, the grammar's text and what it knows of its own state."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     told = lines[0] if lines else "no reason was given"
+    if told.endswith(_OF_A_PATTERN):  # then the pattern, marks below it, and what is wrong with it
+        told += " " + ": ".join([*lines[1:2], *(line[7:] for line in lines if line.startswith("error: "))])
     return told.partition("failed to compile JSON schema: ")[2][:_MAX_TOLD] or told[:_MAX_TOLD]

@@ -14,6 +14,7 @@ from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 # Templates that write calls in pieces have the name first; what comes otherwise is read when it is whole.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
+_SPACE = " \t\r\n"  # around markers: an ideographic space that a paragraph begins with is said
 _UNANNOUNCED = '{"name":', '```json{"name":'  # what calls without a marker begin with, but for spaces
 _NAMED = re.compile(r'\s*(?:```json\s)?\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _FENCED = re.compile(r"\A\s*```json\s(.*?)(?:```)?\s*\Z", re.DOTALL)  # an answer that was cut off has no second fence
@@ -147,7 +148,7 @@ class Speech:
         """Before a call, between two, or behind the last."""
         format = self._format
         assert format is not None
-        rest = self._rest.lstrip(format.filler if self.num_calls or self._lead else None)
+        rest = self._rest.lstrip(format.filler if self.num_calls or self._lead else _SPACE)
         if self._lead:
             self._lead += self._rest[: len(self._rest) - len(rest)]
         self._rest = rest
@@ -237,7 +238,7 @@ class Speech:
     def _until(self, marker: str | None) -> tuple[str, bool]:
         """What stands before the marker, as far as is certain, and whether the marker has come; both are taken."""
         if self._drops_space:
-            self._rest = self._rest.lstrip()
+            self._rest = self._rest.lstrip(_SPACE)
             self._drops_space = not self._rest
         if marker is None:
             told, self._rest = self._rest, ""

@@ -69,6 +69,8 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("llama", f"<|python_tag|>{call(key='parameters', a=1)}; {LOOK}", ("", CALLED)),
     ("llama", '{"name": "Ann"}, said she', ('{"name": "Ann"}, said she', [])),
     ("llama", f"I call {ADD}", (f"I call {ADD}", [])),
+    ("llama", "\n\u3000\u4ece\u524d", ("\u3000\u4ece\u524d", [])),
+    ("hermes", "\n\u3000\u4ece\u524d", ("\u3000\u4ece\u524d", [])),
 ]  # fmt: skip
 
 

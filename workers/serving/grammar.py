@@ -159,7 +159,7 @@ def grammar_text(ask: Ask, form: ChatForm) -> str:
     if ask.turns and form.thinks:
         thought = _marker(form, THOUGHT)
         rules.append(f"thought: {_ANYTHING} {thought} gap" if thought[0] == "<" else "thought: hidden gap")
-        rules += ["gap: /\\s{0,2}/", f"hidden[suffix={json.dumps(THOUGHT)}]: {_ANYTHING}"]
+        rules += [r"gap: /[ \t\r\n]{0,2}/", f"hidden[suffix={json.dumps(THOUGHT)}]: {_ANYTHING}"]
         begun = "thought" if form.is_thinking else f"({_marker(form, THINK)} thought)?"
         return "\n".join([f"start: {begun} answer", *rules]) + "\n"
     return "\n".join(["start: answer", *rules]) + "\n"

@@ -24,6 +24,7 @@ _DOCUMENTS = {
     b"\xd0\xcf\x11\xe0": "it is a document of an older Office: save it as plain text in UTF-8",
     b"{\\rtf": "it is RTF: save it as plain text in UTF-8",
 }
+_TO_KANJI = b"\x1b$B", b"\x1b$@"  # of ISO-2022-JP, all of whose bytes are ASCII
 
 
 def read_text(context: str) -> str:
@@ -41,7 +42,8 @@ def read_text(context: str) -> str:
         raise ContextError(
             f"{name} is not UTF-8 text (byte {error.start}); {_way_to_text(data, is_utf8=False)}, and give what comes"
         ) from error
-    if data.removeprefix(BOM_UTF8).startswith(tuple(_DOCUMENTS)) or "\0" in text:  # all ASCII, perhaps, and yet no text
+    is_document = data.removeprefix(BOM_UTF8).startswith(tuple(_DOCUMENTS))
+    if is_document or "\0" in text or any(mark in data for mark in _TO_KANJI):  # all ASCII, perhaps, and yet no text
         raise ContextError(f"{name} is no plain text; {_way_to_text(data, is_utf8=True)}, and give what comes")
     if not text.strip():
         raise ContextError(f"{name} holds no text; give a text that is not empty")
@@ -55,9 +57,12 @@ def _way_to_text(data: bytes, *, is_utf8: bool) -> str:
             return way
     if (byte_order := _utf16_order(data)) is not None:
         return f"if it is UTF-16, as Windows writes, convert it: iconv -f UTF-16{byte_order} -t UTF-8 FILE"
+    if is_utf8 and b"\0" not in data:
+        return "it is ISO-2022-JP, as mail has it: iconv -f ISO-2022-JP -t UTF-8 FILE"
     if is_utf8:
         return f"it has a NUL at byte {data.index(0)}; remove it: tr -d '\\0' < FILE"
-    return "convert it from the encoding that it has (GB18030, BIG5, CP1252, ...): iconv -f GB18030 -t UTF-8 FILE"
+    known = "GB18030, BIG5, SHIFT_JIS, EUC-KR, CP1252, ..."
+    return f"convert it from the encoding that it has ({known}): iconv -f ENCODING -t UTF-8 FILE"
 
 
 def _utf16_order(data: bytes) -> str | None:

@@ -1,7 +1,9 @@
 """Numbers as people read them, and texts as they may be shown."""
 
-# C0 and C1: the terminal's own, but for what ends a line or a column
-_ORDERS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+# C0 and C1, the terminal's own, but for what ends a line or a column; and overrides of the direction, which no language
+# needs, and behind which all of a line reads backwards
+_CODES = *range(32), *range(127, 160), 0x202D, 0x202E
+_ORDERS = {code: "\N{REPLACEMENT CHARACTER}" for code in _CODES if chr(code) not in "\t\n"}
 
 
 def size(num_bytes: float) -> str:

@@ -54,7 +54,11 @@ def test_a_text_is_the_same_whoever_wrote_it_and_however_it_comes(data, tmp_path
         (b"\0" * 20, "it has a NUL at byte 0"),
         (b"\xef\xbb\xbf%PDF-1.4\nall of it ASCII", "is no plain text; it is a PDF"),
         ("\u96f2".encode("utf-16"), "is not UTF-8 text.* -f UTF-16 -t UTF-8"),
-        ("\u671b\u9060\u93e1".encode("gb18030"), "is not UTF-8 text.* iconv -f GB18030 -t UTF-8"),
+        ("\u671b\u9060\u93e1".encode("gb18030"), "is not UTF-8 text.*GB18030.* iconv -f ENCODING -t UTF-8"),
+        (
+            "one\n\u671b\u9060\u93e1".encode("iso2022_jp"),
+            "is no plain text; .* -f ISO-2022-JP -t UTF-8",
+        ),
     ],
 )
 def test_what_is_no_plain_text_is_refused_with_a_way_to_make_it_one(data, words, tmp_path) -> None:

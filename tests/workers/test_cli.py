@@ -385,13 +385,13 @@ def test_no_order_to_the_terminal_comes_from_an_artifact(capsys, artifact: Path,
     shutil.copytree(artifact, path)
 
     def forge(manifest: dict[str, Any]) -> None:
-        manifest["model"]["name"] = manifest["build_notes"]["preset"] = "evil\x1b]0;mine\x07\x9b31m"
+        manifest["model"]["name"] = manifest["build_notes"]["preset"] = "evil\x1b]0;mine\x07\x9b31m\u202e"
 
     reseal(path, forge)
     for verb in (["ls", "--store", tmp_path], ["inspect", path], ["generate", path, "--prompt", "?"]):
         shown = in_process(*verb, capsys=capsys)
         told = shown.stdout + shown.stderr
-        assert "evil" in told and not set("\x1b\x07\x9b") & set(told)
+        assert "evil" in told and not set("\x1b\x07\x9b\u202e") & set(told)
     (path / "\x1b[31m").touch()
     shown = in_process("verify", path, capsys=capsys)
     assert "does not belong" in shown.stderr and "\x1b" not in shown.stderr

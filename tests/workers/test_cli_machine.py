@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from rich.console import Console
 
 from csattn import __version__
 from tests.workers.test_cli import csattn, in_process, last_line
-from workers.cli import examining, serving, shelf, terminal, version
+from workers.cli import asking, examining, serving, shelf, terminal, version
 from workers.doctor import Facts, examine, gather_facts
 from workers.settings import example
 from workers.settings.parts import KEYS
@@ -121,6 +124,15 @@ def test_a_terminal_shows_what_its_encoding_lacks_in_other_letters(tmp_path: Pat
     assert json.loads(told.splitlines()[-1])["store"] == str(store)
 
 
+def test_columns_are_as_wide_as_what_the_encoding_makes_of_them() -> None:
+    written = TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    rows = [["手册.txt", "1"], ["latin\udcfc", "2"], ["plain", "3"]]
+    type(terminal.out)(file=written, width=80).print(terminal.table("", ["source", "size"], rows))
+    written.seek(0)
+    lines = written.read().splitlines()
+    assert "\\u624b\\u518c.txt" in lines[3] and len({len(line) for line in lines}) == 1
+
+
 @pytest.mark.parametrize("verb", [("generate", "store/0"), ("stream",)])
 def test_a_prompt_that_is_no_text_is_a_sentence(capsys, verb) -> None:
     done = in_process(*verb, "--prompt", "a\udcff", capsys=capsys)
@@ -150,6 +162,19 @@ def test_what_is_shown_is_what_is_said(capsys) -> None:
         capsys.readouterr()
         show(said)
         assert said in capsys.readouterr().out
+
+
+def test_an_answer_is_written_as_the_model_said_it(monkeypatch, capsys) -> None:
+    said = "\tif \u4f60:\n\t\treturn \u3000[/x]\t"
+
+    def answer(*given: Any, on_read: Callable[[int, int], None]) -> None:
+        on_read(1, 1)
+        for piece in said:
+            given[6](piece)
+
+    monkeypatch.setattr(asking, "answer", answer)
+    asking.speak(*[cast(Any, None)] * 7, "csattn")
+    assert capsys.readouterr().out == f"csattn: {said}\n"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -30,6 +30,12 @@ def test_without_anything_all_is_default() -> None:
     assert {leaf.origin.kind for leaf in loaded.leaves.values()} == {"default"}
 
 
+def test_files_that_programs_for_windows_write_are_read(tmp_path: Path) -> None:
+    keys = written(tmp_path / "keys", "\ufeffone\r\ntwo\r\n")
+    file = written(tmp_path / "c.toml", f"\ufeff[server]\r\napi_key_file = '{keys}'\r\n")
+    assert [load_settings(file, {}, {}).settings.server.admits(key) for key in ("one", "two", "three")] == [1, 1, 0]
+
+
 def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> None:
     file = written(tmp_path / "c.toml", "[server]\nport = 1\nhost = 'localhost'\n\n[search]\nkeep = 0.1\n")
     environment = {"CSATTN_SERVER_PORT": "2", "CSATTN_SEARCH_KEEP": "0.2"}

@@ -109,7 +109,7 @@ class Form:
             return {"content": [chat_score(score) for score in scores], "refusal": None}
         offsets = []
         for score in scores:
-            decoder, data = self._decoders[index], _bytes_of(score)
+            decoder, data = self._decoders[index], _bytes_of(score) if score.is_told else b""
             first = decoder.decode(data[:1])
             is_whole = not decoder.getstate()[0]  # the character in which the token begins; before it is what else came
             offsets.append(self._num_chars[index] + max(0, len(first) - is_whole))

@@ -60,7 +60,9 @@ def failed() -> ServingError:
 
 
 def clipped(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
-    """What fits into a message, with a mark where some is missing: as JSON at most 3 * `most` bytes."""
+    """What fits into a message, with a mark where some is missing: as JSON at most 3 * `most` bytes, and without halves
+    of surrogate pairs, which not every client can read."""
+    text = text.encode(errors="replace").decode()
     short = text if len(text) <= most else text[: most - 3] + "..."
     if len(json.dumps(short)) > 3 * most:
         short = short.encode("ascii", "replace").decode()

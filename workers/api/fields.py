@@ -1,12 +1,14 @@
 """The fields of a JSON object, taken one by one with their types and bounds; every refusal names the field."""
 
 import difflib
+import json
 from typing import Any, NoReturn
 
 from csattn.checks import lone_surrogate
 from workers.api.errors import quoted
 from workers.serving.messages import BadRequestError
 
+_HALF = "holds half a surrogate pair (\\ud800 to \\udfff), which is no text"
 ALIKE = 0.75  # of 1: what is meant by a name that is so much like another; cache_prompt is no cache_salt
 KINDS: dict[type, str] = {
     str: "text",
@@ -138,6 +140,11 @@ class Fields:
                 f"{self.where}{quoted(name)[1:-1]} is not a field that this service knows{meant}", quoted(name)[1:-1]
             )
 
+    def require_text_within(self, name: str, value: object) -> None:
+        """Of JSON that nobody looks into: all texts in it are text."""
+        if lone_surrogate(json.dumps(value, ensure_ascii=False)) is not None:
+            self.refuse(name, _HALF)
+
     def refuse(self, name: str, what: str) -> NoReturn:
         raise BadRequestError(f"{self.where}{name} {what}", f"{self.where}{name}")
 
@@ -151,7 +158,7 @@ class Fields:
         if len(value) > most_chars:
             self.refuse(name, f"has {len(value)} characters, wanted at most {most_chars}")
         if lone_surrogate(value) is not None:
-            self.refuse(name, "holds half a surrogate pair (\\ud800 to \\udfff), which is no text")
+            self.refuse(name, _HALF)
         return value
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+from csattn.checks import lone_surrogate
 from workers.api.fields import Fields, told
 from workers.serving.messages import Tool, ToolCall, Turn
 
@@ -48,6 +49,7 @@ def read_format(fields: Fields, name: str, has_wrapper: bool = True) -> dict[str
         schema = inner.any_of("schema")
         if not isinstance(schema, dict | bool):
             inner.refuse("schema", "is missing or no schema, wanted an object")
+        inner.require_text_within("schema", schema)
         inner.ignore("name", "description", "strict")  # it is held to in any case
         inner.finish()
     form.finish()
@@ -75,9 +77,11 @@ def read_call(fields: Fields, call_id: str) -> ToolCall:
     fields.finish()
     try:
         arguments = json.loads(written)
+        if lone_surrogate(json.dumps(arguments, ensure_ascii=False)) is not None:  # what a template cannot write
+            arguments = None
     except (ValueError, RecursionError):
         arguments = None
-    # a call that max_tokens cut off is sent back with all later turns
+    # a call that max_tokens cut off, or with half a character, is sent back with all later turns
     return ToolCall(call_id, name, arguments if isinstance(arguments, dict) else written)
 
 
@@ -111,6 +115,7 @@ def _tool(value: object, where: str, is_nested: bool) -> Tool:
         fields.refuse("parameters", 'is not a JSON schema of "type": "object"')
     if not isinstance((parameters or {}).get("properties", {}), dict):
         fields.refuse("parameters", "has properties that are not an object")
+    fields.require_text_within("parameters", parameters)
     tool = Tool(
         checked_name(fields),
         {**(parameters or NO_PARAMETERS), "type": "object"},  # in the client's order: templates write it

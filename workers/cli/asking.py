@@ -18,7 +18,7 @@ from index_build.inputs import given_prompt
 from offload.codecs.formats import KvFormat
 from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
-from workers.cli.terminal import out, reading, steps, table
+from workers.cli.terminal import out, reading, steps, table, write
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.memory import require_weights
 from workers.engine.opening import open_engine, require_together
@@ -138,7 +138,7 @@ def speak(
 ) -> Answer:
     """Answer with the text written out as it comes, once the question is read."""
     with _speaking(name) as on_read:
-        return answer(engine, loaded, artifact, config, ids, max_new_tokens, _write, selector, on_read=on_read)
+        return answer(engine, loaded, artifact, config, ids, max_new_tokens, write, selector, on_read=on_read)
 
 
 @contextmanager
@@ -169,7 +169,3 @@ def comparison(title: str, sparse: Answer, full: Answer) -> Any:
         for name, said in (("sparse", sparse), ("full attention", full))
     ]
     return table(title, ["", "selector", "first token", "tokens/s", "rows read per step and head", "of all"], rows)
-
-
-def _write(text: str) -> None:
-    out.print(text, end="", soft_wrap=True)

@@ -1,13 +1,11 @@
 """`csattn stream`: continue a text for as long as is wanted, in memory that does not grow."""
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from csattn.errors import ConfigError
 from workers.cli.options import Dtype, Json, Model, Threads
-from workers.words import harmless
 
 if TYPE_CHECKING:  # `csattn --help` should not wait for torch
     from workers.streaming.config import StreamConfig
@@ -34,13 +32,13 @@ def stream(
 
     from index_build.inputs import given_prompt
     from workers.cli.building import show_loading, use_threads
-    from workers.cli.terminal import end, err
+    from workers.cli.terminal import end, err, write
     from workers.streaming.session import StreamSession
     from workers.streaming.text import stream_text
     from workers.words import size
 
     def tell(text: str) -> None:
-        _write(text)
+        write(text)
         if json:  # else it would grow without end
             said.append(text)
 
@@ -51,7 +49,7 @@ def stream(
         try:
             streamed = stream_text(session, text, max_new_tokens, tell)
         finally:
-            _write("\n")
+            write("\n")
     err.print(
         f"{streamed.num_new_tokens} tokens after {streamed.prompt_len}, {streamed.tokens_per_s:.1f} tokens/s; "
         f"at most {config.max_rows} rows a layer, {size(streamed.kv_bytes)} in all layers"
@@ -69,8 +67,3 @@ def stream_config(policy: str, sink_len: int | None, window_len: int | None, hea
     if unused in given:
         raise ConfigError(f"--{unused.replace('_', '-')} has no meaning for --policy {policy}; leave it out")
     return StreamConfig(policy=policy, **given)  # type: ignore[arg-type]  # refuses other policies by name
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(harmless(text))
-    sys.stdout.flush()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # verbs that only look should not wait for torch, nor fail wh
 
 class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(harmless(text), **options)
+        shown = harmless(text).encode(self.encoding, "backslashreplace").decode(self.encoding)  # as wide as it will be
+        return super().render_str(shown, **options)
 
 
 class _Told(_Console):
@@ -44,6 +45,12 @@ _WIDTH = None if sys.stdout.isatty() else 140
 # Models, paths and errors are shown as they are: "csattn[serve]" is no markup, ":smile:" no picture.
 out = _Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
 err = _Told(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def write(text: str) -> None:
+    """A piece of an answer, as it is: rich would make spaces of its tabs."""
+    sys.stdout.write(harmless(text))
+    sys.stdout.flush()
 
 
 def print_json(value: dict[str, Any]) -> None:

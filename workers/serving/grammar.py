@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from string import punctuation
 from threading import Lock
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ _NUM_THREADS = 2
 _MAX_TOLD = 300  # characters of the library's own message
 # on one line, as most of what models have read: with spaces at will, small models never come to an end
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OF_A_PATTERN = "regex parse error:"
 _ANYTHING = "/(?s:.*)/"
 # what the library takes seconds for, or minutes
 _MAX_CHARS = 1 << 16  # of all schemas of a request
@@ -28,6 +31,7 @@ _MAX_COUNT = 10_000
 _MAX_MULTIPLE = 100_000  # of which a number has to be a multiple, for all the schema's together
 # keys of an object's schema beside which its properties are all that it may have, if it says nothing else
 _ALL_NAMED = {"$defs", "$schema", "definitions", "description", "properties", "required", "title", "type"}
+_VALUES = {"const", "default", "enum", "examples"}  # keys of values, not of schemas
 _COUNTS = {"minItems", "maxItems", "minProperties", "maxProperties"}
 
 
@@ -155,7 +159,7 @@ def grammar_text(ask: Ask, form: ChatForm) -> str:
     if ask.turns and form.thinks:
         thought = _marker(form, THOUGHT)
         rules.append(f"thought: {_ANYTHING} {thought} gap" if thought[0] == "<" else "thought: hidden gap")
-        rules += ["gap: /\\s{0,2}/", f"hidden[suffix={json.dumps(THOUGHT)}]: {_ANYTHING}"]
+        rules += [r"gap: /[ \t\r\n]{0,2}/", f"hidden[suffix={json.dumps(THOUGHT)}]: {_ANYTHING}"]
         begun = "thought" if form.is_thinking else f"({_marker(form, THINK)} thought)?"
         return "\n".join([f"start: {begun} answer", *rules]) + "\n"
     return "\n".join(["start: answer", *rules]) + "\n"
@@ -163,7 +167,7 @@ def grammar_text(ask: Ask, form: ChatForm) -> str:
 
 def _require_moderate(schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
     """Refuse what would be too costly."""
-    num_chars = sum(len(json.dumps(schema)) for _, schema in schemas)
+    num_chars = sum(len(json.dumps(schema, ensure_ascii=False)) for _, schema in schemas)
     if num_chars > _MAX_CHARS:
         raise BadRequestError(
             f"the schemas have {num_chars:,} characters, wanted at most {_MAX_CHARS:,}; leave out what answers do not "
@@ -258,7 +262,7 @@ def _free_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
             rules += [
                 f"HEAD{i}: /{head}/",
                 f"FENCED{i}: /{fence}{head}/",
-                f"args{i}: %json {json.dumps(tool.parameters)}",
+                f"args{i}: %json {json.dumps(_with_uris(tool.parameters))}",
             ]
         bare = f"({' | '.join(f'HEAD{i} args{i}' for i in number)}) BEHIND"
         rules.append(f"alone: ({bare})+ | {bare.replace('HEAD', 'FENCED')} ({bare})* FENCE")
@@ -292,8 +296,19 @@ def _schemas_of(ask: Ask) -> list[tuple[str, dict[str, Any] | bool]]:
 
 
 def _json(schema: dict[str, Any] | bool) -> str:
-    told = {**schema, "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
+    told = {**_with_uris(schema), "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
     return f"%json {json.dumps(told)}"
+
+
+def _with_uris(value: Any, key: str = "") -> Any:
+    """With references as URIs have them, the only ones that the library takes: a class named 日期 is `#/$defs/日期`."""
+    if key == "$ref" and isinstance(value, str):
+        return quote(value, safe=punctuation)
+    if isinstance(value, list) and key not in _VALUES:
+        return [_with_uris(item) for item in value]
+    if isinstance(value, dict) and key not in _VALUES:
+        return {name: _with_uris(item, name) for name, item in value.items()}
+    return value
 
 
 def _text(text: str) -> str:
@@ -321,4 +336,6 @@ def _reason(error: str) -> str:
     """The library's message without the place, the grammar's text and what it knows of its own state."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     told = lines[0] if lines else "no reason was given"
+    if told.endswith(_OF_A_PATTERN):  # then the pattern, marks below it, and what is wrong with it
+        told += " " + ": ".join([*lines[1:2], *(line[7:] for line in lines if line.startswith("error: "))])
     return told.partition("failed to compile JSON schema: ")[2][:_MAX_TOLD] or told[:_MAX_TOLD]

@@ -126,6 +126,7 @@ class TokenScore:
     text: str  # `surrogateescape` has made it: bytes that are no whole character are half surrogates
     logprob: float | None  # None: of a prompt's first token
     top: tuple[tuple[str, bytes, float], ...] = ()
+    is_told: bool = True  # False: a special token, of which the answer's text has nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,8 @@ class Writer:
 
     def add(self, token_id: int, score: TokenScore | None) -> Piece | None:
         if score is not None:
-            self._scores.append((self._num_decoded, score))
+            is_told = token_id in self._shown or not self._stream.skips(token_id)
+            self._scores.append((self._num_decoded, replace(score, is_told=is_told)))
         self._is_early, self._num_early = self._num_early > 0, self._num_early - 1
         if (marker := self._shown.get(token_id)) is None:
             return self._tell(self._stream.add(token_id))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
+from csattn.checks import lone_surrogate
 from workers.serving.messages import Ask, CallPart
 from workers.serving.text import overlap
 from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
@@ -13,6 +14,7 @@ from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 # Templates that write calls in pieces have the name first; what comes otherwise is read when it is whole.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
+_SPACE = " \t\r\n"  # around markers: an ideographic space that a paragraph begins with is said
 _UNANNOUNCED = '{"name":', '```json{"name":'  # what calls without a marker begin with, but for spaces
 _NAMED = re.compile(r'\s*(?:```json\s)?\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _FENCED = re.compile(r"\A\s*```json\s(.*?)(?:```)?\s*\Z", re.DOTALL)  # an answer that was cut off has no second fence
@@ -146,7 +148,7 @@ class Speech:
         """Before a call, between two, or behind the last."""
         format = self._format
         assert format is not None
-        rest = self._rest.lstrip(format.filler if self.num_calls or self._lead else None)
+        rest = self._rest.lstrip(format.filler if self.num_calls or self._lead else _SPACE)
         if self._lead:
             self._lead += self._rest[: len(self._rest) - len(rest)]
         self._rest = rest
@@ -213,7 +215,9 @@ class Speech:
         except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
             return None
         if (head := _HEAD.match(text)) is None:
-            return call["name"], json.dumps(arguments, ensure_ascii=False)
+            written = json.dumps(arguments, ensure_ascii=False)
+            is_text = lone_surrogate(written) is None  # else its halves of characters stay escaped, as they came
+            return call["name"], written if is_text else json.dumps(arguments)
         seen = _Call()
         seen.scan(text)
         return call["name"], text[head.end() : seen.arguments_end(head.end())]  # as they were written
@@ -234,7 +238,7 @@ class Speech:
     def _until(self, marker: str | None) -> tuple[str, bool]:
         """What stands before the marker, as far as is certain, and whether the marker has come; both are taken."""
         if self._drops_space:
-            self._rest = self._rest.lstrip()
+            self._rest = self._rest.lstrip(_SPACE)
             self._drops_space = not self._rest
         if marker is None:
             told, self._rest = self._rest, ""

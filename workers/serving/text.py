@@ -42,6 +42,10 @@ class TextStream:
             self._forget(text)
         return piece
 
+    def skips(self, token_id: int) -> bool:
+        """Whether the text has nothing of this token."""
+        return token_id in self._skipped
+
     def finish(self) -> str:
         """What is left: bytes of a character that never became whole."""
         text = decode(self._tokenizer, self._token_ids)
@@ -50,11 +54,13 @@ class TextStream:
 
     def _forget(self, text: str) -> None:
         """Drop early tokens, if the text of the late ones is the same without them. A decoder may strip a text's start,
-        so some text has to stay before what is to come."""
-        late = self._token_ids[-_WINDOW:]
-        late_text = decode(self._tokenizer, late)
-        if late_text.strip() and text.endswith(late_text):
-            self._token_ids, self._told = late, len(late_text)
+        so some text has to stay before what is to come. A character has at most four tokens: one of four begins one."""
+        for num_late in range(_WINDOW, _WINDOW + 4):
+            late = self._token_ids[-num_late:]
+            late_text = decode(self._tokenizer, late)
+            if late_text and text.endswith(late_text):
+                self._token_ids, self._told = late, len(late_text)
+                return
 
 
 class StopFinder:

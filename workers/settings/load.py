@@ -98,7 +98,7 @@ def _read_keys(leaves: dict[str, Leaf]) -> None:
         return
     where = f"server.api_key_file ({path.origin})"
     try:
-        lines = path.value.read_text(encoding="utf-8").splitlines()
+        lines = path.value.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise ConfigError(f"{where}: cannot read {path.value}: {error.strerror}; check the path") from error
     except UnicodeDecodeError:

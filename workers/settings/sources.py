@@ -78,7 +78,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if path.suffix != ".toml":
         raise ConfigError(f"settings are read from .toml files, got {path}; `csattn config example` writes one")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         data = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read settings from {path}: {error.strerror}; check the path") from error

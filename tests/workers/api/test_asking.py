@@ -151,10 +151,11 @@ def test_a_conversation_with_tools() -> None:
 
 
 def test_calls_that_were_cut_off_and_answers_without_text_go_back_in() -> None:
-    calls = [call_with(arguments=written) for written in ('{"x": ', "[]", "")]
+    half = '{"x": "\\ud83d"}'
+    calls = [call_with(arguments=written) for written in ('{"x": ', "[]", half, "")]
     turns = [CHAT["messages"][0], {**CALLING, "tool_calls": calls}, CALLING, CHAT["messages"][0]]
     said = ask_of(chat(messages=turns)).turns
-    assert [call.arguments for call in said[1].calls] == ['{"x": ', "[]", {}]
+    assert [call.arguments for call in said[1].calls] == ['{"x": ', "[]", half, {}], "templates write no halves"
     assert said[2] == Turn("assistant", "")
 
 
@@ -291,6 +292,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {}}, "response_format.type", "is missing"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "missing"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"\ud83d": {}}}}}]},
+     "tools[0].function.parameters", "half a surrogate pair"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["\ud83d"]}}}},
+     "response_format.json_schema.schema", "half a surrogate pair"),
     ({"modalities": ["audio"]}, "modalities", "only text is written"),
     ({"audio": {"voice": "x"}}, "audio", "only text is written"),
     ({"reasoning_effort": "much"}, "reasoning_effort", 'is "much", wanted one of none, minimal'),
@@ -313,6 +318,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "continuous_usage_stats", "true or false"),
     ({"prompt": "x"}, "prompt", "is not a field"),
     ({"x" * 5000: 5}, "x", "is not a field"),
+    ({"x\ud83d": 5}, "x?", "x? is not a field"),
 ]  # fmt: skip
 
 
@@ -320,9 +326,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 def test_a_chat_that_cannot_be_answered(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(BadRequestError) as refused:
         chat(**fields)
-    assert words in refused.value.message
+    assert words in error_body(refused.value)["error"]["message"]
     assert "did you mean" in words or "did you mean" not in refused.value.message
-    assert refused.value.param is not None and param in refused.value.param
+    assert param in error_body(refused.value)["error"]["param"]
     assert len(json.dumps(error_body(refused.value))) < 4096
 
 

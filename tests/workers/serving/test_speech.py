@@ -40,6 +40,8 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("hermes", f"<tool_call>{ADD}</tool_call> So it is. <tool_", ("So it is. <tool_", CALLED[:1])),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', ("", CALLED[:1])),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", CALLED[:1])),
+    ("hermes", '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "add"}</tool_call>',
+     ("", [("add", '{"a": "\\ud83d"}')])),  # half a character, as it came
     ("hermes", "<tool_call>\n{no JSON}\n</tool_call>", ("<tool_call>\n{no JSON}\n</tool_call>", [])),
     ("hermes", f"<tool_call>{call('rm')}</tool_call> x", (f"<tool_call>{call('rm')}</tool_call> x", [])),
     ("hermes", "<tool_call> not even", ("<tool_call> not even", [])),
@@ -67,6 +69,8 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("llama", f"<|python_tag|>{call(key='parameters', a=1)}; {LOOK}", ("", CALLED)),
     ("llama", '{"name": "Ann"}, said she', ('{"name": "Ann"}, said she', [])),
     ("llama", f"I call {ADD}", (f"I call {ADD}", [])),
+    ("llama", "\n\u3000\u4ece\u524d", ("\u3000\u4ece\u524d", [])),
+    ("hermes", "\n\u3000\u4ece\u524d", ("\u3000\u4ece\u524d", [])),
 ]  # fmt: skip
 
 

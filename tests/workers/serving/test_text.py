@@ -53,6 +53,14 @@ def test_runs_of_bytes_and_words_come_through_metaspace(token_ids) -> None:
     assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids)
 
 
+@pytest.mark.parametrize("char", ["a", "é", "好", "😀", "\n", "\u3000", " "])
+def test_a_stream_without_end_keeps_few_tokens(char: str) -> None:
+    """Also where a character is as many tokens as no window of them begins with one."""
+    stream = TextStream(BYTES)
+    told = "".join(map(stream.add, BYTES(100 * char).input_ids))
+    assert told + stream.finish() == 100 * char and len(stream._token_ids) < 20
+
+
 def test_a_space_after_many_silent_tokens_is_not_lost() -> None:
     """A decoder that strips a text's first space must not be shown a text that begins there."""
     token_ids = [256, *[262] * 50, 257]
@@ -140,6 +148,14 @@ def test_scores_are_told_with_their_text_and_those_of_a_stop_string_never() -> N
     assert written("one STONE", "STOP") == ([(c, c) for c in "one "] + [("STON", "STON"), ("E", "E")], False)
     assert written("one STOP two", "STOP") == ([(c, c) for c in "one "], True)
     assert written("a ST", "STOP") == ([("a", "a"), (" ", " "), ("ST", "ST")], False)
+
+
+def test_scores_know_of_which_tokens_the_text_has_nothing() -> None:
+    for shown in ({}, {262: "<s>"}):
+        writer = Writer(METASPACE, shown=shown)
+        pieces = [writer.add(token_id, TokenScore(token_id, "", 0.0)) for token_id in (256, 262, 257)]
+        told = [score.is_told for piece in (*pieces, writer.finish()) if piece for score in piece.scores]
+        assert told == [True, bool(shown), True]
 
 
 def test_a_hostile_stop_string_costs_no_more_than_its_length() -> None:

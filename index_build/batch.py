@@ -14,10 +14,11 @@ from typing import Any, get_args
 from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
+from index_build.board import BuildProgress
 from index_build.context_build import BuildState, ContextBuild, Outcome
 from index_build.inputs import choose_device, read_text
 from index_build.job_list import Job
-from index_build.pieces import BuildProgress
+from index_build.pieces import Piece
 from index_build.pipeline import run_here
 from index_build.plan import Plan, plan_text
 
@@ -36,8 +37,7 @@ class JobResult:
     context_len: int = 0
     error: str | None = None  # a sentence, when it failed
     attempts: int = 1  # more than 1 when workers died over a piece of it
-    prefilled_layers: int = 0  # in this run
-    indexed_layers: int = 0
+    num_built: int = 0  # layers, in this run
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -56,8 +56,8 @@ class JobResult:
             "seconds": round(self.seconds, 3),
             "tokens_per_s": None if rate is None else round(rate, 1),
             "attempts": self.attempts,
-            "prefilled_layers": self.prefilled_layers,
-            "indexed_layers": self.indexed_layers,
+            "prefilled_layers": self.num_built,
+            "indexed_layers": self.num_built,
             "error": self.error,
         }
 
@@ -128,8 +128,7 @@ def result_of(job: Job, build: ContextBuild) -> JobResult:
         0 if build.plan is None else build.plan.spec.context_len,
         build.error,
         build.attempts,
-        build.built["prefill"],
-        build.built["index"],
+        build.num_built,
     )
 
 
@@ -142,9 +141,9 @@ def failing(build: ContextBuild) -> Iterator[None]:
         build.fail(sentence(error))
 
 
-def plan_job(job: Job, loaded: LoadedModel, index_device: str) -> Plan:
-    """Read the job's context. index_device: where the index will be made."""
-    return plan_text(read_text(str(job.context)), job.context.name, job.options, loaded, index_device)
+def plan_job(job: Job, loaded: LoadedModel) -> Plan:
+    """Read the job's context."""
+    return plan_text(read_text(str(job.context)), job.context.name, job.options, loaded, loaded.device.type)
 
 
 def sentence(error: Exception) -> str:
@@ -177,7 +176,7 @@ def _run_group(
     left: dict[int, Plan | None] = dict.fromkeys(group)
     for may_wait in (False, True):
         for idx, plan in list(left.items()):
-            build = ContextBuild(store, plan, by_layer=True)
+            build = ContextBuild(store, plan)
             if loaded is None:
                 build.fail(fault)
             else:
@@ -208,12 +207,10 @@ def _build_job(
     """Without an outcome where another process builds it, unless this may wait for that."""
 
     def show(progress: BuildProgress | None = None) -> None:
+        if progress is not None:
+            build.show(progress)
         state = build.progress
         assert state is not None
-        if progress is not None:
-            share = (progress.layer_idx + progress.done / progress.total) / progress.num_layers
-            where = f"layer {progress.layer_idx + 1}/{progress.num_layers} {progress.phase}"
-            state = state._replace(share=share, where=where)
         on_progress(job_idx, state)
 
     def wait() -> None:
@@ -222,8 +219,7 @@ def _build_job(
         show()
 
     if build.plan is None:
-        (plan,) = build.due()
-        build.start(plan)
-        build.settle(plan, plan_job(job, loaded, loaded.device.type))
+        build.start(plan := Piece("plan"))
+        build.settle(plan, plan_job(job, loaded))
     with suppress(_BuiltElsewhereError):
         run_here(build, loaded, show, wait, num_threads)

@@ -1,8 +1,6 @@
-"""Many contexts over a Ray cluster: a process on each GPU makes layers as a whole, or tasks on CPUs prefill and index.
+"""Many contexts over a Ray cluster, each built by one process: on a GPU one that stays, or a task on CPUs.
 
-Lists are indexed on CPUs in any case: k-means takes longer than a GPU's prefill.
-
-Context files, models and the store lie where every node sees them, under the same paths. Tasks hand over by files in
+Context files, models and the store lie where every node sees them, under the same paths. Finished layers are files in
 the store, and what is there is not made again: a task whose worker or node died is begun again elsewhere, a batch that
 was interrupted goes on where it stopped.
 """
@@ -16,7 +14,6 @@ from typing import Any
 
 from csattn.artifact import local_path, remote_store
 from csattn.cluster import join
-from csattn.config import SketchConfig, preset
 from csattn.errors import ConfigError, CsattnError
 from index_build.batch import BatchReport, OnJobProgress, OnJobResult, by_model, failing, result_of, sentence
 from index_build.board import Board
@@ -24,7 +21,7 @@ from index_build.context_build import ContextBuild
 from index_build.job_list import Job
 from index_build.needs import TaskNeeds, choose_needs
 from index_build.pieces import Piece
-from index_build.tasks import NEEDS_MODEL, GpuBuilder, run_piece
+from index_build.tasks import GpuBuilder, run_piece
 
 NO_ROOM_S = 600.0  # how long a cluster may be without a node for a task
 _POLL_S = 0.1
@@ -51,14 +48,10 @@ def run_on_ray(
     """
     started = time.perf_counter()
     with _connected(address) as ray:
-        prefill, index = choose_needs(_nodes(ray), device, num_threads)
+        needs = choose_needs(_nodes(ray), device, num_threads)
         place = store if remote_store(store) is not None else local_path(store).absolute()
-        builds = {
-            idx: ContextBuild(place, by_layer=prefill.device == "cuda" and _has_sketch(jobs[idx]))
-            for group in by_model(jobs)
-            for idx in group
-        }
-        _Dispatch(ray, jobs, builds, prefill, index, on_progress, on_result).run()
+        builds = {idx: ContextBuild(place) for group in by_model(jobs) for idx in group}
+        _Dispatch(ray, jobs, builds, needs, on_progress, on_result).run()
     results = tuple(result_of(job, builds[idx]) for idx, job in enumerate(jobs))
     return BatchReport(results, time.perf_counter() - started)
 
@@ -98,10 +91,6 @@ def _nodes(ray: Any) -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _has_sketch(job: Job) -> bool:
-    return isinstance(preset(job.options.preset), SketchConfig)
-
-
 class _Dispatch:
     """Keeps as many tasks in flight as the cluster has room for, and one more on CPUs, until every build ended.
 
@@ -113,21 +102,23 @@ class _Dispatch:
         ray: Any,
         jobs: Sequence[Job],
         builds: dict[int, ContextBuild],  # by job, in the order in which they are opened
-        prefill: TaskNeeds,
-        index: TaskNeeds,
+        needs: TaskNeeds,
         on_progress: OnJobProgress,
         on_result: OnJobResult,
     ):
-        self._ray, self._jobs = ray, jobs
-        self._prefill, self._index = prefill, index
+        self._ray, self._jobs, self._needs = ray, jobs, needs
         self._on_progress, self._on_result = on_progress, on_result
         self._board = ray.remote(Board).options(num_cpus=0, max_restarts=-1).remote()
         self._news: Any = None  # what the board was asked for
         self._waiting = dict(builds)
         self._open: dict[int, ContextBuild] = {}
         self._plans: dict[int, Any] = {}  # where the cluster has those of the open contexts
-        self._tasks: dict[TaskNeeds, Any] = {}
-        self._running: dict[Any, tuple[int, Piece, TaskNeeds]] = {}
+        # Each is made once, because Ray keeps what it knows of every one it is given. Retries are counted here and not
+        # by Ray, which begins a task that needs too much memory again without end.
+        self._build_task, self._upload_task = (
+            ray.remote(num_cpus=num_cpus, max_retries=0)(run_piece) for num_cpus in (needs.num_threads, 0)
+        )
+        self._running: dict[Any, tuple[int, Piece]] = {}
         self._builders = _Builders(ray)
         self._had_room = time.monotonic()
 
@@ -158,47 +149,39 @@ class _Dispatch:
         return [ref for ref in self._ray.wait(refs, timeout=_POLL_S)[0] if ref in self._running]
 
     def _submit(self) -> None:
-        nodes = _nodes(self._ray)
-        # On CPUs one task of each kind waits on the cluster, lest a node wait for us.
-        room = {needs: needs.room(nodes) for needs in (self._prefill, self._index)}
-        now = time.monotonic()
-        self._had_room = now if all(room.values()) else self._had_room
+        room, now = self._needs.room(_nodes(self._ray)), time.monotonic()
+        self._had_room = now if room else self._had_room
         if now - self._had_room > NO_ROOM_S:
             self._give_up(f"the cluster had no node for it for {NO_ROOM_S:.0f} s")
         num_open = sum(not build.is_waiting for build in self._open.values())
-        for job_idx in list(self._waiting)[: max(0, room[self._prefill] + 2 - num_open)]:
+        for job_idx in list(self._waiting)[: max(0, room + 2 - num_open)]:
             self._open[job_idx] = self._waiting.pop(job_idx)
-        if self._prefill.device == "cuda":
+        if self._needs.device == "cuda":
             num_builds = sum(build.needs_model for build in (*self._open.values(), *self._waiting.values()))
-            self._builders.look(min(room[self._prefill], num_builds))
+            self._builders.look(min(room, num_builds))
             if self._builders.why_lost:
                 self._give_up(f"processes on GPUs die as they start, last of {self._builders.why_lost}")
         for job_idx, build in self._open.items():
             with failing(build):
-                for piece in build.due():
-                    needs = self._prefill if piece.kind in NEEDS_MODEL else self._index
-                    if needs.device == "cuda":
-                        has_room = self._builders.has_idle
-                    else:
-                        has_room = sum(other == needs for *_, other in self._running.values()) <= room[needs]
-                    if has_room:
-                        self._start(job_idx, build, piece, needs)
+                if (piece := build.due()) is not None and (piece.kind == "upload" or self._has_room(room)):
+                    self._start(job_idx, build, piece)
 
-    def _start(self, job_idx: int, build: ContextBuild, piece: Piece, needs: TaskNeeds) -> None:
+    def _has_room(self, room: int) -> bool:
+        """On CPUs one task more waits on the cluster, lest a node wait for us."""
+        if self._needs.device == "cuda":
+            return self._builders.has_idle
+        return sum(piece.kind != "upload" for _, piece in self._running.values()) <= room
+
+    def _start(self, job_idx: int, build: ContextBuild, piece: Piece) -> None:
         build.start(piece)
         if build.plan is not None and job_idx not in self._plans:
             self._plans[job_idx] = self._ray.put(build.plan)
-        more = (self._plans.get(job_idx), build.store, self._prefill.device, needs.num_threads, job_idx, self._board)
-        arguments = piece, self._jobs[job_idx], *more
-        run = self._builders.run_piece if needs.device == "cuda" else self._task(needs).remote
-        self._running[run(*arguments)] = job_idx, piece, needs
-
-    def _task(self, needs: TaskNeeds) -> Any:
-        """`run_piece` as a task; the same one each time, because Ray keeps what it knows of every one it is given."""
-        if needs not in self._tasks:
-            # retries are counted here and not by Ray, which begins a task that needs too much memory again without end
-            self._tasks[needs] = self._ray.remote(num_cpus=needs.num_threads, max_retries=0)(run_piece)
-        return self._tasks[needs]
+        needs = self._needs
+        more = (self._plans.get(job_idx), build.store, needs.device, needs.num_threads, job_idx, self._board)
+        run = self._build_task.remote if needs.device == "cpu" else self._builders.run_piece
+        if piece.kind == "upload":
+            run = self._upload_task.remote
+        self._running[run(piece, self._jobs[job_idx], *more)] = job_idx, piece
 
     def _cancel(self, ref: Any) -> None:
         with suppress(Exception):  # it may have ended, or been cancelled before
@@ -217,7 +200,7 @@ class _Dispatch:
 
     def _settle(self, ref: Any) -> None:
         """Take a task's result, or have its piece done again when its worker died."""
-        job_idx, piece, _ = self._running.pop(ref)
+        job_idx, piece = self._running.pop(ref)
         value, died = self._outcome_of(ref)
         self._builders.settle(ref, value, died)
         build = self._open.get(job_idx)
@@ -246,20 +229,20 @@ class _Dispatch:
                 continue
             del self._open[job_idx]
             self._plans.pop(job_idx, None)
-            for ref, (other_idx, *_) in self._running.items():
+            for ref, (other_idx, _) in self._running.items():
                 if other_idx == job_idx:
                     self._cancel(ref)
             self._on_result(job_idx, result_of(self._jobs[job_idx], build))
 
     def _pass_on_progress(self) -> None:
-        """Show how far each open context is; rows of a layer come from the board, which may be on a node that dies."""
+        """Show how far each open context is, of which the board knows; it may be on a node that dies."""
         if self._news is None:
             self._news = self._board.take.remote()
         if self._ray.wait([self._news], timeout=0)[0]:
             with suppress(self._ray.exceptions.RayError):
-                for job_idx, (layer_idx, num_rows) in self._ray.get(self._news).items():
+                for job_idx, progress in self._ray.get(self._news).items():
                     if job_idx in self._open:
-                        self._open[job_idx].add_rows(layer_idx, num_rows)
+                        self._open[job_idx].show(progress)
             self._news = None
         for job_idx, build in self._open.items():
             if (state := build.progress) is not None:

@@ -89,7 +89,7 @@ def build_plan(
     num_threads: int | None = None,
 ) -> BuildReport:
     """The same for a plan."""
-    build, times = ContextBuild(store, plan, by_layer=True), PhaseTimes()
+    build, times = ContextBuild(store, plan), PhaseTimes()
     run_here(build, loaded, on_progress, on_wait, num_threads, times)
     artifact_id = plan.spec.artifact_id
     return BuildReport(
@@ -98,7 +98,7 @@ def build_plan(
 
 
 def run_here(
-    build: ContextBuild,  # whose plan is made, by layer
+    build: ContextBuild,  # whose plan is made
     loaded: LoadedModel,
     on_progress: OnProgress,
     on_wait: Callable[[], None],
@@ -110,12 +110,13 @@ def run_here(
     has_waited = False
     try:
         while build.outcome is None:
-            for piece in build.due()[:1]:
+            if (piece := build.due()) is not None:
                 if piece.kind != "upload":
                     require_threads()
                 build.start(piece)
                 threads = num_threads or available_cpus()
-                build.settle(piece, perform(piece, build.plan, build.store, loaded, threads, on_progress, times))
+                perform(piece, build.plan, build.store, loaded, threads, on_progress, times)
+                build.settle(piece)
             if build.is_waiting:
                 if not has_waited:
                     on_wait()

@@ -9,33 +9,34 @@ import torch
 from csattn.build_options import BuildOptions
 from csattn.models import LoadedModel, load_model
 from index_build.batch import plan_job
+from index_build.board import BuildProgress
 from index_build.job_list import Job
-from index_build.pieces import BuildProgress, Piece, perform
+from index_build.pieces import Piece, perform
 from index_build.plan import Plan
 
-NEEDS_MODEL = ("plan", "layers", "prefill")  # kinds of pieces
 _SHOW_EVERY_S = 0.5
 _loaded: dict[tuple[str | None, str, str, str | None], LoadedModel] = {}
 
 
 def run_piece(
     piece: Piece, job: Job, plan: Plan | None, store: Path, device: str, num_threads: int, job_idx: int, board: Any
-) -> Plan | int:
-    """Do a piece of a job. device: the model's."""
+) -> Plan | None:
+    """Do a piece of a job; a plan's gives the plan. device: the model's."""
     torch.set_num_threads(num_threads)
-    loaded = _model(job.options, device) if piece.kind in NEEDS_MODEL else None
+    loaded = _model(job.options, device) if piece.kind != "upload" else None
     if plan is None:
         assert loaded is not None
-        return plan_job(job, loaded, "cpu")  # lists are made on CPUs
+        return plan_job(job, loaded)
     shown_s = time.monotonic()
 
     def show(progress: BuildProgress) -> None:
         nonlocal shown_s
         if time.monotonic() - shown_s >= _SHOW_EVERY_S:
             shown_s = time.monotonic()
-            board.put.remote(job_idx, progress.layer_idx, progress.done)
+            board.put.remote(job_idx, progress)
 
-    return perform(piece, plan, store, loaded, num_threads, show)
+    perform(piece, plan, store, loaded, num_threads, show)
+    return None
 
 
 class GpuBuilder:
@@ -44,7 +45,7 @@ class GpuBuilder:
     def ready(self) -> None:
         """Answers when there is a GPU for it, and it is there."""
 
-    def run_piece(self, *arguments: Any) -> Plan | int:
+    def run_piece(self, *arguments: Any) -> Plan | None:
         return run_piece(*arguments)
 
 

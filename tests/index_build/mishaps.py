@@ -5,40 +5,53 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from csattn.artifact import list_store
+from index_build.board import BuildProgress
 from index_build.job_list import Job
-from index_build.pieces import Piece
+from index_build.pieces import OnProgress, Piece, perform
 from index_build.plan import Plan
 from index_build.tasks import GpuBuilder, run_piece
 
 PATIENCE_S = 60.0
 
 
-def die_once_in_the_last_layer(piece: Piece, job: Job, plan: Plan | None, store: Path, *more: Any) -> Plan | int:
-    """The first worker that indexes the last layer is killed."""
-    is_last = plan is not None and piece.layer_idx == plan.spec.model.num_layers - 1
-    if piece.kind == "index" and is_last and not (flag := store.parent / "died").exists():
-        flag.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return run_piece(piece, job, plan, store, *more)
+def die_once_in_the_last_layer(piece: Piece, job: Job, plan: Plan | None, store: Path, *more: Any) -> Plan | None:
+    """The first worker that has come to the last layer is killed."""
+
+    def die(progress: BuildProgress) -> None:
+        is_last = progress.layer_idx == progress.num_layers - 1
+        if is_last and progress.phase == "index" and not (flag := store.parent / "died").exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return _run_telling(die, piece, job, plan, store, *more)
 
 
-def hang_on_the_lost_node(piece: Piece, job: Job, plan: Plan | None, store: Path, *more: Any) -> Plan | int:
-    """Stands still on the node that will go as soon as an artifact has been built; elsewhere, half of six later, waits
-    for that."""
+def hang_on_the_lost_node(piece: Piece, job: Job, plan: Plan | None, store: Path, *more: Any) -> Plan | None:
+    """Stands still in the last layer on the node that will go as soon as an artifact has been built; elsewhere, half of
+    six later, waits for that."""
     import ray
 
-    if piece.kind != "index":
+    if piece.kind != "layers":
         return run_piece(piece, job, plan, store, *more)
     hangs, num_built = store.parent / "hangs", len(list_store(store)) - 1
-    if ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text():
-        if num_built >= 1:
+    is_lost = ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text()
+
+    def hang(progress: BuildProgress) -> None:
+        if is_lost and num_built >= 1 and progress.layer_idx == progress.num_layers - 1:
             hangs.touch()
             time.sleep(PATIENCE_S)
-    elif num_built >= 2:
+
+    if not is_lost and num_built >= 2:
         wait_for(hangs)
-    return run_piece(piece, job, plan, store, *more)
+    return _run_telling(hang, piece, job, plan, store, *more)
+
+
+def _run_telling(tell: OnProgress, *arguments: Any) -> Plan | None:
+    with patch("index_build.tasks.perform", lambda *to_do: perform(*to_do[:-1], tell)):
+        return run_piece(*arguments)
 
 
 class BuilderOnCpu(GpuBuilder):
@@ -47,7 +60,7 @@ class BuilderOnCpu(GpuBuilder):
     def __init__(self) -> None:
         self._num_done = 0
 
-    def run_piece(self, piece: Piece, job: Job, plan: Plan | None, store: Path, device: str, *more: Any) -> Plan | int:
+    def run_piece(self, piece: Piece, job: Job, plan: Plan | None, store: Path, device: str, *more: Any) -> Plan | None:
         assert device == "cuda"
         if self._num_done == 3 and not (flag := store.parent / "died").exists():
             flag.touch()

@@ -1,21 +1,20 @@
 """A build in pieces: the same bytes as in one go, wherever it is interrupted, and nothing done twice."""
 
-from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-import index_build.context_build
 from csattn.artifact import verify_artifact
 from csattn.models import LoadedModel, load_model
 from index_build.batch import plan_job, result_of, run_batch
+from index_build.board import BuildProgress
 from index_build.context_build import MAX_ATTEMPTS, BuildState, ContextBuild
 from index_build.job_list import Job, read_jobs
 from index_build.pieces import Piece, perform
 from index_build.pipeline import build_plan
 from index_build.plan import Plan
-from tests.artifact.faults import flip_byte
-from tests.index_build.batches import hashes, make_place, write_list
+from tests.index_build.batches import finished_files, hashes, make_place, write_list
 
 NUM_LAYERS = 3
 
@@ -39,39 +38,48 @@ def in_one_go(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return hashes(store)
 
 
-def do(piece: Piece, build: ContextBuild, job: Job, loaded: LoadedModel) -> Plan | int:
-    """What an executor does for that piece."""
+class _Cut(Exception):
+    """Ends a piece."""
+
+
+def do(piece: Piece, build: ContextBuild, job: Job, loaded: LoadedModel, cut_at: int = NUM_LAYERS) -> Plan | None:
+    """What an executor does for that piece. cut_at: the layer at which it is interrupted."""
+
+    def cut(progress: BuildProgress) -> None:
+        if progress.layer_idx == cut_at:
+            raise _Cut
+
     if build.plan is None:
-        return plan_job(job, loaded, "cpu")
-    return perform(piece, build.plan, build.store, loaded, 2)
+        return plan_job(job, loaded)
+    perform(piece, build.plan, build.store, loaded, 2, cut)
+    return None
 
 
-def work(build: ContextBuild, job: Job, loaded: LoadedModel, num_pieces: int = 1000) -> Counter[str]:
-    """Do that many pieces, or all, the last that is due first; return what was made, by kind."""
-    made: Counter[str] = Counter()
-    for _ in range(num_pieces):
-        if build.outcome is not None or not (due := build.due()):
-            break
-        build.start(due[-1])
-        value = do(due[-1], build, job, loaded)
-        made[due[-1].kind] += value if isinstance(value, int) else 0
-        build.settle(due[-1], value)
+def work(build: ContextBuild, job: Job, loaded: LoadedModel, cut_at: int = NUM_LAYERS) -> list[str]:
+    """Do all pieces, up to that layer; return their kinds."""
+    kinds = []
+    with suppress(_Cut):
+        while (piece := build.due()) is not None:
+            kinds.append(piece.kind)
+            build.start(piece)
+            build.settle(piece, do(piece, build, job, loaded, cut_at))
     build.abandon()
-    return made
+    return kinds
 
 
 def test_interrupted_anywhere_it_makes_the_same_bytes_and_nothing_twice(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
 ) -> None:
-    for num_pieces in range(2 + NUM_LAYERS):
-        store = tmp_path / str(num_pieces)
-        first = ContextBuild(store)
-        made = work(first, job, loaded, num_pieces)
+    for cut_at in range(NUM_LAYERS):
+        store = tmp_path / str(cut_at)
+        first, second = ContextBuild(store), ContextBuild(store)
+        work(first, job, loaded, cut_at)
         assert first.outcome is None
-        second = ContextBuild(store)
-        made += work(second, job, loaded)
-        assert second.outcome == ("resumed" if num_pieces > 1 else "built")
-        assert (made["prefill"], made["index"]) == (NUM_LAYERS, NUM_LAYERS)
+        before = finished_files(store)
+        work(second, job, loaded)
+        assert second.outcome == ("resumed" if cut_at else "built")
+        assert (second.resumed_at, second.num_built) == (cut_at, NUM_LAYERS - cut_at)
+        assert before.items() <= finished_files(store).items()
         assert hashes(store) == in_one_go
 
 
@@ -87,20 +95,9 @@ def test_a_store_behind_a_url_gets_the_artifact_from_any_worker(
     assert hashes(tmp_path / "remote") == hashes(cache) == in_one_go
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "elsewhere"))
     second = ContextBuild(url)
-    assert work(second, job, loaded) == {"plan": 0}
+    assert work(second, job, loaded) == ["plan"]
     assert second.outcome == "reused"
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_build_in_one_go_takes_over_from_pieces(
-    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
-) -> None:
-    work(ContextBuild(tmp_path), job, loaded, 4)
-    before = {path.name: path.stat().st_ino for path in tmp_path.rglob("*.kv.safetensors")}
-    assert len(before) == NUM_LAYERS
-    assert run_batch([job], tmp_path, device="cpu").results[0].outcome == "resumed"
-    assert hashes(tmp_path) == in_one_go
-    assert {path.name: path.stat().st_ino for path in tmp_path.rglob("*.kv.safetensors")} == before
 
 
 def test_pieces_take_over_from_a_build_in_one_go(
@@ -113,47 +110,16 @@ def test_pieces_take_over_from_a_build_in_one_go(
     with pytest.raises(KeyboardInterrupt):
         run_batch([job], tmp_path, device="cpu", on_progress=interrupt)
     build = ContextBuild(tmp_path)
-    assert work(build, job, loaded) == {"prefill": 2, "index": 2, "plan": 0}
-    assert build.outcome == "resumed"
-    assert hashes(tmp_path) == in_one_go
-
-
-@pytest.mark.parametrize(
-    "victim", ["queries-001.safetensors", "captured-001.json", "artifact/layer-001.kv.safetensors"]
-)
-def test_what_was_handed_over_and_is_damaged_is_made_again(
-    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, victim: str
-) -> None:
-    build = ContextBuild(tmp_path)
-    work(build, job, loaded, 2)
-    assert build.plan is not None
-    perform(Piece("index", 2), build.plan, tmp_path, None, 1)
-    (path,) = tmp_path.rglob(victim)
-    flip_byte(path, path.stat().st_size * 3 // 4)
-    made = work(ContextBuild(tmp_path), job, loaded)
-    assert (made["prefill"], made["index"]) == (1, 2)
-    assert hashes(tmp_path) == in_one_go
-
-
-def test_a_prefill_stops_while_its_queries_would_take_too_much_disk(
-    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index_build.context_build, "_HANDOVER_BYTES", 1)
-    build = ContextBuild(tmp_path)
-    most = 0
-    while build.outcome is None:
-        for piece in build.due():
-            build.start(piece)
-            build.settle(piece, do(piece, build, job, loaded))
-            most = max(most, len(list(tmp_path.rglob("queries-*.safetensors"))))
-    assert most == 1
+    assert work(build, job, loaded) == ["plan", "layers"]
+    assert (build.outcome, build.num_built) == ("resumed", 2)
     assert hashes(tmp_path) == in_one_go
 
 
 def test_a_second_builder_waits_and_finds_the_artifact(job: Job, loaded: LoadedModel, tmp_path: Path) -> None:
     first, second = ContextBuild(tmp_path), ContextBuild(tmp_path)
     for build in (first, second):
-        (piece,) = build.due()
+        piece = build.due()
+        assert piece is not None
         build.settle(piece, do(piece, build, job, loaded))
     assert first.due() and not second.due()
     assert second.is_waiting and not first.is_waiting
@@ -168,7 +134,7 @@ def test_a_build_in_this_process_waits_for_another_builder(
     job: Job, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """... which takes it a while, and of which it tells once."""
-    plan = plan_job(job, loaded, "cpu")
+    plan = plan_job(job, loaded)
     other = ContextBuild(tmp_path, plan)
     assert other.due(), "it has the lock"
     did: list[str] = []
@@ -188,9 +154,10 @@ def test_a_piece_whose_workers_always_die_fails_its_context(tmp_path: Path) -> N
     build = ContextBuild(tmp_path)
     for _ in range(MAX_ATTEMPTS):
         assert build.outcome is None
-        (piece,) = build.due()
+        piece = build.due()
+        assert piece is not None
         build.start(piece)
-        assert not build.due()
+        assert build.due() is None
         build.lose(piece, "power")
     assert build.outcome == "failed"
     assert build.error == f"its worker died {MAX_ATTEMPTS} times, last of power"
@@ -200,13 +167,13 @@ def test_a_worker_that_dies_behind_the_last_layer_leaves_a_whole_artifact(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
 ) -> None:
     """... and nothing else is due while it is at work, whatever it has finished."""
-    build = ContextBuild(tmp_path, plan_job(job, loaded, "cpu"), by_layer=True)
-    [layers] = build.due()
-    assert build.needs_model
+    build = ContextBuild(tmp_path, plan_job(job, loaded))
+    layers = build.due()
+    assert layers is not None and build.needs_model
     build.start(layers)
     do(layers, build, job, loaded)
-    assert build.due() == [] and build.outcome is None, "it may still be writing"
+    assert build.due() is None and build.outcome is None, "it may still be writing"
     build.lose(layers, "a node that left")
-    assert build.due() == []
+    assert build.due() is None
     assert build.outcome == "built" and not build.needs_model
     assert hashes(tmp_path) == in_one_go

@@ -26,21 +26,21 @@ CPU_NODE, BIG_NODE, GPU_NODE = {"CPU": 4.0}, {"CPU": 64.0}, {"CPU": 16.0, "GPU":
 @pytest.mark.parametrize(
     ("nodes", "device", "num_threads", "needs", "room"),
     [
-        ([CPU_NODE, BIG_NODE], "auto", None, [TaskNeeds("cpu", 4)] * 2, [17] * 2),
-        ([BIG_NODE], "auto", None, [TaskNeeds("cpu", 8)] * 2, [8] * 2),
-        ([CPU_NODE, BIG_NODE], "cpu", 5, [TaskNeeds("cpu", 5)] * 2, [12] * 2),
-        ([{}, {"CPU": 1.0}], "auto", None, [TaskNeeds("cpu", 1)] * 2, [1] * 2),
-        ([CPU_NODE, GPU_NODE], "auto", None, [TaskNeeds("cuda", 8), TaskNeeds("cpu", 4)], [2, 5]),
-        ([GPU_NODE], "cuda", 16, [TaskNeeds("cuda", 16), TaskNeeds("cpu", 16)], [2, 1]),
-        ([{"CPU": 2.0, "GPU": 4.0}], "auto", None, [TaskNeeds("cuda", 1), TaskNeeds("cpu", 2)], [4, 1]),
-        ([GPU_NODE], "cpu", None, [TaskNeeds("cpu", 8)] * 2, [2] * 2),
+        ([CPU_NODE, BIG_NODE], "auto", None, TaskNeeds("cpu", 4), 17),
+        ([BIG_NODE], "auto", None, TaskNeeds("cpu", 8), 8),
+        ([CPU_NODE, BIG_NODE], "cpu", 5, TaskNeeds("cpu", 5), 12),
+        ([{}, {"CPU": 1.0}], "auto", None, TaskNeeds("cpu", 1), 1),
+        ([CPU_NODE, GPU_NODE], "auto", None, TaskNeeds("cuda", 8), 2),
+        ([GPU_NODE], "cuda", 16, TaskNeeds("cuda", 16), 2),
+        ([{"CPU": 2.0, "GPU": 4.0}], "auto", None, TaskNeeds("cuda", 1), 4),
+        ([GPU_NODE], "cpu", None, TaskNeeds("cpu", 8), 2),
     ],
 )
-def test_what_prefill_and_index_ask_of_a_cluster(
-    nodes, device: str, num_threads: int | None, needs: list[TaskNeeds], room: list[int]
+def test_what_a_build_asks_of_a_cluster(
+    nodes, device: str, num_threads: int | None, needs: TaskNeeds, room: int
 ) -> None:
-    assert list(choose_needs(nodes, device, num_threads)) == needs
-    assert [need.room(nodes) for need in needs] == room
+    assert choose_needs(nodes, device, num_threads) == needs
+    assert needs.room(nodes) == room
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    """... although the first who indexes its last layer is killed."""
+    """... although the first who makes its last layer is killed."""
     monkeypatch.setattr("index_build.jobs.run_piece", mishaps.die_once_in_the_last_layer)
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 3))
@@ -117,8 +117,7 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
     )
     assert sorted(result.outcome for result in report.results) == sorted(["built"] + ["reused"] * 2)
     assert sorted(result.attempts for result in report.results) == [1] * 2 + [2]
-    assert sum(result.prefilled_layers for result in report.results) == 3
-    assert sum(result.indexed_layers for result in report.results) == 3
+    assert sum(result.num_built for result in report.results) == 3
     assert sorted(lines) == list(range(1, 4))
     assert [entry.name for entry in store.iterdir()] == [report.results[0].artifact_id]
     run_batch(jobs[:1], tmp_path / "in-one-go", device="cpu")
@@ -126,7 +125,7 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
 
 
 def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    """... unless it is killed or broken; then another takes its place. Lists are made on CPUs."""
+    """... unless it is killed or broken; then another takes its place."""
     monkeypatch.setattr("index_build.jobs.GpuBuilder", mishaps.BuilderOnCpu)
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
     (place / "5.txt").rename(place / "breaks.txt")
@@ -140,7 +139,7 @@ def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monke
     assert sum(result.attempts for result in report.results) == 6 + 1
     did = [line.split() for line in (tmp_path / "did").read_text().splitlines()]
     assert 2 <= len({process for process, _ in did}) <= 4
-    assert sorted(kind for _, kind in did) == ["breaks"] + ["layers"] * 4 + ["plan"] * 6 + ["prefill"]
+    assert sorted(kind for _, kind in did) == ["breaks"] + ["layers"] * 5 + ["plan"] * 6
     [broken] = (number for number, (_, kind) in enumerate(did) if kind == "breaks")
     assert did[broken][0] not in {process for process, _ in did[broken + 1 :]}
     del jobs[2]
@@ -176,8 +175,7 @@ def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: An
     remover.join()
     assert [result.outcome for result in report.results] == ["reused"] + ["built"] * 5
     assert max(result.attempts for result in report.results) == 2
-    assert sum(result.prefilled_layers for result in report.results) == 5 * 3
-    assert sum(result.indexed_layers for result in report.results) == 5 * 3
+    assert sum(result.num_built for result in report.results) == 5 * 3
     assert len(finished) > 3 * 2
     assert finished.items() <= finished_files(store).items(), "something was made twice"
     for summary in list_store(store):

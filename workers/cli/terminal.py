@@ -17,7 +17,7 @@ from rich.text import Text
 from workers.words import harmless
 
 if TYPE_CHECKING:  # verbs that only look should not wait for torch, nor fail where it is broken
-    from index_build.pieces import BuildProgress
+    from index_build.board import BuildProgress
 
 
 class _Console(Console):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from csattn.errors import ConfigError
 from index_build.inputs import DEVICES
 
-MAX_DEFAULT_THREADS = 8  # larger nodes do several pieces at a time
+MAX_DEFAULT_THREADS = 8  # larger nodes build several contexts at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ class ArtifactWriter:
             for layer_idx in range(writer.finished_layers, spec.model.num_layers):
                 kv, index = ...
                 kv_record = writer.work.write_part(kv_file(layer_idx), {"kv": kv})
-                writer.work.finish_layer(layer_idx, kv_record, index)  # by any process
-                writer.take_layer(layer_idx)
+                writer.work.finish_layer(layer_idx, kv_record, index)
             writer.finish(library_versions, build_notes)
     artifact = open_artifact(writer.finished_path)
     """
@@ -60,9 +59,6 @@ class ArtifactWriter:
     def finished_layers(self) -> int:
         """Layers 0 to this are on disk and intact."""
         return next(number for number in range(len(self._layers) + 1) if number not in self._layers)
-
-    def is_finished(self, layer_idx: int) -> bool:
-        return layer_idx in self._layers
 
     @property
     def remaining_bytes(self) -> int:
@@ -106,15 +102,11 @@ class ArtifactWriter:
                     self.work.path.rmdir()
             raise
 
-    def take_layer(self, layer_idx: int) -> bool:
-        """Count a layer that has been finished in the work directory; False when there is none."""
-        records = self.work.finished_layer(layer_idx)
-        if records is not None:
-            self._layers[layer_idx] = records
-        return records is not None
-
     def finish(self, library_versions: Mapping[str, str], build_notes: Mapping[str, Any]) -> Path:
         """Publish the artifact under its id and return its directory. The notes must be JSON."""
+        for layer_idx in range(self.spec.model.num_layers):
+            if (records := self.work.finished_layer(layer_idx)) is not None:
+                self._layers[layer_idx] = records
         assert self._locked and self.finished_layers == self.spec.model.num_layers, f"{self!r} is not complete"
         files = {TOKENS_FILE: self.work.write_part(TOKENS_FILE, {"token_ids": self._token_ids})}
         for layer_idx in range(self.finished_layers):

@@ -20,7 +20,7 @@ from csattn.build_options import BuildOptions
 from csattn.errors import ConfigError
 from csattn.models import load_model
 from index_build.batch import BatchReport, JobResult, plan_job, run_batch
-from index_build.context_build import BuildState
+from index_build.board import BuildState
 from index_build.job_list import Job, read_jobs
 from offload.errors import MemoryPlanError
 from tests.index_build.batches import make_place, write_list

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from csattn.artifact import list_store, verify_artifact
-from csattn.errors import ConfigError
+from csattn.errors import ArtifactError, ConfigError
 from index_build.batch import run_batch
 from index_build.job_list import read_jobs
 from index_build.jobs import run_on_ray
 from index_build.needs import TaskNeeds, choose_needs
+from index_build.tasks import run_job
 from tests.index_build import mishaps
 from tests.index_build.batches import finished_files, hashes, make_place, write_list
 
@@ -108,16 +109,16 @@ def one_thread() -> Iterator[None]:
 
 def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     """... although the first who makes its last layer is killed."""
-    monkeypatch.setattr("index_build.jobs.run_piece", mishaps.die_once_in_the_last_layer)
+    monkeypatch.setattr("index_build.jobs.run_job", mishaps.die_once_in_the_last_layer)
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 3))
     lines: list[int] = []
     report = run_on_ray(
         jobs, store, device="cpu", num_threads=1, on_result=lambda job_idx, result: lines.append(result.job.line)
     )
-    assert sorted(result.outcome for result in report.results) == sorted(["built"] + ["reused"] * 2)
-    assert sorted(result.attempts for result in report.results) == [1] * 2 + [2]
-    assert sum(result.num_built for result in report.results) == 3
+    assert sorted(result.outcome for result in report.results) == sorted(["resumed"] + ["reused"] * 2)
+    assert sum(result.attempts for result in report.results) == 3 + 1
+    assert [result.num_built for result in report.results if result.outcome == "resumed"] == [1]
     assert sorted(lines) == list(range(1, 4))
     assert [entry.name for entry in store.iterdir()] == [report.results[0].artifact_id]
     run_batch(jobs[:1], tmp_path / "in-one-go", device="cpu")
@@ -139,8 +140,8 @@ def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monke
     assert sum(result.attempts for result in report.results) == 6 + 1
     did = [line.split() for line in (tmp_path / "did").read_text().splitlines()]
     assert 2 <= len({process for process, _ in did}) <= 4
-    assert sorted(kind for _, kind in did) == ["breaks"] + ["layers"] * 5 + ["plan"] * 6
-    [broken] = (number for number, (_, kind) in enumerate(did) if kind == "breaks")
+    assert sorted(name for _, name in did) == [*"01234", "breaks"]
+    [broken] = (number for number, (_, name) in enumerate(did) if name == "breaks")
     assert did[broken][0] not in {process for process, _ in did[broken + 1 :]}
     del jobs[2]
     run_batch(jobs, tmp_path / "in-one-go", device="cpu")
@@ -156,7 +157,7 @@ def test_gpus_whose_processes_die_as_they_start_are_given_up(two_nodes: Any, tmp
 
 
 def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("index_build.jobs.run_piece", mishaps.hang_on_the_lost_node)
+    monkeypatch.setattr("index_build.jobs.run_job", mishaps.hang_on_the_lost_node)
     cluster, node = two_nodes
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(6))))
@@ -173,15 +174,30 @@ def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: An
     remover.start()
     report = run_on_ray(jobs, store, device="cpu", num_threads=1)
     remover.join()
-    assert [result.outcome for result in report.results] == ["reused"] + ["built"] * 5
+    assert sorted(result.outcome for result in report.results) == ["built"] * 4 + ["resumed", "reused"]
     assert max(result.attempts for result in report.results) == 2
-    assert sum(result.num_built for result in report.results) == 5 * 3
+    assert sum(result.num_built for result in report.results) == 4 * 3 + 1
     assert len(finished) > 3 * 2
     assert finished.items() <= finished_files(store).items(), "something was made twice"
     for summary in list_store(store):
         verify_artifact(summary.path)
     assert {result.artifact_id for result in report.results} == {summary.artifact_id for summary in list_store(store)}
     assert len(list_store(store)) == len(list(store.iterdir())) == 6
+
+
+def test_a_store_behind_a_url_gets_what_the_cluster_builds(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+    """... and a worker that does not see where it is made says so."""
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
+    place, url = make_place(tmp_path / "place", 1), f"file://{tmp_path}/remote"
+    jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 2))
+    report = run_on_ray(jobs, url, device="cpu", num_threads=1)
+    assert sorted(result.outcome for result in report.results) == ["built", "reused"]
+    assert {result.path for result in report.results} == {f"{url}/{report.results[0].artifact_id}"}
+    assert hashes(tmp_path / "remote") == hashes(tmp_path / "cache" / "artifacts")
+    [again] = run_on_ray(jobs[:1], url, device="cpu", num_threads=1).results
+    assert (again.outcome, again.num_built) == ("reused", 0)
+    with pytest.raises(ArtifactError, match="is not there on this node; give a store that every node sees"):
+        run_job(jobs[0], tmp_path, tmp_path / "elsewhere" / "marker", "cpu", 1, 0, False, None)
 
 
 def test_no_cluster_at_an_address_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

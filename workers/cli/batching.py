@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from csattn.artifact.durable import unsynced
 from csattn.build_options import BuildOptions
 from index_build.batch import OUTCOMES, BatchReport, JobResult, run_batch
-from index_build.context_build import BuildState
+from index_build.board import BuildState
 from index_build.job_list import Job, read_jobs
 from workers.capacity import require_room_for_weights
 from workers.cli.building import use_threads

@@ -1,27 +1,20 @@
-"""The pieces of a build, each of which any process can do: the plan, the layers, the copy to a store behind a URL.
-
-A piece may be done again at any time: it leaves alone what it finds done, and what two processes do at once comes out
-the same to the bit.
-"""
+"""The layers of a build: each is prefilled, indexed and written. What is there is left alone."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from csattn.artifact import ArtifactSpec, RemoteStore, WorkDir
+from csattn.artifact import ArtifactSpec, WorkDir
 from csattn.artifact.layout import artifact_bytes, index_from_arrays, kv_file, state_file
 from csattn.config import IndexConfig
-from csattn.errors import ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
 from csattn.models.lending import lent
 from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
@@ -41,15 +34,6 @@ _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
 _PRODUCTS_BESIDE = 1000
 
 Fit = Callable[[], dict[str, Tensor]]  # what `_fit_query` gives, or nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Something to be done for one context by any process."""
-
-    kind: Literal["plan", "layers", "upload"]
-    layer_idx: int = -1  # of layers: the first that is not there
-    url: str = ""  # of upload: the store
 
 
 OnProgress = Callable[[BuildProgress], None]
@@ -75,44 +59,20 @@ class PhaseTimes:
                 self.seconds[phase] += time.perf_counter() - started
 
 
-def perform(
-    piece: Piece,
-    plan: Plan,
-    store: Path,
-    loaded: LoadedModel | None,  # for layers
-    num_threads: int,
-    on_progress: OnProgress = lambda progress: None,
-    times: PhaseTimes | None = None,
-) -> None:
-    """Do a piece other than the plan."""
-    if piece.kind == "upload":
-        RemoteStore(piece.url).upload(store / plan.spec.artifact_id)
-        return
-    assert loaded is not None
-    with ThreadPoolExecutor(num_threads) as threads:
-        _make_layers(loaded, plan, store, threads, on_progress, times or PhaseTimes())
-
-
-def _make_layers(
+def make_layers(
     loaded: LoadedModel,
     plan: Plan,
-    store: Path,
-    index_threads: Executor,
+    work: WorkDir,
+    num_threads: int,
     on_progress: OnProgress,
     times: PhaseTimes,
 ) -> None:
     """Make the layers that are not there, from the last checkpoint on."""
     from index_build.capture import may_begin, prefill
 
-    spec, work = plan.spec, _work_dir(store, plan.spec)
-    if loaded.fingerprint != spec.model_fingerprint:
-        raise ArtifactMismatchError(
-            f"the model {loaded.name} has fingerprint {loaded.fingerprint} here and {spec.model_fingerprint} where the "
-            "build began; let every node have the same model"
-        )
-    num_layers = spec.model.num_layers
+    spec, num_layers = plan.spec, plan.spec.model.num_layers
     is_there = [work.finished_layer(layer_idx) is not None for layer_idx in range(num_layers)]
-    if all(is_there):  # by a worker that was given up
+    if all(is_there):
         return
     done, on_gpu = 0, loaded.device.type == "cuda"
 
@@ -128,7 +88,8 @@ def _make_layers(
         on_chunk=lambda layer_idx, num_rows: report(layer_idx, "prefill", num_rows),
     )
     checkpoints = _CheckpointClock(on_gpu)
-    with make_outbox(loaded.device, artifact_bytes(spec) // num_layers) as outbox:
+    layer_bytes = artifact_bytes(spec) // num_layers
+    with ThreadPoolExecutor(num_threads) as threads, make_outbox(loaded.device, layer_bytes) as outbox:
         while True:
             with times.timed("prefill"):
                 capture, leaving = next(layers)
@@ -141,7 +102,7 @@ def _make_layers(
                 with times.timed("index"):
                     fit = fit_now_or_beside(loaded, capture, leaving)
                 kv = capture.kv[:, spec.context_len - spec.model.num_stored(layer_idx, spec.context_len) :]
-                make = partial(_make, capture, spec, fit, index_threads, times)
+                make = partial(_make, capture, spec, fit, threads, times)
                 outbox.send(kv, make, partial(_write, work, layer_idx, times), keep)
                 report(layer_idx, "write")
             else:
@@ -228,12 +189,3 @@ def _write(
         work.finish_layer(
             layer_idx, record, index_from_arrays(work.spec.index_config, work.spec.context_len, host, next_query)
         )
-
-
-def _work_dir(store: Path, spec: ArtifactSpec) -> WorkDir:
-    work = WorkDir(store, spec)
-    if not work.parts.is_dir():
-        raise ArtifactError(
-            f"{work.path} is not there on this node; give a store that every node sees under the same path"
-        )
-    return work

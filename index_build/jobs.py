@@ -1,4 +1,4 @@
-"""Many contexts over a Ray cluster, each built by one process: on a GPU one that stays, or a task on CPUs.
+"""Many contexts over a Ray cluster, each built by one process; these stay, and keep their model.
 
 Context files, models and the store lie where every node sees them, under the same paths. Finished layers are files in
 the store, and what is there is not made again: a task whose worker or node died is begun again elsewhere, a batch that
@@ -31,11 +31,11 @@ from index_build.batch import (
 from index_build.board import Board
 from index_build.job_list import Job
 from index_build.needs import TaskNeeds, choose_needs
-from index_build.tasks import GpuBuilder, run_job, upload
+from index_build.tasks import Builder, upload
 
 NO_ROOM_S = 600.0  # how long a cluster may be without a node for a task
 _POLL_S = 0.1
-_MOST_LOST = 20  # processes on GPUs, in a row
+_MOST_LOST = 20  # processes, in a row
 MAX_ATTEMPTS = 5  # from where a build begins: nodes may be lent for minutes
 
 
@@ -107,7 +107,7 @@ def _nodes(ray: Any) -> list[dict[str, float]]:
 
 
 class _Dispatch:
-    """Keeps as many tasks in flight as the cluster has room for, and one more on CPUs, until every job ended.
+    """Keeps as many builds in flight as the cluster has room for, until every job ended.
 
     Those of one model follow each other; last come those that another process builds.
     """
@@ -128,9 +128,7 @@ class _Dispatch:
         self._news: Any = None  # what the board was asked for
         self._waiting = [idx for group in by_model(jobs) for idx in group]
         self._elsewhere: set[int] = set()  # of those that another process was building
-        # Each is made once, because Ray keeps what it knows of every one it is given. Retries are counted here and not
-        # by Ray, which begins a task that needs too much memory again without end.
-        self._build = ray.remote(num_cpus=needs.num_threads, max_retries=0)(run_job).remote
+        # Retries are counted here and not by Ray, which begins a task that needs too much memory again without end.
         self._upload = ray.remote(num_cpus=0, max_retries=0)(upload).remote
         self._running: dict[Any, int] = {}  # jobs, by what is running
         self._made: dict[int, JobResult] = {}  # those that are on their way to a URL
@@ -138,7 +136,7 @@ class _Dispatch:
         self._begun: dict[int, float] = {}  # the share of the context that was there when its task began
         self._losses: Counter[tuple[int, float]] = Counter()  # of workers, by job and where it had begun
         self._results: dict[int, JobResult] = {}
-        self._builders = _Builders(ray)
+        self._builders = _Builders(ray, needs)
         self._had_room = time.monotonic()
 
     def run(self) -> dict[int, JobResult]:
@@ -157,7 +155,7 @@ class _Dispatch:
         return self._results
 
     def _wait(self) -> list[Any]:
-        """The tasks that have ended, as soon as there is one or a GPU's process is there, or after a while."""
+        """What has ended, as soon as there is something or a process is there, or after a while."""
         refs = [*self._running, *self._builders.asked]
         if not refs:
             time.sleep(_POLL_S)
@@ -169,21 +167,17 @@ class _Dispatch:
         self._had_room = now if room else self._had_room
         if now - self._had_room > NO_ROOM_S:
             self._give_up(f"the cluster had no node for it for {NO_ROOM_S:.0f} s")
-        num_builds = len(self._running) - len(self._made)
-        if self._needs.device == "cuda":
-            self._builders.look(min(room, num_builds + len(self._waiting)))
-            if self._builders.why_lost:
-                self._give_up(f"processes on GPUs die as they start, last of {self._builders.why_lost}")
-        while self._waiting and (self._builders.has_idle if self._needs.device == "cuda" else num_builds <= room):
+        self._builders.look(min(room, len(self._running) - len(self._made) + len(self._waiting)))
+        if self._builders.why_lost:
+            self._give_up(f"processes that build die as they start, last of {self._builders.why_lost}")
+        while self._waiting and self._builders.has_idle:
             self._start(self._waiting.pop(0))
-            num_builds += 1
 
     def _start(self, job_idx: int) -> None:
         self._started_s.setdefault(job_idx, time.monotonic())
-        run = self._build if self._needs.device == "cpu" else self._builders.run_job
         needs, may_wait = self._needs, job_idx in self._elsewhere
         where = self._store, self._marker, needs.device, needs.num_threads
-        self._running[run(self._jobs[job_idx], *where, job_idx, may_wait, self._board)] = job_idx
+        self._running[self._builders.run_job(self._jobs[job_idx], *where, job_idx, may_wait, self._board)] = job_idx
 
     def _cancel(self, ref: Any) -> None:
         with suppress(Exception):  # it may have ended, or been cancelled before
@@ -199,7 +193,7 @@ class _Dispatch:
             self._fail(job_idx, reason)
 
     def _settle(self, ref: Any) -> None:
-        """Take a task's result, or have it done again when its worker died."""
+        """Take a result, or have it done again when its worker died."""
         job_idx = self._running.pop(ref)
         value, died = self._outcome_of(ref)
         self._builders.settle(ref, value, died)
@@ -261,11 +255,12 @@ class _Dispatch:
 
 
 class _Builders:
-    """Actors that have a GPU each. Only those that have said that they are there get something to do."""
+    """Actors that have a GPU each, or CPUs. Only those that have said that they are there get something to do."""
 
-    def __init__(self, ray: Any):
+    def __init__(self, ray: Any, needs: TaskNeeds):
         self._ray = ray
-        self._make = ray.remote(num_gpus=1, num_cpus=0)(GpuBuilder).remote
+        on_gpu = needs.device == "cuda"
+        self._make = ray.remote(num_gpus=int(on_gpu), num_cpus=0 if on_gpu else needs.num_threads)(Builder).remote
         self.asked: dict[Any, Any] = {}  # actors that have not answered yet, by their answer
         self.why_lost = ""  # when too many were
         self._num_lost = 0  # in a row, before they answered

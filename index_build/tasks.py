@@ -52,11 +52,11 @@ def upload(url: str, artifact: Path) -> None:
     RemoteStore(url).upload(artifact)
 
 
-class GpuBuilder:
-    """An actor that has a GPU, and the model that it built with last, for as long as the batch takes."""
+class Builder:
+    """An actor that has a GPU or CPUs, and the model that it built with last, for as long as the batch takes."""
 
     def ready(self) -> None:
-        """Answers when there is a GPU for it, and it is there."""
+        """Answers when there is room for it, and it is there."""
 
     def run_job(self, *arguments: Any) -> JobResult:
         return run_job(*arguments)

@@ -13,38 +13,9 @@ from csattn.artifact import list_store
 from index_build.batch import JobResult, build_job
 from index_build.board import BuildState
 from index_build.job_list import Job
-from index_build.tasks import GpuBuilder, run_job
+from index_build.tasks import Builder, run_job
 
 PATIENCE_S = 60.0
-
-
-def die_once_in_the_last_layer(job: Job, store: Path, *more: Any) -> JobResult:
-    """The first worker that indexes the last layer is killed."""
-
-    def die(state: BuildState) -> None:
-        if state.where == "layer 3/3 index" and not (flag := store.parent / "died").exists():
-            flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return _run_telling(die, job, store, *more)
-
-
-def hang_on_the_lost_node(job: Job, store: Path, *more: Any) -> JobResult:
-    """Stands still in the last layer on the node that will go as soon as an artifact has been built; elsewhere, half of
-    six later, waits for that."""
-    import ray
-
-    hangs, num_built = store.parent / "hangs", len(list_store(store)) - 1
-    is_lost = ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text()
-
-    def hang(state: BuildState) -> None:
-        if is_lost and num_built >= 1 and state.where == "layer 3/3 index":
-            hangs.touch()
-            time.sleep(PATIENCE_S)
-
-    if not is_lost and num_built >= 2:
-        wait_for(hangs)
-    return _run_telling(hang, job, store, *more)
 
 
 def _run_telling(tell: Callable[[BuildState], None], *arguments: Any) -> JobResult:
@@ -57,7 +28,39 @@ def _run_telling(tell: Callable[[BuildState], None], *arguments: Any) -> JobResu
         return run_job(*arguments)
 
 
-class BuilderOnCpu(GpuBuilder):
+class DiesOnce(Builder):
+    """The first that indexes the last layer is killed."""
+
+    def run_job(self, job: Job, store: Path, *more: Any) -> JobResult:
+        def die(state: BuildState) -> None:
+            if state.where == "layer 3/3 index" and not (flag := store.parent / "died").exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return _run_telling(die, job, store, *more)
+
+
+class HangsOnTheLostNode(Builder):
+    """Stands still in the last layer on the node that will go as soon as an artifact has been built; elsewhere, half of
+    six later, waits for that."""
+
+    def run_job(self, job: Job, store: Path, *more: Any) -> JobResult:
+        import ray
+
+        hangs, num_built = store.parent / "hangs", len(list_store(store)) - 1
+        is_lost = ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text()
+
+        def hang(state: BuildState) -> None:
+            if is_lost and num_built >= 1 and state.where == "layer 3/3 index":
+                hangs.touch()
+                time.sleep(PATIENCE_S)
+
+        if not is_lost and num_built >= 2:
+            wait_for(hangs)
+        return _run_telling(hang, job, store, *more)
+
+
+class BuilderOnCpu(Builder):
     """Writes down what it does; the first that has done two builds is killed over the third."""
 
     def __init__(self) -> None:
@@ -76,7 +79,7 @@ class BuilderOnCpu(GpuBuilder):
         return super().run_job(job, store, marker, "cpu", *more)
 
 
-class BuilderThatDies(GpuBuilder):
+class BuilderThatDies(Builder):
     def ready(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 

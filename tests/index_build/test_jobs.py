@@ -109,7 +109,7 @@ def one_thread() -> Iterator[None]:
 
 def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     """... although the first who makes its last layer is killed."""
-    monkeypatch.setattr("index_build.jobs.run_job", mishaps.die_once_in_the_last_layer)
+    monkeypatch.setattr("index_build.jobs.Builder", mishaps.DiesOnce)
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 3))
     lines: list[int] = []
@@ -127,7 +127,7 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
 
 def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     """... unless it is killed or broken; then another takes its place."""
-    monkeypatch.setattr("index_build.jobs.GpuBuilder", mishaps.BuilderOnCpu)
+    monkeypatch.setattr("index_build.jobs.Builder", mishaps.BuilderOnCpu)
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
     (place / "5.txt").rename(place / "breaks.txt")
     names = [*"01", "breaks", *"23"]
@@ -148,8 +148,8 @@ def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monke
     assert hashes(store) == hashes(tmp_path / "in-one-go")
 
 
-def test_gpus_whose_processes_die_as_they_start_are_given_up(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("index_build.jobs.GpuBuilder", mishaps.BuilderThatDies)
+def test_processes_that_die_as_they_start_are_given_up(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("index_build.jobs.Builder", mishaps.BuilderThatDies)
     monkeypatch.setattr("index_build.jobs._MOST_LOST", 2)
     place = make_place(tmp_path / "place", 1)
     report = run_on_ray(read_jobs(write_list(place, {"context": "0.txt", "model": "model"})), tmp_path / "store")
@@ -157,7 +157,7 @@ def test_gpus_whose_processes_die_as_they_start_are_given_up(two_nodes: Any, tmp
 
 
 def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("index_build.jobs.run_job", mishaps.hang_on_the_lost_node)
+    monkeypatch.setattr("index_build.jobs.Builder", mishaps.HangsOnTheLostNode)
     cluster, node = two_nodes
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(6))))

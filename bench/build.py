@@ -35,10 +35,10 @@ from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel, load_model
 from csattn.models.loader import wrap_model
+from index_build.build_layers import fit_now_or_beside, index_beside
 from index_build.capture import prefill
 from index_build.inputs import make_config
 from index_build.outbox import make_outbox
-from index_build.pieces import fit_now_or_beside, index_beside
 from index_build.pipeline import build_artifact
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"

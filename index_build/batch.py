@@ -6,19 +6,18 @@ A model is loaded once. Failed jobs do not stop the batch; they are reported at 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
-from index_build.context_build import BuildState, ContextBuild, Outcome
+from index_build.board import BuildProgress, BuildState, Outcome
 from index_build.inputs import choose_device, read_text
 from index_build.job_list import Job
-from index_build.pieces import BuildProgress
-from index_build.pipeline import run_here
+from index_build.pipeline import build_plan
 from index_build.plan import Plan, plan_text
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -36,8 +35,7 @@ class JobResult:
     context_len: int = 0
     error: str | None = None  # a sentence, when it failed
     attempts: int = 1  # more than 1 when workers died over a piece of it
-    prefilled_layers: int = 0  # in this run
-    indexed_layers: int = 0
+    num_built: int = 0  # layers, in this run
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -56,8 +54,8 @@ class JobResult:
             "seconds": round(self.seconds, 3),
             "tokens_per_s": None if rate is None else round(rate, 1),
             "attempts": self.attempts,
-            "prefilled_layers": self.prefilled_layers,
-            "indexed_layers": self.indexed_layers,
+            "prefilled_layers": self.num_built,
+            "indexed_layers": self.num_built,
             "error": self.error,
         }
 
@@ -114,37 +112,9 @@ def by_model(jobs: Sequence[Job]) -> list[list[int]]:
     return list(groups.values())
 
 
-def result_of(job: Job, build: ContextBuild) -> JobResult:
-    """What became of a job whose build has its outcome."""
-    assert build.outcome is not None
-    artifact_id = build.artifact_id
-    path = None if artifact_id is None else build.url or build.store / artifact_id
-    return JobResult(
-        job,
-        build.outcome,
-        build.seconds,
-        artifact_id,
-        path,
-        0 if build.plan is None else build.plan.spec.context_len,
-        build.error,
-        build.attempts,
-        build.built["prefill"],
-        build.built["index"],
-    )
-
-
-@contextmanager
-def failing(build: ContextBuild) -> Iterator[None]:
-    """An error becomes the build's outcome: one context must not end the others, whatever is wrong with it."""
-    try:
-        yield
-    except Exception as error:
-        build.fail(sentence(error))
-
-
-def plan_job(job: Job, loaded: LoadedModel, index_device: str) -> Plan:
-    """Read the job's context. index_device: where the index will be made."""
-    return plan_text(read_text(str(job.context)), job.context.name, job.options, loaded, index_device)
+def plan_job(job: Job, loaded: LoadedModel) -> Plan:
+    """Read the job's context."""
+    return plan_text(read_text(str(job.context)), job.context.name, job.options, loaded, loaded.device.type)
 
 
 def sentence(error: Exception) -> str:
@@ -177,53 +147,53 @@ def _run_group(
     left: dict[int, Plan | None] = dict.fromkeys(group)
     for may_wait in (False, True):
         for idx, plan in list(left.items()):
-            build = ContextBuild(store, plan, by_layer=True)
-            if loaded is None:
-                build.fail(fault)
-            else:
-                with failing(build):
-                    _build_job(idx, jobs[idx], build, loaded, num_threads, on_progress, may_wait)
-            if build.outcome is None:
-                left[idx] = build.plan
+            job, started = jobs[idx], time.perf_counter()
+            try:
+                if loaded is None:
+                    result = JobResult(job, "failed", 0.0, error=fault)
+                else:
+                    left[idx] = plan = plan or plan_job(job, loaded)
+                    on_state = partial(on_progress, idx)
+                    result = build_job(job, loaded, plan, store, num_threads, on_state, may_wait)
+            except BuiltElsewhereError:
                 continue
+            except Exception as error:  # one context must not end the others, whatever is wrong with it
+                result = JobResult(job, "failed", time.perf_counter() - started, error=sentence(error))
             del left[idx]
-            result = result_of(jobs[idx], build)
             on_result(idx, result)
             yield idx, result
 
 
-class _BuiltElsewhereError(Exception):
+class BuiltElsewhereError(CsattnError):
     """Another process is building this artifact."""
 
 
-def _build_job(
-    job_idx: int,
+def build_job(
     job: Job,
-    build: ContextBuild,
     loaded: LoadedModel,
+    plan: Plan,
+    store: Path | str,
     num_threads: int | None,
-    on_progress: OnJobProgress,
+    on_state: Callable[[BuildState], None],
     may_wait: bool,
-) -> None:
-    """Without an outcome where another process builds it, unless this may wait for that."""
+    **options: Any,  # of `build_plan`
+) -> JobResult:
+    """Build a job's context. Raises BuiltElsewhereError where another process does, unless this may wait for that."""
+    started, context_len = time.perf_counter(), plan.spec.context_len
+    first_share: float | None = None
 
-    def show(progress: BuildProgress | None = None) -> None:
-        state = build.progress
-        assert state is not None
-        if progress is not None:
-            share = (progress.layer_idx + progress.done / progress.total) / progress.num_layers
-            where = f"layer {progress.layer_idx + 1}/{progress.num_layers} {progress.phase}"
-            state = state._replace(share=share, where=where)
-        on_progress(job_idx, state)
+    def show(progress: BuildProgress) -> None:
+        nonlocal first_share
+        first_share = progress.layer_idx / progress.num_layers if first_share is None else first_share
+        where = f"layer {progress.layer_idx + 1}/{progress.num_layers} {progress.phase}"
+        on_state(BuildState(context_len, first_share, progress.share, where))
 
     def wait() -> None:
         if not may_wait:
-            raise _BuiltElsewhereError
-        show()
+            raise BuiltElsewhereError
+        on_state(BuildState(context_len, 0.0, 0.0, "waiting for another builder of it"))
 
-    if build.plan is None:
-        (plan,) = build.due()
-        build.start(plan)
-        build.settle(plan, plan_job(job, loaded, loaded.device.type))
-    with suppress(_BuiltElsewhereError):
-        run_here(build, loaded, show, wait, num_threads)
+    report = build_plan(loaded, plan, store, on_progress=show, on_wait=wait, num_threads=num_threads, **options)
+    num_built = 0 if report.reused else plan.spec.model.num_layers - report.resumed_at
+    seconds = time.perf_counter() - started
+    return JobResult(job, report.outcome, seconds, report.artifact_id, report.place, context_len, num_built=num_built)

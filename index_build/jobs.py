@@ -1,34 +1,42 @@
-"""Many contexts over a Ray cluster: a process on each GPU makes layers as a whole, or tasks on CPUs prefill and index.
+"""Many contexts over a Ray cluster, each built by one process; these stay, and keep their model.
 
-Lists are indexed on CPUs in any case: k-means takes longer than a GPU's prefill.
-
-Context files, models and the store lie where every node sees them, under the same paths. Tasks hand over by files in
+Context files, models and the store lie where every node sees them, under the same paths. Finished layers are files in
 the store, and what is there is not made again: a task whose worker or node died is begun again elsewhere, a batch that
 was interrupted goes on where it stopped.
 """
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
-from csattn.artifact import local_path, remote_store
+from csattn.artifact import cache_store, local_path, remote_store
+from csattn.artifact.durable import store_errors
 from csattn.cluster import join
-from csattn.config import SketchConfig, preset
 from csattn.errors import ConfigError, CsattnError
-from index_build.batch import BatchReport, OnJobProgress, OnJobResult, by_model, failing, result_of, sentence
+from index_build.batch import (
+    BatchReport,
+    BuiltElsewhereError,
+    JobResult,
+    OnJobProgress,
+    OnJobResult,
+    by_model,
+    sentence,
+)
 from index_build.board import Board
-from index_build.context_build import ContextBuild
 from index_build.job_list import Job
 from index_build.needs import TaskNeeds, choose_needs
-from index_build.pieces import Piece
-from index_build.tasks import NEEDS_MODEL, GpuBuilder, run_piece
+from index_build.tasks import Builder, upload
 
 NO_ROOM_S = 600.0  # how long a cluster may be without a node for a task
 _POLL_S = 0.1
-_MOST_LOST = 20  # processes on GPUs, in a row
+_MOST_LOST = 20  # processes, in a row
+MAX_ATTEMPTS = 5  # from where a build begins: nodes may be lent for minutes
 
 
 def run_on_ray(
@@ -51,16 +59,16 @@ def run_on_ray(
     """
     started = time.perf_counter()
     with _connected(address) as ray:
-        prefill, index = choose_needs(_nodes(ray), device, num_threads)
-        place = store if remote_store(store) is not None else local_path(store).absolute()
-        builds = {
-            idx: ContextBuild(place, by_layer=prefill.device == "cuda" and _has_sketch(jobs[idx]))
-            for group in by_model(jobs)
-            for idx in group
-        }
-        _Dispatch(ray, jobs, builds, prefill, index, on_progress, on_result).run()
-    results = tuple(result_of(job, builds[idx]) for idx, job in enumerate(jobs))
-    return BatchReport(results, time.perf_counter() - started)
+        needs = choose_needs(_nodes(ray), device, num_threads)
+        remote = remote_store(store)
+        here = local_path(store).absolute() if remote is None else cache_store()
+        with store_errors(f"make {here}", here):
+            here.mkdir(parents=True, exist_ok=True)
+            marker = NamedTemporaryFile(dir=here, prefix=".batch-")  # noqa: SIM115  # its errors alone are the store's
+        with marker:
+            place = here if remote is None else remote.url
+            results = _Dispatch(ray, jobs, place, Path(marker.name), needs, on_progress, on_result).run()
+    return BatchReport(tuple(results[idx] for idx in range(len(jobs))), time.perf_counter() - started)
 
 
 @contextmanager
@@ -98,59 +106,56 @@ def _nodes(ray: Any) -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _has_sketch(job: Job) -> bool:
-    return isinstance(preset(job.options.preset), SketchConfig)
-
-
 class _Dispatch:
-    """Keeps as many tasks in flight as the cluster has room for, and one more on CPUs, until every build ended.
+    """Keeps as many builds in flight as the cluster has room for, until every job ended.
 
-    Contexts are opened in their order, and those that were opened first are finished first.
+    Those of one model follow each other; last come those that another process builds.
     """
 
     def __init__(
         self,
         ray: Any,
         jobs: Sequence[Job],
-        builds: dict[int, ContextBuild],  # by job, in the order in which they are opened
-        prefill: TaskNeeds,
-        index: TaskNeeds,
+        store: Path | str,
+        marker: Path,  # see `run_job`
+        needs: TaskNeeds,
         on_progress: OnJobProgress,
         on_result: OnJobResult,
     ):
-        self._ray, self._jobs = ray, jobs
-        self._prefill, self._index = prefill, index
+        self._ray, self._jobs, self._store, self._marker, self._needs = ray, jobs, store, marker, needs
         self._on_progress, self._on_result = on_progress, on_result
         self._board = ray.remote(Board).options(num_cpus=0, max_restarts=-1).remote()
         self._news: Any = None  # what the board was asked for
-        self._waiting = dict(builds)
-        self._open: dict[int, ContextBuild] = {}
-        self._plans: dict[int, Any] = {}  # where the cluster has those of the open contexts
-        self._tasks: dict[TaskNeeds, Any] = {}
-        self._running: dict[Any, tuple[int, Piece, TaskNeeds]] = {}
-        self._builders = _Builders(ray)
+        self._waiting = [idx for group in by_model(jobs) for idx in group]
+        self._elsewhere: set[int] = set()  # of those that another process was building
+        # Retries are counted here and not by Ray, which begins a task that needs too much memory again without end.
+        self._upload = ray.remote(num_cpus=0, max_retries=0)(upload).remote
+        self._running: dict[Any, int] = {}  # jobs, by what is running
+        self._made: dict[int, JobResult] = {}  # those that are on their way to a URL
+        self._started_s: dict[int, float] = {}
+        self._begun: dict[int, float] = {}  # the share of the context that was there when its task began
+        self._losses: Counter[tuple[int, float]] = Counter()  # of workers, by job and where it had begun
+        self._results: dict[int, JobResult] = {}
+        self._builders = _Builders(ray, needs)
         self._had_room = time.monotonic()
 
-    def run(self) -> None:
+    def run(self) -> dict[int, JobResult]:
         try:
-            while self._waiting or self._open:
+            while self._waiting or self._running:
                 self._submit()
-                self._close_those_that_ended()
                 for ref in self._wait():
                     self._settle(ref)
-                self._close_those_that_ended()
                 self._pass_on_progress()
         finally:
             for ref in self._running:
                 self._cancel(ref)
             self._builders.end()
-            for build in self._open.values():
-                build.abandon()
             with suppress(Exception):
                 self._ray.kill(self._board)
+        return self._results
 
     def _wait(self) -> list[Any]:
-        """The tasks that have ended, as soon as there is one or a GPU's process is there, or after a while."""
+        """What has ended, as soon as there is something or a process is there, or after a while."""
         refs = [*self._running, *self._builders.asked]
         if not refs:
             time.sleep(_POLL_S)
@@ -158,47 +163,21 @@ class _Dispatch:
         return [ref for ref in self._ray.wait(refs, timeout=_POLL_S)[0] if ref in self._running]
 
     def _submit(self) -> None:
-        nodes = _nodes(self._ray)
-        # On CPUs one task of each kind waits on the cluster, lest a node wait for us.
-        room = {needs: needs.room(nodes) for needs in (self._prefill, self._index)}
-        now = time.monotonic()
-        self._had_room = now if all(room.values()) else self._had_room
+        room, now = self._needs.room(_nodes(self._ray)), time.monotonic()
+        self._had_room = now if room else self._had_room
         if now - self._had_room > NO_ROOM_S:
             self._give_up(f"the cluster had no node for it for {NO_ROOM_S:.0f} s")
-        num_open = sum(not build.is_waiting for build in self._open.values())
-        for job_idx in list(self._waiting)[: max(0, room[self._prefill] + 2 - num_open)]:
-            self._open[job_idx] = self._waiting.pop(job_idx)
-        if self._prefill.device == "cuda":
-            num_builds = sum(build.needs_model for build in (*self._open.values(), *self._waiting.values()))
-            self._builders.look(min(room[self._prefill], num_builds))
-            if self._builders.why_lost:
-                self._give_up(f"processes on GPUs die as they start, last of {self._builders.why_lost}")
-        for job_idx, build in self._open.items():
-            with failing(build):
-                for piece in build.due():
-                    needs = self._prefill if piece.kind in NEEDS_MODEL else self._index
-                    if needs.device == "cuda":
-                        has_room = self._builders.has_idle
-                    else:
-                        has_room = sum(other == needs for *_, other in self._running.values()) <= room[needs]
-                    if has_room:
-                        self._start(job_idx, build, piece, needs)
+        self._builders.look(min(room, len(self._running) - len(self._made) + len(self._waiting)))
+        if self._builders.why_lost:
+            self._give_up(f"processes that build die as they start, last of {self._builders.why_lost}")
+        while self._waiting and self._builders.has_idle:
+            self._start(self._waiting.pop(0))
 
-    def _start(self, job_idx: int, build: ContextBuild, piece: Piece, needs: TaskNeeds) -> None:
-        build.start(piece)
-        if build.plan is not None and job_idx not in self._plans:
-            self._plans[job_idx] = self._ray.put(build.plan)
-        more = (self._plans.get(job_idx), build.store, self._prefill.device, needs.num_threads, job_idx, self._board)
-        arguments = piece, self._jobs[job_idx], *more
-        run = self._builders.run_piece if needs.device == "cuda" else self._task(needs).remote
-        self._running[run(*arguments)] = job_idx, piece, needs
-
-    def _task(self, needs: TaskNeeds) -> Any:
-        """`run_piece` as a task; the same one each time, because Ray keeps what it knows of every one it is given."""
-        if needs not in self._tasks:
-            # retries are counted here and not by Ray, which begins a task that needs too much memory again without end
-            self._tasks[needs] = self._ray.remote(num_cpus=needs.num_threads, max_retries=0)(run_piece)
-        return self._tasks[needs]
+    def _start(self, job_idx: int) -> None:
+        self._started_s.setdefault(job_idx, time.monotonic())
+        needs, may_wait = self._needs, job_idx in self._elsewhere
+        where = self._store, self._marker, needs.device, needs.num_threads
+        self._running[self._builders.run_job(self._jobs[job_idx], *where, job_idx, may_wait, self._board)] = job_idx
 
     def _cancel(self, ref: Any) -> None:
         with suppress(Exception):  # it may have ended, or been cancelled before
@@ -209,27 +188,38 @@ class _Dispatch:
         """Fail what is left."""
         for ref in self._running:
             self._cancel(ref)
-        self._running.clear()
-        self._open |= self._waiting
-        for build in self._open.values():
-            build.fail(reason)
-        self._waiting.clear()
+        left, self._running, self._waiting = [*self._running.values(), *self._waiting], {}, []
+        for job_idx in left:
+            self._fail(job_idx, reason)
 
     def _settle(self, ref: Any) -> None:
-        """Take a task's result, or have its piece done again when its worker died."""
-        job_idx, piece, _ = self._running.pop(ref)
+        """Take a result, or have it done again when its worker died."""
+        job_idx = self._running.pop(ref)
         value, died = self._outcome_of(ref)
         self._builders.settle(ref, value, died)
-        build = self._open.get(job_idx)
-        if build is None or build.outcome is not None:
-            return
-        with failing(build):
-            if died:
-                build.lose(piece, sentence(value))
-            elif isinstance(value, Exception):
-                build.fail(sentence(value))
+        if isinstance(value, BuiltElsewhereError):
+            self._elsewhere.add(job_idx)
+            self._waiting.append(job_idx)
+        elif died:
+            begun = job_idx, self._begun.get(job_idx, 0.0)
+            self._losses[begun] += 1
+            if self._losses[begun] >= MAX_ATTEMPTS:
+                self._fail(job_idx, f"its worker died {MAX_ATTEMPTS} times, last of {sentence(value)}")
+            elif job_idx in self._made:
+                self._start_upload(job_idx)
             else:
-                build.settle(piece, value)
+                self._waiting.insert(0, job_idx)
+        elif isinstance(value, Exception):
+            self._fail(job_idx, sentence(value))
+        elif isinstance(value, JobResult) and not isinstance(self._store, Path):
+            self._made[job_idx] = value
+            self._start_upload(job_idx)
+        else:
+            self._end(job_idx, self._made.pop(job_idx) if value is None else value)
+
+    def _start_upload(self, job_idx: int) -> None:
+        artifact = self._marker.parent / str(self._made[job_idx].artifact_id)
+        self._running[self._upload(self._store, artifact)] = job_idx
 
     def _outcome_of(self, ref: Any) -> tuple[Any, bool]:
         """What a task returned or what it ran into, and whether that was its worker's end."""
@@ -240,38 +230,37 @@ class _Dispatch:
         except self._ray.exceptions.RayError as error:
             return error, True
 
-    def _close_those_that_ended(self) -> None:
-        for job_idx, build in list(self._open.items()):
-            if build.outcome is None:
-                continue
-            del self._open[job_idx]
-            self._plans.pop(job_idx, None)
-            for ref, (other_idx, *_) in self._running.items():
-                if other_idx == job_idx:
-                    self._cancel(ref)
-            self._on_result(job_idx, result_of(self._jobs[job_idx], build))
+    def _fail(self, job_idx: int, reason: str) -> None:
+        self._made.pop(job_idx, None)
+        self._end(job_idx, JobResult(self._jobs[job_idx], "failed", 0.0, error=reason))
+
+    def _end(self, job_idx: int, result: JobResult) -> None:
+        seconds = time.monotonic() - self._started_s.get(job_idx, time.monotonic())
+        num_lost = max((num for (lost_idx, _), num in self._losses.items() if lost_idx == job_idx), default=0)
+        result = replace(result, seconds=seconds, attempts=1 + num_lost)
+        self._results[job_idx] = result
+        self._on_result(job_idx, result)
 
     def _pass_on_progress(self) -> None:
-        """Show how far each open context is; rows of a layer come from the board, which may be on a node that dies."""
+        """Show how far contexts are, of which the board knows; it may be on a node that dies."""
         if self._news is None:
             self._news = self._board.take.remote()
         if self._ray.wait([self._news], timeout=0)[0]:
             with suppress(self._ray.exceptions.RayError):
-                for job_idx, (layer_idx, num_rows) in self._ray.get(self._news).items():
-                    if job_idx in self._open:
-                        self._open[job_idx].add_rows(layer_idx, num_rows)
+                for job_idx, state in self._ray.get(self._news).items():
+                    if job_idx not in self._results:
+                        self._begun[job_idx] = state.first_share
+                        self._on_progress(job_idx, state)
             self._news = None
-        for job_idx, build in self._open.items():
-            if (state := build.progress) is not None:
-                self._on_progress(job_idx, state)
 
 
 class _Builders:
-    """Actors that have a GPU each. Only those that have said that they are there get something to do."""
+    """Actors that have a GPU each, or CPUs. Only those that have said that they are there get something to do."""
 
-    def __init__(self, ray: Any):
+    def __init__(self, ray: Any, needs: TaskNeeds):
         self._ray = ray
-        self._make = ray.remote(num_gpus=1, num_cpus=0)(GpuBuilder).remote
+        on_gpu = needs.device == "cuda"
+        self._make = ray.remote(num_gpus=int(on_gpu), num_cpus=0 if on_gpu else needs.num_threads)(Builder).remote
         self.asked: dict[Any, Any] = {}  # actors that have not answered yet, by their answer
         self.why_lost = ""  # when too many were
         self._num_lost = 0  # in a row, before they answered
@@ -302,9 +291,9 @@ class _Builders:
             self._idle.remove(builder)
             self._ray.kill(builder)
 
-    def run_piece(self, *arguments: Any) -> Any:
+    def run_job(self, *arguments: Any) -> Any:
         builder = self._idle.pop()
-        ref = builder.run_piece.remote(*arguments)
+        ref = builder.run_job.remote(*arguments)
         self._busy[ref] = builder
         return ref
 

@@ -1,6 +1,5 @@
 """Builds in this process: one context, layer by layer, on the device that the model is on."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.artifact import ArtifactWriter, cache_store, local_path, remote_store
 from csattn.build_options import BuildOptions
 from csattn.checks import require_text
 from csattn.config import IndexConfig
@@ -16,11 +16,9 @@ from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
 from csattn.models.loader import require_loaded
 from csattn.torch_threads import require_threads
-from index_build.context_build import ContextBuild
-from index_build.pieces import OnProgress, PhaseTimes, perform
+from index_build.board import Outcome
+from index_build.build_layers import OnProgress, PhaseTimes, make_layers
 from index_build.plan import Plan, make_plan, plan_text
-
-_POLL_S = 0.1  # while another process builds the same artifact
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,10 @@ class BuildReport:
     resumed_at: int  # first layer of this run; more than 0 when an earlier run was interrupted
     seconds: dict[str, float]  # by phase, see `PhaseTimes`
     url: str | None = None  # when the store is a URL; then `path` is the copy on this machine, or where it would be
+
+    @property
+    def outcome(self) -> Outcome:
+        return "reused" if self.reused else "resumed" if self.resumed_at else "built"
 
     @property
     def place(self) -> Path | str:
@@ -87,39 +89,22 @@ def build_plan(
     on_progress: OnProgress = lambda progress: None,
     on_wait: Callable[[], None] = lambda: None,  # another process is building the same artifact
     num_threads: int | None = None,
+    here: Path | None = None,  # where it is made for a store behind a URL; None: where this machine's copies are
+    uploads: bool = True,
 ) -> BuildReport:
-    """The same for a plan."""
-    build, times = ContextBuild(store, plan, by_layer=True), PhaseTimes()
-    run_here(build, loaded, on_progress, on_wait, num_threads, times)
-    artifact_id = plan.spec.artifact_id
-    return BuildReport(
-        artifact_id, build.store / artifact_id, build.outcome == "reused", build.resumed_at, times.seconds, build.url
-    )
-
-
-def run_here(
-    build: ContextBuild,  # whose plan is made, by layer
-    loaded: LoadedModel,
-    on_progress: OnProgress,
-    on_wait: Callable[[], None],
-    num_threads: int | None,
-    times: PhaseTimes | None = None,
-) -> None:
-    """Do piece after piece until the build has its outcome; an error leaves what was done for the next build."""
-    assert build.plan is not None
-    has_waited = False
-    try:
-        while build.outcome is None:
-            for piece in build.due()[:1]:
-                if piece.kind != "upload":
-                    require_threads()
-                build.start(piece)
-                threads = num_threads or available_cpus()
-                build.settle(piece, perform(piece, build.plan, build.store, loaded, threads, on_progress, times))
-            if build.is_waiting:
-                if not has_waited:
-                    on_wait()
-                has_waited = True
-                time.sleep(_POLL_S)
-    finally:
-        build.abandon()
+    """The same for a plan. An error leaves what was done for the next build."""
+    remote, spec, times = remote_store(store), plan.spec, PhaseTimes()
+    place = local_path(store) if remote is None else here or cache_store()
+    told = times.seconds, None if remote is None else f"{remote.url}/{spec.artifact_id}"
+    if remote is not None and remote.holds(spec.artifact_id):
+        return BuildReport(spec.artifact_id, place / spec.artifact_id, True, 0, *told)
+    with ArtifactWriter(place, spec, plan.token_ids, on_wait) as writer:
+        reused, resumed_at = writer.finished_path is not None, writer.finished_layers
+        if not reused:
+            writer.require_space()
+            require_threads()
+            make_layers(loaded, plan, writer.work, num_threads or available_cpus(), on_progress, times)
+            writer.finish(plan.versions, plan.notes)
+    if remote is not None and uploads:
+        remote.upload(place / spec.artifact_id)
+    return BuildReport(spec.artifact_id, place / spec.artifact_id, reused, resumed_at, *told)

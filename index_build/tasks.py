@@ -1,51 +1,65 @@
-"""What Ray's workers run: a piece of a build each. Thin: the work is in `pieces.py`."""
+"""What Ray's workers run: the build of a context. Thin: the work is in `pipeline.py`."""
 
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from csattn.artifact import RemoteStore
 from csattn.build_options import BuildOptions
+from csattn.errors import ArtifactError
 from csattn.models import LoadedModel, load_model
-from index_build.batch import plan_job
+from index_build.batch import JobResult, build_job, plan_job
+from index_build.board import BuildState
 from index_build.job_list import Job
-from index_build.pieces import BuildProgress, Piece, perform
-from index_build.plan import Plan
 
-NEEDS_MODEL = ("plan", "layers", "prefill")  # kinds of pieces
 _SHOW_EVERY_S = 0.5
 _loaded: dict[tuple[str | None, str, str, str | None], LoadedModel] = {}
 
 
-def run_piece(
-    piece: Piece, job: Job, plan: Plan | None, store: Path, device: str, num_threads: int, job_idx: int, board: Any
-) -> Plan | int:
-    """Do a piece of a job. device: the model's."""
+def run_job(
+    job: Job,
+    store: Path | str,
+    marker: Path,  # a file that whoever began the batch keeps where artifacts are made
+    device: str,  # the model's
+    num_threads: int,
+    job_idx: int,
+    may_wait: bool,  # for another process that builds the same
+    board: Any,
+) -> JobResult:
+    """Build a job's context, but for the way to a store behind a URL."""
+    if not marker.exists():
+        raise ArtifactError(
+            f"{marker.parent} is not there on this node; give a store that every node sees under the same path"
+        )
     torch.set_num_threads(num_threads)
-    loaded = _model(job.options, device) if piece.kind in NEEDS_MODEL else None
-    if plan is None:
-        assert loaded is not None
-        return plan_job(job, loaded, "cpu")  # lists are made on CPUs
-    shown_s = time.monotonic()
+    loaded, shown_s = _model(job.options, device), -inf
 
-    def show(progress: BuildProgress) -> None:
+    def show(state: BuildState) -> None:
         nonlocal shown_s
         if time.monotonic() - shown_s >= _SHOW_EVERY_S:
             shown_s = time.monotonic()
-            board.put.remote(job_idx, progress.layer_idx, progress.done)
+            board.put.remote(job_idx, state)
 
-    return perform(piece, plan, store, loaded, num_threads, show)
+    plan, apart = plan_job(job, loaded), {"here": marker.parent, "uploads": False}
+    return build_job(job, loaded, plan, store, num_threads, show, may_wait, **apart)
 
 
-class GpuBuilder:
-    """An actor that has a GPU, and the model that it built with last, for as long as the batch takes."""
+def upload(url: str, artifact: Path) -> None:
+    """Put a finished artifact into a store behind a URL."""
+    RemoteStore(url).upload(artifact)
+
+
+class Builder:
+    """An actor that has a GPU or CPUs, and the model that it built with last, for as long as the batch takes."""
 
     def ready(self) -> None:
-        """Answers when there is a GPU for it, and it is there."""
+        """Answers when there is room for it, and it is there."""
 
-    def run_piece(self, *arguments: Any) -> Plan | int:
-        return run_piece(*arguments)
+    def run_job(self, *arguments: Any) -> JobResult:
+        return run_job(*arguments)
 
 
 def _model(options: BuildOptions, device: str) -> LoadedModel:

@@ -4,9 +4,7 @@
     layer-000.json ...   what each finished layer's files must be; without it a layer counts as absent
     checkpoint.json      where the prefill goes on, and what the hidden state's file must be
 
-and, where prefill and index are made apart, what `handover.py` puts there. Every file is written aside, flushed and
-renamed. The holder of the artifact's lock decides what is made; other processes may write for it, since two
-writers of one file write the same bytes.
+Every file is written aside, flushed and renamed, by the holder of the artifact's lock.
 """
 
 import hashlib

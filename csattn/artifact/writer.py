@@ -6,7 +6,7 @@ is believed, and removed otherwise.
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord, fsync_dir, require_space, store_errors, write_bytes
-from csattn.artifact.handover import intact_handover
-from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names, kv_file
+from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.reader import manifest_hash_line, open_artifact
@@ -32,8 +31,7 @@ class ArtifactWriter:
             for layer_idx in range(writer.finished_layers, spec.model.num_layers):
                 kv, index = ...
                 kv_record = writer.work.write_part(kv_file(layer_idx), {"kv": kv})
-                writer.work.finish_layer(layer_idx, kv_record, index)  # by any process
-                writer.take_layer(layer_idx)
+                writer.work.finish_layer(layer_idx, kv_record, index)
             writer.finish(library_versions, build_notes)
     artifact = open_artifact(writer.finished_path)
     """
@@ -60,10 +58,7 @@ class ArtifactWriter:
     @property
     def finished_layers(self) -> int:
         """Layers 0 to this are on disk and intact."""
-        return _count_from_zero(self._layers)
-
-    def is_finished(self, layer_idx: int) -> bool:
-        return layer_idx in self._layers
+        return next(number for number in range(len(self._layers) + 1) if number not in self._layers)
 
     @property
     def remaining_bytes(self) -> int:
@@ -107,15 +102,11 @@ class ArtifactWriter:
                     self.work.path.rmdir()
             raise
 
-    def take_layer(self, layer_idx: int) -> bool:
-        """Count a layer that has been finished in the work directory; False when there is none."""
-        records = self.work.finished_layer(layer_idx)
-        if records is not None:
-            self._layers[layer_idx] = records
-        return records is not None
-
     def finish(self, library_versions: Mapping[str, str], build_notes: Mapping[str, Any]) -> Path:
         """Publish the artifact under its id and return its directory. The notes must be JSON."""
+        for layer_idx in range(self.spec.model.num_layers):
+            if (records := self.work.finished_layer(layer_idx)) is not None:
+                self._layers[layer_idx] = records
         assert self._locked and self.finished_layers == self.spec.model.num_layers, f"{self!r} is not complete"
         files = {TOKENS_FILE: self.work.write_part(TOKENS_FILE, {"token_ids": self._token_ids})}
         for layer_idx in range(self.finished_layers):
@@ -154,17 +145,12 @@ class ArtifactWriter:
             work.parts.mkdir(parents=True)
         kept, kept_parts = {"artifact"}, set[str]()
         self._layers = {}
-        captured: set[int] = set()  # handed over by an earlier run, and not indexed
         for layer_idx in range(self.spec.model.num_layers):
             if (records := work.intact_layer(layer_idx)) is not None:
                 self._layers[layer_idx] = records
                 kept.add(work.layer_record(layer_idx).name)
                 kept_parts |= records.keys()
-            elif names := intact_handover(work, layer_idx):
-                captured.add(layer_idx)
-                kept |= names
-                kept_parts.add(kv_file(layer_idx))
-        checkpoint = work.intact_checkpoint(_count_from_zero(self._layers.keys() | captured))
+        checkpoint = work.intact_checkpoint(self.finished_layers)
         kept |= {CHECKPOINT_FILE, checkpoint[1]} if checkpoint is not None else set()
         remove_others(work.path, kept)
         remove_others(work.parts, kept_parts)
@@ -187,8 +173,3 @@ class ArtifactWriter:
             self._locked = False
             with suppress(OSError):
                 self._lock.release()
-
-
-def _count_from_zero(numbers: Collection[int]) -> int:
-    """How many of 0, 1, 2, ... are there before the first that is not."""
-    return next(number for number in range(len(numbers) + 1) if number not in numbers)

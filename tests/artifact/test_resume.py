@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from csattn.artifact import ArtifactWriter, KvDtype, WorkDir, artifact_bytes, list_store, open_artifact, scan_store
-from csattn.artifact.handover import save_captured
 from csattn.artifact.layout import index_file, kv_file
 from tests.artifact.builds import SPEC, assert_completes, building_dir, write_layers
 from tests.artifact.faults import before_call, flip_byte
@@ -58,15 +57,14 @@ def forge(path: Path, body: bytes) -> None:
         ("checkpoint.json", b'{"next_layer":2,"files":[]}'),
         ("layer-001.json", b"{"),
         ("layer-001.json", b'{"files":{"hidden-002.safetensors":{"size_bytes":"x"}}}'),
-        ("captured-001.json", b"{}"),
     ],
 )
 def test_forged_records_count_as_absent(tmp_path: Path, name: str, body: bytes) -> None:
-    write_layers(tmp_path, 1 if name.startswith("captured") else 2)
+    write_layers(tmp_path, 2)
     forge(building_dir(tmp_path) / name, body)
     with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
         assert writer.finished_layers == (2 if name == "checkpoint.json" else 1)
-        assert name.startswith("captured") or writer.work.load_checkpoint(SPEC.model.num_layers) is None
+        assert writer.work.load_checkpoint(SPEC.model.num_layers) is None
         assert not (building_dir(tmp_path) / name).exists()
     assert_completes(tmp_path)
 
@@ -179,24 +177,4 @@ def test_interrupted_by_the_keyboard_leaves_what_is_finished(tmp_path: Path) -> 
     assert not list(tmp_path.glob("*.lock"))
     with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
         assert writer.finished_layers == 1
-    assert_completes(tmp_path)
-
-
-def test_queries_of_another_shape_count_as_absent(tmp_path: Path) -> None:
-    """Under a record that vouches for them: they would be mapped as what they are not."""
-    q = torch.zeros(SPEC.model.num_q_heads, 70, SPEC.model.head_dim, dtype=TORCH_DTYPES[SPEC.kv_dtype])
-    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
-        kv, index = make_layer(SPEC, 0)
-        save_captured(writer.work, 0, q, kv, index.next_query)
-    handed_over = {path.name for path in building_dir(tmp_path).iterdir()}
-    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
-        assert {path.name for path in writer.work.path.iterdir()} == handed_over
-        queries = next(path for path in writer.work.path.iterdir() if path.name.startswith("queries"))
-        queries.write_bytes(data := queries.read_bytes() + b"\0" * 8)
-        record = next(path for path in writer.work.path.iterdir() if path.name.startswith("captured"))
-        told = json.loads(record.read_bytes().splitlines()[0])
-        told["files"][queries.name] = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        forge(record, json.dumps(told).encode())
-    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
-        assert {path.name for path in writer.work.path.iterdir()} == {"artifact"}
     assert_completes(tmp_path)

@@ -1,67 +1,85 @@
-"""Tasks of a batch that do not go as planned; they run in Ray's workers, which find them here by name."""
+"""Builds of a batch that do not go as planned; they run in Ray's workers, which find them here by name."""
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import index_build.tasks
 from csattn.artifact import list_store
+from index_build.batch import JobResult, build_job
+from index_build.board import BuildState
 from index_build.job_list import Job
-from index_build.pieces import Piece
-from index_build.plan import Plan
-from index_build.tasks import GpuBuilder, run_piece
+from index_build.tasks import Builder, run_job
 
 PATIENCE_S = 60.0
 
 
-def die_once_in_the_last_layer(piece: Piece, job: Job, plan: Plan | None, store: Path, *more: Any) -> Plan | int:
-    """The first worker that indexes the last layer is killed."""
-    is_last = plan is not None and piece.layer_idx == plan.spec.model.num_layers - 1
-    if piece.kind == "index" and is_last and not (flag := store.parent / "died").exists():
-        flag.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return run_piece(piece, job, plan, store, *more)
+def _run_telling(tell: Callable[[BuildState], None], *arguments: Any) -> JobResult:
+    """In place of the board, which is told now and then."""
+
+    def told(job: Job, loaded: Any, plan: Any, store: Path, num_threads: int, show: Any, *more: Any, **options: Any):
+        return build_job(job, loaded, plan, store, num_threads, tell, *more, **options)
+
+    with patch.object(index_build.tasks, "build_job", told):
+        return run_job(*arguments)
 
 
-def hang_on_the_lost_node(piece: Piece, job: Job, plan: Plan | None, store: Path, *more: Any) -> Plan | int:
-    """Stands still on the node that will go as soon as an artifact has been built; elsewhere, half of six later, waits
-    for that."""
-    import ray
+class DiesOnce(Builder):
+    """The first that indexes the last layer is killed."""
 
-    if piece.kind != "index":
-        return run_piece(piece, job, plan, store, *more)
-    hangs, num_built = store.parent / "hangs", len(list_store(store)) - 1
-    if ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text():
-        if num_built >= 1:
-            hangs.touch()
-            time.sleep(PATIENCE_S)
-    elif num_built >= 2:
-        wait_for(hangs)
-    return run_piece(piece, job, plan, store, *more)
+    def run_job(self, job: Job, store: Path, *more: Any) -> JobResult:
+        def die(state: BuildState) -> None:
+            if state.where == "layer 3/3 index" and not (flag := store.parent / "died").exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return _run_telling(die, job, store, *more)
 
 
-class BuilderOnCpu(GpuBuilder):
-    """Writes down what it does; the first that has done three pieces is killed over the fourth."""
+class HangsOnTheLostNode(Builder):
+    """Stands still in the last layer on the node that will go as soon as an artifact has been built; elsewhere, half of
+    six later, waits for that."""
+
+    def run_job(self, job: Job, store: Path, *more: Any) -> JobResult:
+        import ray
+
+        hangs, num_built = store.parent / "hangs", len(list_store(store)) - 1
+        is_lost = ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text()
+
+        def hang(state: BuildState) -> None:
+            if is_lost and num_built >= 1 and state.where == "layer 3/3 index":
+                hangs.touch()
+                time.sleep(PATIENCE_S)
+
+        if not is_lost and num_built >= 2:
+            wait_for(hangs)
+        return _run_telling(hang, job, store, *more)
+
+
+class BuilderOnCpu(Builder):
+    """Writes down what it does; the first that has done two builds is killed over the third."""
 
     def __init__(self) -> None:
         self._num_done = 0
 
-    def run_piece(self, piece: Piece, job: Job, plan: Plan | None, store: Path, device: str, *more: Any) -> Plan | int:
+    def run_job(self, job: Job, store: Path, marker: Path, device: str, *more: Any) -> JobResult:
         assert device == "cuda"
-        if self._num_done == 3 and not (flag := store.parent / "died").exists():
+        if self._num_done == 2 and not (flag := store.parent / "died").exists():
             flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        breaks = piece.kind == "layers" and job.context.stem == "breaks"
         with (store.parent / "did").open("a") as file:
-            file.write(f"{os.getpid()} {'breaks' if breaks else piece.kind}\n")
-        if breaks:
+            file.write(f"{os.getpid()} {job.context.stem}\n")
+        if job.context.stem == "breaks":
             raise RuntimeError("CUDA error")
         self._num_done += 1
-        return super().run_piece(piece, job, plan, store, "cpu", *more)
+        return super().run_job(job, store, marker, "cpu", *more)
 
 
-class BuilderThatDies(GpuBuilder):
+class BuilderThatDies(Builder):
     def ready(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -20,7 +20,7 @@ from csattn.build_options import BuildOptions
 from csattn.errors import ConfigError
 from csattn.models import load_model
 from index_build.batch import BatchReport, JobResult, plan_job, run_batch
-from index_build.context_build import BuildState
+from index_build.board import BuildState
 from index_build.job_list import Job, read_jobs
 from offload.errors import MemoryPlanError
 from tests.index_build.batches import make_place, write_list
@@ -168,7 +168,7 @@ def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path:
     planned = Mock(side_effect=plan_job)
     monkeypatch.setattr(index_build.batch, "plan_job", planned)
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(3))))
-    first = plan_job(jobs[0], load_model(str(place / "model")), "cpu").spec.artifact_id
+    first = plan_job(jobs[0], load_model(str(place / "model"))).spec.artifact_id
     lock = BuildLock(tmp_path / f".building-{first}.lock").acquire()
     order: list[int] = []
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from csattn.artifact import list_store, verify_artifact
-from csattn.errors import ConfigError
+from csattn.errors import ArtifactError, ConfigError
 from index_build.batch import run_batch
 from index_build.job_list import read_jobs
 from index_build.jobs import run_on_ray
 from index_build.needs import TaskNeeds, choose_needs
+from index_build.tasks import run_job
 from tests.index_build import mishaps
 from tests.index_build.batches import finished_files, hashes, make_place, write_list
 
@@ -26,21 +27,21 @@ CPU_NODE, BIG_NODE, GPU_NODE = {"CPU": 4.0}, {"CPU": 64.0}, {"CPU": 16.0, "GPU":
 @pytest.mark.parametrize(
     ("nodes", "device", "num_threads", "needs", "room"),
     [
-        ([CPU_NODE, BIG_NODE], "auto", None, [TaskNeeds("cpu", 4)] * 2, [17] * 2),
-        ([BIG_NODE], "auto", None, [TaskNeeds("cpu", 8)] * 2, [8] * 2),
-        ([CPU_NODE, BIG_NODE], "cpu", 5, [TaskNeeds("cpu", 5)] * 2, [12] * 2),
-        ([{}, {"CPU": 1.0}], "auto", None, [TaskNeeds("cpu", 1)] * 2, [1] * 2),
-        ([CPU_NODE, GPU_NODE], "auto", None, [TaskNeeds("cuda", 8), TaskNeeds("cpu", 4)], [2, 5]),
-        ([GPU_NODE], "cuda", 16, [TaskNeeds("cuda", 16), TaskNeeds("cpu", 16)], [2, 1]),
-        ([{"CPU": 2.0, "GPU": 4.0}], "auto", None, [TaskNeeds("cuda", 1), TaskNeeds("cpu", 2)], [4, 1]),
-        ([GPU_NODE], "cpu", None, [TaskNeeds("cpu", 8)] * 2, [2] * 2),
+        ([CPU_NODE, BIG_NODE], "auto", None, TaskNeeds("cpu", 4), 17),
+        ([BIG_NODE], "auto", None, TaskNeeds("cpu", 8), 8),
+        ([CPU_NODE, BIG_NODE], "cpu", 5, TaskNeeds("cpu", 5), 12),
+        ([{}, {"CPU": 1.0}], "auto", None, TaskNeeds("cpu", 1), 1),
+        ([CPU_NODE, GPU_NODE], "auto", None, TaskNeeds("cuda", 8), 2),
+        ([GPU_NODE], "cuda", 16, TaskNeeds("cuda", 16), 2),
+        ([{"CPU": 2.0, "GPU": 4.0}], "auto", None, TaskNeeds("cuda", 1), 4),
+        ([GPU_NODE], "cpu", None, TaskNeeds("cpu", 8), 2),
     ],
 )
-def test_what_prefill_and_index_ask_of_a_cluster(
-    nodes, device: str, num_threads: int | None, needs: list[TaskNeeds], room: list[int]
+def test_what_a_build_asks_of_a_cluster(
+    nodes, device: str, num_threads: int | None, needs: TaskNeeds, room: int
 ) -> None:
-    assert list(choose_needs(nodes, device, num_threads)) == needs
-    assert [need.room(nodes) for need in needs] == room
+    assert choose_needs(nodes, device, num_threads) == needs
+    assert needs.room(nodes) == room
 
 
 @pytest.mark.parametrize(
@@ -107,18 +108,17 @@ def one_thread() -> Iterator[None]:
 
 
 def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    """... although the first who indexes its last layer is killed."""
-    monkeypatch.setattr("index_build.jobs.run_piece", mishaps.die_once_in_the_last_layer)
+    """... although the first who makes its last layer is killed."""
+    monkeypatch.setattr("index_build.jobs.Builder", mishaps.DiesOnce)
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 3))
     lines: list[int] = []
     report = run_on_ray(
         jobs, store, device="cpu", num_threads=1, on_result=lambda job_idx, result: lines.append(result.job.line)
     )
-    assert sorted(result.outcome for result in report.results) == sorted(["built"] + ["reused"] * 2)
-    assert sorted(result.attempts for result in report.results) == [1] * 2 + [2]
-    assert sum(result.prefilled_layers for result in report.results) == 3
-    assert sum(result.indexed_layers for result in report.results) == 3
+    assert sorted(result.outcome for result in report.results) == sorted(["resumed"] + ["reused"] * 2)
+    assert sum(result.attempts for result in report.results) == 3 + 1
+    assert [result.num_built for result in report.results if result.outcome == "resumed"] == [1]
     assert sorted(lines) == list(range(1, 4))
     assert [entry.name for entry in store.iterdir()] == [report.results[0].artifact_id]
     run_batch(jobs[:1], tmp_path / "in-one-go", device="cpu")
@@ -126,8 +126,8 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
 
 
 def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    """... unless it is killed or broken; then another takes its place. Lists are made on CPUs."""
-    monkeypatch.setattr("index_build.jobs.GpuBuilder", mishaps.BuilderOnCpu)
+    """... unless it is killed or broken; then another takes its place."""
+    monkeypatch.setattr("index_build.jobs.Builder", mishaps.BuilderOnCpu)
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
     (place / "5.txt").rename(place / "breaks.txt")
     names = [*"01", "breaks", *"23"]
@@ -140,16 +140,16 @@ def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monke
     assert sum(result.attempts for result in report.results) == 6 + 1
     did = [line.split() for line in (tmp_path / "did").read_text().splitlines()]
     assert 2 <= len({process for process, _ in did}) <= 4
-    assert sorted(kind for _, kind in did) == ["breaks"] + ["layers"] * 4 + ["plan"] * 6 + ["prefill"]
-    [broken] = (number for number, (_, kind) in enumerate(did) if kind == "breaks")
+    assert sorted(name for _, name in did) == [*"01234", "breaks"]
+    [broken] = (number for number, (_, name) in enumerate(did) if name == "breaks")
     assert did[broken][0] not in {process for process, _ in did[broken + 1 :]}
     del jobs[2]
     run_batch(jobs, tmp_path / "in-one-go", device="cpu")
     assert hashes(store) == hashes(tmp_path / "in-one-go")
 
 
-def test_gpus_whose_processes_die_as_they_start_are_given_up(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("index_build.jobs.GpuBuilder", mishaps.BuilderThatDies)
+def test_processes_that_die_as_they_start_are_given_up(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("index_build.jobs.Builder", mishaps.BuilderThatDies)
     monkeypatch.setattr("index_build.jobs._MOST_LOST", 2)
     place = make_place(tmp_path / "place", 1)
     report = run_on_ray(read_jobs(write_list(place, {"context": "0.txt", "model": "model"})), tmp_path / "store")
@@ -157,7 +157,7 @@ def test_gpus_whose_processes_die_as_they_start_are_given_up(two_nodes: Any, tmp
 
 
 def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("index_build.jobs.run_piece", mishaps.hang_on_the_lost_node)
+    monkeypatch.setattr("index_build.jobs.Builder", mishaps.HangsOnTheLostNode)
     cluster, node = two_nodes
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(6))))
@@ -174,16 +174,30 @@ def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: An
     remover.start()
     report = run_on_ray(jobs, store, device="cpu", num_threads=1)
     remover.join()
-    assert [result.outcome for result in report.results] == ["reused"] + ["built"] * 5
+    assert sorted(result.outcome for result in report.results) == ["built"] * 4 + ["resumed", "reused"]
     assert max(result.attempts for result in report.results) == 2
-    assert sum(result.prefilled_layers for result in report.results) == 5 * 3
-    assert sum(result.indexed_layers for result in report.results) == 5 * 3
+    assert sum(result.num_built for result in report.results) == 4 * 3 + 1
     assert len(finished) > 3 * 2
     assert finished.items() <= finished_files(store).items(), "something was made twice"
     for summary in list_store(store):
         verify_artifact(summary.path)
     assert {result.artifact_id for result in report.results} == {summary.artifact_id for summary in list_store(store)}
     assert len(list_store(store)) == len(list(store.iterdir())) == 6
+
+
+def test_a_store_behind_a_url_gets_what_the_cluster_builds(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+    """... and a worker that does not see where it is made says so."""
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
+    place, url = make_place(tmp_path / "place", 1), f"file://{tmp_path}/remote"
+    jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 2))
+    report = run_on_ray(jobs, url, device="cpu", num_threads=1)
+    assert sorted(result.outcome for result in report.results) == ["built", "reused"]
+    assert {result.path for result in report.results} == {f"{url}/{report.results[0].artifact_id}"}
+    assert hashes(tmp_path / "remote") == hashes(tmp_path / "cache" / "artifacts")
+    [again] = run_on_ray(jobs[:1], url, device="cpu", num_threads=1).results
+    assert (again.outcome, again.num_built) == ("reused", 0)
+    with pytest.raises(ArtifactError, match="is not there on this node; give a store that every node sees"):
+        run_job(jobs[0], tmp_path, tmp_path / "elsewhere" / "marker", "cpu", 1, 0, False, None)
 
 
 def test_no_cluster_at_an_address_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

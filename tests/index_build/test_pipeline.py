@@ -18,7 +18,7 @@ from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.errors import CaptureError, ConfigError, ContextError, StoreFullError
 from csattn.models.loader import wrap_model
 from index_build import capture, codebooks
-from index_build.pieces import BuildProgress
+from index_build.board import BuildProgress
 from index_build.pipeline import build_artifact
 from tests.forks import FORKS
 from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids

@@ -102,7 +102,7 @@ def test_both_devices_make_nearly_the_same_index(tmp_path: Path) -> None:
 
 
 def test_a_build_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("index_build.pieces._CHECKPOINT_EVERY_S_ON_GPU", 0.0)
+    monkeypatch.setattr("index_build.build_layers._CHECKPOINT_EVERY_S_ON_GPU", 0.0)
 
     def stop(progress) -> None:
         if (progress.layer_idx, progress.phase) == (2, "index"):

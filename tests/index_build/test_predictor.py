@@ -11,7 +11,7 @@ import torch
 from csattn.config import SketchConfig
 from csattn.models.query import queries_before_rope
 from csattn.torch_threads import alone, one_thread, threads_kept
-from index_build import pieces
+from index_build import build_layers
 from index_build.capture import prefill
 from index_build.predictor import fit_predictor, sample_rows
 from tests.tiny import loaded, token_ids
@@ -62,14 +62,14 @@ def test_wide_heads_are_fitted_by_several_threads() -> None:
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_beside: bool) -> None:
     """What is fitted beside it, by one thread, is what the layer's queries say."""
-    monkeypatch.setattr(pieces, "_PRODUCTS_BESIDE", 10**9 if is_beside else 0)
+    monkeypatch.setattr(build_layers, "_PRODUCTS_BESIDE", 10**9 if is_beside else 0)
     model = loaded()
     num_fitted = 0
     with ThreadPoolExecutor(2) as threads, threads_kept():
         torch.set_num_threads(2)
         for capture, leaving in prefill(model.model, torch.from_numpy(token_ids(300)).long()):
-            fit = pieces.fit_now_or_beside(model, capture, leaving)
-            arrays = pieces.index_beside(fit, capture, SketchConfig(), threads)
+            fit = build_layers.fit_now_or_beside(model, capture, leaving)
+            arrays = build_layers.index_beside(fit, capture, SketchConfig(), threads)
             if not model.geometry.is_predicted(capture.layer_idx + 1):
                 assert "next_query" not in arrays
                 continue
@@ -100,12 +100,12 @@ def test_who_comes_later_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
         assert in_index.wait(10)
         return alone(fit)()
 
-    monkeypatch.setattr(pieces, "index_arrays", make_index)
+    monkeypatch.setattr(build_layers, "index_arrays", make_index)
     model = loaded()
     capture, _ = next(iter(prefill(model.model, torch.from_numpy(token_ids(100)).long())))
     with ThreadPoolExecutor(2) as threads, threads_kept():
         torch.set_num_threads(2)
-        pieces.index_beside(fit_later, capture, SketchConfig(), threads)
+        build_layers.index_beside(fit_later, capture, SketchConfig(), threads)
         (thread := Thread(target=lambda: seen.append(torch.get_num_threads()))).start()
         thread.join()
     assert seen == [2]
@@ -118,5 +118,5 @@ def test_what_a_predictor_fails_with_is_raised() -> None:
     model, num_threads = loaded(), torch.get_num_threads()
     capture, _ = next(iter(prefill(model.model, torch.from_numpy(token_ids(100)).long())))
     with ThreadPoolExecutor(2) as threads, pytest.raises(RuntimeError, match="no predictor"):
-        pieces.index_beside(alone(fail), capture, SketchConfig(), threads)
+        build_layers.index_beside(alone(fail), capture, SketchConfig(), threads)
     assert torch.get_num_threads() == num_threads

@@ -19,10 +19,8 @@ from csattn.models import LoadedModel
 from csattn.models.families import FAMILIES, describe
 from csattn.models.loader import wrap_model
 from csattn.models.weights import weights_of
-from index_build.context_build import ContextBuild
-from index_build.pieces import BuildProgress, perform
+from index_build.board import BuildProgress
 from index_build.pipeline import build_artifact
-from index_build.plan import make_plan
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import ALL_FAMILIES, EVERY_FAMILY, byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
@@ -156,19 +154,6 @@ def test_a_build_that_is_cut_goes_on_and_gives_the_same_bytes(family: Family, tm
     model = family.artifact.spec.model
     for layer_idx in [i for i in range(model.num_layers) if not model.has_state(i)]:
         assert family.artifact.layer_kv(layer_idx).shape[1] == model.num_kept(layer_idx, len(CONTEXT))
-
-
-@pytest.mark.parametrize("family", [*EMULATED, "glm_moe_dsa"], indirect=True)
-def test_pieces_of_a_build_give_the_same_bytes(family: Family, tmp_path: Path) -> None:
-    """Prefill and index made apart: layers without an index are finished by prefill alone."""
-    plan = make_plan(family.loaded, CONTEXT, preset("default"), {})
-    build = ContextBuild(tmp_path, plan)
-    while build.outcome is None:
-        piece, *_ = build.due()
-        build.start(piece)
-        build.settle(piece, perform(piece, plan, tmp_path, family.loaded, 1))
-    assert build.outcome == "built"
-    assert verify_artifact(tmp_path / plan.spec.artifact_id).files == family.artifact.manifest.files
 
 
 def test_requests_beside_each_other_say_what_each_says_alone(family: Family, rng: np.random.Generator) -> None:

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
 from csattn.artifact.durable import unsynced
 from csattn.build_options import BuildOptions
 from index_build.batch import OUTCOMES, BatchReport, JobResult, run_batch
-from index_build.context_build import BuildState
+from index_build.board import BuildState
 from index_build.job_list import Job, read_jobs
 from workers.capacity import require_room_for_weights
 from workers.cli.building import use_threads
-from workers.cli.terminal import err, out, table, tell_json
+from workers.cli.terminal import Bar, err, out, table, tell_json
 from workers.cli.usage import UsageError
 
 HEARTBEAT_S = 15.0  # without a terminal, a line at least this often
@@ -37,7 +35,7 @@ def build_jobs(
     if progress != "json":
         err.print(f"{len(jobs)} contexts to build" + (f" on the Ray cluster {ray_address}" if ray_address else ""))
     finished: dict[int, JobResult] = {}
-    with JsonBatchProgress(jobs) if progress == "json" else BatchDisplay(jobs) as display:
+    with nullcontext(JsonBatchProgress(jobs)) if progress == "json" else BatchDisplay(jobs) as display:
 
         def on_result(idx: int, result: JobResult) -> None:
             finished[idx] = result
@@ -157,12 +155,6 @@ class JsonBatchProgress:
     def __init__(self, jobs: Sequence[Job]):
         self._totals, self._num_jobs, self._told = BatchTotals(jobs, time.monotonic()), len(jobs), 0.0
 
-    def __enter__(self) -> "JsonBatchProgress":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Nothing was opened."""
-
     def on_progress(self, idx: int, progress: BuildState) -> None:
         self._totals.update(idx, progress)
         if self._totals.done >= (self._told + 0.01) * self._totals.whole:
@@ -179,44 +171,35 @@ class JsonBatchProgress:
         tell_json({**what, **more})
 
 
-class BatchDisplay:
+class BatchDisplay(Bar):
     """A bar for all contexts and a line per result; without a terminal also a line now and then."""
 
     def __init__(self, jobs: Sequence[Job], clock: Callable[[], float] = time.monotonic):
+        super().__init__()
         self._jobs, self._clock = jobs, clock
         self._totals = BatchTotals(jobs, clock())
         self._last_line_s = clock()
         self._where: dict[int, str] = {}  # of the jobs in work
-        columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn()
-        self._bar = Progress(*columns, console=err, disable=not err.is_terminal)
-        self._all = self._bar.add_task("", total=1.0)
-
-    def __enter__(self) -> "BatchDisplay":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
 
     def on_progress(self, idx: int, progress: BuildState) -> None:
         self._totals.update(idx, progress)
         self._where[idx] = f"{self._jobs[idx].context.name} {progress.where}"
-        self._show("; ".join(self._where.values()), self._clock() - self._last_line_s >= HEARTBEAT_S)
+        self._tell("; ".join(self._where.values()), self._clock() - self._last_line_s >= HEARTBEAT_S)
 
     def on_result(self, idx: int, result: JobResult) -> None:
         self._totals.finish(idx, result)
         self._where.pop(idx, None)
         what = f"failed: {result.error}" if result.error else f"{result.outcome} in {result.seconds:.1f} s"
-        self._show(f"{result.job.context.name} {what}", True)
+        self._tell(f"{result.job.context.name} {what}", True)
 
-    def _show(self, what: str, as_line: bool) -> None:
+    def _tell(self, what: str, as_line: bool) -> None:
         """On the bar; as a line where it is due and nothing else would say so."""
         now_s = self._clock()
         totals = self._totals.totals(now_s)
         left = "" if totals.left_s is None else f", {totals.left_s:.0f} s left"
         done = f"{totals.num_finished}/{len(self._jobs)} contexts, {100 * totals.share:.0f} %"
         told = f"{what} ({done}, {totals.tokens_per_s:.0f} tokens/s{left})"
-        self._bar.update(self._all, description=told, completed=totals.share, refresh=True)
+        self.show(told, totals.share, 1.0)
         if as_line:
             self._last_line_s = now_s
             err.print(told, soft_wrap=True)

@@ -47,7 +47,7 @@ def build(
             _tell_special(loaded, text)
         plan = plan_text(text, "stdin" if context == "-" else Path(str(context)).name, options, loaded, device)
     with nullcontext() if sync else unsynced():
-        report = run_build(loaded, plan, store, JsonProgress() if progress == "json" else None)
+        report = run_build(loaded, plan, store, as_json=progress == "json")
     manifest = read_manifest(report.place)
     return {
         "artifact": report.artifact_id,
@@ -72,11 +72,9 @@ def _tell_special(loaded: LoadedModel, text: str) -> None:
         )
 
 
-def run_build(
-    loaded: LoadedModel, plan: Plan, store: Path | str, display: BuildDisplay | JsonProgress | None = None
-) -> BuildReport:
+def run_build(loaded: LoadedModel, plan: Plan, store: Path | str, *, as_json: bool = False) -> BuildReport:
     """Build with a progress display."""
-    with display or BuildDisplay() as display:
+    with nullcontext(JsonProgress()) if as_json else BuildDisplay() as display:
         report = build_plan(
             loaded,
             plan,

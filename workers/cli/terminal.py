@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from workers.words import harmless
 
 if TYPE_CHECKING:  # verbs that only look should not wait for torch, nor fail where it is broken
-    from index_build.pieces import BuildProgress
+    from index_build.board import BuildProgress
 
 
 class _Console(Console):
@@ -83,29 +83,33 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     return shown
 
 
-class BuildDisplay:
-    """A build's progress: a bar with layer, phase, rate and time left; a plain line per layer without a terminal."""
+class Bar:
+    """A bar on a terminal, and nothing elsewhere, as long as the block takes."""
 
-    def __init__(self) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}", markup=False),
-            TimeRemainingColumn(),
-            console=err,
-            disable=not err.is_terminal,
-        )
-        self._task = self._bar.add_task("prefill", total=None, rate="")
-        self._started = time.monotonic()
-        self._first_rows: int | None = None
+    def __init__(self, *more: ProgressColumn) -> None:
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), *more
+        self._bar = Progress(*columns, console=err, disable=not err.is_terminal)
+        self._task = self._bar.add_task("", total=None)
 
-    def __enter__(self) -> "BuildDisplay":
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()
+
+    def show(self, what: str, done: float, total: float, **fields: Any) -> None:
+        """fields: of more columns."""
+        self._bar.update(self._task, description=what, completed=done, total=total, refresh=True, **fields)
+
+
+class BuildDisplay(Bar):
+    """A build's progress: a bar with layer, phase, rate and time left; a plain line per layer without a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(TextColumn("{task.fields[rate]}", markup=False), TimeRemainingColumn())
+        self._started = time.monotonic()
+        self._first_rows: int | None = None
 
     def __call__(self, progress: "BuildProgress") -> None:
         rows = progress.layer_idx * progress.total + progress.done
@@ -115,9 +119,7 @@ class BuildDisplay:
         elapsed = time.monotonic() - self._started
         rate = (rows - self._first_rows) / progress.num_layers / max(elapsed, 1e-9)
         where = f"layer {progress.layer_idx + 1}/{progress.num_layers} {progress.phase:7}"
-        self._bar.update(
-            self._task, description=where, completed=rows, total=all_rows, rate=f"{rate:.0f} tokens/s", refresh=True
-        )
+        self.show(where, rows, all_rows, rate=f"{rate:.0f} tokens/s")
         if not err.is_terminal and progress.phase == "write":
             left = elapsed * (all_rows - rows) / max(rows - self._first_rows, 1)
             err.print(f"{where} {100 * rows / all_rows:.0f} %, {rate:.0f} tokens/s, {left:.0f} s left")
@@ -128,12 +130,6 @@ class JsonProgress:
 
     def __init__(self) -> None:
         self._told = -1.0
-
-    def __enter__(self) -> "JsonProgress":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Nothing was opened."""
 
     def __call__(self, progress: "BuildProgress") -> None:
         share = progress.share

@@ -11,7 +11,7 @@ from csattn.artifact import Artifact, ModelGeometry, open_artifact, verify_artif
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from csattn.models.loader import wrap_model
-from index_build.pieces import BuildProgress
+from index_build.board import BuildProgress
 from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator

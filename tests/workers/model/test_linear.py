@@ -8,8 +8,9 @@ from csattn.cpu.addresses import KindStage
 from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
-from workers.model.cpu import reference
+from csattn.models.spec import Activation
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
+from workers.model.torch_ops import activated
 
 DTYPES = ["float32", "bfloat16", "float16"]
 NAN = float("nan")
@@ -45,6 +46,27 @@ def run(
         team.run(tape)
 
 
+def definition(
+    x: torch.Tensor,  # [num_rows, num_in] float32
+    weight: torch.Tensor,  # [num_out, num_in]
+    out: torch.Tensor,  # [num_rows, num_out] float32: what was there before
+    bias: torch.Tensor | None = None,  # [num_out]
+    activation: Activation | None = None,
+    up_weight: torch.Tensor | None = None,  # [num_out, num_in]
+    up_bias: torch.Tensor | None = None,  # [num_out]
+    multiplier: float | None = None,
+) -> torch.Tensor:
+    """What is written to `out`, in float64."""
+    product = _product(x, weight, bias)
+    up = torch.ones_like(product) if up_weight is None else _product(x, up_weight, up_bias)
+    product = product * up if activation is None else activated(activation, product, up)
+    return (product if multiplier is None else out.double() + multiplier * product).float()
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
 SIZES = [(1, 1, 1), (1, 48, 32), (2, 17, 15), (3, 16, 33), (5, 31, 64), (33, 5, 100)]
 
 
@@ -71,7 +93,7 @@ def test_activations_agree_with_their_definitions(activation: str, gated: bool) 
 def test_activations_far_from_zero_and_of_no_number(activation: str) -> None:
     x = torch.tensor([-1e4, -200.0, -90.0, -1.0, 0.0, 90.0, 200.0, NAN])[:, None]
     weight, out = torch.ones(17, 1), torch.full((8, 17), NAN)
-    want = reference.linear(x, weight, out, activation=activation)
+    want = definition(x, weight, out, activation=activation)
     run(x, weight, out, activation=activation)
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5, equal_nan=True)
 
@@ -81,7 +103,7 @@ def check(weight: torch.Tensor, x: torch.Tensor, **options: object) -> None:
     wide = torch.full((num_rows + 2, num_out + 7), NAN)
     out = wide[1:-1, 3 : 3 + num_out]
     out.copy_(torch.randn(num_rows, num_out))
-    want = reference.linear(x, weight, out.clone(), **options)
+    want = definition(x, weight, out.clone(), **options)
     run(x, weight, out, **options)
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
     assert wide.isnan().sum() == wide.numel() - out.numel()

@@ -1,0 +1,191 @@
+"""The layers of a build: each is prefilled, indexed and written. What is there is left alone."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csattn.artifact import ArtifactSpec, WorkDir
+from csattn.artifact.layout import artifact_bytes, index_from_arrays, kv_file, state_file
+from csattn.config import IndexConfig
+from csattn.models import LoadedModel
+from csattn.models.lending import lent
+from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
+from csattn.torch_threads import alone, threads_kept
+from index_build.board import BuildProgress
+from index_build.layer import index_arrays
+from index_build.outbox import make_outbox
+from index_build.plan import Plan
+from index_build.predictor import fit_predictor, sample_rows
+
+if TYPE_CHECKING:  # transformers comes with it, which takes seconds: an index is made without
+    from index_build.capture import LayerCapture
+
+# On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
+_CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
+# of a fit, in the time that an index takes for each number of its keys, each by one thread
+_PRODUCTS_BESIDE = 1000
+
+Fit = Callable[[], dict[str, Tensor]]  # what `_fit_query` gives, or nothing
+
+
+OnProgress = Callable[[BuildProgress], None]
+
+
+class PhaseTimes:
+    """How long each part of a build took, checkpoints apart.
+
+    On a GPU all go on beside each other, and some layers are written at once.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = {"prefill": 0.0, "index": 0.0, "write": 0.0}
+        self._lock = Lock()
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[phase] += time.perf_counter() - started
+
+
+def make_layers(
+    loaded: LoadedModel,
+    plan: Plan,
+    work: WorkDir,
+    num_threads: int,
+    on_progress: OnProgress,
+    times: PhaseTimes,
+) -> None:
+    """Make the layers that are not there, from the last checkpoint on."""
+    from index_build.capture import may_begin, prefill
+
+    spec, num_layers = plan.spec, plan.spec.model.num_layers
+    is_there = [work.finished_layer(layer_idx) is not None for layer_idx in range(num_layers)]
+    if all(is_there):
+        return
+    done, on_gpu = 0, loaded.device.type == "cuda"
+
+    def report(layer_idx: int, phase: str, num_rows: int = 0) -> None:
+        nonlocal done
+        done += num_rows
+        on_progress(BuildProgress(layer_idx, num_layers, phase, done, spec.context_len))
+
+    layers = prefill(
+        loaded.model,
+        torch.from_numpy(np.array(plan.token_ids)).long(),
+        resume=work.load_checkpoint(is_there.index(False)),
+        on_chunk=lambda layer_idx, num_rows: report(layer_idx, "prefill", num_rows),
+    )
+    checkpoints = _CheckpointClock(on_gpu)
+    layer_bytes = artifact_bytes(spec) // num_layers
+    with ThreadPoolExecutor(num_threads) as threads, make_outbox(loaded.device, layer_bytes) as outbox:
+        while True:
+            with times.timed("prefill"):
+                capture, leaving = next(layers)
+            layer_idx = capture.layer_idx
+            can_resume = layer_idx + 1 < num_layers and may_begin(loaded.model, layer_idx + 1)
+            hidden = leaving.cpu() if can_resume and checkpoints.is_due() else None
+            keep = None if hidden is None else partial(work.save_checkpoint, layer_idx + 1, hidden)
+            if not is_there[layer_idx]:
+                report(layer_idx, "index")
+                with times.timed("index"):
+                    fit = fit_now_or_beside(loaded, capture, leaving)
+                kv = capture.kv[:, spec.context_len - spec.model.num_stored(layer_idx, spec.context_len) :]
+                make = partial(_make, capture, spec, fit, threads, times)
+                outbox.send(kv, make, partial(_write, work, layer_idx, times), keep)
+                report(layer_idx, "write")
+            else:
+                outbox.settle(keep)
+            if capture.is_reused_at_once:
+                outbox.settle()
+            done = 0
+            if layer_idx + 1 == num_layers:
+                return
+
+
+class _CheckpointClock:
+    """Says when hidden states should be kept."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._every_s = _CHECKPOINT_EVERY_S_ON_GPU if on_gpu else _CHECKPOINT_EVERY_S
+        self._last = time.monotonic()
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        due = now - self._last >= self._every_s
+        self._last = now if due else self._last
+        return due
+
+
+def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> Fit:
+    """How the next layer's query is predicted, where it is: fitted already, or to be fitted beside the index.
+
+    A CPU leaves it to one thread where the others take as long for the index: of small models, or of long contexts. A
+    GPU does not: prefill lends the model the same weights, which two threads must not do at once.
+    """
+    if not loaded.geometry.is_predicted(capture.layer_idx + 1):
+        return dict
+    rows = sample_rows(len(leaving), capture.q.shape[2])
+    samples = capture.hidden_in[rows], leaving[rows]
+    fit = partial(_fit_query, loaded.model, capture.layer_idx + 1, *samples)
+    num_products = len(samples) * samples[0].numel() * capture.q[:, 0].numel()
+    num_others = torch.get_num_threads() - 1
+    if capture.q.is_cuda or num_products * num_others > _PRODUCTS_BESIDE * capture.kv[:, :, 0].numel():
+        fitted = fit()
+        return lambda: fitted
+    return alone(fit)
+
+
+def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor]:
+    """`next_query`: how that layer's query is predicted, from samples of what enters the layer before and leaves it."""
+    with torch.inference_mode(), lent(model, layer_idx, PROJECTS_QUERIES) as layer:
+        early, own = (queries_before_rope(layer, hidden) for hidden in samples)
+        return {"next_query": fit_predictor(early, own)}
+
+
+def index_beside(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
+    """The arrays of a layer's index, and what is fitted beside it."""
+    with threads_kept():
+        fitted = threads.submit(fit)
+        return index_arrays(capture.q, capture.kv, config, threads) | fitted.result()
+
+
+def _make(
+    capture: "LayerCapture", spec: ArtifactSpec, fit: Fit, index_threads: Executor, times: PhaseTimes
+) -> Mapping[str, Tensor]:
+    """The arrays of the index, or the state of a layer without rows; and what is fitted."""
+    with times.timed("index"):
+        if capture.layer_idx not in spec.model.indexed_layers:
+            return (capture.state or {}) | fit()
+        arrays = index_beside(fit, capture, spec.index_config, index_threads)
+        if capture.q.is_cuda:
+            torch.cuda.current_stream().synchronize()  # for the clock's sake
+        return arrays
+
+
+def _write(
+    work: WorkDir,
+    layer_idx: int,
+    times: PhaseTimes,
+    arrays: Mapping[str, Tensor],  # KV, and what `_make` made
+) -> None:
+    with times.timed("write"):
+        is_state = "memory" in arrays
+        name, kept = (state_file(layer_idx), ("conv", "memory")) if is_state else (kv_file(layer_idx), ("kv",))
+        record = work.write_part(name, {key: arrays[key] for key in kept})
+        host = {key: array.numpy() for key, array in arrays.items() if key not in ("kv", *kept)}
+        next_query = host.pop("next_query", None)
+        work.finish_layer(
+            layer_idx, record, index_from_arrays(work.spec.index_config, work.spec.context_len, host, next_query)
+        )

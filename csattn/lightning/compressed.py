@@ -135,7 +135,7 @@ class CompressedAttention:
     def __init__(self, weights: CompressedWeights) -> None:
         weights.check()
         self._weights = weights
-        self._num_tokens = 0
+        self._num_tokens, self._is_whole = 0, True
         # in front of the compressed rows lie those of the window, then those of tokens that are on their way
         self._rows = _Compressed(weights.rows, front=weights.window - 1 + TOKENS)
         self._keys = None if weights.indexer is None else _Compressed(weights.indexer.keys)
@@ -147,11 +147,17 @@ class CompressedAttention:
     def append(self, hidden: Tensor) -> Tensor:
         """What the layer adds for the next tokens [num_tokens, hidden_size], which are normed: likewise.
 
-        Raises ArrayError for another width, dtype or device than that of its weights.
+        Raises ArrayError for another width, dtype or device than that of its weights, and ConfigError behind a call
+        that failed in its middle, for want of memory, say.
         """
         weights = self._weights
         require_array("hidden", hidden, ("num_tokens", weights.kv.shape[1]), weights.kv.dtype, like=weights.kv)
-        return torch.cat([self._append(some) for some in torch.split(hidden, TOKENS)])
+        if not self._is_whole:
+            raise ConfigError("an earlier append failed, so that rows are missing; begin the sequence again")
+        self._is_whole = False
+        out = torch.cat([self._append(some) for some in torch.split(hidden, TOKENS)])
+        self._is_whole = True
+        return out
 
     def _append(self, hidden: Tensor) -> Tensor:
         weights, num_tokens, before = self._weights, len(hidden), self._weights.window - 1

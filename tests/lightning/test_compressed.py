@@ -87,6 +87,17 @@ def test_in_bfloat16_it_is_as_near() -> None:
     assert (got - exact).norm() < 0.02 * exact.norm()
 
 
+def test_a_sequence_that_has_lost_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, hidden = CompressedAttention(CompressedWeights.of(*layer(SPARSE))), torch.randn(20, 48)
+    attention.append(hidden)
+    with monkeypatch.context() as within:
+        within.setattr(compressed, "sparse_mla", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            attention.append(hidden)
+    with pytest.raises(ConfigError, match="an earlier append failed"):
+        attention.append(hidden)
+
+
 def test_what_is_no_such_layer_is_refused() -> None:
     module, rotary = layer(SPARSE)
     with pytest.raises(ConfigError, match="layer 0 attends to a window only"):

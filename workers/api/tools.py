@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+from csattn.checks import lone_surrogate
 from workers.api.fields import Fields, told
 from workers.serving.messages import Tool, ToolCall, Turn
 
@@ -75,10 +76,11 @@ def read_call(fields: Fields, call_id: str) -> ToolCall:
     fields.finish()
     try:
         arguments = json.loads(written)
+        is_text = _is_text(arguments)
     except (ValueError, RecursionError):
-        arguments = None
+        arguments, is_text = None, True
     # a call that max_tokens cut off is sent back with all later turns
-    return ToolCall(call_id, name, arguments if isinstance(arguments, dict) else written)
+    return ToolCall(call_id, name, arguments if isinstance(arguments, dict) and is_text else written)
 
 
 def require_answered_calls(turns: tuple[Turn, ...], fields: Fields, name: str) -> None:
@@ -111,6 +113,8 @@ def _tool(value: object, where: str, is_nested: bool) -> Tool:
         fields.refuse("parameters", 'is not a JSON schema of "type": "object"')
     if not isinstance((parameters or {}).get("properties", {}), dict):
         fields.refuse("parameters", "has properties that are not an object")
+    if not _is_text(parameters):  # templates write it
+        fields.refuse("parameters", "holds half a surrogate pair (\\ud800 to \\udfff), which is no text")
     tool = Tool(
         checked_name(fields),
         {**(parameters or NO_PARAMETERS), "type": "object"},  # in the client's order: templates write it
@@ -120,6 +124,11 @@ def _tool(value: object, where: str, is_nested: bool) -> Tool:
     fields.finish()
     outer.finish()
     return tool
+
+
+def _is_text(value: object) -> bool:
+    """Whether what stands in this JSON has bytes. Raises RecursionError where it is too deep."""
+    return lone_surrogate(json.dumps(value, ensure_ascii=False)) is None
 
 
 def _choice(fields: Fields, names: list[str], is_nested: bool) -> str | list[str]:

@@ -9,6 +9,7 @@ Every file is written aside, flushed and renamed, by the holder of the artifact'
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -166,9 +167,10 @@ def remove(path: Path) -> None:
 def num_bytes_below(path: Path) -> int:
     """Of the files of a directory that others may be removing: of those that are left."""
     total = 0
-    for file in path.rglob("*"):
-        with suppress(OSError):
-            total += file.stat().st_size
+    for directory, _, names in os.walk(path):  # one that has gone is passed over
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(directory, name)).st_size
     return total
 
 

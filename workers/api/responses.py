@@ -1,16 +1,18 @@
 """OpenAI's Responses: what comes in as an `Ask`, and what goes out as items and events. Nothing is stored."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, cast
 
 from workers.api.answers import chat_score, usage
 from workers.api.asking import CHAT_TOKENS, Asked, ignore_what_changes_nothing, max_new_tokens, read_ours, read_sampling
 from workers.api.fields import Fields
 from workers.api.names import context_or_own
-from workers.api.tools import read_call, read_format, read_tools
+from workers.api.tools import MAX_TOOLS, read_call, read_format, read_tools
 from workers.api.turns import EFFORTS, ROLES, content_of, require_answerable, require_turns
-from workers.serving.messages import Ask, Done, Event, Piece, Turn
+from workers.serving.messages import Ask, CallPart, Done, Event, Piece, Turn
 from workers.settings import LimitSettings
 
 LOGPROBS = "message.output_text.logprobs"
@@ -93,7 +95,9 @@ class ResponseForm:
         return [self._event(kind, response=self._response(None)) for kind in kinds]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
+        # of the call that is open; all else that the piece has came after it
+        rest = list(takewhile(lambda part: not part.call_id, piece.calls))
+        events = self._call(rest)
         if piece.reasoning:
             events += self._open("reasoning")
             events.append(self._add("content", "response.reasoning_text.delta", piece.reasoning))
@@ -104,12 +108,7 @@ class ResponseForm:
             scores, self._scores = self._scores, []
             self._items[-1]["content"][0]["logprobs"] += scores
             events.append(self._add("content", "response.output_text.delta", piece.text, logprobs=scores))
-        for part in piece.calls:
-            if part.call_id:
-                events += self._open("function_call", part.call_id, part.name)
-            if part.arguments:
-                events.append(self._add("arguments", "response.function_call_arguments.delta", part.arguments))
-        return events
+        return events + self._call(piece.calls[len(rest) :])
 
     def last(self, index: int, done: Done) -> list[dict[str, Any]]:
         """What the stream ends with."""
@@ -122,6 +121,15 @@ class ResponseForm:
 
     def end(self, dones: list[Done]) -> list[dict[str, Any]]:
         return []
+
+    def _call(self, parts: Sequence[CallPart]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        for part in parts:
+            if part.call_id:
+                events += self._open("function_call", part.call_id, part.name)
+            if part.arguments:
+                events.append(self._add("arguments", "response.function_call_arguments.delta", part.arguments))
+        return events
 
     def _open(self, kind: str, call_id: str = "", name: str = "") -> list[dict[str, Any]]:
         """An item of that kind, unless it is open; a call is always another one."""
@@ -259,6 +267,8 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
         call = read_call(fields, fields.needed_text("call_id", 256))
         if not turns or turns[-1].role != "assistant":
             turns.append(Turn("assistant", "", reasoning=reasoning))
+        if len(turns[-1].calls) == MAX_TOOLS:
+            fields.refuse("call_id", f"is that of one call more than the {MAX_TOOLS} that a turn may have")
         turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, call))
     else:
         call_id, output = fields.needed_text("call_id", 256), fields.any_of("output")

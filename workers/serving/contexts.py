@@ -33,6 +33,7 @@ from workers.serving.usable import Known
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
 MAX_BUILDS = 1  # at the same time
+MAX_ENTERING = 2  # texts that are cut into tokens at the same time: whoever reads a file needs one of the same threads
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _DISK_S = 30.0  # until one who was told of the disk may ask again
 
@@ -58,7 +59,7 @@ class Contexts:
     def __init__(self, store: Path, builder: Builder, texts: ContextTexts, look: Look) -> None:
         self._store, self._builder, self._texts, self._look = store, builder, texts, look
         self._file = ContextFile(store)
-        self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
+        self._turn_to_build, self._turn_to_enter = asyncio.Semaphore(MAX_BUILDS), asyncio.Semaphore(MAX_ENTERING)
         self._builds: dict[str, _Build] = {}
         self._num_failed = 0
         self._is_closed = False
@@ -115,7 +116,8 @@ class Contexts:
         data = text.encode()
         digest = hashlib.sha256(data).hexdigest()
         try:
-            record = await asyncio.to_thread(self._enter, name, text, data, digest)
+            async with self._turn_to_enter:
+                record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
             raise self._refusal("registered", error) from error
         if record.state == "building":

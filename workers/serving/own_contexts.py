@@ -73,6 +73,7 @@ class OwnContexts:
         self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
         self._index_config = preset(settings.build.preset)
         self._checked: set[Path] = set()  # own ones whose every byte was looked at
+        self._looks: dict[Path, asyncio.Task[bool]] = {}  # at every byte, under way
         self._builds: dict[_Key, _Build] = {}
         self._turn_to_build = asyncio.Semaphore(1)  # its own: who waits here is not behind builds that nobody waits for
         self.setbacks = Setbacks()
@@ -89,8 +90,12 @@ class OwnContexts:
         self, token_ids: Sequence[int], salt: str, registered: Sequence[Path], without: Collection[Path] = ()
     ) -> Found:
         """The longest context that the prompt begins with. registered: contexts that all may find."""
-        ids, directory = np.asarray(token_ids, np.int32), self._of(salt)
-        return await asyncio.to_thread(self._longest, ids, directory, registered, without)
+        ids, directory, without = np.asarray(token_ids, np.int32), self._of(salt), set(without)
+        while True:
+            found = await asyncio.to_thread(self._longest, ids, directory, registered, without)
+            if found.path is None or found.path.parent != directory or await self._is_sound(found.path):
+                return found
+            without.add(found.path)
 
     async def make(self, token_ids: Sequence[int], salt: str) -> Found:
         """A context of the prompt's first tokens, `cut_of` them. Raises a ServingError where none can be made."""
@@ -133,8 +138,6 @@ class OwnContexts:
             num_tokens = len(tokens[path])
             if num_tokens < len(ids) and np.array_equal(tokens[path], ids[:num_tokens]):
                 if path in own:
-                    if not self._is_sound(path):
-                        continue
                     with suppress(OSError):
                         os.utime(path)  # used now
                 return Found(path, num_tokens)
@@ -145,10 +148,16 @@ class OwnContexts:
         known = self._usable.recall(path)
         return known.token_ids if known.spec and known.spec.index_config == self._index_config else None
 
-    def _is_sound(self, path: Path) -> bool:
-        """Every byte is looked at, once. One that is damaged goes, and is made again."""
+    async def _is_sound(self, path: Path) -> bool:
+        """Every byte is looked at, once for all who ask. One that is damaged goes, and is made again."""
         if path in self._checked:
-            return path.exists()
+            return True
+        if path not in self._looks:
+            look = self._looks[path] = asyncio.create_task(asyncio.to_thread(self._look, path))
+            look.add_done_callback(lambda look: self._looks.pop(path) and (look.cancelled() or look.exception()))
+        return await asyncio.shield(self._looks[path])  # one who leaves does not end it for the others
+
+    def _look(self, path: Path) -> bool:
         try:
             open_artifact(path, verify="full").close()
         except ArtifactRoomError:  # it may be sound

@@ -31,7 +31,7 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
         with _template_errors(ask.field):
             turns, tools = messages_of(ask.turns), tool_specs(ask.tools)
             ids = conversation_ids(tokenizer, context, turns, wrapping, tools, _options(ask))
-            return ids.tolist()  # type: ignore[no-any-return]
+        return _some(ids.tolist(), ask)
     except (ArtifactMismatchError, ModelError) as error:
         raise BadRequestError(str(error), ask.field) from error
 
@@ -44,9 +44,7 @@ def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
         ids: list[int] = tokenizer(ask.prompt).input_ids
     else:
         ids = tokenizer(_written(tokenizer, ask), add_special_tokens=False).input_ids
-    if not ids:
-        raise BadRequestError("the prompt has no token; send some text", ask.field)
-    return ids
+    return _some(ids, ask)
 
 
 def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: int) -> Tokens:
@@ -59,6 +57,13 @@ def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: in
         adds_special = False  # the template has written them
     ids = tokenizer(text, add_special_tokens=adds_special).input_ids
     return Tokens(ids=tuple(ids), texts=tuple(tokenizer.convert_ids_to_tokens(ids)), max_positions=max_positions)
+
+
+def _some(ids: list[int], ask: Ask) -> list[int]:
+    """A step has a token of each of its requests: there has to be one."""
+    if not ids:
+        raise BadRequestError("the prompt has no token; send some text", ask.field)
+    return ids
 
 
 def _written(tokenizer: Any, ask: Conversation, speaks_next: bool = True) -> str:

@@ -147,9 +147,7 @@ class Scheduler:
                 self._end(request, "timeout", error)
             elif not request.outlet.is_full:
                 request.paused_at = None
-            elif request.paused_at is None:
-                request.paused_at = now
-            elif now - request.paused_at >= STALL_S:
+            elif request.paused_at is not None and now - request.paused_at >= STALL_S:
                 error = TimedOutError(f"the answer was not read for {STALL_S:.0f} s; read it as it comes")
                 self._end(request, "timeout", error)
 
@@ -352,6 +350,8 @@ class Scheduler:
     def _put(self, request: Request, event: Event | ServingError | None) -> None:
         if event is not None:
             request.outlet.put(request.told(event) if isinstance(event, Piece) else event)
+            if request.outlet.is_full and request.paused_at is None:
+                request.paused_at = self.clock()
             self._touched[request.outlet] = None
 
     def _end(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:
@@ -391,7 +391,7 @@ class Scheduler:
         if can_admit or any(not request.outlet.is_full for request in running):
             return 0.0
         ends = [request.deadline for request in [*self._queue, *running]]
-        ends += [STALL_S + (self.clock() if r.paused_at is None else r.paused_at) for r in running]
+        ends += [STALL_S + request.paused_at for request in running if request.paused_at is not None]
         return max(0.0, min(ends) - self.clock()) if ends else None
 
 

@@ -21,24 +21,22 @@ class TextStream:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._token_ids: list[int] = []  # the last ones: what is before them changes no text from here on
+        self._token_ids: list[int] = []  # the first ones and the last: what is between changes no text from here on
         self._told = 0  # characters of their text that were passed on
         self._skipped = set(tokenizer.all_special_ids)
         self._in_bytes = False  # in a run of tokens that are bytes: decoders judge it as a whole
 
     def add(self, token_id: int) -> str:
-        if self._token_ids and token_id == self._token_ids[-1] and token_id in self._skipped:
-            return ""  # an end that is ignored comes again and again
+        if token_id in self._skipped:
+            return ""
         self._token_ids.append(token_id)
-        if token_id not in self._skipped:
-            self._in_bytes = bool(_BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""))
+        self._in_bytes = bool(_BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""))
         if self._in_bytes:
             return ""
         text = decode(self._tokenizer, self._token_ids)
-        if text.endswith(_UNFINISHED):
-            return ""
-        piece, self._told = text[self._told :], len(text)
-        if len(self._token_ids) >= 2 * _WINDOW:
+        certain = len(text) - text.endswith(_UNFINISHED)
+        piece, self._told = text[self._told : certain], certain
+        if len(self._token_ids) >= 3 * _WINDOW:
             self._forget(text)
         return piece
 
@@ -53,13 +51,16 @@ class TextStream:
         return piece
 
     def _forget(self, text: str) -> None:
-        """Drop early tokens, if the text of the late ones is the same without them. A decoder may strip a text's start,
-        so some text has to stay before what is to come. A character has at most four tokens: one of four begins one."""
-        for num_late in range(_WINDOW, _WINDOW + 4):
-            late = self._token_ids[-num_late:]
-            late_text = decode(self._tokenizer, late)
-            if late_text and text.endswith(late_text):
-                self._token_ids, self._told = late, len(late_text)
+        """Drop what is between the first tokens and the last, if the text of the last is the same without it. The first
+        stay, for a decoder may strip a text's start. A character has at most four tokens: one of four begins one."""
+        first = self._token_ids[:_WINDOW]
+        start, num_untold = decode(self._tokenizer, first), len(text) - self._told
+        for num_last in range(_WINDOW, _WINDOW + 4):
+            token_ids = first + self._token_ids[-num_last:]
+            kept = decode(self._tokenizer, token_ids)
+            end = kept[len(start) :]
+            if kept.startswith(start) and text.endswith(end) and len(end) >= num_untold:
+                self._token_ids, self._told = token_ids, len(kept) - num_untold
                 return
 
 

@@ -114,6 +114,9 @@ def tool_specs(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """Turns as templates take them."""
+    names: dict[str, str] = {}  # by the id of the first call that has it
+    for call in (call for turn in turns for call in turn.calls):
+        names.setdefault(call.call_id, call.name)
     messages = []
     for turn in turns:
         message: dict[str, Any] = {"role": turn.role, "content": turn.content}
@@ -125,9 +128,7 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         if turn.role == "tool":
-            called = (call for other in turns for call in other.calls)
-            name = next((call.name for call in called if call.call_id == turn.call_id), "")
-            message |= {"tool_call_id": turn.call_id, "name": name}
+            message |= {"tool_call_id": turn.call_id, "name": names.get(turn.call_id, "")}
         messages.append(message)
     return messages
 

@@ -159,6 +159,12 @@ def test_calls_that_were_cut_off_and_answers_without_text_go_back_in() -> None:
     assert said[2] == Turn("assistant", "")
 
 
+def test_arguments_that_have_no_bytes_go_back_in_as_they_came() -> None:
+    written = '{"x": "\\ud800"}'
+    turns = [CHAT["messages"][0], {**CALLING, "tool_calls": [call_with(arguments=written)]}, CHAT["messages"][0]]
+    assert ask_of(chat(messages=turns)).turns[1].calls[0].arguments == written
+
+
 def test_a_schema_goes_into_the_prompt_as_it_came() -> None:
     written = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "title": "f", "type": "object"}
     [tool] = ask_of(chat(tools=[tool_with(parameters=written)])).tools

@@ -10,8 +10,18 @@ import pytest
 from tests.workers.api.fake_backend import CONTEXT_TOKENS, Script
 from tests.workers.api.running import Running, serving
 from tests.workers.api.test_choices import CALLS
-from workers.api.responses import read_response
-from workers.serving.messages import BadRequestError, Piece, TokenScore, Tool, ToolCall, Turn, WorkerLostError
+from workers.api.responses import ResponseForm, read_response
+from workers.serving.messages import (
+    BadRequestError,
+    CallPart,
+    Done,
+    Piece,
+    TokenScore,
+    Tool,
+    ToolCall,
+    Turn,
+    WorkerLostError,
+)
 from workers.settings import LimitSettings
 
 MODEL = "smollm2-135m@handbook"
@@ -100,6 +110,16 @@ def test_what_fails_in_mid_stream_is_an_event(service: Running, client: openai.O
     assert [event.type for event in said][-1] == "response.output_text.delta"
 
 
+def test_a_piece_with_the_end_of_a_call_and_what_is_said_behind_it() -> None:
+    """As it comes where all of that could have become a stop string."""
+    body = {"model": MODEL, "input": "?", "tools": [TOOL]}
+    form = ResponseForm(read_response(body, "id", "smollm2-135m", LimitSettings()))
+    call = Piece("", calls=(CallPart(0, '{"a": ', call_id="123456789", name="add"),))
+    done = Done(reason="tool_calls", context_tokens=0, question_tokens=1, cached_tokens=0, new_tokens=9)
+    one, other = form.whole([[call, Piece("So.", calls=(CallPart(0, "1}"),))]], [done])["output"]
+    assert (one["type"], one["arguments"], other["content"][0]["text"]) == ("function_call", '{"a": 1}', "So.")
+
+
 def test_a_conversation_of_items() -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
@@ -151,6 +171,10 @@ def test_the_form_of_an_answer() -> None:
         (
             {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
             "input must not answer a call of a tool that no message before has made",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": f"c{i}", "name": "f"} for i in range(129)]},
+            r"input\[128\].call_id is that of one call more than the 128",
         ),
         ({"previous_response_id": "resp_1"}, "previous_response_id is .*nothing is stored here"),
         ({"conversation": "conv_1"}, "nothing is stored here"),

@@ -6,6 +6,7 @@ import hashlib
 import pickle
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from csattn.errors import StoreFullError
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
-from tests.workers.serving.registry import registry, settings_of
+from tests.workers.serving.registry import AnyText, registry, settings_of
 from tests.workers.serving.test_contexts import ended
 from workers.serving import context_file, local
 from workers.serving import contexts as contexts_module
@@ -129,6 +130,37 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(
         [left] = (tmp_path / "store" / TEXTS).iterdir()
         assert left.read_text() == "a text", "of what was refused nothing is kept"
         assert (await contexts.register("a", "a text")).state == "building"
+        await contexts.close()
+
+    asyncio.run(main())
+
+
+def test_many_texts_at_once_leave_threads_to_who_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are few, and to make tokens of a long text takes one for seconds."""
+    may_go_on, coming = threading.Event(), list[int]()
+
+    def require(self: Any, text: str) -> None:
+        coming.append(1)
+        assert may_go_on.wait(20.0)
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(AnyText, "require", require)
+    monkeypatch.setattr(Builder, "build", never)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3))
+        contexts = registry(tmp_path)
+        entering = [asyncio.create_task(contexts.register(f"c{number}", "a text")) for number in range(4)]
+        while len(coming) < 2:
+            await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(10.0):
+                assert await contexts.infos() == []
+        finally:
+            may_go_on.set()
+        assert {info.state for info in await asyncio.gather(*entering)} == {"building"}
         await contexts.close()
 
     asyncio.run(main())

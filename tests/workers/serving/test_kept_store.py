@@ -33,6 +33,21 @@ def test_what_was_kept_is_measured_and_removed_and_made_again(tmp_path: Path, bu
     assert kept_files(tmp_path / "none") == KeptFiles(0, 0, 0)
 
 
+def test_a_context_that_goes_while_all_are_measured_counts_nothing(tmp_path: Path, monkeypatch) -> None:
+    """Another service removes it: this one would else fail the request for whose context it makes room."""
+    said, real, gone = answers(tmp_path, ASKED[0]), os.scandir, list[str]()
+
+    def look(path: Any) -> Any:
+        if len(Path(path).name) == 16:
+            gone.append(str(path))
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", look)
+    there = kept_files(tmp_path)
+    assert said and gone and (there.num_contexts, there.context_bytes) == (1, 0)
+
+
 def test_nothing_is_removed_while_a_service_uses_the_store(tmp_path: Path) -> None:
     async def main() -> None:
         async with make_backend(tmp_path) as backend:

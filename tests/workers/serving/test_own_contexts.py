@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,30 @@ def test_a_damaged_context_is_made_again(tmp_path, builds, name) -> None:
     assert again.cached_tokens < again.context_tokens
 
 
+def test_every_byte_is_looked_at_by_one_of_many_who_come_at_once(tmp_path, builds, monkeypatch) -> None:
+    """All threads would else read the same, and whoever wants a file of the store would wait for them."""
+    answers(tmp_path, ask(DOCUMENT + FIRST, new=1))
+    looks, real = [], own_contexts.open_artifact
+
+    def look(path: Path, **options: Any) -> Artifact:
+        looks.append(path)
+        time.sleep(0.2)
+        return real(path, **options)
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            finds = [asyncio.create_task(answer(backend, ask(DOCUMENT + FIRST, new=1))) for _ in range(4)]
+            while not looks:
+                await asyncio.sleep(0.01)
+            finds[0].cancel()
+            await asyncio.wait(finds)
+            assert finds[0].cancelled() and all(find.result()[1].context_tokens for find in finds[1:])
+
+    monkeypatch.setattr(own_contexts, "open_artifact", look)
+    asyncio.run(main())
+    assert len(looks) == 1
+
+
 def test_a_context_that_the_process_may_not_map_stays(tmp_path, builds, monkeypatch) -> None:
     asked = ask(DOCUMENT + "Which are red?")
     [(want, _)] = answers(tmp_path, asked)
@@ -148,7 +173,7 @@ def test_a_context_that_the_process_may_not_map_stays(tmp_path, builds, monkeypa
         async with make_backend(tmp_path) as backend:
             with monkeypatch.context() as patch:
                 patch.setattr(own_contexts, "open_artifact", refuse)
-                assert not backend._beginnings.own_contexts._is_sound(made)
+                assert not await backend._beginnings.own_contexts._is_sound(made)
             assert made.stat().st_ino == inode
             assert (await answer(backend, asked))[0] == want and len(builds) == 1
 

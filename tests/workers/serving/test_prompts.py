@@ -124,6 +124,22 @@ def test_a_context_without_a_template_takes_one_message(bare) -> None:
         prompt_ids(TOKENIZER, bare, ask(("system", "a"), ("user", "b")))
 
 
+def test_a_message_of_which_the_template_writes_nothing_is_refused() -> None:
+    """A step without a token of it would fail for all requests."""
+    tokenizer = byte_tokenizer("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+
+    class Manifest:
+        build_notes = {"wrapping": "system"}  # noqa: RUF012
+
+    class Opened:
+        manifest = Manifest()
+        token_ids = context_ids(tokenizer, text_of("heron"), "system")
+
+    with pytest.raises(BadRequestError, match="the prompt has no token; send some text") as refused:
+        prompt_ids(tokenizer, Opened(), ask(("user", "")))
+    assert refused.value.param == "messages"
+
+
 def test_a_template_that_puts_questions_first_is_refused(artifact) -> None:
     tokenizer = byte_tokenizer("{% for message in messages[::-1] %}[{{ message['content'] }}]{% endfor %}")
     with pytest.raises(BadRequestError, match="after the context"):

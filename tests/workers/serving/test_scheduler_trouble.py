@@ -78,8 +78,7 @@ def test_a_reader_that_does_not_read_is_waited_for_and_then_left(built: Path) ->
         scheduler.turn()
     stuck = make_request(scheduler, max_new_tokens=MAX_UNREAD + 300)
     run(scheduler)
-    scheduler.turn()
-    clock.now += STALL_S
+    clock.now += STALL_S  # though nothing has come meanwhile that the scheduler would have woken for
     scheduler.turn()
     assert stuck.is_over and len(stuck.outlet) == MAX_UNREAD + 1
     assert isinstance(read(stuck)[1], TimedOutError)

@@ -53,14 +53,6 @@ def test_runs_of_bytes_and_words_come_through_metaspace(token_ids) -> None:
     assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids)
 
 
-@pytest.mark.parametrize("char", ["a", "é", "好", "😀", "\n", "\u3000", " "])
-def test_a_stream_without_end_keeps_few_tokens(char: str) -> None:
-    """Also where a character is as many tokens as no window of them begins with one."""
-    stream = TextStream(BYTES)
-    told = "".join(map(stream.add, BYTES(100 * char).input_ids))
-    assert told + stream.finish() == 100 * char and len(stream._token_ids) < 20
-
-
 def test_a_space_after_many_silent_tokens_is_not_lost() -> None:
     """A decoder that strips a text's first space must not be shown a text that begins there."""
     token_ids = [256, *[262] * 50, 257]
@@ -71,26 +63,43 @@ def test_a_character_is_told_when_its_last_byte_is_there() -> None:
     assert streamed(BYTES, BYTES("aé\u20ac").input_ids) == ["a", "", "é", "", "", "\u20ac", ""]
 
 
-def test_old_tokens_are_not_decoded_again_and_again() -> None:
+EURO, NO_CHARACTER = BYTES("\u20ac").input_ids, BYTES.get_vocab()["ÿ"]  # three bytes; one that none begins with
+REPEATED = {
+    "words": (BYTES, BYTES("the tide is high at noon. ").input_ids),
+    "line ends": (BYTES, BYTES("\n").input_ids),
+    "three bytes each": (BYTES, BYTES("\u597d").input_ids),
+    "wide spaces": (BYTES, BYTES("\u3000").input_ids),
+    "no character": (BYTES, [NO_CHARACTER]),
+    "a part of one": (BYTES, EURO[:1]),
+    "ends": (METASPACE, [262, 263]),
+}
+
+
+@pytest.mark.parametrize(("tokenizer", "token_ids"), REPEATED.values(), ids=REPEATED)
+def test_old_tokens_are_not_decoded_again_and_again(tokenizer, token_ids) -> None:
     seen = []
 
     class Counting:
         def __getattr__(self, name):
-            return getattr(BYTES, name)
+            return getattr(tokenizer, name)
 
         def decode(self, token_ids, **options):
             seen.append(len(token_ids))
-            return BYTES.decode(token_ids, **options)
+            return tokenizer.decode(token_ids, **options)
 
-    streamed(Counting(), BYTES("the tide is high at noon. " * 40).input_ids)
+    many = (token_ids * 400)[:999]
+    assert "".join(streamed(Counting(), many)) == decode(tokenizer, many)
     assert max(seen) <= 40
 
 
-def test_an_end_that_is_ignored_and_comes_again_is_not_kept() -> None:
-    stream = TextStream(METASPACE)
-    for token_id in [256, *[262] * 100]:
-        stream.add(token_id)
-    assert len(stream._token_ids) <= 2
+@given(st.lists(st.sampled_from([*BYTES(" \nA").input_ids, *EURO, NO_CHARACTER]), max_size=200))
+def test_parts_of_characters_come_through_bytes(token_ids) -> None:
+    assert "".join(streamed(BYTES, token_ids)) == decode(BYTES, token_ids)
+
+
+@given(st.lists(st.sampled_from([0x0A, 0xE2, 0x82, 0xAC, 0xFF, *range(256, 264)]), max_size=200))
+def test_parts_of_characters_come_through_metaspace(token_ids) -> None:
+    assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids)
 
 
 def stopped_by_definition(text: str, stops: list[str]) -> str:

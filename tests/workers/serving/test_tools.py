@@ -98,6 +98,20 @@ def test_a_call_that_was_cut_off_is_written_as_it_came(kind: str) -> None:
     assert r'"{\"a\": 1"' in tokenizer.decode(written.ids)
 
 
+def test_calls_are_looked_at_once_however_many_tools_answer() -> None:
+    class Calls(tuple):
+        num_looks = 0
+
+        def __iter__(self) -> Any:
+            Calls.num_looks += 1
+            return super().__iter__()
+
+    called = [Turn("assistant", "", Calls([ToolCall(f"c{n}", f"f{n}", {})])) for n in range(20)]
+    told = messages_of([*called, *(Turn("tool", "2", call_id=f"c{n}") for n in range(21))])
+    assert [message["name"] for message in told[20:]] == [*(f"f{n}" for n in range(20)), ""]
+    assert Calls.num_looks <= 2 * len(called)
+
+
 def test_forms_are_known_by_the_template() -> None:
     for kind, form in (("hermes", HERMES), ("may_think", HERMES), ("mistral", MISTRAL), ("llama", LLAMA)):
         assert ChatForm(chat_model(kind).tokenizer).calls is form

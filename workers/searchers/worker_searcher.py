@@ -103,13 +103,18 @@ class WorkerSearcher:
         self._layers.clear()
 
     def attach(self, memory: SharedMemory) -> None:
-        """Steps are searched in that memory from now on; it must live as long as they are."""
+        """Steps are searched in that memory from now on; it must live as long as they are.
+
+        A worker that cannot map it would answer from other memory: it is given up, and started again.
+        """
         self._own.attach(memory)
         with self._contexts.lock:
             self._contexts.step_memory = memory
-            failure = tell_all(self._channels(), ATTACH, memory=memory, patience_s=HUNG_S)
-        if failure is not None:
-            raise SearchLostError(f"a search worker cannot map the memory of the steps: {failure}")
+            channels = self._channels()
+            self._fault = tell_all(channels, ATTACH, memory=memory, patience_s=HUNG_S) or self._fault
+        for channel in channels:
+            if channel.failure is not None:
+                channel.end_process()
 
     def run_step(self, plan: StepPlan, since: int) -> bool:
         """`StepSearches.run_step`, shared out among the workers. Called by a thread that does nothing else."""
@@ -199,8 +204,8 @@ class WorkerSearcher:
             step = LayerStep(searches, len(self._supervisors))
             if self._memory is None or step.num_bytes > len(self._memory.array):
                 self._memory = layer_memory(2 * step.num_bytes)
-                self.attach(self._memory)
                 self._layers.clear()
+                self.attach(self._memory)
             elif len(self._layers) >= MAX_PLANS:
                 self._layers.clear()
             step.lie_in(self._memory)

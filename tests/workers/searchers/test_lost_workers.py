@@ -202,6 +202,24 @@ def test_a_worker_that_fails_is_asked_again(artifact: Artifact, monkeypatch: pyt
         assert searcher.health().num_searched_here == 2
 
 
+def test_a_worker_that_cannot_map_new_memory_is_replaced(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that were planned before are not searched in the old memory."""
+    launch = Threads()
+    with WorkerSearcher(2, launch=launch) as searcher:
+        searcher.load(0, artifact)
+        search_layer(searcher, [make_step(artifact, 1, 5)], {0: artifact}, 1)
+        searches = launch.started[0].worker._searches
+        assert searches is not None
+        monkeypatch.setattr(searches, "attach", lambda memory: 1 / 0)
+        for num_rows, top_k in ((40, 9000), (1, 5), (2, 5)):
+            search_layer(searcher, [make_step(artifact, num_rows, top_k, seed=num_rows)], {0: artifact}, 1)
+        wait_until(lambda: searcher.health().num_losses == 1 and searcher.health().num_alive == 2)
+        assert "ZeroDivisionError" in searcher.health().fault
+        before = searcher.health().num_searched_here
+        search_layer(searcher, [make_step(artifact, 1, 5, seed=3)], {0: artifact}, 2)
+        assert searcher.health().num_searched_here == before
+
+
 def test_where_nobody_can_search_the_search_is_lost(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self, *asked) -> None:
         raise MemoryError("not a byte left")

@@ -206,6 +206,7 @@ class CpuEngine:
         lens = np.array(seen_lens(slots, {slot: self._requests[slot].tail_len for slot in slots}), np.int64)
         plan = self._plans.plan([self._requests[slot] for slot in slots], lens)
         if plan is not self._plan:
+            self._plan = None  # what fails halfway leaves a mixture of both
             self._attention.set_plan(plan)
             self._plan = plan
         model, order = self._model, plan.order

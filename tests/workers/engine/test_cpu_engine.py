@@ -288,6 +288,20 @@ def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, 
     assert_same(got, want)
 
 
+def test_states_take_the_tokens_of_a_step_in_their_order(store) -> None:
+    """Though rows that are searched for are worked on before the others."""
+    config = SearchConfig(keep=0.05, window_len=64, search_period=3)
+    got = Talk(0, config, "csattn", list(range(1, 12)), 3)
+    with opened(store, "qwen3_next", 0) as artifact, make_engine([artifact], "qwen3_next") as engine:
+        want = alone(engine, got)
+        engine.open(0, 0, config, "csattn")
+        for token in got.question[:-1]:
+            engine.step([StepRow(0, token)])
+            got.fed += 1
+        drive(engine, got)
+    assert_same(got, want)
+
+
 def test_a_step_tells_what_follows_rows_that_ask(store) -> None:
     """Questions of two requests, one without a context, mixed."""
     tokens = [(1, 4), (0, 5), (1, 6), (0, 7), (0, 8)]

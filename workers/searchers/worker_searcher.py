@@ -125,7 +125,11 @@ class WorkerSearcher:
         self._await_end()
         step, patience_s = self._step_of(searches)
         step.write(searches)
-        self._under_way = self._ask(step.plan, layer_idx, 0), step, patience_s, searches
+        try:
+            self._under_way = self._ask(step.plan, layer_idx, 0), step, patience_s, searches
+        except BaseException:
+            self._leave_memory()  # some were asked
+            raise
 
     def finish(self) -> None:
         """Return when every `out` is filled. Raises SearchLostError where not even this process can search."""
@@ -190,10 +194,14 @@ class WorkerSearcher:
         try:
             self._end_of(run, patience_s)
         finally:
-            if run.lost_any:  # where processes cannot be ended for certain, one may still write
-                self._memory = None
-                self._layers.clear()
+            if run.lost_any:
+                self._leave_memory()
         return step, searches
+
+    def _leave_memory(self) -> None:
+        """Where processes cannot be ended for certain, one may still write there."""
+        self._memory = None
+        self._layers.clear()
 
     def _step_of(self, searches: Sequence[RowSearch]) -> tuple[LayerStep, float]:
         """In memory that has room for it, and how long to wait for a record."""

@@ -67,11 +67,12 @@ class BlockFiles:
             return False
 
     def read(self, key: str, label: bytes) -> Bytes | None:
-        """The block's bytes, if they are there and as they were written. A file that was altered is removed."""
+        """The block's bytes, if they are there and as they were written. A file that was altered is removed, but not
+        one that memory has no room for."""
         path = self._path(key)
         try:
             data = np.fromfile(path, np.uint8)
-        except OSError:
+        except (OSError, MemoryError):
             return None
         fault = fault_of(data)
         if fault is None:
@@ -80,7 +81,7 @@ class BlockFiles:
                 return None  # another block's
             with suppress(OSError):
                 os.utime(path)
-            return data[_HEAD.size : label_start]
+            return data[_HEAD.size : label_start].copy()  # not a view, which would hold on to the label
         _log.warning("%s %s: it is removed, and made anew when it is wanted", path, fault)
         with suppress(OSError):
             path.unlink()
@@ -130,7 +131,7 @@ class BlockFiles:
                 return
             with suppress(OSError):
                 path.unlink()
-            left -= self._sizes.pop(path)
+            left -= self._sizes.pop(path, 0)  # a reader may have removed it meanwhile
 
     def _look(self) -> dict[Path, float]:
         """What is there, and when it was used last; not at all where the clock has been set back since."""

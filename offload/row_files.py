@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +32,17 @@ class RowFiles:
     """Arrays of bytes in files, one per layer. Owns the open files and the threads that read. Any thread may ask."""
 
     def __init__(self, layers: Sequence[FileSpan]):
+        """Raises DiskError for files that cannot be read or are too short, and where there are no threads to read."""
         self._layers = list(layers)
         self._files: list[DiskFile] = []
         try:
             self._files.extend(DiskFile(layer.path) for layer in layers)
             for layer in self._layers:
                 _require_size(layer)
+            self._readers = _start_readers()
         except BaseException:
             self._close_files()
             raise
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="csattn-disk")
 
     def __repr__(self) -> str:
         how = "past the page cache" if self.direct else "through the page cache"
@@ -101,6 +103,23 @@ class RowFiles:
     def _close_files(self) -> None:
         for file in self._files:
             file.close()
+
+
+def _start_readers() -> ThreadPoolExecutor:
+    """All threads at once: where one cannot be started for a read, what was handed over before goes on behind its back,
+    in scratch memory that others use by then."""
+    readers, all_there = ThreadPoolExecutor(_NUM_READERS, "csattn-disk"), Barrier(_NUM_READERS)
+    try:
+        for _ in range(_NUM_READERS):
+            readers.submit(all_there.wait)
+    except RuntimeError as error:
+        all_there.abort()
+        readers.shutdown()
+        raise DiskError(
+            f"the system starts no more threads, and {_NUM_READERS} read a context from its files ({error}); end other "
+            "programs, or raise the limit of threads (`ulimit -u`, or the container's)"
+        ) from error
+    return readers
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,6 +315,36 @@ def test_what_a_killed_process_left_half_written_is_never_found_and_goes(tmp_pat
     blocks.close()
 
 
+def test_a_block_that_is_read_takes_no_more_memory_than_it_counts_for(tmp_path, monkeypatch) -> None:
+    """Its label may be many times as long. One that there is no memory for is not found."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    files = BlockFiles(tmp_path, lambda _: 1 << 20)
+    assert files.write("key", bytes(5000), data(1))
+    read = files.read("key", bytes(5000))
+    assert read is not None and read.base is None and read.tolist() == data(1).tolist()
+    monkeypatch.setattr(np, "fromfile", fail)
+    assert files.read("key", bytes(5000)) is None
+
+
+def test_a_reader_may_remove_what_the_writer_is_about_to(tmp_path, monkeypatch) -> None:
+    files, unlink = BlockFiles(tmp_path, lambda _: 1000), Path.unlink
+    for number in range(5):
+        files.write(f"key{number}", b"", data(number))
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    def unlink_all(path: Path) -> None:
+        monkeypatch.setattr(Path, "unlink", unlink)
+        for number in range(5):
+            files.read(f"key{number}", b"")
+
+    monkeypatch.setattr(Path, "unlink", unlink_all)
+    assert files.write("another", b"", np.zeros(500, np.uint8))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40), st.integers(1, 4))
 def test_without_files_the_least_recently_used_goes(operations, room) -> None:

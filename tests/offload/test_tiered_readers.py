@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import numpy as np
 import pytest
@@ -136,6 +137,25 @@ def test_who_waits_for_a_read_that_fails_reads_for_itself(tmp_path, monkeypatch)
         assert same(second.result(20), files.flat.gather(0, kv_indices))
         check(store)
         assert store.tier.num_used == 0  # what failed is forgotten
+
+
+def test_no_read_goes_on_behind_the_back_of_one_that_had_too_few_threads(tmp_path, monkeypatch) -> None:
+    """Where the system starts no more of them, there is no store, no thread and no open file."""
+    files, start, num_started = Files(tmp_path), threading.Thread.start, count()
+    threads, descriptors = threading.active_count(), len(os.listdir("/dev/fd"))
+
+    def start_two(thread: threading.Thread) -> None:
+        if next(num_started) >= 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_two)
+        with pytest.raises(DiskError, match=r"starts no more threads.*can't start new thread.*raise the limit"):
+            files.store()
+    assert (threading.active_count(), len(os.listdir("/dev/fd"))) == (threads, descriptors)
+    with files.store() as store:
+        check(store)
 
 
 def test_reads_that_come_in_parts_are_whole(tmp_path, monkeypatch, rng) -> None:

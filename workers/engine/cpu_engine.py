@@ -45,6 +45,7 @@ from workers.engine.slots import (
     require_num_rows,
     require_room,
     require_unused,
+    require_watch,
     seen_lens,
 )
 from workers.model.cpu.cpu_model import CpuModel
@@ -206,6 +207,7 @@ class CpuEngine:
         lens = np.array(seen_lens(slots, {slot: self._requests[slot].tail_len for slot in slots}), np.int64)
         plan = self._plans.plan([self._requests[slot] for slot in slots], lens)
         if plan is not self._plan:
+            self._plan = None  # what fails halfway leaves a mixture of both
             self._attention.set_plan(plan)
             self._plan = plan
         model, order = self._model, plan.order
@@ -370,10 +372,7 @@ class CpuEngine:
         require_tokens([row.token_id for row in rows], self.loaded.geometry.vocab_size)
         for slot, num_new in Counter(row.slot for row in rows).items():
             self._require_room(slot, num_new)
-        if watch is not None and not (0 <= watch[0] < len(rows) and 0 <= watch[1] < self.num_layers):
-            raise ConfigError(
-                f"row {watch[0]} of {len(rows)} and layer {watch[1]} of {self.num_layers} cannot be watched"
-            )
+        require_watch(watch, len(rows), self.num_layers)
 
     def _require_room(self, slot: int, num_new: int) -> None:
         request = self.request(slot)

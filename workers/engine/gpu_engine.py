@@ -55,6 +55,7 @@ from workers.engine.slots import (
     require_num_rows,
     require_room,
     require_unused,
+    require_watch,
     seen_lens,
 )
 from workers.engine.some_or_all import all_are_faster
@@ -234,7 +235,6 @@ class GpuEngine:
     def require_rows(self, rows: Sequence[StepRow]) -> None:
         """Raise what `step` would raise of them, before anything changes."""
         self._tail_lens(rows)
-        self._placing.ready().runner.require_tokens([row.token_id for row in rows])
 
     @torch.no_grad()
     def step(
@@ -247,7 +247,8 @@ class GpuEngine:
         """
         if watch is not None:
             require_plain_rows(self.model.spec, "a look at what is attended to")
-        lens = self._tail_lens(rows)
+            require_watch(watch, len(rows), self.num_layers)
+        lens = self._tail_lens(rows)  # also of a step that is made as two: none of it is done if all of it cannot be
         for slot in {row.slot for row in rows}:
             self._take_over(slot)
             self._grow(slot, lens[next(i for i, row in enumerate(rows) if row.slot == slot)])
@@ -432,6 +433,7 @@ class GpuEngine:
         require_num_rows(len(rows), self.max_rows)
         for slot, num_new in Counter(row.slot for row in rows).items():
             self._require_room(slot, num_new)
+        self._placing.ready().runner.require_tokens([row.token_id for row in rows])
         return seen_lens([row.slot for row in rows], {row.slot: self._requests[row.slot].tail_len for row in rows})
 
     def _require_room(self, slot: int, num_new: int) -> None:

@@ -51,9 +51,10 @@ class PoolSearcher:
     def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
         """Until `finish`, their arrays must be left alone."""
         assert not self._waiting, "searches are under way; finish them first"
-        self._waiting = [self._search(layer_idx, search) for search in reversed(searches)]
-        if self._waiting:
-            self._pool.start(self._waiting[-1])
+        waiting = [self._search(layer_idx, search) for search in reversed(searches)]
+        if waiting:
+            self._pool.start(waiting[-1])
+        self._waiting = waiting
 
     def finish(self) -> None:
         """Return when every `out` is filled."""

@@ -54,6 +54,14 @@ def require_num_rows(num_rows: int, max_rows: int) -> None:
         raise ConfigError(f"a step has 1 to {max_rows} rows, got {num_rows}")
 
 
+def require_watch(watch: tuple[int, int] | None, num_rows: int, num_layers: int) -> None:
+    """watch: a row of the step, and a layer; None: nothing is watched."""
+    if watch is not None and not (0 <= watch[0] < num_rows and 0 <= watch[1] < num_layers):
+        raise ConfigError(
+            f"row {watch[0]} of {num_rows} and layer {watch[1]} of {num_layers} cannot be watched; both count from 0"
+        )
+
+
 def require_room(slot: int, num_rows: int, room: int) -> None:
     """num_rows: of the request's own, with the new ones."""
     if num_rows > room:

@@ -119,8 +119,9 @@ class Supervisor:
                 if loaded == wanted and attached is memory:
                     self.channel = channel
                     return
-            if memory is not None and memory is not attached and memory.is_open:
-                tell_all([channel], ATTACH, memory=memory)
+            wants_memory = memory is not None and memory is not attached and memory.is_open
+            if wants_memory and (failure := tell_all([channel], ATTACH, memory=memory)):
+                raise SearchLostError(f"a search worker cannot map the memory of steps: {failure}; free memory")
             attached = memory
             for context_id in loaded.keys() - wanted.keys():
                 tell_all([channel], UNLOAD, str(context_id))

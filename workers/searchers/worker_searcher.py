@@ -103,13 +103,18 @@ class WorkerSearcher:
         self._layers.clear()
 
     def attach(self, memory: SharedMemory) -> None:
-        """Steps are searched in that memory from now on; it must live as long as they are."""
+        """Steps are searched in that memory from now on; it must live as long as they are.
+
+        A worker that cannot map it would answer from other memory: it is given up, and started again.
+        """
         self._own.attach(memory)
         with self._contexts.lock:
             self._contexts.step_memory = memory
-            failure = tell_all(self._channels(), ATTACH, memory=memory, patience_s=HUNG_S)
-        if failure is not None:
-            raise SearchLostError(f"a search worker cannot map the memory of the steps: {failure}")
+            channels = self._channels()
+            self._fault = tell_all(channels, ATTACH, memory=memory, patience_s=HUNG_S) or self._fault
+        for channel in channels:
+            if channel.failure is not None:
+                channel.end_process()
 
     def run_step(self, plan: StepPlan, since: int) -> bool:
         """`StepSearches.run_step`, shared out among the workers. Called by a thread that does nothing else."""
@@ -120,7 +125,11 @@ class WorkerSearcher:
         self._await_end()
         step, patience_s = self._step_of(searches)
         step.write(searches)
-        self._under_way = self._ask(step.plan, layer_idx, 0), step, patience_s, searches
+        try:
+            self._under_way = self._ask(step.plan, layer_idx, 0), step, patience_s, searches
+        except BaseException:
+            self._leave_memory()  # some were asked
+            raise
 
     def finish(self) -> None:
         """Return when every `out` is filled. Raises SearchLostError where not even this process can search."""
@@ -185,10 +194,14 @@ class WorkerSearcher:
         try:
             self._end_of(run, patience_s)
         finally:
-            if run.lost_any:  # where processes cannot be ended for certain, one may still write
-                self._memory = None
-                self._layers.clear()
+            if run.lost_any:
+                self._leave_memory()
         return step, searches
+
+    def _leave_memory(self) -> None:
+        """Where processes cannot be ended for certain, one may still write there."""
+        self._memory = None
+        self._layers.clear()
 
     def _step_of(self, searches: Sequence[RowSearch]) -> tuple[LayerStep, float]:
         """In memory that has room for it, and how long to wait for a record."""
@@ -199,8 +212,8 @@ class WorkerSearcher:
             step = LayerStep(searches, len(self._supervisors))
             if self._memory is None or step.num_bytes > len(self._memory.array):
                 self._memory = layer_memory(2 * step.num_bytes)
-                self.attach(self._memory)
                 self._layers.clear()
+                self.attach(self._memory)
             elif len(self._layers) >= MAX_PLANS:
                 self._layers.clear()
             step.lie_in(self._memory)

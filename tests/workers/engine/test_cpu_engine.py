@@ -12,6 +12,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
 from csattn.models.loader import wrap_model
+from csattn.search import SearchPool
 from csattn.selector_names import SELECTOR_NAMES
 from index_build.pipeline import build_artifact
 from tests.tiny import FAMILIES, byte_tokenizer, loaded, make_model, token_ids
@@ -25,7 +26,7 @@ from tests.workers.engine.talks import (
     random_talks,
     run_together,
 )
-from workers.engine import row_plan
+from workers.engine import on_cpu, row_plan
 from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.pool_searcher import PoolSearcher, RowSearch
@@ -33,6 +34,7 @@ from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 CONTEXT_LENS = (700, 391)
 CONFIG = SearchConfig(keep=0.05, window_len=64)
+LOOKING_AHEAD = SearchConfig(keep=0.05, window_len=64, lookahead=1)
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +241,28 @@ def test_a_step_that_fails_can_be_run_again(store, period) -> None:
     assert_same(got, want)
 
 
+@pytest.mark.parametrize(("owner", "name"), [(on_cpu, "describe_sketch"), (SearchPool, "start")])
+def test_a_step_that_cannot_begin_leaves_other_requests_as_they_were(artifacts, monkeypatch, owner, name) -> None:
+    """While kernels are told of another context's rows, and where a search is handed over."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    got = Talk(0, CONFIG, "csattn", [5, 7], 2)
+    with make_engine(artifacts) as engine:
+        want = alone(engine, got)
+        for slot in range(2):
+            engine.open(slot, slot, LOOKING_AHEAD if slot else CONFIG, "csattn")
+        engine.step([StepRow(0, 5)])
+        got.fed = 1
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(MemoryError, match="no room"):
+                engine.step([StepRow(1, 9)])
+        drive(engine, got)
+    assert_same(got, want)
+
+
 def drive(engine: CpuEngine, talk: Talk) -> None:
     """The rest of a talk in slot 0, in steps of up to 8 rows."""
     while not talk.done:
@@ -261,6 +285,20 @@ def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, 
                 talk.fed = end
             drive(engine, talk)
             engine.close_slot(0)
+    assert_same(got, want)
+
+
+def test_states_take_the_tokens_of_a_step_in_their_order(store) -> None:
+    """Though rows that are searched for are worked on before the others."""
+    config = SearchConfig(keep=0.05, window_len=64, search_period=3)
+    got = Talk(0, config, "csattn", list(range(1, 12)), 3)
+    with opened(store, "qwen3_next", 0) as artifact, make_engine([artifact], "qwen3_next") as engine:
+        want = alone(engine, got)
+        engine.open(0, 0, config, "csattn")
+        for token in got.question[:-1]:
+            engine.step([StepRow(0, token)])
+            got.fed += 1
+        drive(engine, got)
     assert_same(got, want)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ConfigError, ContextError, CsattnError
 from index_build.pipeline import build_artifact
 from offload.budget import AvailableMemory, MemoryPlan
 from offload.codecs.formats import KvFormat
@@ -252,6 +252,19 @@ def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(arti
             assert [top_id for top_id, _ in of.top] == [top_id for top_id, _ in want.top]
         assert next_ids[3] == likeliest[3] and likelihoods[3] is None
         np.testing.assert_allclose(others[3], logits[3], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("token_id", "watch"), [(1 << 20, None), (5, (9, 0)), (5, (1, 9))])
+def test_of_a_step_that_is_refused_no_part_is_made(artifacts, monkeypatch, token_id, watch) -> None:
+    """Also where it would be made as two."""
+    with make_engine("hybrid") as engine:
+        engine.add_context(0, artifacts[0])
+        want = answer(engine, 0, 0, [3, 4])
+        engine.open(0, 0, CONFIG, "csattn")
+        monkeypatch.setattr(engine, "_end_of_step", lambda rows, lens: 1 if len(rows) > 1 else 0)
+        with pytest.raises(CsattnError, match=r"token|watched"):
+            engine.step([StepRow(0, 3), StepRow(0, token_id)], watch=watch)
+        assert engine.step([StepRow(0, 3), StepRow(0, 4)]).next_ids[1] == want[0]
 
 
 def watched(engine: StepEngine, selector: Selector):

@@ -202,6 +202,61 @@ def test_a_worker_that_fails_is_asked_again(artifact: Artifact, monkeypatch: pyt
         assert searcher.health().num_searched_here == 2
 
 
+def test_a_worker_that_cannot_map_new_memory_is_replaced(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that were planned before are not searched in the old memory."""
+    launch = Threads()
+    with WorkerSearcher(2, launch=launch) as searcher:
+        searcher.load(0, artifact)
+        search_layer(searcher, [make_step(artifact, 1, 5)], {0: artifact}, 1)
+        searches = launch.started[0].worker._searches
+        assert searches is not None
+        monkeypatch.setattr(searches, "attach", lambda memory: 1 / 0)
+        for num_rows, top_k in ((40, 9000), (1, 5), (2, 5)):
+            search_layer(searcher, [make_step(artifact, num_rows, top_k, seed=num_rows)], {0: artifact}, 1)
+        wait_until(lambda: searcher.health().num_losses == 1 and searcher.health().num_alive == 2)
+        assert "ZeroDivisionError" in searcher.health().fault
+        before = searcher.health().num_searched_here
+        search_layer(searcher, [make_step(artifact, 1, 5, seed=3)], {0: artifact}, 2)
+        assert searcher.health().num_searched_here == before
+
+
+def test_a_worker_that_was_asked_for_a_step_that_is_given_up_writes_into_no_later_one(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a thread, which cannot be ended, and there was no memory to ask the second one in."""
+    begun, go_on, launch, step = threading.Event(), threading.Event(), Threads(), make_step(artifact, 2, 20)
+    with WorkerSearcher(2, launch=launch) as searcher:
+        searcher.load(0, artifact)
+        search_layer(searcher, [step], {0: artifact}, 1)
+        asked, second = min(launch.started, key=lambda one: one.worker.spec.number), searcher._supervisors[1].channel
+        searches = asked.worker._searches
+        assert second is not None and searches is not None
+        run = searches.run
+
+        def run_late(*of) -> bool:
+            begun.set()
+            return go_on.wait(WAIT_S) and run(*of)
+
+        def fail(*_: object) -> None:
+            begun.wait(WAIT_S)
+            raise SearchLostError("no room")
+
+        monkeypatch.setattr(searches, "run", run_late)
+        monkeypatch.setattr(second, "step", fail)
+        with pytest.raises(SearchLostError, match="no room"):
+            searcher.start(1, [step])
+        monkeypatch.undo()
+        search_here = searcher._own.run_records
+
+        def search_late(*of) -> bool:
+            go_on.set()
+            asked.thread.join(WAIT_S)
+            return search_here(*of)
+
+        monkeypatch.setattr(searcher._own, "run_records", search_late)
+        search_layer(searcher, [make_step(artifact, 3, 50, seed=1)], {0: artifact}, 1)
+
+
 def test_where_nobody_can_search_the_search_is_lost(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self, *asked) -> None:
         raise MemoryError("not a byte left")

@@ -1,6 +1,6 @@
 """What a step does in layers of linear attention (Gated DeltaNet), noted on a tape.
 
-Stages take rows of a request in their order, and a request by itself.
+Stages take rows of a request in the order of its tokens, and a request by itself.
 """
 
 from typing import Any
@@ -22,6 +22,7 @@ from workers.model.ops import DeltaRoom, DeltaState
 MIX = (
     "num_rows",  # address of the number of rows
     "tail_ids",  # [num_rows] int64
+    "tail_lens",  # [num_rows] int64: a request's rows are taken in their order, however they stand in the step
     "turns",  # [num_tails] int64
     "inputs",  # [num_rows, in_width], the channels first
     "in_width",
@@ -34,6 +35,7 @@ MIX = (
 REMEMBER = (
     "num_rows",
     "tail_ids",
+    "tail_lens",
     "turns",
     "inputs",  # [num_rows, in_width]: behind the channels gates, then what is written and forgotten
     "in_width",
@@ -70,6 +72,7 @@ class TapeDeltaOps(Notes):
         told: dict[str, Any] = {
             "num_rows": self._num_rows,
             "tail_ids": rows.tail_ids,
+            "tail_lens": rows.tail_lens,
             "turns": state.turn,
             "inputs": room.inputs,
             "in_width": spec.in_width,
@@ -199,15 +202,20 @@ def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
 
 @exact_kernel
 def _rows_of(args: Any, row: int) -> NDArray[np.int64]:
-    """Rows of the row's request, where it is the first of them; else none."""
+    """Rows of the row's request as their tokens follow each other, where it stands first of them; else none."""
     num_rows = word_of(args.num_rows, 0)
-    tails, found = array_at(args.tail_ids, num_rows, np.int64(0)), np.empty(num_rows, np.int64)
+    tails, lens = array_at(args.tail_ids, num_rows, np.int64(0)), array_at(args.tail_lens, num_rows, np.int64(0))
+    found = np.empty(num_rows, np.int64)
     count = 0
     for other in range(num_rows):
         if tails[other] == tails[row]:
             if other < row:
                 return found[:0]
-            found[count] = other
+            place = count
+            while place > 0 and lens[found[place - 1]] > lens[other]:
+                found[place] = found[place - 1]
+                place -= 1
+            found[place] = other
             count += 1
     return found[:count]
 

@@ -59,6 +59,8 @@ class TextStream:
             token_ids = first + self._token_ids[-num_last:]
             kept = decode(self._tokenizer, token_ids)
             end = kept[len(start) :]
+            if not end and start.endswith(_UNFINISHED):
+                continue  # what comes would go on with a character of the first
             if kept.startswith(start) and text.endswith(end) and len(end) >= num_untold:
                 self._token_ids, self._told = token_ids, len(kept) - num_untold
                 return

@@ -1,5 +1,7 @@
 """Text as it comes: together exactly the whole, and never a part of a stop string."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,6 +53,15 @@ def test_any_text_comes_through_bytes(text) -> None:
 @given(st.lists(st.integers(0, 263), max_size=100))
 def test_runs_of_bytes_and_words_come_through_metaspace(token_ids) -> None:
     assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids)
+
+
+def test_a_character_that_was_not_whole_is_not_gone_on_with_behind_silent_tokens() -> None:
+    tokenizer = deepcopy(BYTES)
+    tokenizer.backend_tokenizer.add_special_tokens(["<quiet>"])
+    quiet = tokenizer.convert_tokens_to_ids("<quiet>")
+    assert quiet not in tokenizer.all_special_ids
+    token_ids = [*BYTES("the tide").input_ids[:7], EURO[0], *BYTES(30 * "a").input_ids, *[quiet] * 30, *EURO[1:]]
+    assert "".join(streamed(tokenizer, token_ids)) == decode(tokenizer, token_ids)
 
 
 def test_a_space_after_many_silent_tokens_is_not_lost() -> None:

@@ -302,7 +302,7 @@ class _Builders:
         builder = self._busy.pop(ref, None)
         if builder is None:
             return
-        if died:  # and others with it, if it was a node: they would each cost a piece an attempt
+        if died:  # and others with it, if it was a node: they would each cost a context an attempt
             for other in self._idle:
                 self._ray.kill(other)
             self._idle.clear()

@@ -34,7 +34,7 @@ class JobResult:
     path: Path | str | None = None  # or its URL
     context_len: int = 0
     error: str | None = None  # a sentence, when it failed
-    attempts: int = 1  # more than 1 when workers died over a piece of it
+    attempts: int = 1  # more than 1 when workers died over it
     num_built: int = 0  # layers, in this run
 
     @property

@@ -135,6 +135,7 @@ class _Dispatch:
         self._started_s: dict[int, float] = {}
         self._begun: dict[int, float] = {}  # the share of the context that was there when its task began
         self._losses: Counter[tuple[int, float]] = Counter()  # of workers, by job and where it had begun
+        self._num_again: Counter[int] = Counter()  # how often each job was begun again for a lost worker
         self._results: dict[int, JobResult] = {}
         self._builders = _Builders(ray, needs)
         self._had_room = time.monotonic()
@@ -205,7 +206,9 @@ class _Dispatch:
             self._losses[begun] += 1
             if self._losses[begun] >= MAX_ATTEMPTS:
                 self._fail(job_idx, f"its worker died {MAX_ATTEMPTS} times, last of {sentence(value)}")
-            elif job_idx in self._made:
+                return
+            self._num_again[job_idx] += 1
+            if job_idx in self._made:
                 self._start_upload(job_idx)
             else:
                 self._waiting.insert(0, job_idx)
@@ -236,8 +239,7 @@ class _Dispatch:
 
     def _end(self, job_idx: int, result: JobResult) -> None:
         seconds = time.monotonic() - self._started_s.get(job_idx, time.monotonic())
-        num_lost = max((num for (lost_idx, _), num in self._losses.items() if lost_idx == job_idx), default=0)
-        result = replace(result, seconds=seconds, attempts=1 + num_lost)
+        result = replace(result, seconds=seconds, attempts=1 + self._num_again[job_idx])
         self._results[job_idx] = result
         self._on_result(job_idx, result)
 
@@ -302,7 +304,7 @@ class _Builders:
         builder = self._busy.pop(ref, None)
         if builder is None:
             return
-        if died:  # and others with it, if it was a node: they would each cost a piece an attempt
+        if died:  # and others with it, if it was a node: they would each cost a context an attempt
             for other in self._idle:
                 self._ray.kill(other)
             self._idle.clear()

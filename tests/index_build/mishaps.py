@@ -79,6 +79,12 @@ class BuilderOnCpu(Builder):
         return super().run_job(job, store, marker, "cpu", *more)
 
 
+class DiesOverEach(Builder):
+    def run_job(self, *arguments: Any) -> JobResult:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
 class BuilderThatDies(Builder):
     def ready(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

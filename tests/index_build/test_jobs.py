@@ -156,6 +156,15 @@ def test_processes_that_die_as_they_start_are_given_up(two_nodes: Any, tmp_path:
     assert "die as they start" in (report.results[0].error or "")
 
 
+def test_a_context_over_which_workers_die_is_given_up(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("index_build.jobs.Builder", mishaps.DiesOverEach)
+    monkeypatch.setattr("index_build.jobs.MAX_ATTEMPTS", 2)
+    place = make_place(tmp_path / "place", 1)
+    jobs = read_jobs(write_list(place, {"context": "0.txt", "model": "model"}))
+    [result] = run_on_ray(jobs, tmp_path / "store", device="cpu", num_threads=1).results
+    assert "its worker died 2 times" in (result.error or "") and result.attempts == 2
+
+
 def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("index_build.jobs.Builder", mishaps.HangsOnTheLostNode)
     cluster, node = two_nodes

@@ -32,6 +32,7 @@ _MAX_MULTIPLE = 100_000  # of which a number has to be a multiple, for all the s
 # keys of an object's schema beside which its properties are all that it may have, if it says nothing else
 _ALL_NAMED = {"$defs", "$schema", "definitions", "description", "properties", "required", "title", "type"}
 _VALUES = {"const", "default", "enum", "examples"}  # keys of values, not of schemas
+_NAMED = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}  # of schemas by any names
 _COUNTS = {"minItems", "maxItems", "minProperties", "maxProperties"}
 
 
@@ -307,7 +308,7 @@ def _with_uris(value: Any, key: str = "") -> Any:
     if isinstance(value, list) and key not in _VALUES:
         return [_with_uris(item) for item in value]
     if isinstance(value, dict) and key not in _VALUES:
-        return {name: _with_uris(item, name) for name, item in value.items()}
+        return {name: _with_uris(item, "" if key in _NAMED else name) for name, item in value.items()}
     return value
 
 

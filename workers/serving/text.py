@@ -16,6 +16,13 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return text
 
 
+@lru_cache(4)  # with thousands of them it takes tens of milliseconds
+def _silent_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens that `decode` passes over: a fast tokenizer has more of them than it names."""
+    added = tokenizer.added_tokens_decoder.items() if tokenizer.is_fast else ()
+    return frozenset((*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)))
+
+
 class TextStream:
     """Pieces of text as tokens come. Together they are exactly `decode` of all tokens."""
 
@@ -23,7 +30,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []  # the first ones and the last: what is between changes no text from here on
         self._told = 0  # characters of their text that were passed on
-        self._skipped = set(tokenizer.all_special_ids)
+        self._skipped = _silent_ids(tokenizer)
         self._in_bytes = False  # in a run of tokens that are bytes: decoders judge it as a whole
 
     def add(self, token_id: int) -> str:
@@ -59,8 +66,6 @@ class TextStream:
             token_ids = first + self._token_ids[-num_last:]
             kept = decode(self._tokenizer, token_ids)
             end = kept[len(start) :]
-            if not end and start.endswith(_UNFINISHED):
-                continue  # what comes would go on with a character of the first
             if kept.startswith(start) and text.endswith(end) and len(end) >= num_untold:
                 self._token_ids, self._told = token_ids, len(kept) - num_untold
                 return

@@ -25,8 +25,8 @@ TREE = {
     "$ref": "#/$defs/n",
 }  # fmt: skip
 NAMED = {  # as pydantic names the classes
-    "$defs": {"日 期": {"enum": ["七月", {"$ref": "日"}]}}, "type": "object",
-    "properties": {"何日": {"$ref": "#/$defs/日 期"}}, "required": ["何日"], "additionalProperties": False,
+    "$defs": {"日 期": {"enum": ["七月", {"$ref": "日"}]}}, "type": "object", "required": ["何日"],
+    "properties": {name: {"$ref": "#/$defs/日 期"} for name in ("何日", "default")}, "additionalProperties": False,
 }  # fmt: skip
 TOOLS = (Tool("add", INT, "Adds."), Tool("get-tree", {"type": "object", **TREE}))
 SCHEMAS: list[Any] = [

@@ -60,8 +60,12 @@ def test_a_character_that_was_not_whole_is_not_gone_on_with_behind_silent_tokens
     tokenizer.backend_tokenizer.add_special_tokens(["<quiet>"])
     quiet = tokenizer.convert_tokens_to_ids("<quiet>")
     assert quiet not in tokenizer.all_special_ids
-    token_ids = [*BYTES("the tide").input_ids[:7], EURO[0], *BYTES(30 * "a").input_ids, *[quiet] * 30, *EURO[1:]]
-    assert "".join(streamed(tokenizer, token_ids)) == decode(tokenizer, token_ids)
+    four = BYTES("\U00010fff").input_ids[0]  # begins a character, as EURO's first byte does
+    behind_some = [*BYTES("the tide").input_ids[:7], EURO[0], *BYTES(30 * "a").input_ids, *[quiet] * 30, *EURO[1:]]
+    behind_many = [*[four] * 4, *[NO_CHARACTER] * 4, *[four] * 6, *[quiet] * 8, *BYTES("\U00010618").input_ids[1:]]
+    for token_ids in (behind_some, behind_many):
+        assert "".join(streamed(tokenizer, token_ids)) == decode(tokenizer, token_ids)
+    assert TextStream(tokenizer).skips(quiet)
 
 
 def test_a_space_after_many_silent_tokens_is_not_lost() -> None:

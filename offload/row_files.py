@@ -112,9 +112,11 @@ def _start_readers() -> ThreadPoolExecutor:
     try:
         for _ in range(_NUM_READERS):
             readers.submit(all_there.wait)
-    except RuntimeError as error:
+    except BaseException as error:
         all_there.abort()
         readers.shutdown()
+        if not isinstance(error, RuntimeError):
+            raise
         raise DiskError(
             f"the system starts no more threads, and {_NUM_READERS} read a context from its files ({error}); end other "
             "programs, or raise the limit of threads (`ulimit -u`, or the container's)"

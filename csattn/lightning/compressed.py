@@ -123,7 +123,10 @@ class CompressedWeights:
         require_at_least("top_k", of.top_k, 1)
 
     def _check_rows(self, name: str, rows: CompressedRows) -> None:
-        rows.compressor.check()
+        of = rows.compressor
+        of.check()
+        for array in (of.position_bias, of.norm_weight, of.inv_freq):
+            require_array(f"{name}.compressor's array", array, tuple(array.shape), like=self.kv)
         shape = rows.compressor.position_bias.shape[1], self.kv.shape[1]
         require_array(f"{name}.kv", rows.kv, shape, self.kv.dtype, like=self.kv)
         require_array(f"{name}.gate", rows.gate, shape, self.kv.dtype, like=self.kv)

@@ -211,9 +211,10 @@ class WorkerSearcher:
                 assert search.context_id in self._artifacts, f"context {search.context_id} is not loaded"
             step = LayerStep(searches, len(self._supervisors))
             if self._memory is None or step.num_bytes > len(self._memory.array):
-                self._memory = layer_memory(2 * step.num_bytes)
-                self._layers.clear()
-                self.attach(self._memory)
+                self._leave_memory()  # until all workers have mapped the new one
+                memory = layer_memory(2 * step.num_bytes)
+                self.attach(memory)
+                self._memory = memory
             elif len(self._layers) >= MAX_PLANS:
                 self._layers.clear()
             step.lie_in(self._memory)

@@ -34,7 +34,7 @@ from bench.accuracy.contenders import shares
 from bench.accuracy.long_contenders import FULL_KV_BYTES, LongContender, contenders, find_contenders
 from bench.accuracy.long_gate import require_product
 from bench.accuracy.long_report import draw, table
-from bench.accuracy.texts import TEXTS, find_text, sha256_of, tokenize
+from bench.accuracy.texts import TEXTS, find_text, named_texts, sha256_of, tokenize
 from bench.decode.recording import save_recording
 from bench.records import Case, Records, called
 from bench.timing import finish, gate, machine
@@ -205,7 +205,9 @@ def token_count(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--texts", default="novel,speech,code,dialogue,spanish", help=f"{', '.join(TEXTS)}, or files")
+    parser.add_argument(
+        "--texts", default="novel,speech,code,dialogue,spanish", help=f"{', '.join(TEXTS)}, odd, or files"
+    )
     parser.add_argument("--contenders", default="all", help="names and groups: " + ", ".join(_groups()))
     parser.add_argument("--keep", type=shares, default="0.005,0.01,0.02,0.05")
     parser.add_argument("--context-len", type=token_count, default="7680", help="7680, or 32K; less where a text ends")
@@ -243,7 +245,7 @@ def run(arguments: argparse.Namespace) -> None:
             return _record(loaded, arguments)
         if arguments.gate:
             records.content["gate"] = _compare_with_product(loaded, arguments.texts.split(",")[0])
-        for name in arguments.texts.split(","):
+        for name in named_texts(arguments.texts):
             lengths = arguments.context_len, arguments.eval_len
             compare(loaded, name, lengths, arguments.stretch, runs, arguments.keep, records)
     print(table(records.cases))

@@ -4,13 +4,16 @@ import _pydecimal
 import argparse
 import hashlib
 import pydoc_data.topics
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.accuracy import odd
 from bench.timing import gate
 
 _HERE = Path(__file__).parent.parent / "texts"
@@ -18,18 +21,19 @@ _HERE = Path(__file__).parent.parent / "texts"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text on disk; `bench/texts/README.md` says where it is from."""
+    """A text on disk, or made by what is there; `bench/texts/README.md` says where it is from."""
 
     kind: str
     path: Path
+    make: Callable[[], str] | None = None
 
     def content(self) -> str:
-        if self.path == _TOPICS:
-            return "\n\n".join(pydoc_data.topics.topics.values())
-        return self.path.read_bytes().decode()
+        return self.path.read_bytes().decode() if self.make is None else self.make()
 
 
-_TOPICS = Path(pydoc_data.topics.__file__)
+def _topics() -> str:
+    return "\n\n".join(pydoc_data.topics.topics.values())
+
 
 TEXTS = {
     "novel": Text("a novel, in English", _HERE / "novel.txt"),
@@ -39,7 +43,10 @@ TEXTS = {
     "spanish": Text("a narrative, in Spanish", _HERE / "spanish.txt"),
     # tens of thousands of tokens each
     "decimal": Text("Python, one long module of the standard library", Path(_pydecimal.__file__)),
-    "manual": Text("a technical manual, Python's language reference", _TOPICS),
+    "manual": Text("a technical manual, Python's language reference", Path(pydoc_data.topics.__file__), _topics),
+} | {
+    name: Text("no prose: see `bench.accuracy.odd`", Path(odd.__file__), partial(odd.odd_text, name))
+    for name in odd.ODD
 }
 
 
@@ -50,6 +57,11 @@ class Cut:
     sha256: str  # of the text
     context: NDArray[np.int32]  # [context_len] token ids
     following: NDArray[np.int32]  # [eval_len + 1]: each predicts the next, the last is only predicted
+
+
+def named_texts(names: str) -> list[str]:
+    """Of names separated by commas; `odd` stands for all texts of `bench.accuracy.odd`."""
+    return [name for given in names.split(",") for name in (odd.ODD if given == "odd" else [given])]
 
 
 def find_text(name: str) -> Text:

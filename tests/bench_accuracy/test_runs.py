@@ -15,8 +15,9 @@ from bench import pareto
 from bench.accuracy import selectors, tasks
 from bench.accuracy.answering import FULL
 from bench.accuracy.contenders import ALL, find_contenders
+from bench.accuracy.odd import ODD
 from bench.accuracy.task_report import draw_depths, kept, table
-from bench.accuracy.texts import TEXTS, cut_text
+from bench.accuracy.texts import TEXTS, cut_text, find_text, named_texts
 from bench.records import RESULTS, Records, load_cases
 from bench.selector_cases import VERSION, selector_cases
 from bench.timing import GateError
@@ -85,6 +86,14 @@ def test_texts_are_found_cut_and_long_enough(tmp_path):
         cut_text(TEXTS["spanish"], byte_tokenizer(), 99_999_990, 8)
     with pytest.raises(GateError, match="neither a text"):
         selectors.find_text(str(tmp_path / "none.txt"))
+
+
+def test_odd_texts_are_long_enough_and_the_same_each_time():
+    names = named_texts("novel,odd")
+    assert names == ["novel", *ODD]
+    texts = [find_text(name).content() for name in names]
+    assert min(map(len, texts)) >= 24_000 and len(set(texts)) == len(texts)
+    assert texts == [find_text(name).content() for name in names]
 
 
 def test_contenders_by_name():

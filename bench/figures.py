@@ -23,6 +23,7 @@ from bench.quality_figures import (
     quality_gemma,
     quality_larger,
     quality_means,
+    quality_odd,
     rest_mass,
     selectors,
 )
@@ -159,6 +160,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("docs/quality.md", "kl"): quality,
     ("docs/quality.md", "kl-larger"): quality_larger,
     ("docs/quality.md", "kl-gemma"): quality_gemma,
+    ("docs/quality.md", "kl-odd"): quality_odd,
     ("docs/quality.md", "kl-coded"): quality_coded,
     ("docs/quality.md", "lm-eval"): lm_eval,
     ("docs/quality.md", "needles"): needles,

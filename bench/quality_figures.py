@@ -129,6 +129,23 @@ def quality_larger() -> list[str]:
     return lines
 
 
+def quality_odd() -> list[str]:
+    """KL on texts whose lines are alike, from where `default` loses most to where it wins most."""
+    cases = measured("quality-odd.json")
+    kl = {(case["text"], case["contender"], case["keep"]): case["kl"] for case in cases}
+    keeps = sorted({case["keep"] for case in cases})
+    times = {(text, keep): kl[text, "default", keep] / kl[text, "exact", keep] for text, _, keep in kl}
+    texts = sorted({case["text"] for case in cases}, key=lambda text: -times[text, 0.02])
+    lines = [
+        "| KL of `default` (× exact Top-K's) | " + " | ".join(f"{100 * keep:g} %" for keep in keeps) + " |",
+        "|---|" + "---:|" * len(keeps),
+    ]
+    for text in texts:
+        cells = [f"{kl[text, 'default', keep]:.4f} ({ratio(times[text, keep])})" for keep in keeps]
+        lines.append(f"| {text} | {' | '.join(cells)} |")
+    return lines
+
+
 def quality_gemma() -> list[str]:
     """KL of a model most of whose layers see a window, by `csattn eval`."""
     cases = measured("eval-gemma-3-270m.json")

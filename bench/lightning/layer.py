@@ -39,11 +39,11 @@ class Layer:
         types = {"num_hidden_layers": 1, "layer_types": [KINDS[kind]], "mlp_layer_types": ["moe"]}
         self.config = DeepseekV4Config(**types, attn_implementation="eager", **shape)
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self._device = device
         torch.manual_seed(SEED)
         with torch.device(device):
             self._rotary = v4.DeepseekV4RotaryEmbedding(self.config)
             self._module = v4.DeepseekV4Attention(self.config, 0).eval()
-            self.hidden = torch.randn(1, self.config.hidden_size, dtype=self.dtype)[:0]
         for name, parameter in self._module.named_parameters():
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=parameter.shape[-1] ** -0.5)
         for child in self._module.modules():
@@ -53,9 +53,9 @@ class Layer:
 
     def tokens(self, num_tokens: int) -> Tensor:
         """Hidden states, as a norm leaves them: [num_tokens, hidden_size]."""
-        generator = torch.Generator(self.hidden.device).manual_seed(SEED)
+        generator = torch.Generator(self._device).manual_seed(SEED)
         sizes = num_tokens, self.config.hidden_size
-        return torch.randn(*sizes, generator=generator, dtype=self.dtype, device=self.hidden.device)
+        return torch.randn(*sizes, generator=generator, dtype=self.dtype, device=self._device)
 
     def run(self, variant: str, hidden: Tensor) -> Tensor:
         """[num_tokens, hidden_size], likewise."""

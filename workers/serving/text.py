@@ -16,11 +16,16 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return text
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Of the added tokens those that are special, also where the tokenizer does not name them among its own."""
+    return {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 @lru_cache(4)  # with thousands of them it takes tens of milliseconds
 def _silent_ids(tokenizer: Any) -> frozenset[int]:
     """Tokens that `decode` passes over: a fast tokenizer has more of them than it names."""
-    added = tokenizer.added_tokens_decoder.items() if tokenizer.is_fast else ()
-    return frozenset((*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)))
+    added = special_ids(tokenizer) if tokenizer.is_fast else set()
+    return frozenset(added.union(tokenizer.all_special_ids))
 
 
 class TextStream:

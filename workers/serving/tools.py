@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from workers.serving.messages import Ask, BadRequestError, Conversation, Tool, Turn
+from workers.serving.text import special_ids
 
 THINK, THOUGHT = "<think>", "</think>"
 AnyAsk = TypeVar("AnyAsk", bound=Conversation)
@@ -44,7 +45,7 @@ class ChatForm:
         markers += [self.calls.opening, self.calls.closing] if self.calls else []
         vocab = tokenizer.get_vocab()
         self.marker_ids = {marker: vocab[marker] for marker in markers if marker in vocab}
-        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = special_ids(tokenizer)
         self.hidden = {id: marker for marker, id in self.marker_ids.items() if id in special}  # from decoded text
 
     def switched(self, ask: AnyAsk) -> AnyAsk:

@@ -25,6 +25,7 @@ from bench.quality_figures import (
     quality_means,
     quality_odd,
     rest_mass,
+    ruler,
     selectors,
 )
 from bench.records import measured
@@ -85,6 +86,8 @@ def first_screen() -> list[str]:
         f"{share_range('sparq')}, PQCache {share_range('pqcache')}, by text and length: "
         "[beside others](docs/compare.md#in-time-at-every-length).",
         f"A context of a million tokens, 137 GB of KV, decodes at {1e3 / milliseconds(million):.0f} tokens a second.",
+        "",
+        *ruler(),
     ]
     return lines
 
@@ -143,7 +146,8 @@ def hisa() -> list[str]:
 def compressed_layer() -> list[str]:
     from bench.lightning.layer import layer_table
 
-    return layer_table(measured("compressed-layer.json"))
+    on_a_gpu, on_a_cpu = (layer_table(measured(f"compressed-layer{of}.json")) for of in ("-h200", ""))
+    return ["One H200, bfloat16:", "", *on_a_gpu, "", "Two cores and 24 GB, float32:", "", *on_a_cpu]
 
 
 TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {

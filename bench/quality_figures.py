@@ -1,5 +1,6 @@
 """Tables of quality: KL and scores, by text and by way to choose."""
 
+import json
 import math
 import statistics
 
@@ -24,6 +25,7 @@ CONTENDERS = (  # a row's name, the contender, its bytes a key on the device, th
 )
 LARGER_MODELS = {"qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
 CODED_MODELS = {"smollm2-135m-instruct": "SmolLM2-135M", "gemma-3-270m": "Gemma-3-270M"} | LARGER_MODELS
+LM_EVAL_MODELS = LARGER_MODELS | {"smollm2-135m": "SmolLM2-135M"}
 LARGER_CONTENDERS = {  # a row's contender, and the share of rows (0: all): its name
     ("exact", 0.02): "exact Top-K, reads every key",
     ("default", 0.02): "**csattn, `default`**",
@@ -68,8 +70,8 @@ SELECTORS = {  # contenders of `bench.accuracy selectors`: names
 FINDERS = "full", "default", "exact"
 LM_EVAL = (
     "`python -m bench.lm_eval` has [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness), unmodified, ask the "
-    "service RULER's questions, each selection the same ones. The demo model is small and fails",
-    "some of them whatever it attends to: what tells is the difference from full attention, in brackets. "
+    "service RULER's questions, each selection the same ones. In brackets: the difference from full",
+    "attention, sample by sample. Some a model fails whatever it attends to, the small one most of them. "
     "What has to be counted over the whole context (cwe, fwe) is lost first where rows are dropped.",
 )
 
@@ -211,17 +213,41 @@ def geometric_mean(values: list[float | None]) -> str:
 
 
 def lm_eval() -> list[str]:
-    """Scores by task and length, and by how much they differ from full attention's; empty before any were measured."""
-    cases = [c for path in sorted(RESULTS.glob("lm-eval-*.json")) for c in measured(path.name)]
-    if not cases:
-        return []
+    """By model: scores by task and length, and by how much they differ from full attention's."""
+    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("lm-eval-*.json"))]
+    lines = list(LM_EVAL)
+    for model, name in LM_EVAL_MODELS.items():
+        if cases := [case for file in files if file["model"] == model for case in file["cases"]]:
+            lines += ["", *score_table(name, cases)]
+    return lines
+
+
+def ruler() -> list[str]:
+    """What the larger model answers where 8K and 32K tokens lie before a question."""
+    cases = measured("lm-eval-1.5b-8k-h200.json") + measured("lm-eval-1.5b-32k-h200.json")
+    scores = {(case["task"], case["length"], case["variant"]): case["score"] for case in cases}
+    lines = [
+        "| [RULER's scores](docs/quality.md#rulers-questions) by lm-eval, Qwen2.5-Coder-1.5B, at 8K (50 samples); 32K (10) "
+        "| full attention | csattn, 2 % | exact Top-K, 2 % |",
+        "|---|---:|---:|---:|",
+    ]
+    for task, what in (("niah_multikey_2", "one of many keys alike"), ("ruler_vt", "chains of names")):
+        told = [
+            "; ".join(f"{scores[task, length, variant]:.2f}" for length in (8192, 32768))
+            for variant in ("full attention", "default, 2%", "exact Top-K, 2%")
+        ]
+        lines.append(f"| {what} | {' | '.join(told)} |")
+    return lines
+
+
+def score_table(model_name: str, cases: list[Case]) -> list[str]:
     most: dict[tuple[str, int], int] = {}  # samples: where two runs have a task, those of the larger one
     for case in cases:
         of = case["task"], case["length"]
         most[of] = max(most.get(of, 0), case["samples"])
     cases = [case for case in cases if case["samples"] == most[case["task"], case["length"]]]
     names = list(dict.fromkeys(case["variant"] for case in cases))
-    lines = [*LM_EVAL, "", "| score | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    lines = [f"| {model_name} | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for of in sorted(most, key=lambda of: of[1]):
         row = {case["variant"]: case for case in cases if (case["task"], case["length"]) == of}
         cells = [score_cell(row[name]) if name in row else "–" for name in names]

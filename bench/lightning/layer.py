@@ -25,7 +25,7 @@ KINDS = {"sparse": "compressed_sparse_attention", "heavy": "heavily_compressed_a
 VARIANTS = ("csattn", "transformers")
 SEED = 2026
 CHECKED = 1024  # tokens whose results are compared first
-MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the result's norm
+MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 4e-2}  # of the result's norm
 K = 1024
 
 
@@ -46,9 +46,7 @@ class Layer:
             self._module = v4.DeepseekV4Attention(self.config, 0).eval()
         for name, parameter in self._module.named_parameters():
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=parameter.shape[-1] ** -0.5)
-        for child in self._module.modules():
-            if isinstance(child, torch.nn.Linear):
-                child.to(self.dtype)
+        self._module.to(self.dtype)  # norms, too: some versions give what one in float32 makes to its matrices
         self._weights = CompressedWeights.of(self._module, self._rotary)
 
     def tokens(self, num_tokens: int) -> Tensor:
@@ -142,8 +140,8 @@ def _figures(layer: Layer, variant: str, num_tokens: int, device: str) -> Case:
     hidden = layer.tokens(num_tokens)
     try:
         figures = _measure(lambda: layer.run(variant, hidden), device)
-    except torch.OutOfMemoryError as error:
-        return {"refused": f"out of memory: {str(error).split('.')[0]}"}
+    except torch.OutOfMemoryError:
+        return {"refused": "out of memory"}
     except RuntimeError as error:  # of a CPU's allocator
         if "can't allocate memory" not in str(error):
             raise
@@ -175,10 +173,10 @@ def _measure(run: Callable[[], object], device: str) -> dict[str, Any]:
 def layer_table(cases: Sequence[Case]) -> list[str]:
     """Markdown: time and memory of both ways, a row for each length."""
     heads = [f"{kind}, {variant}" for kind in KINDS for variant in VARIANTS]
-    lines = ["| tokens: s; GiB above the tokens | " + " | ".join(heads) + " |", "|---:|" + "---:|" * len(heads)]
+    lines = ["| tokens: ms; GiB above the tokens | " + " | ".join(heads) + " |", "|---:|" + "---:|" * len(heads)]
     found = {tuple(case[name] for name in KEY): case for case in cases}
     for num_tokens in sorted({case["num_tokens"] for case in cases}):
         own = [found.get((kind, variant, num_tokens), {}) for kind in KINDS for variant in VARIANTS]
-        cells = [f"{of['ms'] / 1e3:.1f}; {of['peak_gib']:.1f}" if "ms" in of else of.get("refused", "") for of in own]
+        cells = [f"{of['ms']:,.0f}; {of['peak_gib']:.1f}" if "ms" in of else of.get("refused", "") for of in own]
         lines.append(f"| {num_tokens:,} | " + " | ".join(cells) + " |")
     return lines

@@ -1,15 +1,17 @@
 """Every cell of docs/capabilities.md: decoded in, or refused by a sentence."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import ListConfig, SearchConfig, preset
@@ -179,8 +181,18 @@ def wanted(artifacts: dict[str, list[Artifact]]) -> Callable[[Capability], np.nd
     return lambda asked: decode(asked.preset, asked.codec, asked.num_requests, asked.own_keep)
 
 
-@pytest.mark.parametrize("placement", EVERYWHERE)
-@pytest.mark.parametrize("name", CAPABILITIES)
+def tried(cells: Iterable[tuple[str, str]]) -> list[ParameterSet]:
+    """Those that latents need a large GPU for are marked so."""
+    large = [pytest.mark.large_gpu]
+    return [
+        pytest.param(
+            name, placement, marks=large if CAPABILITIES[name].preset == "latents" and placement in PLACEMENTS else []
+        )
+        for name, placement in cells
+    ]
+
+
+@pytest.mark.parametrize(("name", "placement"), tried(product(CAPABILITIES, EVERYWHERE)))
 def test_a_cell_is_as_documented(artifacts, wanted, name: str, placement: str) -> None:
     asked, said = CAPABILITIES[name], cells()[name, placement]
     if said != "yes":
@@ -207,7 +219,7 @@ def wanted_of_a_part(artifacts: dict[str, list[Artifact]]) -> Callable[[str], np
     return decode
 
 
-@pytest.mark.parametrize(("name", "placement"), [cell for cell, said in cells().items() if said == "yes"])
+@pytest.mark.parametrize(("name", "placement"), tried(cell for cell, said in cells().items() if said == "yes"))
 def test_a_cell_that_keeps_a_part_reads_a_part(artifacts, wanted_of_a_part, name: str, placement: str) -> None:
     """Where all is kept the CPU attends to all, whatever was asked for, and so does a GPU over lists."""
     if placement in PLACEMENTS and DEVICE.type == "cpu":

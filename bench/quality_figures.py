@@ -227,7 +227,7 @@ def ruler() -> list[str]:
     cases = measured("lm-eval-1.5b-8k-h200.json") + measured("lm-eval-1.5b-32k-h200.json")
     scores = {(case["task"], case["length"], case["variant"]): case["score"] for case in cases}
     lines = [
-        "| [RULER's scores](docs/quality.md#rulers-questions) by lm-eval, Qwen2.5-Coder-1.5B, at 8K (50 samples); 32K (10)"
+        "| [RULER's scores](docs/quality.md#rulers-questions) by lm-eval, Qwen2.5-Coder-1.5B, 8K (50 samples); 32K (10)"
         " | full attention | csattn, 2 % | exact Top-K, 2 % |",
         "|---|---:|---:|---:|",
     ]

@@ -56,6 +56,7 @@ class Residency:
         self._maps_rows = settings.placement != "device" and settings.kv_codec is None
         self._residents: dict[Path, Resident] = {}
         self._loading: dict[Path, asyncio.Task[Resident]] = {}
+        self._forgotten: set[Path] = set()  # of both: unloaded when the last user leaves, unless asked for again
         self._wanted: Counter[Path] = Counter()  # how many wait for it
         self._moving_bytes = 0  # of contexts that are being loaded and unloaded
         self._one_at_a_time = asyncio.Lock()  # in the order of arrival; else two could unload for each other
@@ -96,11 +97,11 @@ class Residency:
             yield Resident(NO_CONTEXT, None)
             return
         await self._require_whole(path)
+        self._forgotten.discard(path)
         there = (known := self._residents.get(path)) is not None and not known.is_leaving
         self._scheduler.metrics.context_requests.labels("memory" if there else "store").inc()
         resident = await self._resident(path)
         resident.last_used = next(self._uses)
-        resident.is_forgotten = False
         resident.remember(asked_for)
         try:
             await self._prepare(path, resident, config, selector)
@@ -118,10 +119,10 @@ class Residency:
 
     async def forget(self, path: Path) -> None:
         """Unload when nobody uses it any more."""
-        if resident := self._residents.get(path):
-            resident.is_forgotten = True
-            if not resident.num_users:
-                await self._unload(path)
+        if path in self._loading or path in self._residents:
+            self._forgotten.add(path)
+        if path in self._residents and not self._residents[path].num_users:
+            await self._unload(path)
 
     def loaded_below(self, directory: Path) -> list[Path]:
         return [path for path in self._residents if path.is_relative_to(directory)]
@@ -222,7 +223,7 @@ class Residency:
             return
         resident.left_at = time.monotonic()
         self._left.set()
-        if resident.is_forgotten:
+        if path in self._forgotten:
             await asyncio.shield(self._unload(path))
 
     async def _load(self, path: Path) -> Resident:
@@ -235,6 +236,7 @@ class Residency:
                 artifact.close()
                 raise
         except Exception as error:
+            self._forgotten.discard(path)
             raise error if isinstance(error, _Unwanted) else _as_serving_error(error, "loaded") from error
         finally:
             self._loading.pop(path, None)
@@ -366,6 +368,7 @@ class Residency:
     async def _unload(self, path: Path) -> None:
         if (resident := self._residents.pop(path, None)) is None:
             return
+        self._forgotten.discard(path)
         resident.is_gone = True
         scheduler = self._scheduler
         self._moving_bytes += resident.num_bytes

@@ -26,7 +26,6 @@ class Resident:
     left_at: float = field(default_factory=time.monotonic)  # by its last user
     stays_until: float = 0.0
     is_leaving: bool = False  # takes no new requests: it has had its turn, and others wait
-    is_forgotten: bool = False  # unload it when its last user leaves
     is_gone: bool = False
     files: "Files" = field(default_factory=dict)  # that its rows are mapped of
     looked_at: float = field(default_factory=time.monotonic)  # at the files

@@ -33,3 +33,5 @@ def _(residency: Residency) -> None:
     numbers = [resident.context_id for resident in residency._residents.values()]
     assert len(set(numbers)) == len(numbers), f"{residency!r} has two contexts of one number"
     assert all(resident.num_users >= 0 for resident in residency._residents.values()), f"{residency!r} lost a user"
+    known = residency._residents.keys() | residency._loading.keys()
+    assert residency._forgotten <= known, f"{residency!r} would unload what is not there"

@@ -213,6 +213,25 @@ def test_nothing_is_loaded_for_those_who_have_left(built: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_context_that_is_deleted_while_it_is_loaded_goes_after_its_requests(built: Path) -> None:
+    path = path_of(built, "heron")
+
+    async def main() -> None:
+        async with running(built, FullEngine(loaded())) as backend:
+            residency = backend._residency
+            asked = asyncio.create_task(answer(backend, ask("heron")))
+            await until(lambda: residency.is_used(path))
+            assert not residency.loaded_below(built)
+            await residency.forget(path)
+            assert (await asked)[1].reason == "length"
+            await until(lambda: not residency.loaded_below(built))
+            assert not residency._forgotten
+            await answer(backend, ask("heron"))
+            assert residency.loaded_below(built) == [path], "asked for again, it stays"
+
+    asyncio.run(main())
+
+
 def test_a_context_larger_than_the_budget_is_refused_in_a_sentence(built: Path) -> None:
     async def main() -> None:
         async with within(built, Counting(), 5000) as backend:

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bench.decode.sampled import TABLES
+from bench.plan import MODEL
 from bench.quality_figures import TEXTS
 from bench.records import Case, header_of, measured, only
 from bench.shapes import shape_named
 from bench.step_figures import AHEAD, EVERY_STEP
+from workers.capacity import context_bytes, spec_of
 
 STEPS, KLS, SCHEDULES = "lengths-h200.json", "kl-h100.json", "schedules.json"
 PUBLISHED = {  # schedules: share kept -> what cases call it, and what readers do
@@ -98,14 +101,30 @@ def lengths() -> list[str]:
     sizes = sorted({of["context_len"] for of in measured(STEPS)})
     last = f"{sizes[-1] // 1024}K"
     head = ["KL, novel", *(f"{size // 1024}K" for size in sizes), f"{last}, if it chose as fast"]
-    head += [f"GB on the device, {last}", f"MB over the link, {last}"]
+    head += [f"GB on the device, {last}", f"on the host, {last}", f"MB over the link, {last}"]
     lines = ["| ms a step: one request; four | " + " | ".join(head) + " |", "|---|" + "---:|" * len(head)]
     for way in _ways():
         rows = [way.steps(size) for size in sizes]
+        rows[-1] = [{**of, "host_bytes": host_bytes(of)} for of in rows[-1]]
         cells = [*(each(of, "p50_us", 1e3, 1) for of in rows), as_fast(rows[-1])]
-        cells += [each(rows[-1], "hbm_bytes", 1e9, 0), each(rows[-1], "link_bytes", 1e6, 0)]
+        cells += [each(rows[-1], field, 1e9, 0) for field in ("hbm_bytes", "host_bytes")]
+        cells.append(each(rows[-1], "link_bytes", 1e6, 0))
         lines.append(f"| {way.name} | {kl_cell(way.kl)} | {' | '.join(cells)} |")
     return lines
+
+
+def host_bytes(of: Case) -> int | None:
+    """What contexts take in host memory: rows, and what the CPU searches. None: nothing, or they do not fit."""
+    if of.get("placement", "device") == "device" or "refused" in of:
+        return None
+    shape, context_len = shape_named(SHAPE), of["context_len"]
+    of_context = shape.num_layers * 2 * shape.heads.kv_width * context_len * 2
+    if (tables := TABLES.get(of["variant"])) is not None:  # of each bucket where it begins, and its keys' numbers
+        of_head = 4 * tables.number * (context_len + 2**tables.num_bits + 1)
+        of_context += shape.num_layers * shape.heads.num_kv_heads * of_head
+    elif of["placement"] == "host" and of["variant"] == "default":
+        of_context += context_bytes(spec_of(MODEL, context_len))[1]
+    return int(of["batch_size"] * of_context)
 
 
 def each(steps: list[Case], field: str, unit: float, digits: int) -> str:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -68,7 +68,7 @@ def run_on_ray(
         with marker:
             place = here if remote is None else remote.url
             results = _Dispatch(ray, jobs, place, Path(marker.name), needs, on_progress, on_result).run()
-    return BatchReport(tuple(results[idx] for idx in range(len(jobs))), time.perf_counter() - started)
+    return BatchReport(results, time.perf_counter() - started)
 
 
 @contextmanager
@@ -106,6 +106,20 @@ def _nodes(ray: Any) -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
+@dataclass(slots=True)
+class _Build:
+    """What is known of one job."""
+
+    job: Job
+    is_elsewhere: bool = False  # another process was building it
+    started_s: float | None = None
+    begun: float = 0.0  # the share of the context that was there when its task began
+    losses: Counter[float] = field(default_factory=Counter)  # of workers, by where they had begun
+    num_again: int = 0  # how often it was begun again for a lost worker
+    made: JobResult | None = None  # on its way to a URL
+    result: JobResult | None = None
+
+
 class _Dispatch:
     """Keeps as many builds in flight as the cluster has room for, until every job ended.
 
@@ -122,25 +136,19 @@ class _Dispatch:
         on_progress: OnJobProgress,
         on_result: OnJobResult,
     ):
-        self._ray, self._jobs, self._store, self._marker, self._needs = ray, jobs, store, marker, needs
+        self._ray, self._store, self._marker, self._needs = ray, store, marker, needs
         self._on_progress, self._on_result = on_progress, on_result
         self._board = ray.remote(Board).options(num_cpus=0, max_restarts=-1).remote()
         self._news: Any = None  # what the board was asked for
+        self._builds = [_Build(job) for job in jobs]
         self._waiting = [idx for group in by_model(jobs) for idx in group]
-        self._elsewhere: set[int] = set()  # of those that another process was building
         # Retries are counted here and not by Ray, which begins a task that needs too much memory again without end.
         self._upload = ray.remote(num_cpus=0, max_retries=0)(upload).remote
         self._running: dict[Any, int] = {}  # jobs, by what is running
-        self._made: dict[int, JobResult] = {}  # those that are on their way to a URL
-        self._started_s: dict[int, float] = {}
-        self._begun: dict[int, float] = {}  # the share of the context that was there when its task began
-        self._losses: Counter[tuple[int, float]] = Counter()  # of workers, by job and where it had begun
-        self._num_again: Counter[int] = Counter()  # how often each job was begun again for a lost worker
-        self._results: dict[int, JobResult] = {}
         self._builders = _Builders(ray, needs)
         self._had_room = time.monotonic()
 
-    def run(self) -> dict[int, JobResult]:
+    def run(self) -> tuple[JobResult, ...]:
         try:
             while self._waiting or self._running:
                 self._submit()
@@ -153,7 +161,7 @@ class _Dispatch:
             self._builders.end()
             with suppress(Exception):
                 self._ray.kill(self._board)
-        return self._results
+        return tuple(build.result for build in self._builds if build.result is not None)
 
     def _wait(self) -> list[Any]:
         """What has ended, as soon as there is something or a process is there, or after a while."""
@@ -168,17 +176,20 @@ class _Dispatch:
         self._had_room = now if room else self._had_room
         if now - self._had_room > NO_ROOM_S:
             self._give_up(f"the cluster had no node for it for {NO_ROOM_S:.0f} s")
-        self._builders.look(min(room, len(self._running) - len(self._made) + len(self._waiting)))
+        num_builds = sum(self._builds[idx].made is None for idx in self._running.values())
+        self._builders.look(min(room, num_builds + len(self._waiting)))
         if self._builders.why_lost:
             self._give_up(f"processes that build die as they start, last of {self._builders.why_lost}")
         while self._waiting and self._builders.has_idle:
             self._start(self._waiting.pop(0))
 
     def _start(self, job_idx: int) -> None:
-        self._started_s.setdefault(job_idx, time.monotonic())
-        needs, may_wait = self._needs, job_idx in self._elsewhere
+        build, needs = self._builds[job_idx], self._needs
+        if build.started_s is None:
+            build.started_s = time.monotonic()
         where = self._store, self._marker, needs.device, needs.num_threads
-        self._running[self._builders.run_job(self._jobs[job_idx], *where, job_idx, may_wait, self._board)] = job_idx
+        ref = self._builders.run_job(build.job, *where, job_idx, build.is_elsewhere, self._board)
+        self._running[ref] = job_idx
 
     def _cancel(self, ref: Any) -> None:
         with suppress(Exception):  # it may have ended, or been cancelled before
@@ -196,32 +207,33 @@ class _Dispatch:
     def _settle(self, ref: Any) -> None:
         """Take a result, or have it done again when its worker died."""
         job_idx = self._running.pop(ref)
-        value, died = self._outcome_of(ref)
+        build, (value, died) = self._builds[job_idx], self._outcome_of(ref)
         self._builders.settle(ref, value, died)
         if isinstance(value, BuiltElsewhereError):
-            self._elsewhere.add(job_idx)
+            build.is_elsewhere = True
             self._waiting.append(job_idx)
         elif died:
-            begun = job_idx, self._begun.get(job_idx, 0.0)
-            self._losses[begun] += 1
-            if self._losses[begun] >= MAX_ATTEMPTS:
+            build.losses[build.begun] += 1
+            if build.losses[build.begun] >= MAX_ATTEMPTS:
                 self._fail(job_idx, f"its worker died {MAX_ATTEMPTS} times, last of {sentence(value)}")
                 return
-            self._num_again[job_idx] += 1
-            if job_idx in self._made:
-                self._start_upload(job_idx)
+            build.num_again += 1
+            if build.made is not None:
+                self._start_upload(job_idx, build.made)
             else:
                 self._waiting.insert(0, job_idx)
         elif isinstance(value, Exception):
             self._fail(job_idx, sentence(value))
-        elif isinstance(value, JobResult) and not isinstance(self._store, Path):
-            self._made[job_idx] = value
-            self._start_upload(job_idx)
+        elif build.made is not None:  # and has been uploaded
+            self._end(job_idx, build.made)
+        elif isinstance(self._store, Path):
+            self._end(job_idx, value)
         else:
-            self._end(job_idx, self._made.pop(job_idx) if value is None else value)
+            build.made = value
+            self._start_upload(job_idx, value)
 
-    def _start_upload(self, job_idx: int) -> None:
-        artifact = self._marker.parent / str(self._made[job_idx].artifact_id)
+    def _start_upload(self, job_idx: int, made: JobResult) -> None:
+        artifact = self._marker.parent / str(made.artifact_id)
         self._running[self._upload(self._store, artifact)] = job_idx
 
     def _outcome_of(self, ref: Any) -> tuple[Any, bool]:
@@ -234,14 +246,13 @@ class _Dispatch:
             return error, True
 
     def _fail(self, job_idx: int, reason: str) -> None:
-        self._made.pop(job_idx, None)
-        self._end(job_idx, JobResult(self._jobs[job_idx], "failed", 0.0, error=reason))
+        self._end(job_idx, JobResult(self._builds[job_idx].job, "failed", 0.0, error=reason))
 
     def _end(self, job_idx: int, result: JobResult) -> None:
-        seconds = time.monotonic() - self._started_s.get(job_idx, time.monotonic())
-        result = replace(result, seconds=seconds, attempts=1 + self._num_again[job_idx])
-        self._results[job_idx] = result
-        self._on_result(job_idx, result)
+        build, now = self._builds[job_idx], time.monotonic()
+        seconds = 0.0 if build.started_s is None else now - build.started_s
+        build.result = replace(result, seconds=seconds, attempts=1 + build.num_again)
+        self._on_result(job_idx, build.result)
 
     def _pass_on_progress(self) -> None:
         """Show how far contexts are, of which the board knows; it may be on a node that dies."""
@@ -250,8 +261,8 @@ class _Dispatch:
         if self._ray.wait([self._news], timeout=0)[0]:
             with suppress(self._ray.exceptions.RayError):
                 for job_idx, state in self._ray.get(self._news).items():
-                    if job_idx not in self._results:
-                        self._begun[job_idx] = state.first_share
+                    if self._builds[job_idx].result is None:
+                        self._builds[job_idx].begun = state.first_share
                         self._on_progress(job_idx, state)
             self._news = None
 

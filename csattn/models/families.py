@@ -62,7 +62,8 @@ _REFUSED = {
 }
 
 
-LAYER_SCALE = "layer_scalar"  # of a layer's buffers
+# buffers of a layer that are weights: a factor on what leaves it, and what is added to scores to choose experts
+LAYER_SCALE, CHOICE_BIAS = "layer_scalar", "e_score_correction_bias"
 _ROW_UNIT = 8  # numbers: rows of latents are filled up, to be copied in pieces of 16 bytes
 
 

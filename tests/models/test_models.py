@@ -321,16 +321,17 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "changes"),
     [
-        {"hidden_act": "relu"},
-        {"rms_norm_eps": 1e-2},
-        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+        ("llama", {"hidden_act": "relu"}),
+        ("llama", {"rms_norm_eps": 1e-2}),
+        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}),
     ],
 )
-def test_what_weights_do_not_tell_changes_the_fingerprint(changes) -> None:
+def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> None:
     """A config.json that is corrected makes another model, also where each tensor is as it was."""
-    before, after = make_model("llama"), make_model("llama", **changes)
+    before, after = make_model(family), make_model(family, **changes)
     after.load_state_dict(before.state_dict())
     assert wrap_model(after, byte_tokenizer(), "x").fingerprint != wrap_model(before, byte_tokenizer(), "x").fingerprint
 
@@ -340,6 +341,13 @@ def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight += 1e-3
     assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded().fingerprint
+
+
+def test_a_bias_by_which_experts_are_chosen_changes_the_fingerprint() -> None:
+    """A buffer of most families: it is no parameter."""
+    model = make_model("minimax_m2")
+    model.model.layers[1].mlp.e_score_correction_bias += 0.1
+    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded("minimax_m2").fingerprint
 
 
 def test_fields_of_other_families_are_not_heeded() -> None:

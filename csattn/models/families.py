@@ -204,7 +204,7 @@ FAMILIES = {
     "qwen2": Family(biases=(True, False, False)),
     "qwen2_moe": Family(biases=("qkv_bias", False, False)),
     "qwen3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
-    "qwen3_moe": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
+    "qwen3_moe": Family(biases=_ATTENTION_BIAS, qk_norm="head", heeds=("sliding_window",)),
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_NEXT,
     "qwen3_next": _QWEN3_NEXT,

@@ -30,6 +30,7 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, loaded, make
     ("family", "changes", "match"),
     [
         ("mistral", {"sliding_window": 128}, "every layer of this model attends through a sliding window"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 128}, "every layer of this model"),
         ("ministral", {"layer_types": 3 * ["sliding_attention"]}, "every layer of this model"),
         (
             "qwen2",

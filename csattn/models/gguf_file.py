@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csattn.artifact.durable import available_bytes
+from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
 from csattn.errors import ModelError
 from csattn.models.families import describe, rope_parameters
 from csattn.models.hub import first_line
@@ -57,11 +57,13 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
         with _read_once(), redirect_stderr(io.StringIO()):  # transformers draws a bar of its own here
             _convert(gguf, dtype, scratch)
         scratch.chmod(0o755)
+        fsync_files(scratch)  # zeros in a file's place would be loaded as weights
         try:
             scratch.rename(target)
         except OSError:  # another process converted the same file first
             if not target.is_dir():
                 raise
+        fsync_dir(target.parent)
         shutil.rmtree(_first_directory(gguf), ignore_errors=True)
     except MemoryError:
         raise

@@ -183,6 +183,24 @@ def test_what_a_killed_conversion_left_goes_after_a_day(tmp_path: Path, monkeypa
     assert [path.name for path in (tmp_path / "models").iterdir()] == [".converting-new"]
 
 
+def test_a_conversion_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    file, flushed, flush = write_gguf(tmp_path / "model.gguf", tensors, **its), list[Path](), os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    load_model(file)
+    [made] = (tmp_path / "models").iterdir()
+    scratch = flushed[0].parent
+    assert scratch.name.startswith(".converting-")
+    assert {*flushed} == {tmp_path / "models", scratch, *(scratch / path.name for path in made.iterdir())}
+    assert flushed[-2:] == [scratch, tmp_path / "models"]
+
+
 def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
     """Tensors and fields, for `write_gguf`."""
     config, tensors = model.config, dict[str, NDArray[np.float32]]()

@@ -179,6 +179,11 @@ def read_state(
                     kept = None
             elif (matrix := _matrix(files, name, quantization)) is None:
                 tensor = files.read(name)
+                if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+                    raise ModelError(
+                        f"its {name} is in {str(tensor.dtype).removeprefix('torch.')}, whose scales are not read; take "
+                        "a checkpoint in float8_e4m3fn or int8"
+                    )
             else:
                 name = f"{module}.weight"
                 kept = matrix.kept()

@@ -435,6 +435,14 @@ def test_groups_that_do_not_divide_the_inputs_are_as_long_as_the_config_says(gro
     torch.testing.assert_close(weight, torch.from_numpy(q).float() * scales[:, torch.arange(64) // group_size])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.uint8])
+def test_bytes_of_another_kind_are_not_taken_without_their_scales(dtype: torch.dtype, tmp_path: Path) -> None:
+    state = {"m.weight": torch.ones(8, 64).to(dtype), "m.weight_scale": torch.full((1, 1), 0.01)}
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"m\.weight is in .*, whose scales are not read"):
+        read_state(tmp_path, {"quant_method": "fp8"}, torch.float32)
+
+
 def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path, rng) -> None:
     quantize(plain, tmp_path / "quantized", "fp8 by small block", rng)
     config = tmp_path / "quantized" / "config.json"

@@ -344,6 +344,14 @@ def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
     assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded().fingerprint
 
 
+def test_a_change_of_one_input_changes_the_fingerprint() -> None:
+    """Of matrices of which a sample is looked at: of each input something is."""
+    model = make_model(hidden_size=512, num_hidden_layers=1)
+    before = wrap_model(model, byte_tokenizer(), "x").fingerprint
+    model.model.layers[0].self_attn.o_proj.weight.data[:, 1] = 0.0
+    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != before
+
+
 def test_a_bias_by_which_experts_are_chosen_changes_the_fingerprint() -> None:
     """A buffer of most families: it is no parameter."""
     model = make_model("minimax_m2")

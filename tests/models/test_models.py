@@ -337,6 +337,14 @@ def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> No
     assert wrap_model(after, byte_tokenizer(), "x").fingerprint != wrap_model(before, byte_tokenizer(), "x").fingerprint
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe"])
+def test_how_many_positions_there_are_does_not_change_the_fingerprint(family: str) -> None:
+    """KV does not depend on it."""
+    before, after = make_model(family), make_model(family, max_position_embeddings=2048)
+    after.load_state_dict(before.state_dict())
+    assert wrap_model(after, byte_tokenizer(), "x").fingerprint == wrap_model(before, byte_tokenizer(), "x").fingerprint
+
+
 def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
     model = make_model()
     with torch.no_grad():

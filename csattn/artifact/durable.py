@@ -102,6 +102,17 @@ def fsync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_files(directory: Path) -> None:
+    """Make a directory of files that others have written survive a loss of power, but for its own name."""
+    for path in directory.iterdir():
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _sync(descriptor)
+        finally:
+            os.close(descriptor)
+    fsync_dir(directory)
+
+
 def open_directory(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 

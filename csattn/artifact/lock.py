@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from csattn.artifact.durable import open_directory, store_errors
+from csattn.errors import ArtifactError
 
 _held: set[int] = set()  # descriptors of the locks that this process holds
 
@@ -25,7 +26,8 @@ os.register_at_fork(after_in_child=_let_go_after_fork)
 class BuildLock:
     """An exclusive flock on a file that exists only while a process builds or waits.
 
-    Once it is taken, `with` gives it back at the end.
+    Once it is taken, `with` gives it back at the end. Raises ArtifactError where it cannot be: without locks, two
+    builders would each remove what the other makes.
     """
 
     def __init__(self, path: Path):
@@ -92,6 +94,13 @@ class BuildLock:
                     self._descriptor, descriptor = descriptor, -1
             except FileNotFoundError:  # removed meanwhile, and not made anew
                 continue
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                raise ArtifactError(
+                    f"cannot lock {self._path}: {error.strerror}; its file system has no locks (flock), by which "
+                    "builders keep out of each other's way: choose another store with --store, or mount it with locks"
+                ) from error
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)

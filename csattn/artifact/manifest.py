@@ -16,6 +16,7 @@ from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigErr
 FORMAT_NAME = "csattn-artifact"
 FORMAT_VERSION = 5
 STATE, ALL = -1, -2  # in a layer's place among the reaches
+MOST_TOKENS = 2**31 - 1  # rows are numbered by int32
 AS_THEY_ARE = "none"  # in a manifest's notes: what weights were rounded to that were not
 
 _MAX_SHOWN = 200  # characters of what is wrong with a manifest
@@ -138,8 +139,8 @@ class ArtifactSpec:
     kv_dtype: KvDtype
 
     def __post_init__(self) -> None:
-        if type(self.context_len) is not int or self.context_len < 1:
-            raise ConfigError(f"a context needs at least one token, got context_len={self.context_len!r}")
+        if type(self.context_len) is not int or not 1 <= self.context_len <= MOST_TOKENS:
+            raise ConfigError(f"a context has 1 to {MOST_TOKENS} tokens, got context_len={self.context_len!r}")
         if self.kv_dtype not in get_args(KvDtype):
             raise ConfigError(f"kv_dtype must be one of {', '.join(get_args(KvDtype))}, got {self.kv_dtype!r}")
         if not self.model.reaches or 0 in self.model.reaches:  # some have an index; a forged number is not counted to

@@ -21,7 +21,7 @@ from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, open_artifact, parse_manifest
 from csattn.artifact.tensor_file import how_to_heal
 from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, used_at
-from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ArtifactRoomError
 
 _CHUNK_BYTES = 4 * 2**20
 
@@ -190,6 +190,8 @@ def _is_whole(path: Path) -> bool:
     """Whether a copy is there and passes the cheap checks; it then counts as used now."""
     try:
         open_artifact(path).close()
+    except ArtifactRoomError:  # it may be
+        raise
     except ArtifactError:
         return False
     with suppress(OSError):  # a cache that may only be read

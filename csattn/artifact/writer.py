@@ -20,7 +20,7 @@ from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.reader import manifest_hash_line, open_artifact
 from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, LOCK_SUFFIX, WorkDir, remove, remove_others
-from csattn.errors import ArtifactError, StoreFullError
+from csattn.errors import ArtifactError, ArtifactRoomError, StoreFullError
 
 
 class ArtifactWriter:
@@ -132,6 +132,8 @@ class ArtifactWriter:
         """Whether the store has this artifact, as far as its manifest and file sizes say."""
         try:
             open_artifact(self._target).close()
+        except ArtifactRoomError:  # it may be sound: another is not to take its place
+            raise
         except ArtifactError:
             return False
         self.finished_path = self._target

@@ -1,6 +1,8 @@
 """Where a transformers model's attention meets ours: the cache hands over an object that attends."""
 
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import AttentionInterface
@@ -8,20 +10,31 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 IMPLEMENTATION = "csattn"
+_lock = Lock()
+_open: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()  # by model: how many, and its own way
 
 
 class attention_implementation:
-    """Let a model attend through our hook for a while. Reentrant; the model's own way is put back at the end."""
+    """Let a model attend through our hook for a while, in any thread. Reentrant; the last that ends puts the model's
+    own way back."""
 
     def __init__(self, model: Any):
         self._model = model
 
     def __enter__(self) -> None:
-        self._before = self._model.config._attn_implementation
-        self._model.set_attn_implementation(IMPLEMENTATION)
+        with _lock:
+            number, own = _open.get(self._model, (0, self._model.config._attn_implementation))
+            if number == 0:
+                self._model.set_attn_implementation(IMPLEMENTATION)
+            _open[self._model] = number + 1, own
 
     def __exit__(self, *exc: object) -> None:
-        self._model.set_attn_implementation(self._before)
+        with _lock:
+            number, own = _open.pop(self._model)
+            if number > 1:
+                _open[self._model] = number - 1, own
+            else:
+                self._model.set_attn_implementation(own)
 
 
 def _attention(

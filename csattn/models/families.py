@@ -62,7 +62,8 @@ _REFUSED = {
 }
 
 
-LAYER_SCALE = "layer_scalar"  # of a layer's buffers
+# buffers of a layer that are weights: a factor on what leaves it, and what is added to scores to choose experts
+LAYER_SCALE, CHOICE_BIAS = "layer_scalar", "e_score_correction_bias"
 _ROW_UNIT = 8  # numbers: rows of latents are filled up, to be copied in pieces of 16 bytes
 
 
@@ -203,7 +204,7 @@ FAMILIES = {
     "qwen2": Family(biases=(True, False, False)),
     "qwen2_moe": Family(biases=("qkv_bias", False, False)),
     "qwen3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
-    "qwen3_moe": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
+    "qwen3_moe": Family(biases=_ATTENTION_BIAS, qk_norm="head", heeds=("sliding_window",)),
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_NEXT,
     "qwen3_next": _QWEN3_NEXT,

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csattn.artifact.durable import available_bytes
+from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
 from csattn.errors import ModelError
-from csattn.models.families import describe
+from csattn.models.families import describe, rope_parameters
 from csattn.models.hub import first_line
 from csattn.models.text_part import require_whole
 from csattn.models.weight_sizes import weight_bytes
@@ -57,11 +57,13 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
         with _read_once(), redirect_stderr(io.StringIO()):  # transformers draws a bar of its own here
             _convert(gguf, dtype, scratch)
         scratch.chmod(0o755)
+        fsync_files(scratch)  # zeros in a file's place would be loaded as weights
         try:
             scratch.rename(target)
         except OSError:  # another process converted the same file first
             if not target.is_dir():
                 raise
+        fsync_dir(target.parent)
         shutil.rmtree(_first_directory(gguf), ignore_errors=True)
     except MemoryError:
         raise
@@ -135,6 +137,7 @@ def _read_config(gguf: Path, version: str) -> Any:
     with _read_once(), redirect_stderr(io.StringIO()):
         factors = _require_read(gguf)
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        _require_taken_over(gguf, config)
     describe(config)
     if factors is not None:
         _scale_positions(config, factors)
@@ -214,6 +217,26 @@ def _require_read(gguf: Path) -> Tensor | None:
     return None if freqs is None else torch.tensor(freqs)
 
 
+def _require_taken_over(gguf: Path, config: Any) -> None:
+    """Raise ModelError where `transformers` makes a config without the window that layers attend through, or with
+    another number of dimensions that turn: of some families it passes over these."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(gguf).fields
+    family = bytes(fields["general.architecture"].parts[-1]).decode()
+
+    def told(name: str) -> int:
+        return int(fields[f"{family}.{name}"].parts[-1][0]) if f"{family}.{name}" in fields else 0
+
+    window, turned = told("attention.sliding_window"), told("rope.dimension_count")
+    if 0 < window < config.max_position_embeddings and window != getattr(config, "sliding_window", None):
+        raise _passed_over(f"its layers attend through a window of {window} rows (attention.sliding_window), a field")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_all = rope_parameters(config).get("")  # of layers that turn differently, the file tells of some
+    if turned and of_all and turned != int(head_dim * of_all.get("partial_rotary_factor", 1.0)):
+        raise _passed_over(f"positions turn {turned} of a head's {head_dim} dimensions (rope.dimension_count), a field")
+
+
 def _scale_positions(config: Any, factors: Tensor) -> None:
     """Have the model divide its frequencies by these, which are Llama 3.1's. Raises ModelError where they are not."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -227,7 +250,10 @@ def _scale_positions(config: Any, factors: Tensor) -> None:
 
 
 def _scaled(how: str) -> ModelError:
+    return _passed_over(f"its positions are scaled ({how}) in a way")
+
+
+def _passed_over(what: str) -> ModelError:
     return ModelError(
-        f"its positions are scaled ({how}) in a way that is not read from GGUF files here; give the model as a "
-        "directory that transformers saved"
+        f"{what} that is not read from GGUF files here; give the model as a directory that transformers saved"
     )

@@ -17,7 +17,7 @@ from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
 from csattn.errors import ConfigError, CsattnError, ModelError
-from csattn.models.families import FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
+from csattn.models.families import CHOICE_BIAS, FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
 from csattn.models.few_bits import keep, round_weights
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
 from csattn.models.hub import fetched, first_line, hub_source
@@ -77,7 +77,8 @@ class LoadedModel:
     def require_unchanged(self) -> None:
         """Raise ModelError where the model in memory is not the one that was loaded, or would compute something else.
 
-        Modules that were replaced and hold no weights (activations), buffers, and modules' own settings are not seen.
+        Modules that were replaced and hold no weights (activations), other buffers, and modules' own settings are not
+        seen.
         """
         if _fingerprint(self.model) != self.fingerprint:
             raise changed(self.name)
@@ -370,7 +371,7 @@ def _reach(layer: LayerSpec) -> int:
 
 
 def _fingerprint(model: Any) -> str:
-    """SHA-256 over every parameter's name, shape, dtype and an even sample of its values, and what those do not tell.
+    """SHA-256 over every weight's name, shape, dtype and an even sample of its values, and what those do not tell.
 
     A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
     """
@@ -382,19 +383,18 @@ def _fingerprint(model: Any) -> str:
     heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.softmax_scale
     activations = [layer.mlp and layer.mlp.activation for layer in spec.layers]
     digest.update(json.dumps([heads, spec.norm_eps, activations]).encode())
-    if geometry_of(spec).reaches or len(spec.ropes) > 1 or any(layer.experts for layer in spec.layers):
-        digest.update(repr(spec).encode())
-    for name, parameter in model.named_parameters():
+    are_turned_alike = all(layer.attention.rope == 0 for layer in spec.layers)
+    if geometry_of(spec).reaches or not are_turned_alike or any(layer.experts for layer in spec.layers):
+        digest.update(repr(replace(spec, max_positions=1)).encode())  # of which there may be more later
+    buffers = ((name, x) for name, x in model.named_buffers() if name.endswith((LAYER_SCALE, CHOICE_BIAS)))
+    for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.is_meta:
             raise ModelError(f"weights are not in memory, {name} for one: they are offloaded; load the model whole")
         flat = parameter.detach().reshape(-1)
-        step = max(1, flat.numel() // _SAMPLED_ROWS)
+        step = flat.numel() // _SAMPLED_ROWS | 1  # odd: else one that divides the width would see some columns alone
         sample = flat[::step].float().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.tobytes())
-    for name, buffer in model.named_buffers():
-        if name.endswith(LAYER_SCALE):
-            digest.update(f"{name} {float(buffer)}".encode())
     return digest.hexdigest()
 
 

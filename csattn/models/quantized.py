@@ -179,6 +179,11 @@ def read_state(
                     kept = None
             elif (matrix := _matrix(files, name, quantization)) is None:
                 tensor = files.read(name)
+                if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+                    raise ModelError(
+                        f"its {name} is in {str(tensor.dtype).removeprefix('torch.')}, whose scales are not read; take "
+                        "a checkpoint in float8_e4m3fn or int8"
+                    )
             else:
                 name = f"{module}.weight"
                 kept = matrix.kept()
@@ -283,7 +288,7 @@ def _packed(files: _Tensors, module: str, quantization: Quantization) -> _Matrix
     """`compressed-tensors`: unsigned numbers, by half their range more than they are, packed along inputs."""
     num_out, num_in = files.read(f"{module}.weight_shape").tolist()
     packed, scale, bits = files.read(f"{module}.weight_packed"), files.scale(module), quantization.num_bits
-    groups = _groups_of(files, f"{module}.weight_g_idx", num_in, scale.shape[1])
+    groups = _groups_of(files, f"{module}.weight_g_idx", num_in, scale.shape[1], quantization)
     zeros = torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32)
     if not quantization.symmetric:
         zeros = _unpack(files.read(f"{module}.weight_zero_point"), bits, 0)[:num_out]
@@ -297,7 +302,7 @@ def _gptq(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
     scales = files.read(f"{module}.scales").float()  # [groups, num_out]
     stored = _unpack(files.read(f"{module}.qzeros"), bits, 1)[:, : scales.shape[1]]
     zeros = (stored + quantization.zero_offset) & ((1 << bits) - 1)  # 0 is stored as the largest
-    groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales))
+    groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales), quantization)
     return _checked(module, numbers.T, bits, scales.T, zeros.T, groups)
 
 
@@ -307,7 +312,7 @@ def _awq(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
         raise ModelError(f"its AWQ weights have {quantization.num_bits} bits; take a checkpoint of 4")
     scales = files.read(f"{module}.scales").float()  # [groups, num_out]
     numbers, zeros = (_unpack_awq(files.read(f"{module}.{part}")) for part in ("qweight", "qzeros"))
-    groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales))
+    groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales), quantization)
     return _checked(module, numbers.T, 4, scales.T, zeros.T, groups)
 
 
@@ -350,8 +355,8 @@ def _unpack_awq(words: Tensor) -> Tensor:
     return in_order
 
 
-def _groups_of(files: _Tensors, name: str, num_in: int, num_groups: int) -> Tensor:
-    """The group of each input [num_in]: as the checkpoint says, or neighbours together."""
+def _groups_of(files: _Tensors, name: str, num_in: int, num_groups: int, quantization: Quantization) -> Tensor:
+    """The group of each input [num_in]: as the checkpoint says, or neighbours together; the last may have fewer."""
     if name in files:
         groups = files.read(name).long()
         if groups.shape != (num_in,) or groups.min() < 0 or groups.max() >= num_groups:
@@ -359,4 +364,10 @@ def _groups_of(files: _Tensors, name: str, num_in: int, num_groups: int) -> Tens
                 f"{name} does not name one of {num_groups} groups for each of {num_in} inputs; it is damaged"
             )
         return groups
-    return torch.arange(num_in) // -(-num_in // num_groups)
+    size = quantization.group_size or num_in
+    if (wanted := -(-num_in // size)) != num_groups:
+        raise ModelError(
+            f"{name.rpartition('.')[0]} has {num_groups} groups where {num_in} inputs are {wanted} of {size}; "
+            "the checkpoint is damaged, or its quantization_config is another's"
+        )
+    return torch.arange(num_in) // size

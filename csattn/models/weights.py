@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csattn.models.families import FAMILIES, LAYER_SCALE, Family, describe, rope_parameters
+from csattn.models.families import CHOICE_BIAS, FAMILIES, LAYER_SCALE, Family, describe, rope_parameters
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
 from csattn.models.rope import model_frequencies
 from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, ModelSpec
@@ -365,8 +365,8 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
         of_router = router.scale.detach().float() * router.scalar_root_size
         norms = ExpertNorms(of_router, *(_norm(getattr(block, name), family) for name in names))
         router = router.proj
-    of_choice = next((x for x in (router, block) if hasattr(x, _CHOICE_BIAS)), getattr(router, "moe_statics", None))
-    bias = getattr(of_choice, _CHOICE_BIAS, None)
+    of_choice = next((x for x in (router, block) if hasattr(x, CHOICE_BIAS)), getattr(router, "moe_statics", None))
+    bias = getattr(of_choice, CHOICE_BIAS, None)
     rows = _rows_first if family.inputs_first else torch.Tensor.detach
     gates_ups, biases = rows(experts.gate_up_proj), _or_none(experts, "gate_up_proj_bias")
     alternate = spec.activation == "clamped"
@@ -387,7 +387,6 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
     )
 
 
-_CHOICE_BIAS = "e_score_correction_bias"
 _EXPERT_NORMS = ("pre_feedforward", 2), ("post_feedforward", 2), ("post_feedforward", 1)  # as `ExpertNorms` has them
 
 

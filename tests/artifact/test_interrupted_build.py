@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -181,6 +182,15 @@ def test_a_store_that_may_not_be_written() -> None:
             assert build(place, SPEC) == finished
             assert [summary.path for summary in list_store(place)] == [finished]
         assert [entry.name for entry in place.iterdir()] == [SPEC.artifact_id]
+
+
+def test_a_store_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some file systems of a network: there two builders would remove each other's work."""
+    finished = build(tmp_path, SPEC)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(ArtifactError, match=r"cannot lock .*: No locks available; its file system has no locks"):
+        build(tmp_path, make_spec(71))
+    assert build(tmp_path, SPEC) == finished
 
 
 def test_a_second_builder_waits_and_finds_the_artifact(tmp_path: Path) -> None:

@@ -1,15 +1,29 @@
 """A build goes on where an earlier one stopped, believes nothing that it finds, and heals what is broken."""
 
+import errno
 import hashlib
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from csattn.artifact import ArtifactWriter, KvDtype, WorkDir, artifact_bytes, list_store, open_artifact, scan_store
+from csattn.artifact import (
+    ArtifactWriter,
+    KvDtype,
+    RemoteStore,
+    WorkDir,
+    artifact_bytes,
+    cache_store,
+    list_store,
+    open_artifact,
+    reader,
+    scan_store,
+)
 from csattn.artifact.layout import index_file, kv_file
+from csattn.errors import ArtifactRoomError
 from tests.artifact.builds import SPEC, assert_completes, building_dir, write_layers
 from tests.artifact.faults import before_call, flip_byte
 from tests.artifact.synthetic import TORCH_DTYPES, build, hidden_state, make_layer, make_spec, make_token_ids
@@ -158,6 +172,20 @@ def test_a_broken_artifact_is_replaced(tmp_path: Path) -> None:
     assert list(scan_store(tmp_path)[1]) == [path]
     assert list_store(tmp_path) == []
     assert_completes(tmp_path)
+
+
+def test_an_artifact_for_which_this_process_has_no_room_is_not_replaced(tmp_path: Path, monkeypatch) -> None:
+    """Nothing says that it is broken: a copy of it is not downloaded anew either."""
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    remote = RemoteStore(f"file://{tmp_path}/remote")
+    remote.upload(path := build(cache_store(), SPEC))
+    before = path.stat().st_ino, *sorted(entry.stat().st_ino for entry in path.iterdir())
+    monkeypatch.setattr(reader, "map_file", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(ArtifactRoomError):
+        build(cache_store(), SPEC)
+    with pytest.raises(ArtifactRoomError):
+        remote.fetch(SPEC.artifact_id)
+    assert before == (path.stat().st_ino, *sorted(entry.stat().st_ino for entry in path.iterdir()))
 
 
 def test_replacing_a_broken_artifact_does_not_disturb_its_readers(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_a_layer_that_the_model_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"context_len": 0}, "at least one token"),
+        ({"context_len": 0}, "a context has 1 to 2147483647 tokens"),
         ({"kv_dtype": "int8"}, "kv_dtype must be one of"),
         ({"head_dim": 7, "layout": "lists"}, "cannot be split into 2 equal subspaces"),
         ({"head_dim": 7}, "needs heads of 8 to 512 dimensions"),
@@ -272,3 +272,9 @@ def test_a_layer_that_the_model_does_not_have(tmp_path: Path) -> None:
 def test_a_spec_that_makes_no_sense(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_spec(**change)  # type: ignore[arg-type]
+
+
+def test_more_tokens_than_int32_numbers_are_refused() -> None:
+    """Before a forged manifest's segments are counted one by one."""
+    with pytest.raises(ConfigError, match="1 to 2147483647 tokens, got context_len=2147483648"):
+        dataclasses.replace(make_spec(), context_len=2**31)

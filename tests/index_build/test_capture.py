@@ -115,3 +115,16 @@ def test_the_models_own_attention_is_put_back_even_after_an_error() -> None:
     assert model.config._attn_implementation == "csattn"
     layers.close()
     assert model.config._attn_implementation == before
+
+
+def test_a_prefill_goes_on_when_another_of_the_same_model_ends() -> None:
+    """As of two threads that build different contexts."""
+    model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
+    before, alone = model.config._attn_implementation, all_layers(model, ids)
+    first, second = prefill(model, ids), prefill(model, ids)
+    next(first)
+    beside = [next(second)[1]]
+    first.close()
+    beside += [leaving for _, leaving in second]
+    assert all(torch.equal(got, leaving) for got, (*_, leaving) in zip(beside, alone, strict=True))
+    assert model.config._attn_implementation == before

@@ -34,17 +34,19 @@ GGUF_NAMES = {
 EMBEDDING = {"token_embd.weight": np.ones((256, 64), np.float32)}
 
 
-def write_gguf(path: Path, tensors: Mapping[str, NDArray[np.float32]] = MappingProxyType({}), **fields: Any) -> Path:
+def write_gguf(
+    path: Path, tensors: Mapping[str, NDArray[np.float32]] = MappingProxyType({}), family: str = "llama", **fields: Any
+) -> Path:
     sizes = {"context_length": 512, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 4, "vocab_size": 256}
     sizes |= {"attention.layer_norm_rms_epsilon": 1e-5}
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, family)
     writer.add_tokenizer_model("gpt2")
     tokens = [*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab", "cd", "<|endoftext|>", "<|im_end|>", "<|fim|>"]
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token.startswith("<|") else TokenType.NORMAL for token in tokens])
     writer.add_token_merges(["a b", "c d"])  # of one alone, transformers 5.17 makes no tokenizer
-    for name, value in {**{f"llama.{name}": size for name, size in sizes.items()}, **fields}.items():
+    for name, value in {**{f"{family}.{name}": size for name, size in sizes.items()}, **fields}.items():
         kind = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         kind(name.replace("__", "."), value)
     for name, tensor in tensors.items():
@@ -71,6 +73,12 @@ def write_gguf(path: Path, tensors: Mapping[str, NDArray[np.float32]] = MappingP
             },
             "lacks model.layers.0",
         ),
+        ({"llama__attention__sliding_window": 37}, "attend through a window of 37 rows .* is not read from GGUF"),
+        (
+            {"family": "phi3", "phi3__rope__dimension_count": 12},
+            r"positions turn 12 of a head's 16 dimensions \(rope.dimension_count\)",
+        ),
+        ({"llama__attention__sliding_window": 512, "llama__rope__dimension_count": 16, "tensors": EMBEDDING}, "lacks"),
         (
             {"tensors": {"rope_factors_long.weight": EMBEDDING["token_embd.weight"]}},
             r"its positions are scaled \(rope_factors_long.weight\)",
@@ -173,6 +181,24 @@ def test_what_a_killed_conversion_left_goes_after_a_day(tmp_path: Path, monkeypa
     with pytest.raises(ModelError):
         load_model(write_gguf(tmp_path / "model.gguf"))
     assert [path.name for path in (tmp_path / "models").iterdir()] == [".converting-new"]
+
+
+def test_a_conversion_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    file, flushed, flush = write_gguf(tmp_path / "model.gguf", tensors, **its), list[Path](), os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    load_model(file)
+    [made] = (tmp_path / "models").iterdir()
+    scratch = flushed[0].parent
+    assert scratch.name.startswith(".converting-")
+    assert {*flushed} == {tmp_path / "models", scratch, *(scratch / path.name for path in made.iterdir())}
+    assert flushed[-2:] == [scratch, tmp_path / "models"]
 
 
 def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:

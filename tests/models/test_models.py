@@ -30,6 +30,7 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, loaded, make
     ("family", "changes", "match"),
     [
         ("mistral", {"sliding_window": 128}, "every layer of this model attends through a sliding window"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 128}, "every layer of this model"),
         ("ministral", {"layer_types": 3 * ["sliding_attention"]}, "every layer of this model"),
         (
             "qwen2",
@@ -321,18 +322,27 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "changes"),
     [
-        {"hidden_act": "relu"},
-        {"rms_norm_eps": 1e-2},
-        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+        ("llama", {"hidden_act": "relu"}),
+        ("llama", {"rms_norm_eps": 1e-2}),
+        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}),
     ],
 )
-def test_what_weights_do_not_tell_changes_the_fingerprint(changes) -> None:
+def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> None:
     """A config.json that is corrected makes another model, also where each tensor is as it was."""
-    before, after = make_model("llama"), make_model("llama", **changes)
+    before, after = make_model(family), make_model(family, **changes)
     after.load_state_dict(before.state_dict())
     assert wrap_model(after, byte_tokenizer(), "x").fingerprint != wrap_model(before, byte_tokenizer(), "x").fingerprint
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe"])
+def test_how_many_positions_there_are_does_not_change_the_fingerprint(family: str) -> None:
+    """KV does not depend on it."""
+    before, after = make_model(family), make_model(family, max_position_embeddings=2048)
+    after.load_state_dict(before.state_dict())
+    assert wrap_model(after, byte_tokenizer(), "x").fingerprint == wrap_model(before, byte_tokenizer(), "x").fingerprint
 
 
 def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
@@ -340,6 +350,21 @@ def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight += 1e-3
     assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded().fingerprint
+
+
+def test_a_change_of_one_input_changes_the_fingerprint() -> None:
+    """Of matrices of which a sample is looked at: of each input something is."""
+    model = make_model(hidden_size=512, num_hidden_layers=1)
+    before = wrap_model(model, byte_tokenizer(), "x").fingerprint
+    model.model.layers[0].self_attn.o_proj.weight.data[:, 1] = 0.0
+    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != before
+
+
+def test_a_bias_by_which_experts_are_chosen_changes_the_fingerprint() -> None:
+    """A buffer of most families: it is no parameter."""
+    model = make_model("minimax_m2")
+    model.model.layers[1].mlp.e_score_correction_bias += 0.1
+    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded("minimax_m2").fingerprint
 
 
 def test_fields_of_other_families_are_not_heeded() -> None:

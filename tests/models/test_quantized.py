@@ -420,6 +420,29 @@ def test_the_same_weights_in_another_layout_are_left_alone(is_sharded: bool, in_
     assert load_model(tmp_path).fingerprint == load_model(in_gptq).fingerprint
 
 
+@pytest.mark.parametrize("group_size", [40, 60, 96])
+def test_groups_that_do_not_divide_the_inputs_are_as_long_as_the_config_says(group_size: int, tmp_path, rng) -> None:
+    """Of 64 inputs a last group has fewer: two of 40 are none of 32."""
+    q, scales = rng.integers(-8, 8, (24, 64)), torch.from_numpy(rng.uniform(0.001, 0.1, (24, 2))).float()
+    parts = {"weight_packed": pack(q + 8, 4), "weight_scale": scales, "weight_shape": torch.tensor(q.shape)}
+    save_file({f"m.{name}": part for name, part in parts.items()}, tmp_path / "model.safetensors")
+    config = compressed("pack-quantized", num_bits=4, group_size=group_size, symmetric=True)
+    if group_size > 64:
+        with pytest.raises(ModelError, match="m has 2 groups where 64 inputs are 1 of 96"):
+            read_state(tmp_path, config, torch.float32)
+        return
+    weight = read_state(tmp_path, config, torch.float32)[0]["m.weight"]
+    torch.testing.assert_close(weight, torch.from_numpy(q).float() * scales[:, torch.arange(64) // group_size])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.uint8])
+def test_bytes_of_another_kind_are_not_taken_without_their_scales(dtype: torch.dtype, tmp_path: Path) -> None:
+    state = {"m.weight": torch.ones(8, 64).to(dtype), "m.weight_scale": torch.full((1, 1), 0.01)}
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"m\.weight is in .*, whose scales are not read"):
+        read_state(tmp_path, {"quant_method": "fp8"}, torch.float32)
+
+
 def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path, rng) -> None:
     quantize(plain, tmp_path / "quantized", "fp8 by small block", rng)
     config = tmp_path / "quantized" / "config.json"

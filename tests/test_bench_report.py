@@ -6,6 +6,7 @@ import pytest
 
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
+from bench.length_figures import share_at
 from bench.timing import GateError
 
 
@@ -66,3 +67,10 @@ def test_a_file_of_other_settings_is_refused_and_cases_tell_their_commit(tmp_pat
     Results(path, {"machine": {"commit": "b"}, "keep": 0.02}, alike=("keep",)).add({**key, "variant": "lists"})
     found = json.loads(path.read_text())
     assert found["machine"]["commit"] == "b" and [case["commit"] for case in found["cases"]] == ["a", "b"]
+
+
+def test_a_share_that_is_enough_lies_between_two_that_were_tried():
+    """Not at the next one that was, which says that others need more than they do."""
+    tried = [(0.1, 1e-2), (0.3, 1e-4), (0.02, 1e-1)]
+    assert share_at(1e-3, tried) == pytest.approx(0.2) and share_at(1e-4, tried) == pytest.approx(0.3)
+    assert share_at(1.0, tried) == pytest.approx(0.02) and share_at(1e-5, tried) is None

@@ -1,7 +1,9 @@
 """The tables that decide: whole steps at every length, KL at every length, and what others read to be as good."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from bench.decode.sampled import TABLES
@@ -183,7 +185,7 @@ def kl_lengths() -> list[str]:
 
 
 def shares() -> list[str]:
-    """The least share that was tried at which a method is as good as `default` at 2 %, on each text and length."""
+    """About the share at which a method is as good as `default` at 2 %, on each text and length."""
     lines = [
         "| rows read to be as good as `default` at 2 % | " + " | ".join(OTHERS.values()) + " |",
         "|---|---:|---:|---:|",
@@ -200,22 +202,32 @@ def share_range(contender: str) -> str:
     enough = [share for share in needed if share is not None]
     if len(enough) < len(needed):
         return f"{share_text(min(enough), contender)} to {share_text(None, contender)}"
-    return f"{100 * min(enough):g} to {share_text(max(enough), contender)}"
+    return f"{100 * min(enough):.0f} to {share_text(max(enough), contender)}"
 
 
 def share_needed(contender: str, text: str, context_len: int) -> float | None:
-    """The least share that was tried and is enough; None: none is."""
+    """About the least that is enough: between two that were tried log KL is taken as straight. None: none that was."""
     of_text = [of for of in measured(KLS) if (of["text"], of["context_len"]) == (text, context_len)]
     [wanted] = [of["kl"] for of in of_text if (of["contender"], of["keep"]) == ("default", 0.02)]
     forms = (contender, NO_MEAN) if contender == "sparq" else (contender,)
-    return min((of["keep"] for of in of_text if of["contender"] in forms and of["kl"] <= wanted), default=None)
+    found = [share_at(wanted, [(of["keep"], of["kl"]) for of in of_text if of["contender"] == form]) for form in forms]
+    return min((share for share in found if share is not None), default=None)
+
+
+def share_at(wanted: float, tried: list[tuple[float, float]]) -> float | None:
+    """Where KL first falls to what is wanted. tried: shares and their KL."""
+    for (before, high), (share, low) in pairwise([(0.0, math.inf), *sorted(tried)]):
+        if low <= wanted:
+            way = math.log(high / wanted) / math.log(high / max(low, 1e-7)) if math.isfinite(high) else 1.0
+            return before + way * (share - before)
+    return None
 
 
 def share_text(share: float | None, contender: str) -> str:
     if share is None:
         most = max(of["keep"] for of in measured(KLS) if of["contender"] == contender)
         return f"more than {100 * most:g} %"
-    return f"{100 * share:g} %"
+    return f"{100 * share:.0f} %"
 
 
 def _called(setting: tuple[str, int]) -> str:

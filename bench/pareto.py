@@ -1,8 +1,9 @@
-"""What quality costs: KL of every selector against bytes read and moved per step, bytes of index, and time to search.
+"""What quality costs: KL of every selector against bytes read and moved per step, and bytes of index.
 
     python -m bench.pareto FILE ... [--texts novel,code] [--plot FILE] [--json FILE]
 
-FILE: figures of `python -m bench.accuracy selectors`. KL is the geometric mean over the texts.
+FILE: figures of `python -m bench.accuracy selectors`. Not against time: ours is compiled, the others are plain torch
+there. KL is the geometric mean over the texts.
 The front, drawn as a line, is made of those that nothing beats in both.
 """
 
@@ -29,7 +30,6 @@ AXES: dict[str, tuple[str, Callable[[Case], float]]] = {
     ),
     "moved": ("MB moved per step: fetched rows", lambda c: c["moved_bytes_per_step"] / 1e6),
     "index": ("bytes of index per token and KV head", lambda c: c["index_bytes_per_key"]),
-    "time": ("ms of search per step", lambda c: c["search_ms_per_step"]),
 }
 _DPI = 110
 _MARKER, _LABEL_HEIGHT = 13, 17  # pixels

@@ -98,7 +98,7 @@ def on_texts(contender: str, keep: float = 0.02) -> list[Case]:
 
 def quality() -> list[str]:
     """KL by text, beside exact Top-K's, and of full attention over KV in few bits."""
-    head = "| KL at 2 % (× exact) | bytes a key on the device | " + " | ".join(TEXTS.values()) + " |"
+    head = "| KL at 2 % (× exact) | bytes a key on the device, without rows | " + " | ".join(TEXTS.values()) + " |"
     lines = [head, "|---|---:|" + "---:|" * len(TEXTS)]
     for name, contender, num_bytes, keep in CONTENDERS:
         cells = [kl_cell(case, is_bold="**" in name) for case in on_texts(contender, keep)]
@@ -119,7 +119,7 @@ def quality_larger() -> list[str]:
         ]
         lines += [
             *([""] if lines else []),
-            f"| {model_name}: KL at 2 % (× exact) | bytes a key on the device | {' | '.join(titles)} |",
+            f"| {model_name}: KL at 2 % (× exact) | bytes a key on the device, without rows | {' | '.join(titles)} |",
             "|---|---:|" + "---:|" * len(columns),
         ]
         for (contender, keep), name in LARGER_CONTENDERS.items():
@@ -196,7 +196,7 @@ def ratio(value: float) -> str:
 def quality_means() -> list[str]:
     """Geometric means over the texts and lengths."""
     lines = [
-        "| at 2 % of the rows | bytes a key on the device | × the KL of exact Top-K, geometric mean |",
+        "| at 2 % of the rows | bytes a key on the device, without rows | × the KL of exact Top-K, geometric mean |",
         "|---|---:|---:|",
     ]
     for name, num_bytes, contenders in MEANS:

@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench.timing import gate
+
 RESULTS = Path(__file__).parent / "results"
 Case = dict[str, Any]
 
@@ -17,16 +19,27 @@ def called(model: str | Path) -> str:
 class Records:
     """The cases of one file. Cases that are there already are not measured again."""
 
-    def __init__(self, path: Path | None, header: dict[str, Any], key: tuple[str, ...]) -> None:
+    def __init__(
+        self, path: Path | None, header: dict[str, Any], key: tuple[str, ...], alike: tuple[str, ...] = ()
+    ) -> None:
         """header: what holds for the whole run; a file that exists keeps its cases and gets the new header.
 
-        key: the fields that tell one case from another; whatever else a case holds was measured.
+        key: the fields that tell one case from another; whatever else a case holds was measured. A case that is added
+        has its run's commit, for the header's is that of the last run.
+        alike: fields of the header that no case tells. Raises GateError for a file in which one of them is another.
         """
         self._path = path
         self._key = key
+        self._commit = dict(header["machine"]).get("commit") if isinstance(header.get("machine"), dict) else None
         self.content: dict[str, Any] = {**header, "cases": []}
         if path is not None and path.exists():
-            self.content["cases"] = load_cases(path)
+            before = json.loads(path.read_text())
+            for name in alike:
+                gate(
+                    name not in before or before[name] == json.loads(json.dumps(header[name])),
+                    f"{path} was measured with {name} {before.get(name)}, not {header[name]}; name another file",
+                )
+            self.content["cases"] = before["cases"]
         self._seen = {self.key_of(case) for case in self.cases if "refused" not in case}
 
     @property
@@ -42,6 +55,8 @@ class Records:
 
     def add(self, case: Case) -> None:
         """Keep a case, in place of an earlier one of the same key, and write the file."""
+        if self._commit is not None:
+            case = {**case, "commit": self._commit}
         key = self.key_of(case)
         self.content["cases"] = [c for c in self.cases if self.key_of(c) != key] + [case]
         if "refused" not in case:

@@ -1,4 +1,4 @@
-"""Cases of `python -m bench.accuracy selectors`, all counted alike."""
+"""Cases of `python -m bench.accuracy selectors`, all counted alike: as over KV of 16 bits, which codes are beside."""
 
 from pathlib import Path
 
@@ -10,15 +10,19 @@ _OF = ("model", "text_sha256", "context_len", "eval_len", "contender", "keep")
 # Version 2 counted, whether it was used or not, what predicts queries a layer ahead, and what attention to the rest
 # reads among what a search does. It measured SmolLM2-135M: 30 layers, 9 query heads on 3 KV heads of 64 dimensions.
 _LISTS = 30 * 3
+_PQCACHE_CODES = 2  # bytes a key
 _PREDICTOR_BYTES = 29 * 9 * (64 + 1) * 64 * 4  # none after the last layer
 
 
 def selector_cases(path: Path) -> list[Case]:
-    """The newest of each kind, in version 3's terms; what can no longer be told in them is left out."""
+    """The newest of each kind, in version 3's terms; what can no longer be told in them is left out.
+
+    They were measured over KV in float32, whose keys some methods search, and rows of which all fetch.
+    """
     newest: dict[tuple[object, ...], Case] = {}
     for case in sorted(load_cases(path), key=lambda case: int(case.get("version", 0))):
         if (counted := _counted(case)) is not None:
-            newest[tuple(case.get(name) for name in _OF)] = counted
+            newest[tuple(case.get(name) for name in _OF)] = _in_16_bits(counted)
     return list(newest.values())
 
 
@@ -35,3 +39,20 @@ def _counted(case: Case) -> Case | None:
         rest = index * _LISTS * case["context_len"]
     search = case["search_bytes_per_step"] - rest
     return {**case, "index_bytes_per_key": index, "search_bytes_per_step": search, "rest_bytes_per_step": rest}
+
+
+def _in_16_bits(case: Case) -> Case:
+    """Half of the bytes of rows, of keys that are searched, and of what is made of keys as wide as they are."""
+    index, search = case["index_bytes_per_key"], case["search_bytes_per_step"]
+    name = case["contender"].partition("+")[0]
+    if name in ("exact", "sparq", "quest"):
+        index, search = index / 2, search / 2
+    elif name == "pqcache":  # two codes a key, which stay, and centroids; a search reads both
+        halved = (index + _PQCACHE_CODES) / 2
+        index, search = halved, search * halved / index
+    return {
+        **case,
+        "moved_bytes_per_step": case["moved_bytes_per_step"] / 2,
+        "index_bytes_per_key": index,
+        "search_bytes_per_step": search,
+    }

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from bench.lm_eval.__main__ import variants
 from bench.lm_eval.outcomes import FULL, Outcome, Outcomes, Part, prefills, table
+from bench.timing import GateError
 
 TASK = "ruler_vt"
 FULL_VARIANT, SPARSE = variants("cpu")[:2]
@@ -27,12 +30,14 @@ def test_differences_are_of_the_same_samples() -> None:
 
 def test_what_is_in_the_file_is_not_judged_again(tmp_path: Path) -> None:
     path = tmp_path / "outcomes.jsonl"
-    Outcomes(path).add(outcome(FULL, {"0": 1.0, "2": 0.0}))
-    again = Outcomes(path)
+    Outcomes(path, "a model").add(outcome(FULL, {"0": 1.0, "2": 0.0}))
+    again = Outcomes(path, "a model")
     assert again.has(Part(TASK, 4096, (0, 2)), FULL_VARIANT)
     assert not again.has(Part(TASK, 4096, (1,)), FULL_VARIANT)
     assert not again.has(Part(TASK, 8192, (0, 2)), FULL_VARIANT)
     assert not again.has(Part(TASK, 4096, (0, 2)), SPARSE)
+    with pytest.raises(GateError, match="has outcomes of a model, these are of another"):
+        Outcomes(path, "another")
 
 
 def test_tokens_are_told_apart_by_whether_they_were_there() -> None:

@@ -2,8 +2,12 @@
 
 import json
 
+import pytest
+
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
+from bench.length_figures import share_at
+from bench.timing import GateError
 
 
 def make_content() -> dict[str, object]:
@@ -45,6 +49,7 @@ def test_results_outlive_the_run_and_are_not_measured_twice(tmp_path):
     first.add({**key, "p50_us": 1.0})
     first.add({**key, "variant": "window", "refused": "no room"})
     again = Results(path, {"machine": "b"})
+    assert not again.has(**key, as_ampere=True)
     assert again.has(**key) and not again.has(**{**key, "variant": "window"})
     again.add({**key, "p50_us": 2.0})
     assert json.loads(path.read_text())["machine"] == "b"
@@ -52,3 +57,20 @@ def test_results_outlive_the_run_and_are_not_measured_twice(tmp_path):
     Results(other, {"machine": "c"}).add({**key, "p50_us": 3.0})
     merged = merge_files([path, other])
     assert sorted(case.get("p50_us", 0) for case in merged["cases"]) == [0, 3.0]
+
+
+def test_a_file_of_other_settings_is_refused_and_cases_tell_their_commit(tmp_path):
+    path, key = tmp_path / "results.json", {"kind": "op", "context_len": 8192, "batch_size": 1}
+    Results(path, {"machine": {"commit": "a"}, "keep": 0.02}).add({**key, "variant": "default"})
+    with pytest.raises(GateError, match=r"measured with keep 0.02, not 0.15; name another file"):
+        Results(path, {"machine": {"commit": "b"}, "keep": 0.15}, alike=("keep",))
+    Results(path, {"machine": {"commit": "b"}, "keep": 0.02}, alike=("keep",)).add({**key, "variant": "lists"})
+    found = json.loads(path.read_text())
+    assert found["machine"]["commit"] == "b" and [case["commit"] for case in found["cases"]] == ["a", "b"]
+
+
+def test_a_share_that_is_enough_lies_between_two_that_were_tried():
+    """Not at the next one that was, which says that others need more than they do."""
+    tried = [(0.1, 1e-2), (0.3, 1e-4), (0.02, 1e-1)]
+    assert share_at(1e-3, tried) == pytest.approx(0.2) and share_at(1e-4, tried) == pytest.approx(0.3)
+    assert share_at(1.0, tried) == pytest.approx(0.02) and share_at(1e-5, tried) is None

@@ -7,6 +7,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from bench.records import Case
+from workers.settings import EngineSettings
 
 Rows = dict[tuple[str, float], dict[str, Case]]  # contender and share kept -> setting -> case
 
@@ -98,6 +99,7 @@ def draw(cases: list[Case], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.8), sharey=True)
     _draw_series(left, shown, _BY_SHARE, lambda case: 100 * case["keep"])
     _draw_series(right, shown, _BY_BYTES, lambda case: case["code_bytes_per_key"])
+    _draw_series(right, shown, _IN_HYBRID, hybrid_bytes)
     ours = [case["kl"] for case in shown if case["contender"] == "default" and case["keep"] == _KEEP]
     for axis in (left, right):
         if ours:
@@ -107,10 +109,10 @@ def draw(cases: list[Case], path: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False, fontsize=9, loc="lower left", markerscale=0.7, labelspacing=0.25)
-    left.set(xlabel="rows that a token reads exactly, % of the context", title="What is read")
+    left.set(xlabel="rows that a token chooses, % of the context; 260 more are always read", title="What is read")
     left.set_xticks([2, 5, 10, 25, 50, 70], ["2", "5", "10", "25", "50", "70"])
     left.set(ylabel="KL to full attention (nats)")
-    right.set(xlabel="bytes of codes of a key and its value (in 16 bits: 256)", title="What is held on the device")
+    right.set(xlabel="bytes of a key and its value on the device (in 16 bits: 256)", title="What is held on the device")
     right.set_xticks([16, 32, 64, 128, 256], ["16", "32", "64", "128", "256"])
     right.set(xlim=(12, 300))
     lengths = [case["context_len"] for case in shown]
@@ -137,11 +139,20 @@ _BY_SHARE: Series = (
     ("preset lists: those corrected", ("lists",), "#56b4e9", "h"),
 )
 _BY_BYTES: Series = (
-    ("csattn: codes, and 2 % of the rows from the host", ("default",), _BLUE, "*"),
+    ("csattn: codes alone", ("default",), _BLUE, "*"),
     ("all rows, KIVI: 2 and 4 bits", ("KIVI, 2 bits", "KIVI, 4 bits"), "#555555", "o"),
     ("all rows, TurboQuant: 3.5 and 4", ("TurboQuant, 3.5 bits", "TurboQuant, 4 bits"), "#a6761d", "<"),
     ("all rows, llama.cpp's q4_0", ("q4_0",), "#7a3e9d", "p"),
 )
+
+
+_IN_HYBRID: Series = (("csattn: with the cache of rows from the host", ("default",), "#7fb8d9", "*"),)
+
+
+def hybrid_bytes(case: Case) -> float:
+    """What a key and its value take in placement `hybrid`: codes, and the share of the rows that has a slot."""
+    slots: float = EngineSettings().slot_share * case["host_bytes_per_key"]
+    return slots + case["code_bytes_per_key"]
 
 
 def _common(cases: list[Case]) -> list[Case]:

@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
     contenders = find_contenders(arguments.selectors)
     loaded = load_model(arguments.model)
     header = {"bench": "selectors", "model": loaded.name, "search": asdict(SearchConfig()), "machine": machine()}
-    records = Records(arguments.json, header, KEY)
+    records = Records(arguments.json, header, KEY, alike=("search",))
     for name in arguments.texts.split(","):
         lengths = arguments.context_len, arguments.eval_len
         compare(loaded, name, lengths, contenders, arguments.keep, arguments.store, records)

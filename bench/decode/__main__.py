@@ -113,7 +113,8 @@ def _measure(arguments: argparse.Namespace) -> None:
         is_shared=getattr(arguments, "shared", False),
         as_ampere=as_ampere,
     )
-    results = Results(arguments.out, header)
+    untold = ["recording", *(["shape"] if len(names) == 1 else []), *(["keep"] if arguments.command == "op" else [])]
+    results = Results(arguments.out, header, tuple(untold))
     which = results, recording, options, arguments.contexts, arguments.batches
     if arguments.command == "op":
         run_op_cases(*which, arguments.variants)

@@ -9,15 +9,15 @@ from bench.records import Records
 # what tells one case from another; whatever else a case holds was measured
 KEY = (
     *("kind", "shape", "context_len", "batch_size", "variant", "placement", "schedule"),
-    *("weights", "keep", "slots", "kv_codec"),
+    *("weights", "keep", "slots", "kv_codec", "as_ampere"),
 )
 
 
 class Results(Records):
     """The cases of one file."""
 
-    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
-        super().__init__(path, {"bench": "decode", **header}, KEY)
+    def __init__(self, path: Path | None, header: dict[str, Any], alike: tuple[str, ...] = ()) -> None:
+        super().__init__(path, {"bench": "decode", **header}, KEY, alike)
 
 
 def merge_files(paths: list[Path]) -> dict[str, Any]:

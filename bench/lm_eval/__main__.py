@@ -155,7 +155,9 @@ def main() -> None:
     from csattn.models import load_model
 
     judged = [v for v in variants(options.placement) if not options.variants or v.name in (FULL, *options.variants)]
-    outcomes, free = Outcomes(options.outcomes), shares_of_cpus(options.processes)
+    model = MODEL if options.model is None else called(options.model)
+    of = f"{model}, {options.placement}, {', '.join([options.dtype, *options.set])}"
+    outcomes, free = Outcomes(options.outcomes, of), shares_of_cpus(options.processes)
     with (
         tempfile.TemporaryDirectory() as directory,
         ExitStack() as stack,
@@ -183,7 +185,6 @@ def main() -> None:
         list(pool.map(judge_part, parts(options)))
     names = [variant.name for variant in variants(options.placement)]
     device = "cpu" if options.placement == "cpu" else torch.cuda.get_device_name()
-    model = MODEL if options.model is None else called(options.model)
     result: dict[str, Any] = {"bench": "lm_eval", "machine": machine(), "model": model, "device": device}
     result |= {"placement": options.placement, "dtype": options.dtype}
     result |= {"prefills": prefills(outcomes.all, names), "cases": table(outcomes.all, names)}

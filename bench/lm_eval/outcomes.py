@@ -1,13 +1,15 @@
 """What was judged, kept in a file, and the table that it makes."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bench.timing import gate
 
 TASKS = "niah_single_1", "niah_multikey_2", "ruler_vt", "ruler_cwe", "ruler_fwe"
 FULL = "full attention"
@@ -39,6 +41,7 @@ class Outcome:
     prompt_tokens: int
     cached_tokens: int
     seconds: float  # lm-eval's
+    of: str = ""  # model, placement and dtype
 
 
 def table(outcomes: list[Outcome], names: list[str]) -> list[dict[str, Any]]:
@@ -79,10 +82,13 @@ def prefills(outcomes: list[Outcome], names: list[str]) -> list[dict[str, Any]]:
 class Outcomes:
     """What was judged: what a file has of earlier runs, and what is added to both."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path, self._lock = path, Lock()
+    def __init__(self, path: Path | None, of: str) -> None:
+        """of: model, placement and dtype. Raises GateError for a file that has outcomes of others."""
+        self._path, self._of, self._lock = path, of, Lock()
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         self.all = [Outcome(**json.loads(line)) for line in lines]
+        for other in {outcome.of for outcome in self.all} - {of}:
+            gate(False, f"{path} has outcomes of {other or 'who knows what'}, these are of {of}; name another file")
 
     def has(self, part: Part, variant: Variant) -> bool:
         of = part.task, part.length, variant.name
@@ -90,6 +96,7 @@ class Outcomes:
         return set(map(str, part.samples)) in found
 
     def add(self, outcome: Outcome) -> None:
+        outcome = replace(outcome, of=self._of)
         with self._lock:
             self.all.append(outcome)
             if self._path is not None:

@@ -19,7 +19,7 @@ from bench.accuracy.attending.sketches import SketchCodes, integer_queries, norm
 from bench.accuracy.attending.slot_cache import SIZES, count_hits
 from bench.accuracy.long_contenders import contenders, find_contenders
 from bench.accuracy.long_gate import require_product
-from bench.accuracy.long_report import _BY_BYTES, _BY_SHARE, draw, table
+from bench.accuracy.long_report import _BY_BYTES, _BY_SHARE, draw, hybrid_bytes, table
 from bench.accuracy.texts import find_text, tokenize
 from bench.decode.recording import load_recording, save_recording
 from bench.records import Records
@@ -242,6 +242,9 @@ def test_a_text_is_measured_once_and_shown(tmp_path, monkeypatch):
     assert by_name["default", 0.02]["times_exact"] > 0 and by_name["default", 0.02]["shared_with_last_step"] > 0
     assert by_name["KIVI, 4 bits", 0.0]["code_bytes_per_key"] == 2 * 16 * 5 / 8
     assert "| default | 10 |" in table(records.cases)
+    of_ours = by_name["default", 0.02]
+    slots = 0.15 * 2 * 2 * 16  # of a row in 16 bits
+    assert hybrid_bytes(of_ours) == pytest.approx(of_ours["code_bytes_per_key"] + slots)
     draw(records.cases, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 

@@ -188,7 +188,7 @@ def test_figures_of_version_2_are_counted_as_those_of_version_3(tmp_path):
         for case in load_cases(RESULTS / "selectors.json")
         if (case["contender"], case["text"], case["keep"], case["version"]) == ("default", "novel", 0.02, 2)
     ]
-    others = {"index_bytes_per_key": 1.0, "search_bytes_per_step": 2.0}
+    others = {"index_bytes_per_key": 10.0, "search_bytes_per_step": 20.0, "moved_bytes_per_step": 8.0}
     cases = [
         stored,
         stored | {"contender": "quest", **others},
@@ -202,10 +202,28 @@ def test_figures_of_version_2_are_counted_as_those_of_version_3(tmp_path):
     assert default["search_bytes_per_step"] == pytest.approx(num_lists * searched)
     assert default["rest_bytes_per_step"] == pytest.approx(num_lists * held, rel=1e-4)
     assert default["index_bytes_per_key"] == pytest.approx(held / context_len, rel=1e-4)
-    assert {name: quest[name] for name in others} == others and quest["rest_bytes_per_step"] == 0
+    assert {name: quest[name] for name in others} == {name: of / 2 for name, of in others.items()}
+    assert quest["rest_bytes_per_step"] == 0
     newer = stored | {"version": VERSION, "rest_bytes_per_step": 3.0, **others}
     file.write_text(json.dumps({"cases": [newer, *cases]}))
-    assert selector_cases(file) == [newer, quest]
+    assert selector_cases(file) == [newer | {"moved_bytes_per_step": 4.0}, quest]
+
+
+def test_methods_are_counted_beside_codes_as_over_kv_of_16_bits():
+    """SmolLM2-135M at 7680 tokens: a key of 64 dimensions has 128 bytes."""
+    cases = {case["contender"]: case for case in selector_cases(RESULTS / "selectors.json") if case["keep"] == 0.02}
+    num_lists, context_len = 30 * 3, 7680
+    keys = num_lists * context_len * 128
+    codes = 2 + 256 * 128 / context_len  # and centroids
+    searched = {"exact": keys, "quest": keys / 8, "sparq": keys / 4, "pqcache": num_lists * context_len * codes}
+    for name, num_bytes in searched.items():
+        assert cases[name]["search_bytes_per_step"] == pytest.approx(num_bytes, rel=0.02), name
+    held = {"quest": 16, "sparq": 128, "pqcache": codes, "default": 17.8, "h2o": 4}
+    for name, num_bytes in held.items():
+        assert cases[name]["index_bytes_per_key"] == pytest.approx(num_bytes, rel=0.01), name
+    assert {round(cases[name]["moved_bytes_per_step"]) for name in ("exact", "default", "quest")} == {
+        num_lists * 154 * 256
+    }
 
 
 def test_names_lie_beside_all_points():

@@ -523,3 +523,12 @@ def test_bad_input_is_a_sentence_and_an_exit_code(capsys, place, artifact, argum
     assert "Traceback" not in done.stderr
     assert words in json.loads(done.stdout.strip().splitlines()[-1])["error"]["message"]
     assert sorted((place / "store").iterdir()) == before, "nothing may be left half-written"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_behind_the_output_is_a_sentence() -> None:
+    command = [sys.executable, "-c", "from workers.cli import main; main()", "config", "example", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENV, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("error: a disk that is written to is full")
+    assert len(done.stderr.splitlines()) == 1

@@ -310,7 +310,10 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="That search on the CPU.", show_default="all cores")] = None,
     keep: Annotated[
         float | None,
-        typer.Option(help="Share of the context read per step, in (0, 1].", show_default=str(_SEARCH.keep)),
+        typer.Option(
+            help="Share of the context chosen per step, besides first and last rows, in (0, 1].",
+            show_default=str(_SEARCH.keep),
+        ),
     ] = None,
     lookahead: Lookahead = None,
     changes: Annotated[

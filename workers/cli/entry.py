@@ -1,9 +1,11 @@
 """The entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
 
+import errno
 import os
 import signal
 import sys
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from io import TextIOWrapper
 from typing import Any
 
@@ -58,10 +60,25 @@ def run() -> None:
         ending.tell(signal.SIGTERM)
         _interrupted()
     except (MemoryError, RuntimeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            with _output_that_may_be_full():
+                sys.stdout.flush()
+            what = "a disk that is written to is full, perhaps that of the output; make room, and run it again"
+            _fail({"type": "OSError", "message": what}, 1)
         if not is_out_of_memory(error):
             raise
         wanted = " ".join(str(error).split())[:_MAX_TOLD] or "nothing says how much was wanted"
         _fail({"type": "MemoryError", "message": f"there is not enough memory ({wanted}); {_REMEDIES}"}, 1)
+
+
+@contextmanager
+def _output_that_may_be_full() -> Iterator[None]:
+    """What stdout has not taken would be tried again at the end, and end the process with another code."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):  # as of a stdout without a descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupted() -> None:
@@ -75,5 +92,6 @@ def _fail(error: dict[str, Any], exit_code: int) -> None:
     if "--json" in sys.argv[1:]:
         from workers.cli.terminal import print_json
 
-        print_json({"error": error})
+        with _output_that_may_be_full():
+            print_json({"error": error})
     sys.exit(exit_code)

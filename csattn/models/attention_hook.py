@@ -1,6 +1,8 @@
 """Where a transformers model's attention meets ours: the cache hands over an object that attends."""
 
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import AttentionInterface
@@ -9,19 +11,34 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 IMPLEMENTATION = "csattn"
 
+_lock = Lock()
+# of each model that attends so, how many want it, and its own way
+_wanted: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+
 
 class attention_implementation:
-    """Let a model attend through our hook for a while. Reentrant; the model's own way is put back at the end."""
+    """Let a model attend through our hook for a while.
+
+    Any number may be open over a model and end in any order, on any threads: its own way is put back after the last.
+    """
 
     def __init__(self, model: Any):
         self._model = model
 
     def __enter__(self) -> None:
-        self._before = self._model.config._attn_implementation
-        self._model.set_attn_implementation(IMPLEMENTATION)
+        with _lock:
+            number, before = _wanted.get(self._model, (0, self._model.config._attn_implementation))
+            if number == 0:
+                self._model.set_attn_implementation(IMPLEMENTATION)
+            _wanted[self._model] = number + 1, before
 
     def __exit__(self, *exc: object) -> None:
-        self._model.set_attn_implementation(self._before)
+        with _lock:
+            number, before = _wanted.pop(self._model)
+            if number > 1:
+                _wanted[self._model] = number - 1, before
+            else:
+                self._model.set_attn_implementation(before)
 
 
 def _attention(

@@ -57,19 +57,24 @@ class StreamSession:
         self._places = Places(frequencies, num_places, loaded.device, spec.ropes[0].interleaved)
         self._attention = attention_implementation(loaded.model)
         self._unrotated = unrotated(loaded.model, StreamCache)
+        self.is_open = False
 
     def __enter__(self) -> Self:
+        if self.is_open:
+            raise ConfigError("this session is open already; make another `StreamSession`")
         self._attention.__enter__()
         self._unrotated.__enter__()
+        self.is_open = True
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.is_open = False
         self._unrotated.__exit__(*exc)
         self._attention.__exit__(*exc)
 
     def cache(self) -> "StreamCache":
         """A sequence without tokens yet, for the model's `cache`, before transformers 5.24 `past_key_values`."""
-        return StreamCache([self._layer_rows() for _ in range(self.loaded.geometry.num_layers)])
+        return StreamCache([self._layer_rows() for _ in range(self.loaded.geometry.num_layers)], self)
 
     def start(self, token_ids: NDArray[np.int32]) -> dict[str, Any]:
         """Arguments for `generate`, which keeps all ids (and so grows); `tokens` does not."""
@@ -115,9 +120,15 @@ class StreamSession:
 class StreamCache(AttendingCache):
     """One stream as transformers sees it. Its layers take keys before RoPE (see `unrotated`)."""
 
-    def __init__(self, rows: list[WindowRows] | list[HeavyRows] | list[WindowRows | HeavyRows]):
+    def __init__(self, rows: list[WindowRows | HeavyRows], session: StreamSession):
         super().__init__(rows)
-        self.rows = rows
+        self.rows, self._session = rows, session
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ConfigError while its session is not open: keys would come rotated, and nobody attend to the rows."""
+        if not self._session.is_open:
+            raise ConfigError("the session of this stream has ended, or has not begun; go on in an open one")
+        return super().update(*args, **kwargs)
 
     @property
     def num_tokens(self) -> int:

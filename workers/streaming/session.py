@@ -124,11 +124,15 @@ class StreamCache(AttendingCache):
         super().__init__(rows)
         self.rows, self._session = rows, session
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ConfigError while its session is not open: keys would come rotated, and nobody attend to the rows."""
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Raises ConfigError while its session is not open, as keys would come rotated and nobody attend to the rows;
+        and where some layers have tokens that others have not."""
         if not self._session.is_open:
             raise ConfigError("the session of this stream has ended, or has not begun; go on in an open one")
-        return super().update(*args, **kwargs)
+        is_amid = any(rows.is_amid for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1
+        if layer_idx == 0 and is_amid:
+            raise ConfigError("a step of this stream was left before its end; begin a new stream")
+        return super().update(k, v, layer_idx, *args, **kwargs)
 
     @property
     def num_tokens(self) -> int:

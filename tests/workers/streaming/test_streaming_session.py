@@ -212,6 +212,30 @@ def test_a_stream_without_an_open_session_is_refused_and_goes_on_in_one() -> Non
         assert torch.equal(loaded().model(rest, **{CACHE: cache}).logits[0], want)
 
 
+@pytest.mark.parametrize("policy", ["window", "h2o"])
+@pytest.mark.parametrize("place", ["an MLP", "the first rows", "the last rows"])
+def test_a_stream_whose_step_was_left_in_its_middle_does_not_go_on(policy, place, monkeypatch) -> None:
+    def leave(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    model, ids = make_model(), torch.from_numpy(token_ids(12)).long()[None]
+    config = StreamConfig(policy=policy, window_len=8, heavy_len=4)
+    with StreamSession(wrap_model(model, byte_tokenizer(), "tiny"), config) as session:
+        cache = session.cache()
+        model(ids, **{CACHE: cache})
+        left, name = {
+            "an MLP": (model.model.layers[1].mlp, "forward"),
+            "the first rows": (cache.rows[0], "_store"),
+            "the last rows": (cache.rows[-1], "_store"),
+        }[place]
+        with monkeypatch.context() as patch:
+            patch.setattr(left, name, leave)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids, **{CACHE: cache})
+        with pytest.raises(ConfigError, match="left before its end; begin a new stream"):
+            model(ids, **{CACHE: cache})
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

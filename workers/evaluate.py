@@ -51,6 +51,7 @@ class Quality:
 class Baseline:
     """Full attention's predictions for the same tokens."""
 
+    token_ids: NDArray[np.int32]  # [num_tokens + 1]
     log_probs: Tensor  # [num_tokens, vocab_size] float32
     nll: float
 
@@ -66,7 +67,7 @@ def full_attention(
     ids = _with_successors(loaded, token_ids)
     with csattn_session(loaded, artifact, SearchConfig(), "full") as session:
         log_probs = _predict(session, session.request(), ids[:-1])
-    return Baseline(log_probs, _nll(log_probs, ids[1:]))
+    return Baseline(ids, log_probs, _nll(log_probs, ids[1:]))
 
 
 def measure(
@@ -81,9 +82,15 @@ def measure(
 ) -> Quality:
     """Compare one selector with full attention over the same context and tokens.
 
-    kv_format: how the context's rows are kept for the selector; full attention has them as they were built.
+    kv_format: how the context's rows are kept for the selector; full attention has them as they were built. Raises
+    ConfigError for a baseline of other tokens.
     """
     ids = _with_successors(loaded, token_ids)
+    if not np.array_equal(ids, baseline.token_ids):
+        raise ConfigError(
+            f"full attention's predictions are of {len(baseline.token_ids)} other tokens than these {len(ids)}; give "
+            "what `full_attention` says of the same ones"
+        )
     num_tokens = len(ids) - 1
     probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:

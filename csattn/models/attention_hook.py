@@ -10,31 +10,35 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 IMPLEMENTATION = "csattn"
+
 _lock = Lock()
-_open: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()  # by model: how many, and its own way
+# of each model that attends so, how many want it, and its own way
+_wanted: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 
 class attention_implementation:
-    """Let a model attend through our hook for a while, in any thread. Reentrant; the last that ends puts the model's
-    own way back."""
+    """Let a model attend through our hook for a while.
+
+    Any number may be open over a model and end in any order, on any threads: its own way is put back after the last.
+    """
 
     def __init__(self, model: Any):
         self._model = model
 
     def __enter__(self) -> None:
         with _lock:
-            number, own = _open.get(self._model, (0, self._model.config._attn_implementation))
+            number, before = _wanted.get(self._model, (0, self._model.config._attn_implementation))
             if number == 0:
                 self._model.set_attn_implementation(IMPLEMENTATION)
-            _open[self._model] = number + 1, own
+            _wanted[self._model] = number + 1, before
 
     def __exit__(self, *exc: object) -> None:
         with _lock:
-            number, own = _open.pop(self._model)
+            number, before = _wanted.pop(self._model)
             if number > 1:
-                _open[self._model] = number - 1, own
+                _wanted[self._model] = number - 1, before
             else:
-                self._model.set_attn_implementation(own)
+                self._model.set_attn_implementation(before)
 
 
 def _attention(

@@ -34,6 +34,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
     match config.model_type:
         case name if name in _LIKE_DEEPSEEK:
             groups = (config.n_group, config.topk_group)
+            _require_groups(groups, routed["num_experts"], routed["num_chosen"])
             shares = {"normed": config.norm_topk_prob, "scale": float(config.routed_scaling_factor)}
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, groups=groups, **shares),)
         case "hy_v3":
@@ -62,6 +63,17 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
     one = {"num_experts": 1, "num_chosen": 1, "intermediate_size": shared}
     every = () if shared is None else (ExpertsSpec(**routed | one, scores="sigmoid"),)
     return (ExpertsSpec(**routed, scores="softmax", normed=getattr(config, "norm_topk_prob", True)), *every)
+
+
+def _require_groups(groups: tuple[int, int], num_experts: int, num_chosen: int) -> None:
+    num_groups, num_kept = groups
+    size = num_experts // max(1, num_groups)
+    is_whole = num_groups == 1 or (num_groups > 1 and size > 1 and size * num_groups == num_experts)
+    if not is_whole or not 1 <= num_kept <= num_groups or size * num_kept < num_chosen:
+        raise ModelError(
+            f"this model chooses {num_chosen} of {num_experts} experts, of {num_kept} of {num_groups} groups (n_group, "
+            "topk_group), which cannot be; groups are alike, have two experts or more, and as many as are chosen"
+        )
 
 
 def has(config: Any, layer_idx: int) -> bool:

@@ -378,6 +378,11 @@ _LAYER_TYPES = {"full_attention", "indexed_attention", "linear_attention", *_REA
 def _delta(config: Any) -> DeltaSpec:
     if not hasattr(config, "linear_num_value_heads"):
         raise ModelError("this model has linear attention of a kind that csattn does not compute; it has gated deltas")
+    if config.hidden_act != "silu":
+        raise ModelError(
+            f"this model's linear attention has the activation {config.hidden_act!r} behind its convolution, and "
+            "csattn computes silu alone; use a model with that"
+        )
     return DeltaSpec(
         num_k_heads=config.linear_num_key_heads,
         num_v_heads=config.linear_num_value_heads,

@@ -31,6 +31,8 @@ class unrotated:
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(cache_in(kwargs), self._cache_kind):
             return None
+        if kwargs.get("use_cache") is False:  # all ids would come at every step, behind those that are there
+            raise ConfigError("a stream is a cache, and use_cache is False; leave it out, or set it to True")
         ids: Tensor = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"][..., 0]
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -ids.shape[1] :].all()):

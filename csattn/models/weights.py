@@ -230,11 +230,18 @@ def weights_of(model: Any) -> ModelWeights:
         final_norm=_norm(body.norm, family),
         head=_linear(model.lm_head),
         ropes=(
-            *(Frequencies(*model_frequencies(body.rotary_emb, name)) for name in rope_parameters(model.config)),
+            *(_frequencies(body, name) for name in rope_parameters(model.config)),
             *(Frequencies(body.norm.weight.new_empty(0).float()) for rope in spec.ropes if rope.parameters is None),
         ),
         inputs=_inputs(body, family) if spec.layer_input_width else None,
     )
+
+
+def _frequencies(body: Any, layer_type: str) -> Frequencies:
+    angles, scale = model_frequencies(body.rotary_emb, layer_type)
+    # Llama 4 norms heads behind RoPE, which takes its factor off them again; a step norms them before
+    is_taken_off = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
+    return Frequencies(angles, 1.0 if is_taken_off else scale)
 
 
 def _inputs(body: Any, family: Family) -> InputWeights:

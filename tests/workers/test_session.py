@@ -118,6 +118,10 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
             loaded(), artifact, SearchConfig(keep=1), "csattn", ids, full_attention(loaded(), artifact, ids)
         )
     assert everything.kl < 1e-6
+    for other in (ids[:2], ids[::-1]):
+        baseline = full_attention(loaded(), artifact_of(store), other)
+        with pytest.raises(ConfigError, match=f"are of {len(other)} other tokens than these 9; give what"):
+            measure(loaded(), artifact_of(store), SearchConfig(), "csattn", ids, baseline)
     with pytest.raises(ConfigError, match="token ids are whole numbers"):
         full_attention(loaded(), artifact_of(store), [0.5, 1.5])
     with pytest.raises(ConfigError, match="what `load_model` returned, got a str"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from csattn.models.latent import LatentQueries
 
+LEAST_SUM = 1e-20  # added to what shares of experts are divided by: sigmoids may all be 0
 SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in one part
 
 

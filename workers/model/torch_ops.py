@@ -20,6 +20,7 @@ from csattn.models.weights import (
     Linear,
 )
 from workers.model.ops import (
+    LEAST_SUM,
     SQUARES_BLOCK,
     DeltaRoom,
     DeltaState,
@@ -124,7 +125,7 @@ class TorchOps:
         if spec.scores == "softmax_of_chosen":
             of_chosen = of_chosen.softmax(-1)
         if spec.normed:
-            of_chosen = of_chosen / of_chosen.sum(-1, keepdim=True)
+            of_chosen = of_chosen / (of_chosen.sum(-1, keepdim=True) + LEAST_SUM)
         room.chosen.copy_(ids)
         room.shares.copy_(of_chosen * spec.scale if scales is None else of_chosen * spec.scale * scales[ids])
 

@@ -43,9 +43,7 @@ class HeavyRows(StreamRows):
         heavy = (self._before_rope, self._heavy_k, self._heavy_v, self._heavy_worth, self._window_worth)
         return self._window.num_bytes + sum(tensor.nbytes for tensor in heavy)
 
-    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
-        """q: [num_q_heads, num_tokens, head_dim], before RoPE -> out, same shape."""
-        k, v = self._take()
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
         outs, start = [], 0
         while start < q.shape[1]:
             num_tokens = max(1, min(self._block_len, q.shape[1] - start, self._window_len - self.kv_len))

@@ -57,19 +57,24 @@ class StreamSession:
         self._places = Places(frequencies, num_places, loaded.device, spec.ropes[0].interleaved)
         self._attention = attention_implementation(loaded.model)
         self._unrotated = unrotated(loaded.model, StreamCache)
+        self.is_open = False
 
     def __enter__(self) -> Self:
+        if self.is_open:
+            raise ConfigError("this session is open already; make another `StreamSession`")
         self._attention.__enter__()
         self._unrotated.__enter__()
+        self.is_open = True
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.is_open = False
         self._unrotated.__exit__(*exc)
         self._attention.__exit__(*exc)
 
     def cache(self) -> "StreamCache":
         """A sequence without tokens yet, for the model's `cache`, before transformers 5.24 `past_key_values`."""
-        return StreamCache([self._layer_rows() for _ in range(self.loaded.geometry.num_layers)])
+        return StreamCache([self._layer_rows() for _ in range(self.loaded.geometry.num_layers)], self)
 
     def start(self, token_ids: NDArray[np.int32]) -> dict[str, Any]:
         """Arguments for `generate`, which keeps all ids (and so grows); `tokens` does not."""
@@ -115,9 +120,19 @@ class StreamSession:
 class StreamCache(AttendingCache):
     """One stream as transformers sees it. Its layers take keys before RoPE (see `unrotated`)."""
 
-    def __init__(self, rows: list[WindowRows] | list[HeavyRows] | list[WindowRows | HeavyRows]):
+    def __init__(self, rows: list[WindowRows | HeavyRows], session: StreamSession):
         super().__init__(rows)
-        self.rows = rows
+        self.rows, self._session = rows, session
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Raises ConfigError while its session is not open, as keys would come rotated and nobody attend to the rows;
+        and where some layers have tokens that others have not."""
+        if not self._session.is_open:
+            raise ConfigError("the session of this stream has ended, or has not begun; go on in an open one")
+        is_amid = any(rows.is_amid for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1
+        if layer_idx == 0 and is_amid:
+            raise ConfigError("a step of this stream was left before its end; begin a new stream")
+        return super().update(k, v, layer_idx, *args, **kwargs)
 
     @property
     def num_tokens(self) -> int:

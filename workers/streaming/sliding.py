@@ -1,5 +1,7 @@
 """The last rows of a sequence, side by side in memory and rotated, in a buffer that does not grow."""
 
+from abc import ABC, abstractmethod
+
 from torch import Tensor
 
 from workers.streaming.places import Places
@@ -55,7 +57,7 @@ class SlidingRows:
         self.end = slots.stop
 
 
-class StreamRows:
+class StreamRows(ABC):
     """One layer of one stream, as `AttendingCache` has it: tokens bring their rows, then they attend."""
 
     def __init__(
@@ -75,7 +77,18 @@ class StreamRows:
         assert self._pending is None, "the last step's tokens have not attended"
         self._pending = k, v
 
-    def _take(self) -> tuple[Tensor, Tensor]:
+    @property
+    def is_amid(self) -> bool:
+        """Tokens have brought their rows and not attended to the end."""
+        return self._pending is not None
+
+    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        """q: [num_q_heads, num_tokens, head_dim], before RoPE -> out, same shape."""
         assert self._pending is not None, "queries come after their tokens' keys"
-        pending, self._pending = self._pending, None
-        return pending
+        out = self._attend(q, *self._pending, softmax_scale)
+        self._pending = None
+        return out
+
+    @abstractmethod
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
+        """`attend` of tokens that bring k and v [num_kv_heads, num_tokens, head_dim]."""

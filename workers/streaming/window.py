@@ -34,9 +34,7 @@ class WindowRows(StreamRows):
         """Of memory, whether rows lie there yet or not."""
         return self._sinks.nbytes + self._window.num_bytes
 
-    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
-        """q: [num_q_heads, num_tokens, head_dim], before RoPE -> out, same shape."""
-        k, v = self._take()
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
         outs = []
         for start in range(0, q.shape[1], self._block_len):
             block = slice(start, start + self._block_len)

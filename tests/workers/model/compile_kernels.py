@@ -72,7 +72,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         expert_kernels.choose_kernel,
         [
             {"SCORES": scores, "HAS_BIAS": groups > 1, "NUM_GROUPS": groups, "NUM_KEPT": 2, "NORMED": groups > 1}
-            | {"HAS_SCALES": groups == 1, "NUM_CHOSEN": 6, "BLOCK": 128, "BLOCK_CHOSEN": 8}
+            | {"HAS_SCALES": groups == 1, "NUM_CHOSEN": 6, "BLOCK": 128, "BLOCK_CHOSEN": 8, "LEAST_SUM": 1e-20}
             for scores, groups in (("softmax", 1), ("sigmoid", 4), ("softmax_of_chosen", 1))
         ],
     ),

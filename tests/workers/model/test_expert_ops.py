@@ -66,6 +66,18 @@ def test_experts_of_what_is_no_number_are_some() -> None:
     assert room.chosen.min() >= 0 and room.chosen.max() < 5
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by Triton's interpreter
+def test_shares_of_nothing_are_none() -> None:
+    """Where the sigmoid of all that are chosen is 0."""
+    spec = replace(EXPERTS["groups"], has_choice_bias=False)
+    logits = torch.full((2, spec.num_experts), -200.0, device=DEVICE)
+    logits[1, 3] = 1.0
+    for ops in (TritonOps(DEVICE), TorchOps()):
+        room = make_room(spec, 2, 1, torch.float32, logits)
+        ops.choose_experts(None, None, spec, room)
+        assert room.shares[0].tolist() == [0.0, 0.0, 0.0] and room.shares[1].tolist() == [1.5, 0.0, 0.0]
+
+
 def make_room(
     spec: ExpertsSpec, batch_size: int, hidden_size: int, dtype: torch.dtype, logits: torch.Tensor
 ) -> ExpertRoom:

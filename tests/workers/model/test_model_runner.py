@@ -61,6 +61,13 @@ def test_every_kind_of_rope(rope_type) -> None:
     assert ask(make_runner(model), 0, 0, QUESTIONS[1], 32) == greedy(model, 0, QUESTIONS[1], 32)
 
 
+@pytest.mark.parametrize("use_qk_norm", [True, False])
+def test_norms_behind_rope_take_its_factor_off(use_qk_norm) -> None:
+    model = make_model("llama4_text", rope_parameters=ROPES["yarn"], use_qk_norm=use_qk_norm)
+    logits = prefill(make_runner(model), QUESTIONS[2], 0, CONTEXT_LENS[0], tail_id=0).logits
+    torch.testing.assert_close(logits, logits_after(model, 0, QUESTIONS[2])[-1:], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"num_key_value_heads": 4}, {"hidden_size": 72}])
 def test_other_shapes(changes) -> None:
     model = make_model("llama", **changes)

@@ -9,6 +9,7 @@ from csattn.cpu.addresses import KindStage
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
 from csattn.models.latent import LatentQueries
+from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear, weights_of
 from tests.tiny import ALL_FAMILIES, loaded, make_model
 from workers.model.cpu.cpu_model import CpuModel
@@ -16,7 +17,7 @@ from workers.model.cpu.linear_stage import linear_stage
 from workers.model.cpu.notes import Notes
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import DeltaState, Normed
+from workers.model.ops import DeltaState, ExpertRoom, Normed
 from workers.model.torch_ops import TorchOps
 
 TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS = [3, 250, 0, 3, 17], [90, 17, 0, 91, 40], [2, 0, 1, 2, 3], [3, 1, 1, 4, 5]
@@ -196,6 +197,21 @@ def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None
         team.run(tape.tape)
     want = torch.cat([x @ weight[:4].bfloat16().float().T, x @ weight[4:].T], dim=1)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_shares_of_nothing_are_none() -> None:
+    """Where the sigmoid of all experts that are chosen is 0."""
+    logits, shares, chosen = torch.full((2, 5), -200.0), torch.full((2, 2), torch.nan), torch.zeros(2, 2).int()
+    logits[1, 3] = 1.0
+    spec = ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=1, scores="sigmoid", normed=True, scale=1.5)
+    ops = TapeOps("float32", np.array([2]))
+    ops.choose_experts(None, None, spec, ExpertRoom(logits, chosen, shares, shares, shares))
+    tape = ops.cut()
+    tape.set_rows(2)
+    with Team(1) as team:
+        team.run(tape.tape)
+    assert chosen.tolist() == [[0, 1], [3, 0]]
+    assert shares.tolist() == [[0.0, 0.0], [1.5, 0.0]]
 
 
 def test_weights_that_tapes_cannot_read_are_refused() -> None:

@@ -179,6 +179,63 @@ def test_the_model_is_as_before_beside_and_after_a_session() -> None:
         torch.testing.assert_close(model(ids).logits, want)
 
 
+def test_sessions_over_one_model_may_end_in_any_order() -> None:
+    model, ids = loaded(), token_ids(20)
+    before = model.model.config._attn_implementation
+    first, second = (StreamSession(model, StreamConfig(window_len=8)) for _ in range(2))
+    with first:
+        tokens = first.tokens(ids)
+        want = [next(tokens) for _ in range(4)]
+    first.__enter__()
+    with second:
+        tokens = second.tokens(ids)
+        got = [next(tokens), next(tokens)]
+        first.__exit__(None, None, None)
+        assert [*got, next(tokens), next(tokens)] == want
+    assert model.model.config._attn_implementation == before
+
+
+def test_a_stream_without_an_open_session_is_refused_and_goes_on_in_one() -> None:
+    session, ids = StreamSession(loaded(), StreamConfig(window_len=8)), token_ids(20)
+    with pytest.raises(ConfigError, match="has ended, or has not begun; go on in an open one"):
+        next(session.tokens(ids))
+    with session:
+        with pytest.raises(ConfigError, match="open already; make another"):
+            session.__enter__()
+        want = logits_of(session, ids, [15, 5])[15:]
+        cache = session.cache()
+        loaded().model(torch.from_numpy(ids[:15]).long()[None], **{CACHE: cache})
+    rest = torch.from_numpy(ids[15:]).long()[None]
+    with pytest.raises(ConfigError, match="has ended"):
+        loaded().model(rest, **{CACHE: cache})
+    with session, torch.inference_mode():
+        assert torch.equal(loaded().model(rest, **{CACHE: cache}).logits[0], want)
+
+
+@pytest.mark.parametrize("policy", ["window", "h2o"])
+@pytest.mark.parametrize("place", ["an MLP", "the first rows", "the last rows"])
+def test_a_stream_whose_step_was_left_in_its_middle_does_not_go_on(policy, place, monkeypatch) -> None:
+    def leave(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    model, ids = make_model(), torch.from_numpy(token_ids(12)).long()[None]
+    config = StreamConfig(policy=policy, window_len=8, heavy_len=4)
+    with StreamSession(wrap_model(model, byte_tokenizer(), "tiny"), config) as session:
+        cache = session.cache()
+        model(ids, **{CACHE: cache})
+        left, name = {
+            "an MLP": (model.model.layers[1].mlp, "forward"),
+            "the first rows": (cache.rows[0], "_store"),
+            "the last rows": (cache.rows[-1], "_store"),
+        }[place]
+        with monkeypatch.context() as patch:
+            patch.setattr(left, name, leave)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids, **{CACHE: cache})
+        with pytest.raises(ConfigError, match="left before its end; begin a new stream"):
+            model(ids, **{CACHE: cache})
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -208,6 +265,8 @@ def test_bad_input_is_refused_with_a_sentence() -> None:
             session.start(np.array([3, 9999]))
         with pytest.raises(ConfigError, match="one sequence"):
             loaded().model(torch.zeros(2, 3, dtype=torch.long), **{CACHE: session.cache()})
+        with pytest.raises(ConfigError, match="a stream is a cache, and use_cache is False"):
+            loaded().model.generate(**session.start(token_ids(3)), max_new_tokens=2, use_cache=False)
         padded = torch.tensor([[0, 1, 1]])
         with pytest.raises(ConfigError, match="without padding"):
             loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, **{CACHE: session.cache()})

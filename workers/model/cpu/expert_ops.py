@@ -16,7 +16,7 @@ from csattn.models.weights import ExpertWeights
 from workers.model.cpu.linear import TILE, products
 from workers.model.cpu.linear_stage import ACTIVATIONS, activate, linear_pieces
 from workers.model.cpu.notes import Notes
-from workers.model.ops import ExpertRoom, Normed, Readers, Stream
+from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said.
 CHOOSE = (
@@ -189,7 +189,7 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         _softmax(shares, shares)
     total, scale = np.float32(1.0), number_at(args.scale)
     if args.normed != 0:
-        total = shares.sum()
+        total = shares.sum() + np.float32(LEAST_SUM)
     for k in range(num_chosen):
         shares[k] = shares[k] / total * scale
     if args.scales != 0:

@@ -27,6 +27,7 @@ def choose_kernel(
     NUM_KEPT: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     NORMED: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
     BLOCK: tl.constexpr,  # at least num_experts
     BLOCK_CHOSEN: tl.constexpr,
     PDL: tl.constexpr,
@@ -76,7 +77,7 @@ def choose_kernel(
         powers = tl.exp(of_chosen - tl.max(of_chosen, axis=0))
         of_chosen = powers / tl.sum(powers, axis=0)
     if NORMED:
-        of_chosen = of_chosen / tl.sum(tl.where(is_one, of_chosen, 0.0), axis=0)
+        of_chosen = of_chosen / (tl.sum(tl.where(is_one, of_chosen, 0.0), axis=0) + LEAST_SUM)
     tl.store(shares + row * NUM_CHOSEN + k, of_chosen * scale * factors, mask=is_one)
 
 

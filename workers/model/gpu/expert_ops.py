@@ -12,7 +12,7 @@ from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel,
 from workers.model.gpu.quantized_ops import QuantizedOps
 from workers.model.gpu.stream_ops import TritonStreamOps
 from workers.model.gpu.tiles import BLOCK_N
-from workers.model.ops import ExpertRoom, Normed, Readers, Stream
+from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
 
 
 class TritonExpertOps(TritonStreamOps, QuantizedOps):
@@ -35,6 +35,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             NUM_KEPT=num_kept,
             NUM_CHOSEN=spec.num_chosen,
             NORMED=spec.normed,
+            LEAST_SUM=LEAST_SUM,
             BLOCK=triton.next_power_of_2(spec.num_experts),
             BLOCK_CHOSEN=triton.next_power_of_2(spec.num_chosen),
             num_warps=1,

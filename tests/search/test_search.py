@@ -219,7 +219,7 @@ def test_a_zero_query_beside_others_changes_nothing(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scale", [30.0, 300.0, 3000.0])
+@pytest.mark.parametrize("scale", [30.0, 300.0, 3000.0, 1e8, 1e30])
 @pytest.mark.parametrize("context_len", [2000, 3 * RANGE_KEYS])
 def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: float, context_len: int) -> None:
     spec = IndexSpec(layout=layout, context_len=context_len)

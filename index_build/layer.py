@@ -9,10 +9,10 @@ from torch import Tensor
 
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.sketch.build import sketch_arrays
+from csattn.table.lists import LARGEST_SCORE
 from csattn.torch_threads import alone, threads_kept
 from index_build.codebooks import make_codebooks
 
-_LARGEST_HALF = 65504.0
 _SUMS, _SUMS_ON_GPU = 1 << 17, 1 << 25  # under way at a time: on a CPU they stay in the cache
 
 
@@ -96,7 +96,7 @@ def centroid_scores(
 
 def top_l(rows: NDArray[np.float32], list_len: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
     """Indices and float16 scores [num_rows, list_len] of each row's best entries, in the lists' order."""
-    halves = np.clip(rows, -_LARGEST_HALF, _LARGEST_HALF).astype(np.float16) + np.float16(0)  # no -0.0
+    halves = np.clip(rows, -LARGEST_SCORE, LARGEST_SCORE).astype(np.float16) + np.float16(0)  # no -0.0
     bits = halves.view(np.int16).astype(np.int64)
     ordinals = np.where(bits < 0, -(bits & 0x7FFF), bits)  # ordered as the scores are
     # One integer holds score and index, so that a plain sort gives the total order.
@@ -108,7 +108,7 @@ def top_l(rows: NDArray[np.float32], list_len: int) -> tuple[NDArray[np.int32], 
 
 def top_l_sorted(rows: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
     """`top_l` in torch, for rows [num_rows, num_keys] float32 on a GPU."""
-    halves = rows.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() + 0.0
+    halves = rows.clamp(-LARGEST_SCORE, LARGEST_SCORE).half() + 0.0
     bits = halves.view(torch.int16).long()
     ordinals = torch.where(bits < 0, -(bits & 0x7FFF), bits)
     keyed = (-ordinals << 32) + torch.arange(rows.shape[1], device=rows.device)

@@ -22,5 +22,5 @@ def attend(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
+    weights = (scores - lse[..., None].clamp_min(torch.finfo(lse.dtype).min)).exp()  # zeros where there are no rows
     return (weights @ v.double()).to(q.dtype), lse.float()

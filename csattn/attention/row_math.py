@@ -11,6 +11,8 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger, largest_lane, where_less
 from csattn.cpu.simd import LANES, F32x16, I32x16, fill, lane_numbers, load, store
 
+LEAST = np.finfo(np.float32).min
+
 
 @exact_kernel
 def score_16(
@@ -67,8 +69,11 @@ def cap_logits(logits: NDArray[np.float32], cap: float) -> None:
 
 @exact_kernel
 def weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: NDArray[np.float32], words: int) -> None:
-    """Scores become exp(score - largest); the largest and the sum go behind the part's `words` first words."""
-    largest = fill(F32x16, -np.inf)
+    """Scores become exp(score - largest); the largest and the sum go behind the part's `words` first words.
+
+    Of NaN and of infinity NaN comes, whatever stands beside it.
+    """
+    largest = fill(F32x16, LEAST)  # finite: less it, minus infinity stays what it is
     for i in range(0, room, LANES):  # what stands behind `count` are the last row's scores again
         largest = larger(load(F32x16, weights, at + i), largest)
     top = largest_lane(largest)

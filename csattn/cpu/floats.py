@@ -116,8 +116,8 @@ def sums_of_16(a, b, c, d):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def exp_lanes(x):  # type: ignore[no-untyped-def]
-    """e ** x within two units in the last place, for x up to 88; 0 below -87."""
-    clipped = smaller(larger(x, fill(F32x16, -87.5)), fill(F32x16, 88.5))
+    """e ** x within two units in the last place, for x up to 88; 0, nearly, below -87; NaN of NaN."""
+    clipped = smaller(fill(F32x16, 88.5), larger(fill(F32x16, -87.5), x))  # x comes last: of NaN, both give that
     shifted = fma(clipped, fill(F32x16, 1.4426950408889634), fill(F32x16, ROUNDER))
     whole = shifted - fill(F32x16, ROUNDER)
     rest = fma(whole, fill(F32x16, -0.693145751953125), clipped)

@@ -26,6 +26,7 @@ LOG2_LEAST_SHARE = -216  # of reference.LEAST_SHARE
 ROUNDER = 1.5 * 2.0**23  # x + ROUNDER - ROUNDER rounds x to an integer, which the sum's low bits hold
 KEYS_PER_SUM = 1 << 14  # powers summed in float32 before the sum moves to float64
 NO_SHIFT = -1e300  # of a range that has no scored key
+LARGEST_SHIFT = 2.0**20  # of either sign: `exp2_lanes` takes about twice that
 WIDEST = 100.0  # octaves between the powers of a range: what is further below the largest counts as much as that
 
 

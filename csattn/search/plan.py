@@ -152,6 +152,6 @@ def eligible_of(search: Any, number: int) -> tuple[int, int]:
     """First and one past the last key of a range that may be chosen: neither sink nor window."""
     first, last = range_of(search, number)
     if number < search.context_ranges:
-        first = max(first, search.sink_len)
+        first = min(max(first, search.sink_len), last)  # its keys are read by whole blocks, also where none is left
         last = max(first, min(last, search.context_len - search.window_len))
     return first, last

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
-from csattn.search.group_scores import sum_powers
+from csattn.search.group_scores import LARGEST_SHIFT, NO_SHIFT, sum_powers
 from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
 from csattn.search.match import match_centroids, widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
@@ -75,6 +75,9 @@ def score_piece(search_address: int, scratch_address: int, job: int, row: int) -
             scores[at + inserted_indices[entry]] += weight * inserted_scores[entry] + np.float32(0)
     for number in range(search.num_ranges):
         _keep_range(search, scratch, slot, row, number, scores)
+    if search.group_size > 1 and _make_smaller(search, scratch, slot, row, scores):
+        for number in range(search.num_ranges):
+            _keep_range(search, scratch, slot, row, number, scores)
     return 0
 
 
@@ -108,6 +111,22 @@ def _keep_range(search: Any, scratch: Any, slot: int, row: int, number: int, sco
         slope = np.float32(search.softmax_scale * LOG2_E)
         shifts[i], totals[i] = sum_powers(scores, row * scratch.stride + first, last - first, slope)
     keep_sample(search, scratch, slot, row, number, scores)
+
+
+@exact_kernel
+def _make_smaller(search: Any, scratch: Any, slot: int, row: int, scores: NDArray[np.float32]) -> bool:
+    """Divide a query row's scores, where they are too large for powers of 2, by one: a softmax of such has one key."""
+    num_shifts = search.num_ranges * search.group_size
+    shifts, largest = array_at(slot + scratch.at_shifts, num_shifts, np.float64(0)), 0.0
+    for i in range(row, num_shifts, search.group_size):
+        if shifts[i] != NO_SHIFT:
+            largest = max(largest, abs(shifts[i]))
+    if not LARGEST_SHIFT < largest < np.inf:
+        return False
+    factor, at = np.float32(2.0 ** -np.ceil(np.log2(largest / LARGEST_SHIFT))), row * scratch.stride
+    for key in range(at, at + search.context_len + search.tail_rows):
+        scores[key] *= factor
+    return True
 
 
 @exact_kernel

@@ -94,21 +94,28 @@ class Prepared(Protocol):
         ...
 
 
-def require_choice(name: str, chosen: object, view: ContextView, num_heads: tuple[int, int], num_left: int) -> None:
+def require_choice(
+    name: str, chosen: object, view: ContextView, num_kv_heads: int, q_shape: tuple[int, ...], num_left: int
+) -> None:
     """Raise ArrayError unless a selector of somebody's own gave what `Selector.select` is to give.
 
-    num_heads: of keys, and of queries; num_left: rows that were appended.
+    q_shape: of the query [num_q_heads, head_dim]; num_left: rows that were appended. Weights and a rest may be NaN, as
+    those of a query that is: what is attended to then is, too.
     """
-    of_rows, of_heads = (getattr(chosen, field, None) for field in ("kv_indices", "valid_len"))
-    if not isinstance(of_rows, np.ndarray) or not isinstance(of_heads, np.ndarray):
+    if not isinstance(chosen, Selection):
         raise ArrayError(f"selector {name} gave {chosen!r}; wanted a Selection of numpy arrays")
-    if of_rows.ndim != 2 or len(of_rows) not in num_heads or of_heads.shape != of_rows.shape[:1]:
+    of_rows, of_heads = chosen.kv_indices, chosen.valid_len
+    _require_array(f"selector {name} gave kv_indices", of_rows, (np.int32, np.int64))
+    _require_array(f"selector {name} gave valid_len", of_heads, (np.int32, np.int64))
+    if of_rows.ndim != 2 or len(of_rows) not in (num_kv_heads, q_shape[0]) or of_heads.shape != of_rows.shape[:1]:
         raise ArrayError(
             f"selector {name} gave kv_indices of shape {list(of_rows.shape)} and valid_len of {list(of_heads.shape)}; "
-            f"wanted [heads, rows] and [heads], of {' or '.join(map(str, dict.fromkeys(num_heads)))} heads"
+            f"wanted [heads, rows] and [heads], of {' or '.join(map(str, dict.fromkeys((num_kv_heads, q_shape[0]))))} "
+            "heads"
         )
-    if (of_heads > of_rows.shape[1]).any():
-        raise ArrayError(f"selector {name} gave a valid_len of {of_heads.max()} and {of_rows.shape[1]} rows a head")
+    wrong = of_heads[(of_heads < 0) | (of_heads > of_rows.shape[1])]
+    if len(wrong):
+        raise ArrayError(f"selector {name} gave a valid_len of {wrong[0]} and {of_rows.shape[1]} rows a head")
     first, end, context_len = view.middle.start, view.middle.stop, view.context_len
     is_free = (of_rows >= first) & (of_rows < end)
     is_free |= (of_rows >= context_len) & (of_rows < context_len + num_left)
@@ -122,3 +129,22 @@ def require_choice(name: str, chosen: object, view: ContextView, num_heads: tupl
             f"wanted them ascending, each once, from {first} up to {end} or {context_len} up to "
             f"{context_len + num_left}, and -1 after them"
         )
+    floats = np.float32, np.float64
+    if chosen.log_weights is not None:
+        _require_array(f"selector {name} gave log_weights", chosen.log_weights, floats, of_rows.shape)
+    if chosen.rest is not None:
+        out, share = (getattr(chosen.rest, field, None) for field in ("out", "share"))
+        _require_array(f"selector {name} gave rest.out", out, floats, q_shape)
+        _require_array(f"selector {name} gave rest.share", share, floats, q_shape[:1])
+        if (of_some := chosen.rest.share[(chosen.rest.share < 0) | (chosen.rest.share > 1)]).size:
+            raise ArrayError(f"selector {name} gave a rest.share of {of_some[0]}; wanted 0 to 1")
+
+
+def _require_array(
+    what_came: str, array: object, dtypes: tuple[type[np.generic], ...], shape: tuple[int, ...] | None = None
+) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype not in dtypes:
+        came = f"of {array.dtype}" if isinstance(array, np.ndarray) else f"of type {type(array).__name__}"
+        raise ArrayError(f"{what_came} {came}; wanted a numpy array of {' or '.join(one.__name__ for one in dtypes)}")
+    if shape is not None and array.shape != shape:
+        raise ArrayError(f"{what_came} of shape {list(array.shape)}; wanted {list(shape)}")

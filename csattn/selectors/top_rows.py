@@ -15,9 +15,9 @@ def top_rows(group_scores: Tensor, view: ContextView) -> Selection:
     """The view's top_k best rows of each head, resident ones left out; of equal ones the first.
 
     group_scores: [num_index_heads, num_keys] float; num_keys is context_len and the rows that have left the tail's
-    window. NaN counts as the greatest, as in a sort. Changed in place.
+    window. NaN counts as the greatest, as in a sort, and minus infinity as the least number. Changed in place.
     """
-    group_scores.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    group_scores.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # minus infinity is what resident rows get
     mask_resident(group_scores, view)
     top_k = min(view.top_k, num_free(view, group_scores.shape[1]))
     num_heads = len(group_scores)

@@ -30,6 +30,8 @@ def attend_rest(
     assert num_q_heads % index.num_heads == 0, f"{num_q_heads} query heads cannot be shared out to {index.num_heads}"
     assert kv_indices.shape[:2] == valid_len.shape == (num_tokens, index.num_heads)
     assert first >= 0 and stop <= index.context_len and head_dim == index.head_dim
+    assert q.dtype == np.float32 and kv_indices.dtype == np.int32, f"got {q.dtype} and {kv_indices.dtype}"
+    assert (valid_len <= kv_indices.shape[2]).all(), f"{valid_len.max()} rows of {kv_indices.shape[2]} are chosen"
     group_size = num_q_heads // index.num_heads
     sketch, queries = describe_sketch(index), np.empty(query_bytes(index, group_size), np.uint8)
     out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)

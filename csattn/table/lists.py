@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+LARGEST_SCORE = 65504.0  # what a float16 holds: scores beyond it are stored as that
+
 
 @dataclass(frozen=True, slots=True)
 class ListTable:

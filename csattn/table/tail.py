@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel, readonly
+from csattn.table.lists import LARGEST_SCORE
 
 if TYPE_CHECKING:
     from csattn.index import LayerIndex
@@ -44,7 +45,8 @@ class ListTail:
         if self.num_inserted.max(initial=0) == self.inserted_indices.shape[-1]:
             self._grow()
         # float16 is what the lists hold; adding 0 turns -0.0, which no list may hold, into 0.0
-        scores = score_key(k, self._index).astype(np.float16).astype(np.float32) + np.float32(0)
+        held = score_key(k, self._index).clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float16)
+        scores = held.astype(np.float32) + np.float32(0)
         _insert_scores(
             scores,
             self._table.context_len + self.num_rows,

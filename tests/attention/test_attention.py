@@ -69,6 +69,14 @@ def test_a_query_that_sees_no_row_gets_zeros_and_minus_infinity() -> None:
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_a_query_that_is_no_number_gets_none(cap: float | None) -> None:
+    q, k, v = make(2, 4, 16, 1), make(2, 40, 16, 2), make(2, 40, 16, 3)
+    q[0, 1, 2, 5] = torch.nan
+    for out, lse in (attend(q, k, v, SCALE, logit_cap=cap), reference.attend(q, k, v, SCALE, logit_cap=cap)):
+        assert torch.equal(out.isnan().all(-1), q.isnan().any(-1)) and torch.equal(lse.isnan(), q.isnan().any(-1))
+
+
 @pytest.mark.parametrize(("past", "chunk_len"), [(0, 1), (0, 17), (1, 1), (40, 1), (40, 9), (3, 64)])
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_a_chunk_attends_to_all_rows_up_to_each_of_its_own(past: int, chunk_len: int, group_size: int) -> None:

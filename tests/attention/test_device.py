@@ -213,6 +213,18 @@ def test_large_scores_do_not_overflow() -> None:
     assert_close(attend_on_device(step), step.wanted())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_what_is_not_finite_is_told_and_reaches_no_other_head(dtype: torch.dtype, cap: float | None) -> None:
+    step = replace(make_step(Shape(dtype=dtype), CONTEXTS, MIXED), logit_cap=cap)
+    q = step.q.clone()
+    q[0, 1, 3] = torch.nan
+    out, sound = attend_on_device(replace(step, q=q)), attend_on_device(step)
+    assert out[0, 1].isnan().all() and replace(step, q=q).wanted()[0, 1].isnan().all()
+    out[0, 1] = sound[0, 1]
+    assert torch.equal(out, sound)
+
+
 def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
     step = make_step(LONG, LONG_CONTEXTS, LONG_BATCH, num_spilled=20)
     whole = attend_on_device(step)

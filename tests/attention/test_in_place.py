@@ -313,6 +313,28 @@ def test_a_query_that_is_not_finite_harms_no_other(fault: float, rng: np.random.
     both, alone = run([broken, row]), run([row])
     assert torch.equal(both[1], alone[0])
     assert torch.equal(both[0, [0, 1, 2, 3, 5]], alone[0, [0, 1, 2, 3, 5]])
+    assert both[0, 4].isnan().all()
+
+
+@pytest.mark.parametrize("fault", [NAN, float("inf")])
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_a_key_that_is_not_finite_is_not_passed_over(fault: float, cap: float | None) -> None:
+    """The heads that attend to it say so, where it has a say: a cap makes a number of infinity. The others do not."""
+    row = make_row(torch.float32, (4, 2, 2), 16, 300, (4, 250), 15, 3, 40)
+    broken = replace(row, context=row.context.clone())
+    broken.context[0, 2, 0] = fault
+    out, want = run([broken], logit_cap=cap)[0], broken.want(cap)
+    assert want[:2].isnan().all()
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert torch.equal(out[2:], run([row], logit_cap=cap)[0, 2:])
+
+
+def test_logits_of_minus_infinity_count_nothing() -> None:
+    """Also where all of a range are."""
+    row = make_row(torch.float32, (2, 1, 1), 16, 700, (300, 700), 0, 3, 4)
+    row.q.abs_()
+    row.context[:, :300, 0] = -float("inf")
+    torch.testing.assert_close(run([row])[0], row.want(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

@@ -173,7 +173,9 @@ def test_any_number_of_rows_can_be_asked_for(layout: str, group_size: int, top_k
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("sink_len, window_len", [(0, 0), (0, 1), (1, 0), (500, 500), (500, 501), (2000, 1), (3, 2000)])
+@pytest.mark.parametrize(
+    "sink_len, window_len", [(0, 0), (0, 1), (1, 0), (500, 500), (500, 501), (2000, 1), (3, 2000), (2**31 + 1, 1)]
+)
 def test_resident_rows_are_never_chosen(layout: str, sink_len: int, window_len: int) -> None:
     spec = IndexSpec(layout=layout, context_len=1000, list_len=1.0)
     index, q = make_index(spec), make_queries(spec, 2)
@@ -217,7 +219,7 @@ def test_a_zero_query_beside_others_changes_nothing(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scale", [30.0, 300.0, 3000.0])
+@pytest.mark.parametrize("scale", [30.0, 300.0, 3000.0, 1e8, 1e30])
 @pytest.mark.parametrize("context_len", [2000, 3 * RANGE_KEYS])
 def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: float, context_len: int) -> None:
     spec = IndexSpec(layout=layout, context_len=context_len)

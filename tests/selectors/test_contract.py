@@ -23,6 +23,7 @@ from csattn.selectors import (
     selector_for,
 )
 from csattn.selectors.magicpig import PreparedMagicpig
+from csattn.selectors.top_rows import top_rows
 from csattn.table.tail import ListTail
 from tests.search.synthetic import IndexSpec, make_index
 from tests.selections import check_selection
@@ -98,6 +99,16 @@ def test_of_equal_rows_the_first_are_chosen(name) -> None:
     selector = prepare(name, alike).selector(view)
     chosen = selector.select(make_tail(1).q[0].numpy(), make_tail(1).kv)
     np.testing.assert_array_equal(chosen.kv_indices, np.tile(np.arange(3, 3 + view.top_k), (NUM_KV_HEADS, 1)))
+
+
+def test_rows_with_scores_of_minus_infinity_are_chosen_before_resident_ones() -> None:
+    """In SparQ sums of logits may be."""
+    view = make_view(70)
+    scores = torch.full((1, 70), -torch.inf)
+    scores[0, view.middle.start + 5] = torch.nan
+    chosen = top_rows(scores, view).kv_indices[0]
+    first = [row for row in range(view.middle.start, view.middle.stop) if row != view.middle.start + 5]
+    assert chosen.tolist() == sorted([view.middle.start + 5, *first[: view.top_k - 1]])
 
 
 def test_of_rows_that_received_the_same_the_latest_goes() -> None:

@@ -73,6 +73,18 @@ def test_any_rows(context_len: int, first: int, stop: int, share: float, rng: np
     np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-3)
 
 
+def test_what_would_be_read_as_something_else_is_refused(rng: np.random.Generator) -> None:
+    index = make_sketch(*make_heads(rng, NUM_HEADS, 1, 200, 16), 1, 0)
+    q, (kv_indices, valid_len) = np.zeros((1, NUM_HEADS, 16), np.float32), choose(rng, 1, 0, 200, 0.1)
+    for of_token in (
+        (q.astype(np.float64), kv_indices, valid_len),
+        (q, kv_indices.astype(np.int64), valid_len),
+        (q, kv_indices, valid_len + 1),
+    ):
+        with pytest.raises(AssertionError, match=r"got|are chosen"):
+            attend_rest(of_token[0], index, *of_token[1:], 0, 200, 0.25)
+
+
 def test_no_rows_have_no_weight(rng: np.random.Generator) -> None:
     heads = make_heads(rng, NUM_HEADS, 2, 100, 32)
     q = np.ascontiguousarray(heads[0][:, :1].swapaxes(0, 1))

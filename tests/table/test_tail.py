@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.table.lists import ListTable
+from csattn.table.lists import LARGEST_SCORE, ListTable
 from csattn.table.tail import ListTail, score_key
 from tests.search.synthetic import IndexSpec, make_index, make_lists
 from tests.table.soundness import check
@@ -52,6 +52,19 @@ def test_list_tail_equals_lists_built_over_all_keys(context_len: int, num_rows: 
         got_indices, got_scores = tail.merged_list(*where)
         np.testing.assert_array_equal(got_indices, indices[order])
         np.testing.assert_array_equal(got_scores, scores[order])
+
+
+@pytest.mark.parametrize("factor", [1e5, 1e30, np.inf, np.nan])
+def test_a_score_that_is_too_large_is_held_as_the_largest(factor: float) -> None:
+    """As in the lists of a build; a key that is NaN enters none."""
+    spec = IndexSpec(layout="lists", context_len=40)
+    tail = ListTail(make_index(spec))
+    k = new_keys_of(4, spec, 1)[0]
+    k[0, 3] *= factor
+    tail.append(k)
+    check(tail)
+    assert np.abs(tail.inserted_scores).max() <= LARGEST_SCORE
+    assert (tail.inserted_scores[0].max() == LARGEST_SCORE) == (factor == factor)
 
 
 def test_equal_scores_do_not_enter_a_list() -> None:

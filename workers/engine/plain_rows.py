@@ -69,7 +69,7 @@ class PlainRows:
                 q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[row]
                 choice.last = choice.selector.select(q, tail[:, num_left : tail_len - ahead])
                 if request.selector not in SELECTOR_NAMES:  # one more row, or one twice, would be read all the same
-                    require_choice(request.selector, choice.last, request.view, (len(tail), len(q)), num_left)
+                    require_choice(request.selector, choice.last, request.view, len(tail), q.shape, num_left)
                 count.searches += 1
                 count.search_bytes += choice.selector.search_bytes + (request.predictor_bytes if ahead else 0)
             elif choice.last is None:  # so far it was searched for together with others

@@ -17,6 +17,7 @@ from csattn.sketch.reference import LEAST_OCTAVE, LOG_BITS, NORMALISER_KEYS, TOT
 BIAS = 2**15  # of the scores that are kept
 NOT_COUNTED = 0  # instead of a score
 VECTORS_PER_SUM = 1 << 6  # whose weights add up to less than 2**31 in each lane
+_VECTOR_KEYS = LANES * NORMALISER_KEYS
 NO_OCTAVE = LEAST_OCTAVE - 2 * TOTAL_BITS
 LEAST_GROUP_SCORE = 1
 MARKED = 2**16 - 1  # group score of a marked key, which no other key exceeds
@@ -24,16 +25,28 @@ MARKED = 2**16 - 1  # group score of a marked key, which no other key exceeds
 
 @exact_kernel
 def keep_greatest(scores: NDArray[np.uint16], at: int, num_keys: int, greatest: NDArray[np.uint16], to: int) -> None:
-    """Of every NORMALISER_KEYS from `at` on the greatest score, written from `to` on, up to 15 more than there are.
+    """Of every NORMALISER_KEYS from `at` on the greatest score, written from `to` on.
 
-    Where the last ones are fewer, scores behind them are overwritten.
+    Where the last ones are fewer, scores behind them are overwritten. What lies behind the greatest may be another
+    thread's.
     """
     for i in range(at + num_keys, at - (-num_keys // NORMALISER_KEYS) * NORMALISER_KEYS):
         scores[i] = NOT_COUNTED
-    for i in range(0, num_keys, LANES * NORMALISER_KEYS):
-        a, b = load(U16x32, scores, at + i), load(U16x32, scores, at + i + 2 * LANES)
-        c, d = load(U16x32, scores, at + i + 4 * LANES), load(U16x32, scores, at + i + 6 * LANES)
-        store(greatest, to + i // NORMALISER_KEYS, largest_of_eights(a, b, c, d))
+    whole = num_keys // _VECTOR_KEYS * _VECTOR_KEYS
+    for i in range(0, whole, _VECTOR_KEYS):
+        store(greatest, to + i // NORMALISER_KEYS, _greatest_of(scores, at + i))
+    if whole < num_keys:
+        last = np.empty(LANES, np.uint16)
+        store(last, 0, _greatest_of(scores, at + whole))
+        for i in range(-(-(num_keys - whole) // NORMALISER_KEYS)):
+            greatest[to + whole // NORMALISER_KEYS + i] = last[i]
+
+
+@inlined_kernel
+def _greatest_of(scores, at):  # type: ignore[no-untyped-def]
+    a, b = load(U16x32, scores, at), load(U16x32, scores, at + 2 * LANES)
+    c, d = load(U16x32, scores, at + 4 * LANES), load(U16x32, scores, at + 6 * LANES)
+    return largest_of_eights(a, b, c, d)
 
 
 @exact_kernel

@@ -130,9 +130,11 @@ def test_group_scores_are_the_definitions(
     stride = -(-num_keys // 8) * 8 + 128
     padded = np.full((group_size, stride), 2**16 - 1, np.uint16)  # tempting neighbours
     padded[:, :num_keys] = scores.astype(np.int64) + BIAS
-    greatest = np.full(padded.size // 8 + 16, 2**16 - 1, np.uint16)
+    greatest = np.full(padded.size // 8 + 16, 2**16 - 2, np.uint16)
     out, shifts = np.zeros(num_keys + 64, np.uint16), np.zeros(group_size, np.uint16)
     found = _group_scores(padded.reshape(-1), stride, num_keys, exponent, greatest, shifts, out)
+    behind = greatest[: padded.size // 8].reshape(group_size, -1)[:, -(-num_keys // 8) :]
+    assert (behind == 2**16 - 2).all(), "there, another thread may have written"
     assert found.tolist() == [sketch_reference.normaliser(row, exponent) for row in scores]
     all_group_scores = out[:num_keys] - np.int64(BIAS)
     np.testing.assert_array_equal(all_group_scores, sketch_reference.group_scores(scores, exponent))

@@ -82,8 +82,8 @@ def first_screen() -> list[str]:
         f"next token, {kl_range('default')}, where exact Top-K with the others dropped has {kl_range('exact')}. "
         "Of [Qwen2.5-Coder-1.5B](docs/quality.md#larger-models), at 6K to 32K, it is "
         f"{larger_range('default')}, and exact Top-K's {larger_range('exact')}.",
-        f"To be as good, Quest has to read {share_range('quest')} of the rows, SparQ, with its mean value or without, "
-        f"{share_range('sparq')}, PQCache {share_range('pqcache')}, by text and length: "
+        f"To be as good, Quest has to read about {share_range('quest')} of the rows, SparQ, with its mean value or "
+        f"without, {share_range('sparq')}, PQCache {share_range('pqcache')}, by text and length: "
         "[beside others](docs/compare.md#in-time-at-every-length).",
         f"A context of a million tokens, 137 GB of KV, decodes at {1e3 / milliseconds(million):.0f} tokens a second.",
         "",

@@ -99,7 +99,8 @@ class BuildLock:
             except OSError as error:
                 raise ArtifactError(
                     f"cannot lock {self._path}: {error.strerror}; its file system has no locks (flock), by which "
-                    "builders keep out of each other's way: choose another store with --store, or mount it with locks"
+                    "builders keep out of each other's way: name another place (--store, CSATTN_CACHE), or mount it "
+                    "with locks"
                 ) from error
             finally:
                 if descriptor >= 0:

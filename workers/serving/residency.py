@@ -241,6 +241,8 @@ class Residency:
         finally:
             self._loading.pop(path, None)
         resident.num_users += self._wanted[path]
+        if path in self._forgotten and not resident.num_users:  # who waited for it has left
+            await self._unload(path)
         return resident
 
     async def _open(self, path: Path) -> Artifact:

@@ -129,8 +129,7 @@ class StreamCache(AttendingCache):
         and where some layers have tokens that others have not."""
         if not self._session.is_open:
             raise ConfigError("the session of this stream has ended, or has not begun; go on in an open one")
-        is_amid = any(rows.is_amid for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1
-        if layer_idx == 0 and is_amid:
+        if layer_idx == 0 and (any(rows.is_amid for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1):
             raise ConfigError("a step of this stream was left before its end; begin a new stream")
         return super().update(k, v, layer_idx, *args, **kwargs)
 

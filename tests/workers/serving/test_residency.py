@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -228,6 +229,30 @@ def test_a_context_that_is_deleted_while_it_is_loaded_goes_after_its_requests(bu
             assert not residency._forgotten
             await answer(backend, ask("heron"))
             assert residency.loaded_below(built) == [path], "asked for again, it stays"
+
+    asyncio.run(main())
+
+
+def test_a_context_that_is_deleted_while_it_is_loaded_for_nobody_any_more_goes(built: Path) -> None:
+    path, begun, may_end = path_of(built, "heron"), threading.Event(), threading.Event()
+
+    class Slow(FullEngine):
+        def add_context(self, context_id, artifact, meanwhile):
+            begun.set()
+            assert may_end.wait(60)
+            super().add_context(context_id, artifact)
+
+    async def main() -> None:
+        async with running(built, Slow(loaded())) as backend:
+            asked = asyncio.create_task(answer(backend, ask("heron")))
+            await until(begun.is_set)
+            asked.cancel()
+            with suppress(asyncio.CancelledError):
+                await asked
+            await backend._residency.forget(path)
+            may_end.set()
+            await until(lambda: not backend._residency.is_used(path) and not backend._residency.loaded_below(built))
+            assert not backend._residency._forgotten
 
     asyncio.run(main())
 

@@ -112,7 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     contenders = find_contenders(arguments.selectors)
     loaded = load_model(arguments.model)
-    header = {"bench": "selectors", "model": loaded.name, "search": asdict(SearchConfig()), "machine": machine()}
+    search = {name: value for name, value in asdict(SearchConfig()).items() if name != "keep"}  # which each case tells
+    header = {"bench": "selectors", "model": loaded.name, "search": search, "machine": machine()}
     records = Records(arguments.json, header, KEY, alike=("search",))
     for name in arguments.texts.split(","):
         lengths = arguments.context_len, arguments.eval_len

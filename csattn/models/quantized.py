@@ -364,7 +364,7 @@ def _groups_of(files: _Tensors, name: str, num_in: int, num_groups: int, quantiz
                 f"{name} does not name one of {num_groups} groups for each of {num_in} inputs; it is damaged"
             )
         return groups
-    size = quantization.group_size or num_in
+    size = quantization.group_size or -(-num_in // num_groups)  # a config may leave it out
     if (wanted := -(-num_in // size)) != num_groups:
         raise ModelError(
             f"{name.rpartition('.')[0]} has {num_groups} groups where {num_in} inputs are {wanted} of {size}; "

@@ -153,6 +153,7 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda *of: gptq(*of, in_order=True),
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP},
     ),
+    "awq, no size of groups told": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
 }
 

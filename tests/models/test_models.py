@@ -1,30 +1,25 @@
-"""Models: what is refused and how, what tells one from another, and how text becomes a shared prefix."""
+"""Models: what is loaded, what is refused and how."""
 
-import hashlib
 import json
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import processors
 
 from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
-from csattn.errors import ArtifactMismatchError, ConfigError, ContextError, ModelError
+from csattn.errors import ConfigError, ContextError, ModelError
 from csattn.models import load_model, loader
 from csattn.models.families import FAMILIES, describe, stretch_positions
-from csattn.models.loader import _step, read_config, wrap_model
-from csattn.models.prompt import choose_wrapping, context_ids, question_ids
+from csattn.models.loader import read_config, wrap_model
 from csattn.models.query import queries_before_rope
 from csattn.models.rope import model_frequencies
 from index_build.capture import prefill
-from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, loaded, make_model, save, tiny_config, token_ids
+from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, make_model, save, tiny_config, token_ids
 
 
 @pytest.mark.parametrize(
@@ -78,13 +73,6 @@ def test_a_window_that_is_as_long_as_all_positions_is_none() -> None:
     """As Ministral 8B's, and Phi-3's of 128K."""
     for family, window in (("mistral", 1024), ("mixtral", 4096), ("phi3", 262144)):
         assert len(describe(tiny_config(family, sliding_window=window)).indexed_layers) == 3
-
-
-def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_path: Path) -> None:
-    first = load_model(str(save(tmp_path, "gemma4_text")))
-    assert first.fingerprint == load_model(str(tmp_path)).fingerprint
-    first.model.model.layers[1].layer_scalar += 0.1
-    assert wrap_model(first.model, first.tokenizer, "other").fingerprint != first.fingerprint
 
 
 def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
@@ -327,50 +315,6 @@ def test_an_unknown_dtype_is_refused() -> None:
         load_model("x/y", "float8")
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {"hidden_act": "relu"}),
-        ("llama", {"rms_norm_eps": 1e-2}),
-        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}),
-        ("smollm3", {"no_rope_layers": [1, 1, 0]}),
-    ],
-)
-def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> None:
-    """A config.json that is corrected makes another model, also where each tensor is as it was."""
-    before, after = make_model(family), make_model(family, **changes)
-    after.load_state_dict(before.state_dict())
-    assert wrap_model(after, byte_tokenizer(), "x").fingerprint != wrap_model(before, byte_tokenizer(), "x").fingerprint
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe"])
-def test_how_many_positions_there_are_does_not_change_the_fingerprint(family: str) -> None:
-    """KV does not depend on it."""
-    before, after = make_model(family), make_model(family, max_position_embeddings=2048)
-    after.load_state_dict(before.state_dict())
-    assert wrap_model(after, byte_tokenizer(), "x").fingerprint == wrap_model(before, byte_tokenizer(), "x").fingerprint
-
-
-def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
-    model = make_model()
-    with torch.no_grad():
-        model.model.layers[2].mlp.down_proj.weight += 1e-3
-    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded().fingerprint
-
-
-@pytest.mark.parametrize("shape", [(64, 512), (576, 576), (192, 576), (320, 960), (4096, 14336), (8, 128, 96)])
-def test_a_fingerprint_looks_at_every_input_and_few_values(shape: tuple[int, ...]) -> None:
-    at = np.arange(0, prod(shape), _step(shape))
-    assert len({*(at % shape[-1])}) == shape[-1] and len(at) < 1.2 * max(4096, shape[-1])
-
-
-def test_a_bias_by_which_experts_are_chosen_changes_the_fingerprint() -> None:
-    """A buffer of most families: it is no parameter."""
-    model = make_model("minimax_m2")
-    model.model.layers[1].mlp.e_score_correction_bias += 0.1
-    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded("minimax_m2").fingerprint
-
-
 def test_fields_of_other_families_are_not_heeded() -> None:
     """A config may carry any field; what a family's model does not look at changes nothing."""
     stray = {"query_pre_attn_scalar": 7, "residual_multiplier": 0.1, "no_rope_layers": [0, 0, 0], "logits_scaling": 9.0}
@@ -402,99 +346,6 @@ def test_queries_of_a_layers_own_input_are_the_captured_ones(family: str) -> Non
             q = queries_before_rope(layer, capture.hidden_in)
             q = rotate_for(model.model, capture.layer_idx, q, torch.arange(40))
         torch.testing.assert_close(q, capture.q, rtol=1e-4, atol=1e-4)
-
-
-USER_ONLY = (
-    "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no') }}{% endif %}"
-    "<{{ m.content }}>{% endfor %}"
-)
-QUESTION_FIRST = "{{ messages[-1].content[-1] }}{% for m in messages %}<{{ m.content }}>{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "wrapping"), [(None, "none"), (USER_ONLY, "user")], ids=["no template", "no system role"]
-)
-def test_the_wrapping_follows_the_template(template: str | None, wrapping: str) -> None:
-    tokenizer = byte_tokenizer(template)
-    assert choose_wrapping(tokenizer) == wrapping
-    prefix = context_ids(tokenizer, "a long text", wrapping)
-    rest = question_ids(tokenizer, prefix, "why?", wrapping)
-    assert "a long text" in tokenizer.decode(prefix)
-    assert "why?" in tokenizer.decode(rest)
-    assert tokenizer.decode(np.concatenate([prefix, rest])).count("why?") == 1
-
-
-def test_no_chat_leaves_the_text_alone() -> None:
-    tokenizer = byte_tokenizer()
-    assert choose_wrapping(tokenizer) == "system"
-    assert choose_wrapping(tokenizer, chat=False) == "none"
-    assert tokenizer.decode(context_ids(tokenizer, " as it is ", "none")) == " as it is "
-
-
-def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
-    tokenizer = byte_tokenizer(None)
-    tokenizer.eos_token = "a"
-    end = tokenizer.eos_token_id
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A a", special_tokens=[("a", end)]
-    )
-    assert tokenizer("bcd").input_ids[-1] == end
-    assert tokenizer.decode(context_ids(tokenizer, "bcd", "none")) == "bcd"
-    assert context_ids(tokenizer, "bca", "none")[-1] == end
-
-
-@pytest.mark.parametrize(
-    ("template", "match"),
-    [
-        (QUESTION_FIRST, "does not write the context as it is, once, before the question"),
-        (
-            "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages[-1]['role'] }}"
-            "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "does not write the context as it is, once, before the question",
-        ),
-        ("{{ raise_exception('never') }}", r"cannot be used \(never\)"),
-    ],
-)
-def test_a_template_that_no_context_can_stand_in_is_refused(template: str, match: str) -> None:
-    with pytest.raises(ModelError, match=f"template {match}.*--no-chat"):
-        choose_wrapping(byte_tokenizer(template))
-
-
-def test_a_template_that_wants_a_question_has_the_context_as_its_system_message() -> None:
-    """As Qwen 3.5's."""
-    wanted = "{% if messages[-1].role == 'system' %}{{ raise_exception('No user query found') }}{% endif %}"
-    tokenizer, plain = byte_tokenizer(wanted + CHAT_TEMPLATE), byte_tokenizer()
-    assert choose_wrapping(tokenizer) == "system"
-    prefix = context_ids(tokenizer, "a long text", "system")
-    assert prefix.tolist() == context_ids(plain, "a long text", "system").tolist()
-    rest = question_ids(tokenizer, prefix, "why?", "system")
-    assert rest.tolist() == question_ids(plain, prefix, "why?", "system").tolist()
-
-
-def test_a_question_that_changes_the_contexts_tokens_is_refused() -> None:
-    class Merging:
-        """A tokenizer whose tokens depend on what follows."""
-
-        chat_template = "x"
-        added_tokens_decoder: ClassVar[dict[int, object]] = {}
-
-        def apply_chat_template(self, messages, **options):
-            return "".join(f"[{m['content']}]" for m in messages)
-
-        def __call__(self, text, add_special_tokens=True):
-            digest = hashlib.sha256(text.encode()).digest()
-            return type("Encoding", (), {"input_ids": list(digest)})
-
-        def decode(self, ids):
-            return "[context]"
-
-    with pytest.raises(ArtifactMismatchError, match="change the tokens"):
-        question_ids(Merging(), np.array([1, 2, 3], dtype=np.int32), "why?", "system")
-
-
-def test_an_empty_continuation_is_refused() -> None:
-    with pytest.raises(ModelError, match="empty"):
-        question_ids(byte_tokenizer(None), np.array([1], dtype=np.int32), "", "none")
 
 
 def test_positions_can_be_stretched(tmp_path) -> None:

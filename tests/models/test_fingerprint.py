@@ -1,0 +1,63 @@
+"""What tells one model from another: its fingerprint."""
+
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.models import load_model
+from csattn.models.loader import _step, wrap_model
+from tests.tiny import byte_tokenizer, loaded, make_model, save
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"hidden_act": "relu"}),
+        ("llama", {"rms_norm_eps": 1e-2}),
+        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}),
+    ],
+)
+def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> None:
+    """A config.json that is corrected makes another model, also where each tensor is as it was."""
+    before, after = make_model(family), make_model(family, **changes)
+    after.load_state_dict(before.state_dict())
+    assert wrap_model(after, byte_tokenizer(), "x").fingerprint != wrap_model(before, byte_tokenizer(), "x").fingerprint
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe"])
+def test_how_many_positions_there_are_does_not_change_the_fingerprint(family: str) -> None:
+    """KV does not depend on it."""
+    before, after = make_model(family), make_model(family, max_position_embeddings=2048)
+    after.load_state_dict(before.state_dict())
+    assert wrap_model(after, byte_tokenizer(), "x").fingerprint == wrap_model(before, byte_tokenizer(), "x").fingerprint
+
+
+def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight += 1e-3
+    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded().fingerprint
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (576, 576), (192, 576), (320, 960), (4096, 14336), (8, 128, 96)])
+def test_a_fingerprint_looks_at_every_input_and_few_values(shape: tuple[int, ...]) -> None:
+    at = np.arange(0, prod(shape), _step(shape))
+    assert len({*(at % shape[-1])}) == shape[-1] and len(at) < 1.2 * max(4096, shape[-1])
+
+
+def test_a_bias_by_which_experts_are_chosen_changes_the_fingerprint() -> None:
+    """A buffer of most families: it is no parameter."""
+    model = make_model("minimax_m2")
+    model.model.layers[1].mlp.e_score_correction_bias += 0.1
+    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded("minimax_m2").fingerprint
+
+
+def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_path: Path) -> None:
+    first = load_model(str(save(tmp_path, "gemma4_text")))
+    assert first.fingerprint == load_model(str(tmp_path)).fingerprint
+    first.model.model.layers[1].layer_scalar += 0.1
+    assert wrap_model(first.model, first.tokenizer, "other").fingerprint != first.fingerprint

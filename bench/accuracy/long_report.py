@@ -144,8 +144,6 @@ _BY_BYTES: Series = (
     ("all rows, TurboQuant: 3.5 and 4", ("TurboQuant, 3.5 bits", "TurboQuant, 4 bits"), "#a6761d", "<"),
     ("all rows, llama.cpp's q4_0", ("q4_0",), "#7a3e9d", "p"),
 )
-
-
 _IN_HYBRID: Series = (("csattn: with the cache of rows from the host", ("default",), "#7fb8d9", "*"),)
 
 

@@ -95,26 +95,25 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 def fsync_dir(path: Path) -> None:
     """Make the names in a directory survive a loss of power."""
-    descriptor = open_directory(path)
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync_and_close(open_directory(path))
 
 
 def fsync_files(directory: Path) -> None:
     """Make a directory of files that others have written survive a loss of power, but for its own name."""
     for path in directory.iterdir():
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _sync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync_and_close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     fsync_dir(directory)
 
 
 def open_directory(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sync(descriptor: int) -> None:

@@ -253,6 +253,20 @@ def open_artifact(
     return artifact
 
 
+def is_whole(path: Path) -> bool:
+    """Whether an artifact is at that path, as far as its manifest and file sizes say.
+
+    Raises ArtifactRoomError where that cannot be told: it may be sound, and another is not to take its place.
+    """
+    try:
+        open_artifact(path).close()
+    except ArtifactRoomError:
+        raise
+    except ArtifactError:
+        return False
+    return True
+
+
 def _read_manifest(path: Path) -> Manifest:
     if not (path / MANIFEST_FILE).exists():
         # only what has an artifact's name is to be deleted: anything else may be a store, or a home directory

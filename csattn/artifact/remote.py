@@ -18,10 +18,10 @@ from csattn.artifact.find import choose_artifact, is_artifact_id, store_entries
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
-from csattn.artifact.reader import Progress, has_hash, open_artifact, parse_manifest
+from csattn.artifact.reader import Progress, has_hash, is_whole, open_artifact, parse_manifest
 from csattn.artifact.tensor_file import how_to_heal
 from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, used_at
-from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ArtifactRoomError
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 
 _CHUNK_BYTES = 4 * 2**20
 
@@ -87,12 +87,12 @@ class RemoteStore:
         """The directory of a whole copy of the artifact; downloads what is not here. A second caller waits."""
         cache = cache_store()
         target = cache / artifact_id
-        if _is_whole(target):
+        if _is_here(target):
             return target
         with store_errors(f"make the cache {cache}", cache):
             cache.mkdir(parents=True, exist_ok=True)
         with BuildLock(cache / f"{BUILDING_PREFIX}{artifact_id}{LOCK_SUFFIX}").acquire():
-            if not _is_whole(target):
+            if not _is_here(target):
                 self._download(artifact_id, cache, target)
         return target
 
@@ -186,13 +186,9 @@ def shrink_cache(max_bytes: int) -> list[Path]:
     return removed
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a copy is there and passes the cheap checks; it then counts as used now."""
-    try:
-        open_artifact(path).close()
-    except ArtifactRoomError:  # it may be
-        raise
-    except ArtifactError:
+def _is_here(path: Path) -> bool:
+    """Whether a whole copy is there; it then counts as used now."""
+    if not is_whole(path):
         return False
     with suppress(OSError):  # a cache that may only be read
         os.utime(path)

@@ -18,9 +18,9 @@ from csattn.artifact.durable import FileRecord, fsync_dir, require_space, store_
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
-from csattn.artifact.reader import manifest_hash_line, open_artifact
+from csattn.artifact.reader import is_whole, manifest_hash_line
 from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, LOCK_SUFFIX, WorkDir, remove, remove_others
-from csattn.errors import ArtifactError, ArtifactRoomError, StoreFullError
+from csattn.errors import ArtifactError, StoreFullError
 
 
 class ArtifactWriter:
@@ -129,12 +129,7 @@ class ArtifactWriter:
         return self._target
 
     def _is_published(self) -> bool:
-        """Whether the store has this artifact, as far as its manifest and file sizes say."""
-        try:
-            open_artifact(self._target).close()
-        except ArtifactRoomError:  # it may be sound: another is not to take its place
-            raise
-        except ArtifactError:
+        if not is_whole(self._target):
             return False
         self.finished_path = self._target
         return True

@@ -136,8 +136,8 @@ def require_choice(
         out, share = (getattr(chosen.rest, field, None) for field in ("out", "share"))
         _require_array(f"selector {name} gave rest.out", out, floats, q_shape)
         _require_array(f"selector {name} gave rest.share", share, floats, q_shape[:1])
-        if (of_some := chosen.rest.share[(chosen.rest.share < 0) | (chosen.rest.share > 1)]).size:
-            raise ArrayError(f"selector {name} gave a rest.share of {of_some[0]}; wanted 0 to 1")
+        if len(wrong := chosen.rest.share[(chosen.rest.share < 0) | (chosen.rest.share > 1)]):
+            raise ArrayError(f"selector {name} gave a rest.share of {wrong[0]}; wanted 0 to 1")
 
 
 def _require_array(

@@ -11,6 +11,7 @@ from csattn.config import PRESET_NAMES, SearchConfig
 from csattn.selector_names import ABOUT, described, selector_named
 from workers.cli.configuring import config
 from workers.cli.options import (
+    KEEP_HELP,
     ArtifactPath,
     Devices,
     Dtype,
@@ -310,10 +311,7 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="That search on the CPU.", show_default="all cores")] = None,
     keep: Annotated[
         float | None,
-        typer.Option(
-            help="Share of the context chosen per step, besides first and last rows, in (0, 1].",
-            show_default=str(_SEARCH.keep),
-        ),
+        typer.Option(help=KEEP_HELP, show_default=str(_SEARCH.keep)),
     ] = None,
     lookahead: Lookahead = None,
     changes: Annotated[

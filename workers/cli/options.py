@@ -48,9 +48,8 @@ LocalStore = Annotated[Path, typer.Option(parser=directory, metavar="PATH", help
 ArtifactPath = Annotated[
     Any, typer.Argument(parser=_place, metavar="ARTIFACT", help="Its directory or URL, or STORE/start-of-its-id.")
 ]
-Keep = Annotated[
-    float, typer.Option(help="Share of the context chosen per step, besides first and last rows, in (0, 1].")
-]
+KEEP_HELP = "Share of the context chosen per step, besides first and last rows, in (0, 1]."
+Keep = Annotated[float, typer.Option(help=KEEP_HELP)]
 Placement = Annotated[
     str | None,
     typer.Option(help="cpu; or on a GPU device, hybrid or host: where index and KV lie.", show_default="cpu"),

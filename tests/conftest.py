@@ -73,6 +73,16 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(autouse=True)
+def kept_handlers() -> Generator[None]:
+    """Signals do what they did: a service that a test runs in this process takes them for itself, and keeps them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def fixed_torch_seed() -> None:
     torch.manual_seed(20_240_607)
 

@@ -205,8 +205,8 @@ def _attend_kernel(
         total = total * shrink + tl.sum(share, axis=1)
         acc = tl.dot(share.to(dtype), rows, acc * shrink[:, None], input_precision="ieee")
         largest = now
-    total = tl.where(total > 0.0, total, 1.0)
-    lse = largest + tl.math.log2(total)  # -inf where there is no row
+    total = tl.where(total == 0.0, 1.0, total)
+    lse = _log_of_sum(largest, total)
     acc = acc / total[:, None]
     if HAS_SINK:
         sink = tl.load(attn_sink + head, mask=is_head, other=0.0) * 1.4426950408889634
@@ -249,8 +249,8 @@ def _merge_kernel(
     finite = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.math.exp2(lse - finite)
     norm = tl.sum(weight, axis=0)
-    norm = tl.where(norm > 0.0, norm, 1.0)
-    merged = largest + tl.math.log2(norm)
+    norm = tl.where(norm == 0.0, 1.0, norm)
+    merged = _log_of_sum(largest, norm)
     if HAS_SINK:
         of_rows = tl.where(merged == float("-inf"), 0.0, merged)
         norm = norm * (1.0 + tl.math.exp2(tl.load(attn_sink + head) * 1.4426950408889634 - of_rows))
@@ -259,3 +259,9 @@ def _merge_kernel(
     tl.store(out + at * LATENT_DIM + channel, result.to(out.dtype.element_ty))
     if tl.program_id(1) == 0:
         tl.store(lse_out + at, merged * lse_scale)
+
+
+@triton.jit
+def _log_of_sum(largest, total):
+    """Of total * 2 ** largest, base 2: -inf where there is no row, infinite where a logit is, and NaN stays."""
+    return tl.where(largest == float("inf"), largest, largest + tl.math.log2(total))

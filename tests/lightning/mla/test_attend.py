@@ -150,6 +150,21 @@ def test_what_is_no_number_comes_out(of: str, value: float) -> None:
     assert (out[0] == 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # of the interpreter, which has numpy compute
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_the_kernel_has_the_logarithm_of_what_is_no_number(num_splits: int, value: float) -> None:
+    """A finite one, or that of no rows, would look like an answer."""
+    case = make_case(4, 16, 65)
+    case["q_nope"][1], case["kpe"][case["indices"][2, 40], 3] = value, value  # type: ignore[index]
+    case["q_pe"][2] = case["q_pe"][2].abs()  # type: ignore[index]
+    want, want_lse = sparse_mla(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    out, lse = by_kernel(case, AttendShape(16, 16, num_splits, 4, 2), None)
+    assert not want_lse[2].isfinite().any()
+    torch.testing.assert_close(lse, want_lse, equal_nan=True)
+    torch.testing.assert_close(out, want, equal_nan=True)
+
+
 def test_programs_fill_the_device() -> None:
     assert AttendShape.choose(1, 16, 2048) == AttendShape(16, 32, 64, 4, 1)
     assert AttendShape.choose(8, 16, 2048) == AttendShape(16, 32, 16, 4, 5)

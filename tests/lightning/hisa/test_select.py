@@ -178,6 +178,23 @@ def test_the_kernel_keeps_block_keys_to_the_bit() -> None:
     assert all(torch.equal(got.cpu(), wanted) for got, wanted in zip(state, want, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # of the interpreter, which has numpy compute
+def test_the_kernel_makes_no_number_of_what_is_none() -> None:
+    """A block with such a key ranks last, as its keys do."""
+    k, scale = torch.randn(3, 4, 32), torch.ones(3)
+    k[0, 1, 5], k[1, 1, 5] = torch.nan, torch.inf
+    kept = [PooledKeys(3, 37, 16, 32, torch.device("cpu")) for _ in range(2)]
+    state = [x.to(DEVICE) for x in (kept[0]._sums, kept[0]._lens, kept[0]._values, kept[0]._scales)]
+    for token in range(4):
+        key = k[:, token].contiguous()
+        triton_kernels.append_on_device(key.to(DEVICE), scale.to(DEVICE), 16, 37, *state)
+        kept[1].append(key, scale)
+        torch.testing.assert_close(state[3].cpu(), kept[1]._scales, rtol=0, atol=0, equal_nan=True)
+        if DEVICE.type == "cuda":  # interpreted, NaN does not become NaN in FP8
+            values, want = state[2].cpu().float(), kept[1]._values.float()
+            torch.testing.assert_close(values, want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_key_without_room_changes_nothing() -> None:
     kept = PooledKeys(1, 16, 16, 32, torch.device("cpu"))
     k, scale = quantise_fp8(torch.randn(18, 32), block=32)

@@ -127,9 +127,11 @@ class DsaDecoder:
     """
 
     def __init__(self, shape: DsaShape, device: torch.device) -> None:
-        require_at_least("batch_size", shape.batch_size, 1)
-        require_at_least("max_len", shape.max_len, 1)
-        require_at_least("top_k", shape.top_k, 1)
+        for name in ("batch_size", "max_len", "num_heads", "num_index_heads"):
+            require_at_least(name, getattr(shape, name), 1)
+        require_at_least("top_k", shape.top_k, 1, None if shape.hisa is None else shape.hisa.pool_len)
+        if shape.hisa is not None:
+            require_at_least("block_size", shape.hisa.block_size, PAGE_SIZE)  # a power of two: of whole pages
         rows, heads = shape.batch_size, shape.num_heads
         self.shape = shape
         self.q_index = torch.zeros(rows, shape.num_index_heads, HEAD_DIM, dtype=FP8, device=device)

@@ -98,6 +98,7 @@ def hisa_top_k(
 ) -> Tensor:
     """The best keys within the best blocks: indices [num_queries, k] int32, -1 padded, in an order of `top_k`'s."""
     require_at_least("k", k, 1, config.pool_len)
+    require_array("pages", blocked.pages, (len(q), "max_pages"), torch.int32, like=q, rows_apart=True)
     if blocked.in_order and blocked.keys.page_size != config.block_size:
         raise ConfigError(
             f"block_size is {config.block_size}, and the block keys are of {blocked.keys.page_size} keys; make them "

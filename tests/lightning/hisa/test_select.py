@@ -276,6 +276,13 @@ def test_block_sparse_selection_is_whole_blocks() -> None:
     assert got[0, -8:].tolist() == [-1] * 8, "the last block is forced, and has 8 keys"
 
 
+def test_no_keys_are_chosen_of_none() -> None:
+    operands, none = make_operands(2, 64), torch.zeros(2, 0, dtype=torch.int32)
+    blocked = replace(BlockedKeys.of_operands(operands, 16), in_order=False, pages=none, block_pages=none)
+    got = hisa_top_k(operands.q, operands.weights, blocked, torch.zeros(2, dtype=torch.int32), 8, CONFIG)
+    assert (got == -1).all()
+
+
 @pytest.mark.parametrize("row", [-1, 2])
 def test_keys_of_a_sequence_that_is_not_there_are_refused(row: int) -> None:
     kept = PooledKeys(2, 50, 16, 32, torch.device("cpu"))
@@ -303,5 +310,10 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"block_size is 32, and the block keys are of 16 keys; make them by"):
         hisa_top_k(operands.q, operands.weights, blocked, lens, 8, replace(CONFIG, block_size=32))
     apart = replace(blocked, in_order=False)
+    for pages in (torch.zeros(5, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ArrayError, match=r"pages has shape .*; wanted \[1, max_pages\]"):
+            hisa_top_k(operands.q, operands.weights, replace(apart, pages=pages), lens, 8, CONFIG)
+    with pytest.raises(ConfigError, match="head_dim is 0; wanted at least 1"):
+        PooledKeys(1, 4, 4, 0, torch.device("cpu"))
     with pytest.raises(ConfigError, match="do not divide into pages of 16"):
         hisa_top_k(operands.q, operands.weights, apart, lens, 8, HisaConfig(block_size=8, num_blocks=4))

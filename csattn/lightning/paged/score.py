@@ -65,6 +65,8 @@ class KeyPages:
                 f"scales of keys are {scales.dtype} of shape {list(scales.shape)} and strides "
                 f"{list(scales.stride())}; wanted float32 {list(values.shape[:2])}, each page contiguous"
             )
+        if scales.device != values.device:
+            raise ArrayError(f"scales of keys are on {scales.device}, values on {values.device}; move them there first")
         if self.page_size & (self.page_size - 1) or not self.page_size:
             raise ArrayError(f"pages hold {self.page_size} keys; wanted a power of two")
 

@@ -113,3 +113,5 @@ def test_what_does_not_fit_is_refused() -> None:
         read_keys(cache, torch.tensor([1]), 65)
     with pytest.raises(ArrayError, match=r"cache has shape \[2, 8448\]; wanted \[num_pages, 64, 1, 132\]"):
         read_keys(cache.view(2, -1), torch.tensor([1]), 5)
+    with pytest.raises(ArrayError, match="cache begins 1 bytes past a multiple of 4"):
+        read_keys(torch.zeros(2 * 8448 + 1, dtype=torch.uint8)[1:].view_as(cache), torch.tensor([1]), 5)

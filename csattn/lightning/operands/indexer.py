@@ -46,7 +46,7 @@ def causal_lens(num_queries: int, num_keys: int, *, ratio: int = 1, first_positi
     at or before t: s < (t + 1) // ratio.
     """
     require_at_least("num_queries", num_queries, 0)
-    require_at_least("num_keys", num_keys, 0)
+    require_at_least("num_keys", num_keys, 0, torch.iinfo(torch.int32).max)
     require_at_least("ratio", ratio, 1)
     require_at_least("first_position", first_position, 0)
     positions = torch.arange(first_position, first_position + num_queries)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from csattn.errors import ArrayError
-from csattn.lightning import v4_operands, v32_operands
+from csattn.errors import ArrayError, ConfigError
+from csattn.lightning import causal_lens, v4_operands, v32_operands
 
 
 @pytest.mark.parametrize("make", [v32_operands, v4_operands])
@@ -23,3 +23,10 @@ def test_projections_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ArrayError, match=says):
         make(torch.zeros(q), torch.zeros(k), torch.zeros(projected))  # type: ignore[call-arg]
+
+
+def test_lengths_that_int32_does_not_hold_are_refused() -> None:
+    most = 2**31 - 1
+    assert causal_lens(2, most, first_position=most - 2).tolist() == [most - 1, most]
+    with pytest.raises(ConfigError, match="num_keys is 2147483648; wanted at most 2147483647"):
+        causal_lens(2, most + 1, first_position=most)

@@ -89,11 +89,12 @@ def dsa_sparse_attention(
 
 
 def flat_rows(name: str, cache: Tensor) -> Tensor:
-    """A paged cache as rows: [num_pages, page_size, width] -> [num_pages * page_size, width], in its memory."""
-    if cache.dim() != 3 or cache.stride(2) != 1 or cache.stride(0) != cache.shape[1] * cache.stride(1):
+    """A paged cache as rows: [num_pages, 64, width] -> [num_pages * 64, width], in its memory."""
+    is_paged = cache.dim() == 3 and cache.shape[1] == PAGE_SIZE
+    if not is_paged or cache.stride(2) != 1 or cache.stride(0) != PAGE_SIZE * cache.stride(1):
         raise ArrayError(
             f"{name} has shape {list(cache.shape)} and strides {list(cache.stride())}; wanted "
-            f"[num_pages, page_size, width] with rows at equal distances, each contiguous"
+            f"[num_pages, {PAGE_SIZE}, width] with rows at equal distances, each contiguous"
         )
     return cache.flatten(0, 1)
 
@@ -162,6 +163,9 @@ class DsaDecoder:
         """Enqueue choice and attention of every sequence."""
         require_array("key_cache", key_cache, ("num_pages", PAGE_SIZE, 1, TOKEN_BYTES), like=self.q_index)
         ckv, kpe = flat_rows("ckv_cache", ckv_cache), flat_rows("kpe_cache", kpe_cache)
+        for name, cache in (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
+            if len(cache) < len(key_cache):  # keys beyond would be chosen, and then skipped
+                raise ArrayError(f"{name} has {len(cache)} pages; wanted as many as key_cache has, {len(key_cache)}")
         self._choose(key_cache, (ckv, kpe))
         scale = self.shape.softmax_scale
         sparse_mla(self.q_nope, self.q_pe, ckv, kpe, self.indices, scale, out=self.out, lse=self.lse)

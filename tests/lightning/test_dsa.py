@@ -196,6 +196,12 @@ def test_caches_that_do_not_fit_are_refused() -> None:
         decoder.step(cache, ckv.transpose(0, 1), kpe)
     with pytest.raises(ArrayError, match="kpe has shape"):
         decoder.step(cache, ckv, kpe[..., :8])
+    for rows in ((ckv[:29], kpe), (ckv, kpe[:29])):
+        with pytest.raises(ArrayError, match="cache has 29 pages; wanted as many as key_cache has, 30"):
+            decoder.step(cache, *rows)
+    halves = [x.unflatten(1, (2, 32)).flatten(0, 1) for x in (ckv, kpe)]
+    with pytest.raises(ArrayError, match=r"ckv_cache has shape \[60, 32, 32\] .* wanted \[num_pages, 64, width\]"):
+        decoder.step(cache, *halves)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ merged by a second launch. Softmaxes are sums of powers of two throughout.
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from csattn.cuda.triton_start import wait_for_earlier
 from csattn.errors import ArrayError
@@ -54,17 +55,36 @@ class AttendShape:
         num_stages = NUM_STAGES if top_k > num_splits * BLOCK_ROWS else 1  # a single tile: nothing to overlap
         return cls(block_heads, BLOCK_ROWS, num_splits, 4 if block_heads < 64 else 8, num_stages)
 
+    @property
+    def smaller(self) -> "AttendShape | None":
+        """What takes less shared memory: few heads, then one tile at a time. None: nothing does."""
+        if self.block_heads > FEW_HEADS:
+            return replace(self, block_heads=FEW_HEADS, num_warps=4)
+        return replace(self, num_stages=1) if self.num_stages > 1 else None
+
 
 def attend_on_device(
     rows: SelectedRows, out: Tensor, lse: Tensor, shape: AttendShape | None = None, lse_unit: float = 1.0
 ) -> None:
-    """Enqueue on torch's current stream. Written: `out` and `lse`, as of `attend.sparse_mla`."""
+    """Enqueue on torch's current stream. Written: `out` and `lse`, as of `attend.sparse_mla`.
+
+    A shape that the device has no room for, as of 64 heads in float32, gives way to a smaller one. Raises ArrayError
+    where there is none.
+    """
     num_queries, num_heads, latent_dim = rows.q_nope.shape
     _require_powers_of_two(latent_dim, rows.rope_dim)
     shape = AttendShape.choose(num_queries, num_heads, rows.indices.shape[1]) if shape is None else shape
-    for first in range(0, num_queries, MOST_QUERIES):
-        some = slice(first, first + MOST_QUERIES)
-        _attend(rows.of_queries(some), out[some], lse[some], shape, lse_unit)
+    try:
+        for first in range(0, num_queries, MOST_QUERIES):
+            some = slice(first, first + MOST_QUERIES)
+            _attend(rows.of_queries(some), out[some], lse[some], shape, lse_unit)
+    except OutOfResources as error:  # of the first launch, before it begins
+        if (smaller := shape.smaller) is None:
+            raise ArrayError(
+                f"rows of {latent_dim + rows.rope_dim} channels in {rows.q_nope.dtype} take {error.required} bytes of "
+                f"{error.name}, and this device has {error.limit}; attend on the CPU, or in half precision"
+            ) from error
+        attend_on_device(rows, out, lse, smaller, lse_unit)
 
 
 def _attend(rows: SelectedRows, out: Tensor, lse: Tensor, shape: AttendShape, lse_unit: float) -> None:

@@ -23,8 +23,8 @@ from csattn.lightning.mla.attend import sparse_mla
 from csattn.lightning.mla.reference import LOG2_E
 from csattn.lightning.operands.quantise import FP8
 from csattn.lightning.paged import hopper
-from csattn.lightning.paged.cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES, require_within
-from csattn.lightning.paged.score import KeyPages, score_pages
+from csattn.lightning.paged.cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES
+from csattn.lightning.paged.score import KeyPages, require_pages, score_pages
 from csattn.lightning.topk.grouped import GroupBests
 from csattn.lightning.topk.select import Order, top_k
 
@@ -56,9 +56,7 @@ def dsa_topk_indexer(
     bests = GroupBests.make(block_table, num_chosen) if with_bests else None
     arrays = q_index_fp8, weights, keys, block_table, seq_lens
     scores = score_pages(*arrays, longer_than=all_chosen, out=scores, bests=bests)
-    if not block_table.is_cuda:
-        of_sequence = torch.arange(block_table.shape[1]) * PAGE_SIZE < seq_lens[:, None]
-        require_within("block_table", block_table[of_sequence], 0, len(keys.values))
+    require_pages("block_table", block_table, seq_lens, keys)
     return top_k(
         scores,
         num_chosen,

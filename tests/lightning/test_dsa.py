@@ -217,6 +217,15 @@ def test_steps_that_could_not_be_are_refused_before_the_first(change: dict[str, 
         DsaDecoder(replace(SHAPE, **change), torch.device("cpu"))
 
 
+def test_pages_that_the_cache_has_not_are_refused_by_hisa_too() -> None:
+    decoder = DsaDecoder(replace(SHAPE, hisa=HisaConfig(num_blocks=4)), torch.device("cpu"))
+    cache, ckv, kpe, tables = make_caches(KV_LENS)
+    tables[0, 2] = 30
+    fill(decoder, tables)
+    with pytest.raises(ArrayError, match=r"pages holds numbers from .* to 30; wanted 0 to 29"):
+        decoder.step(cache, ckv, kpe)
+
+
 @pytest.mark.parametrize("page", [-1, 2])
 @pytest.mark.parametrize("num_chosen", [4, 80])
 def test_pages_that_the_cache_has_not_are_refused_where_they_are_a_sequences(page: int, num_chosen: int) -> None:

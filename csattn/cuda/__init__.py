@@ -102,10 +102,11 @@ class CudaKernel:
         """
         values = [as_argument(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        self._config.grid[:] = grid
-        self._config.block[:] = (block, 1, 1)
-        self._config.stream = torch.cuda.current_stream().cuda_stream
-        _require(_driver().cuLaunchKernelEx(ctypes.byref(self._config), self._handle, pointers, None), self._name)
+        config = _LaunchConfig.from_buffer_copy(self._config)  # other threads may be launching the same kernel
+        config.grid[:] = grid
+        config.block[:] = (block, 1, 1)
+        config.stream = torch.cuda.current_stream().cuda_stream
+        _require(_driver().cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None), self._name)
 
 
 def cuda_kernel(
@@ -214,7 +215,9 @@ def _driver() -> ctypes.CDLL:
 
 def _require(error: int, what: str) -> None:
     if error:
-        raise RuntimeError(f"CUDA refused {what} with error {error}")
+        says = ctypes.c_char_p()
+        _driver().cuGetErrorString(error, ctypes.byref(says))
+        raise RuntimeError(f"CUDA refused {what} with error {error}: {(says.value or b'unknown').decode()}")
 
 
 @cache

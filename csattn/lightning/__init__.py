@@ -48,8 +48,9 @@ All of it (`compressed`)
                          size: window, compressed rows, their indexer, sinks, grouped output
     CompressedWeights    its parameters; `of` takes them from transformers' module
 
-Arguments that do not fit raise csattn.errors.ArrayError, settings ConfigError. In a folder, `reference.py` is the
-definition, `triton_kernels.py`, `hopper.py` and the `.cu` files beside it are the kernels and what launches them.
+Arrays on a GPU lie on torch's current device. Arguments that do not fit raise csattn.errors.ArrayError, settings
+ConfigError. In a folder, `reference.py` is the definition, `triton_kernels.py`, `hopper.py` and the `.cu` files beside
+it are the kernels and what launches them.
 """
 
 from csattn.lightning.compressed import CompressedAttention, CompressedWeights

@@ -16,7 +16,12 @@ def require_array(
     like: Tensor | None = None,  # on whose device it must lie
     rows_apart: bool = False,  # of a matrix: whether rows may lie any distance apart, as those of a wider one do
 ) -> None:
-    """Raise ArrayError unless the array is contiguous and has this shape, dtype and device."""
+    """Raise ArrayError unless the array is contiguous and has this shape, dtype and device: on a GPU, the current one.
+
+    Kernels are launched on the current device's stream, whatever device the arrays are on.
+    """
+    if not isinstance(array, Tensor):
+        raise ArrayError(f"{name} is a {type(array).__name__}; wanted a torch.Tensor")
     fits = array.dim() == len(shape) and all(
         isinstance(want, str) or came == want for came, want in zip(array.shape, shape, strict=True)
     )
@@ -32,6 +37,11 @@ def require_array(
         )
     if like is not None and array.device != like.device:
         raise ArrayError(f"{name} is on {array.device}, the other arrays are on {like.device}; move it there first")
+    if array.is_cuda and array.device.index != (current := torch.cuda.current_device()):
+        raise ArrayError(
+            f"{name} is on {array.device}, and torch's current device is cuda:{current}; call this within "
+            f'torch.cuda.device("{array.device}")'
+        )
 
 
 def require_at_least(name: str, value: int, least: int, most: int | None = None) -> None:

@@ -23,8 +23,8 @@ from csattn.lightning.mla.attend import sparse_mla
 from csattn.lightning.mla.reference import LOG2_E
 from csattn.lightning.operands.quantise import FP8
 from csattn.lightning.paged import hopper
-from csattn.lightning.paged.cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES, require_within
-from csattn.lightning.paged.score import KeyPages, score_pages
+from csattn.lightning.paged.cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES
+from csattn.lightning.paged.score import KeyPages, require_pages, score_pages
 from csattn.lightning.topk.grouped import GroupBests
 from csattn.lightning.topk.select import Order, top_k
 
@@ -56,9 +56,7 @@ def dsa_topk_indexer(
     bests = GroupBests.make(block_table, num_chosen) if with_bests else None
     arrays = q_index_fp8, weights, keys, block_table, seq_lens
     scores = score_pages(*arrays, longer_than=all_chosen, out=scores, bests=bests)
-    if not block_table.is_cuda:
-        of_sequence = torch.arange(block_table.shape[1]) * PAGE_SIZE < seq_lens[:, None]
-        require_within("block_table", block_table[of_sequence], 0, len(keys.values))
+    require_pages("block_table", block_table, seq_lens, keys)
     return top_k(
         scores,
         num_chosen,
@@ -89,11 +87,12 @@ def dsa_sparse_attention(
 
 
 def flat_rows(name: str, cache: Tensor) -> Tensor:
-    """A paged cache as rows: [num_pages, page_size, width] -> [num_pages * page_size, width], in its memory."""
-    if cache.dim() != 3 or cache.stride(2) != 1 or cache.stride(0) != cache.shape[1] * cache.stride(1):
+    """A paged cache as rows: [num_pages, 64, width] -> [num_pages * 64, width], in its memory."""
+    is_paged = cache.dim() == 3 and cache.shape[1] == PAGE_SIZE
+    if not is_paged or cache.stride(2) != 1 or cache.stride(0) != PAGE_SIZE * cache.stride(1):
         raise ArrayError(
             f"{name} has shape {list(cache.shape)} and strides {list(cache.stride())}; wanted "
-            f"[num_pages, page_size, width] with rows at equal distances, each contiguous"
+            f"[num_pages, {PAGE_SIZE}, width] with rows at equal distances, each contiguous"
         )
     return cache.flatten(0, 1)
 
@@ -127,9 +126,11 @@ class DsaDecoder:
     """
 
     def __init__(self, shape: DsaShape, device: torch.device) -> None:
-        require_at_least("batch_size", shape.batch_size, 1)
-        require_at_least("max_len", shape.max_len, 1)
-        require_at_least("top_k", shape.top_k, 1)
+        for name in ("batch_size", "max_len", "num_heads", "num_index_heads"):
+            require_at_least(name, getattr(shape, name), 1)
+        require_at_least("top_k", shape.top_k, 1, None if shape.hisa is None else shape.hisa.pool_len)
+        if shape.hisa is not None:
+            require_at_least("block_size", shape.hisa.block_size, PAGE_SIZE)  # a power of two: of whole pages
         rows, heads = shape.batch_size, shape.num_heads
         self.shape = shape
         self.q_index = torch.zeros(rows, shape.num_index_heads, HEAD_DIM, dtype=FP8, device=device)
@@ -160,6 +161,9 @@ class DsaDecoder:
         """Enqueue choice and attention of every sequence."""
         require_array("key_cache", key_cache, ("num_pages", PAGE_SIZE, 1, TOKEN_BYTES), like=self.q_index)
         ckv, kpe = flat_rows("ckv_cache", ckv_cache), flat_rows("kpe_cache", kpe_cache)
+        for name, cache in (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
+            if len(cache) < len(key_cache):  # keys beyond would be chosen, and then skipped
+                raise ArrayError(f"{name} has {len(cache)} pages; wanted as many as key_cache has, {len(key_cache)}")
         self._choose(key_cache, (ckv, kpe))
         scale = self.shape.softmax_scale
         sparse_mla(self.q_nope, self.q_pe, ckv, kpe, self.indices, scale, out=self.out, lse=self.lse)

@@ -1,6 +1,7 @@
-"""What Triton kernels share: how they are launched, and rounding to FP8."""
+"""What Triton kernels share: how they are launched, and how they quantise to FP8."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
+# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from typing import Any
@@ -21,8 +22,20 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def round_to_e4m3(value):
-    """To the nearest e4m3 number, of two the even one. Conversions do so too, but interpreted ones lose a carry."""
+def largest_of(row):
+    """The largest magnitude of a row. NaN stays, which a maximum leaves out."""
+    has_nan = tl.max((row != row).to(tl.int32), axis=0) != 0
+    return tl.where(has_nan, float("nan"), tl.max(tl.abs(row), axis=0))
+
+
+@triton.jit
+def to_e4m3(row, scale, MAX: tl.constexpr):
+    """row / scale as e4m3 numbers: the nearest, of two the even one, at most MAX; zeros keep their sign, NaN stays.
+
+    Conversions round so too, but interpreted ones lose a carry.
+    """
+    value = tl.clamp(tl.div_rn(row, tl.zeros_like(row) + scale), -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of two, not above |value|
     step = tl.maximum(power, 0.015625) * 0.125
-    return (value + step * 12582912.0) - step * 12582912.0  # 1.5 * 2^23: whole numbers only
+    rounded = (value + step * 12582912.0) - step * 12582912.0  # 1.5 * 2^23: whole numbers only
+    return tl.where(rounded == 0.0, value * 0.0, rounded)

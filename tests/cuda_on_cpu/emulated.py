@@ -72,6 +72,7 @@ class EmulatedKernel:
     def launch(self, grid: tuple[int, int, int], block: int, *args: Any) -> None:
         values = [as_argument(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        assert all(grid), "the driver refuses a launch of no blocks"
         assert block == self._library.num_threads(), "the kernel was compiled for another number of threads"
         self._library.launch_kernel((ctypes.c_int * 3)(*grid), pointers, _fibers(self._library.fiber_bytes()))
 
@@ -87,6 +88,7 @@ def _fibers(num_bytes: int) -> ctypes.c_void_p:
 def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
     """As `csattn.cuda.tensor_map`; for `score_products.h`."""
     (rows, width), size = matrix.shape, matrix.itemsize
+    assert rows, "the driver refuses a map of no rows"
     assert box[1] * size == 128 and box[0] <= 256, "boxes are of 128 bytes and 256 rows at most"
     assert matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0, "the copy engine takes 16 bytes at a time"
     words = matrix.data_ptr(), rows, width * size, matrix.stride(0) * size, box[0]

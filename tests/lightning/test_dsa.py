@@ -1,12 +1,13 @@
 """Steps of DSA choose and attend as the definitions do, in memory that stays where it is."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from csattn.errors import ArrayError
+from csattn.errors import ArrayError, ConfigError
 from csattn.lightning import (
     FP8,
     DsaDecoder,
@@ -195,6 +196,34 @@ def test_caches_that_do_not_fit_are_refused() -> None:
         decoder.step(cache, ckv.transpose(0, 1), kpe)
     with pytest.raises(ArrayError, match="kpe has shape"):
         decoder.step(cache, ckv, kpe[..., :8])
+    for rows in ((ckv[:29], kpe), (ckv, kpe[:29])):
+        with pytest.raises(ArrayError, match="cache has 29 pages; wanted as many as key_cache has, 30"):
+            decoder.step(cache, *rows)
+    halves = [x.unflatten(1, (2, 32)).flatten(0, 1) for x in (ckv, kpe)]
+    with pytest.raises(ArrayError, match=r"ckv_cache has shape \[60, 32, 32\] .* wanted \[num_pages, 64, width\]"):
+        decoder.step(cache, *halves)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_index_heads": 0}, "num_index_heads is 0; wanted at least 1"),
+        ({"hisa": HisaConfig(num_blocks=4), "top_k": 513}, "top_k is 513; wanted at most 512"),
+        ({"hisa": HisaConfig(block_size=32)}, "block_size is 32; wanted at least 64"),
+    ],
+)
+def test_steps_that_could_not_be_are_refused_before_the_first(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        DsaDecoder(replace(SHAPE, **change), torch.device("cpu"))
+
+
+def test_pages_that_the_cache_has_not_are_refused_by_hisa_too() -> None:
+    decoder = DsaDecoder(replace(SHAPE, hisa=HisaConfig(num_blocks=4)), torch.device("cpu"))
+    cache, ckv, kpe, tables = make_caches(KV_LENS)
+    tables[0, 2] = 30
+    fill(decoder, tables)
+    with pytest.raises(ArrayError, match=r"pages holds numbers from .* to 30; wanted 0 to 29"):
+        decoder.step(cache, ckv, kpe)
 
 
 @pytest.mark.parametrize("page", [-1, 2])

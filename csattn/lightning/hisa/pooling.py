@@ -42,7 +42,8 @@ class PooledKeys:
     """
 
     def __init__(self, batch_size: int, max_len: int, block_size: int, head_dim: int, device: torch.device) -> None:
-        for name, size in (("batch_size", batch_size), ("max_len", max_len), ("block_size", block_size)):
+        sizes = {"batch_size": batch_size, "max_len": max_len, "block_size": block_size, "head_dim": head_dim}
+        for name, size in sizes.items():
             require_at_least(name, size, 1)
         self.block_size = block_size
         pages_each = -(-max_len // (block_size * PAGE_SIZE))

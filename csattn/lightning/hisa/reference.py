@@ -34,6 +34,8 @@ def candidate_pages_reference(
     each = block_size // page_size
     numbers = (candidates[..., None] * each + torch.arange(each, dtype=torch.int32)).flatten(1)
     there = (numbers >= 0) & (numbers * page_size < kv_lens[:, None]) & (numbers < pages.shape[1])
+    if not pages.shape[1]:
+        pages = pages.new_zeros(len(pages), 1)  # `gather` looks even where it is not wanted
     return torch.where(there, pages.gather(1, torch.where(there, numbers, 0).long()), SENTINEL)
 
 

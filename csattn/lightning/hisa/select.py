@@ -15,7 +15,7 @@ from csattn.lightning.hisa.choice import BlockLists, choose_candidates
 from csattn.lightning.hisa.pooling import PAGE_SIZE, pool_keys
 from csattn.lightning.hisa.reference import best_blocks_reference, candidate_pages_reference, num_blocks_reference
 from csattn.lightning.operands.indexer import Operands
-from csattn.lightning.paged.score import KeyPages, score_pages
+from csattn.lightning.paged.score import KeyPages, require_pages, score_pages
 from csattn.lightning.topk.select import Order, top_k
 
 _FEW_BLOCKS, _FEW_KEYS = 64, 32768  # the paper's candidates, and how many keys they are enough for
@@ -96,8 +96,13 @@ def hisa_top_k(
     physical: bool = False,  # whether indices are page * page_size + row instead of positions in the sequence
     out: Tensor | None = None,  # [num_queries, k] int32
 ) -> Tensor:
-    """The best keys within the best blocks: indices [num_queries, k] int32, -1 padded, in an order of `top_k`'s."""
+    """The best keys within the best blocks: indices [num_queries, k] int32, -1 padded, in an order of `top_k`'s.
+
+    Pages of keys that a query sees and that are not there are refused, but on a GPU, where nothing waits for a look at
+    them.
+    """
     require_at_least("k", k, 1, config.pool_len)
+    require_array("pages", blocked.pages, (len(q), "max_pages"), torch.int32, like=q, rows_apart=True)
     if blocked.in_order and blocked.keys.page_size != config.block_size:
         raise ConfigError(
             f"block_size is {config.block_size}, and the block keys are of {blocked.keys.page_size} keys; make them "
@@ -109,6 +114,7 @@ def hisa_top_k(
     if operands is not None and _suits_hopper(operands, config.block_size):
         lists = BlockLists.empty(-(-len(operands.k) // config.block_size), len(q), q.device)
     blocks, num_keys = choose_blocks(q, weights, blocked, kv_lens, config, lists=lists, longer_than=all_chosen)
+    require_pages("pages", blocked.pages, kv_lens, blocked.keys)
     where, page_size = blocks, config.block_size
     if operands is not None and lists is not None:
         from csattn.lightning.hisa.score import score_candidates  # Triton is only where a GPU is

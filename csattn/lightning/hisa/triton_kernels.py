@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csattn.lightning.operands.quantise import FP8_MAX, MEAN_LEAST_SCALE
-from csattn.lightning.triton_common import round_to_e4m3
+from csattn.lightning.triton_common import largest_of, to_e4m3
 
 
 def longest_on_device(kv_lens: Tensor, block_size: int, queries_each: int, longest: Tensor) -> None:
@@ -136,9 +136,8 @@ def _append_kernel(
     total = tl.where(place == 0, key, before + key)
     tl.store(sums + row * HEAD_DIM + channel, total, mask=inside)
     mean = tl.div_rn(total, tl.zeros_like(total) + (place + 1).to(tl.float32))
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(mean), axis=0), LARGEST), LEAST_SCALE)
-    value = tl.div_rn(mean, tl.zeros_like(mean) + scale)
-    value = round_to_e4m3(tl.minimum(tl.maximum(value, -LARGEST), LARGEST))
+    scale = tl.maximum(tl.div_rn(largest_of(mean), LARGEST), LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
+    value = to_e4m3(mean, scale, LARGEST)
     at = row * max_blocks + kv_len // block_size
     has_room = kv_len < max_len
     written = channel < tl.where(has_room, HEAD_DIM, 0)

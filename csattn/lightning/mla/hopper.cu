@@ -246,10 +246,10 @@ struct Attending {
         for (int i = 0; i < 2; ++i) {
             const int row = head + 8 * i;
             if (row >= num_heads) continue;
-            const float sum = s.of_two[0][row] + s.of_two[1][row], norm = sum > 0 ? sum : 1;
-            const float log2_sum = base[i] + log2f(norm);
+            const float sum = s.of_two[0][row] + s.of_two[1][row], norm = sum == 0 ? 1 : sum;  // NaN stays
+            const float log2_sum = base[i] == -NOTHING ? base[i] : base[i] + log2f(norm);
             float factor = 1 / norm;
-            if (HAS_SINK) factor /= 1 + exp2_approx(sink[row] * LOG2_E - (sum > 0 ? log2_sum : 0));
+            if (HAS_SINK) factor /= 1 + exp2_approx(sink[row] * LOG2_E - (sum == 0 ? 0 : log2_sum));
             if (group == 0 && column == 0) lse[row] = log2_sum * LN_2;
             u32* to = out + (row * LATENT_DIM + group * (LATENT_DIM / 2) + column) / 2;
 #pragma unroll

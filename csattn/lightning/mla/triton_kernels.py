@@ -9,12 +9,13 @@ merged by a second launch. Softmaxes are sums of powers of two throughout.
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from csattn.cuda.triton_start import wait_for_earlier
 from csattn.errors import ArrayError
@@ -54,17 +55,36 @@ class AttendShape:
         num_stages = NUM_STAGES if top_k > num_splits * BLOCK_ROWS else 1  # a single tile: nothing to overlap
         return cls(block_heads, BLOCK_ROWS, num_splits, 4 if block_heads < 64 else 8, num_stages)
 
+    @property
+    def smaller(self) -> "AttendShape | None":
+        """What takes less shared memory: few heads, then one tile at a time. None: nothing does."""
+        if self.block_heads > FEW_HEADS:
+            return replace(self, block_heads=FEW_HEADS, num_warps=4)
+        return replace(self, num_stages=1) if self.num_stages > 1 else None
+
 
 def attend_on_device(
     rows: SelectedRows, out: Tensor, lse: Tensor, shape: AttendShape | None = None, lse_unit: float = 1.0
 ) -> None:
-    """Enqueue on torch's current stream. Written: `out` and `lse`, as of `attend.sparse_mla`."""
+    """Enqueue on torch's current stream. Written: `out` and `lse`, as of `attend.sparse_mla`.
+
+    A shape that the device has no room for, as of 64 heads in float32, gives way to a smaller one. Raises ArrayError
+    where there is none.
+    """
     num_queries, num_heads, latent_dim = rows.q_nope.shape
     _require_powers_of_two(latent_dim, rows.rope_dim)
     shape = AttendShape.choose(num_queries, num_heads, rows.indices.shape[1]) if shape is None else shape
-    for first in range(0, num_queries, MOST_QUERIES):
-        some = slice(first, first + MOST_QUERIES)
-        _attend(rows.of_queries(some), out[some], lse[some], shape, lse_unit)
+    try:
+        for first in range(0, num_queries, MOST_QUERIES):
+            some = slice(first, first + MOST_QUERIES)
+            _attend(rows.of_queries(some), out[some], lse[some], shape, lse_unit)
+    except OutOfResources as error:  # of the first launch, before it begins
+        if (smaller := shape.smaller) is None:
+            raise ArrayError(
+                f"rows of {latent_dim + rows.rope_dim} channels in {rows.q_nope.dtype} take {error.required} bytes of "
+                f"{error.name}, and this device has {error.limit}; attend on the CPU, or in half precision"
+            ) from error
+        attend_on_device(rows, out, lse, smaller, lse_unit)
 
 
 def _attend(rows: SelectedRows, out: Tensor, lse: Tensor, shape: AttendShape, lse_unit: float) -> None:
@@ -205,8 +225,8 @@ def _attend_kernel(
         total = total * shrink + tl.sum(share, axis=1)
         acc = tl.dot(share.to(dtype), rows, acc * shrink[:, None], input_precision="ieee")
         largest = now
-    total = tl.where(total > 0.0, total, 1.0)
-    lse = largest + tl.math.log2(total)  # -inf where there is no row
+    total = tl.where(total == 0.0, 1.0, total)
+    lse = _log_of_sum(largest, total)
     acc = acc / total[:, None]
     if HAS_SINK:
         sink = tl.load(attn_sink + head, mask=is_head, other=0.0) * 1.4426950408889634
@@ -249,8 +269,8 @@ def _merge_kernel(
     finite = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.math.exp2(lse - finite)
     norm = tl.sum(weight, axis=0)
-    norm = tl.where(norm > 0.0, norm, 1.0)
-    merged = largest + tl.math.log2(norm)
+    norm = tl.where(norm == 0.0, 1.0, norm)
+    merged = _log_of_sum(largest, norm)
     if HAS_SINK:
         of_rows = tl.where(merged == float("-inf"), 0.0, merged)
         norm = norm * (1.0 + tl.math.exp2(tl.load(attn_sink + head) * 1.4426950408889634 - of_rows))
@@ -259,3 +279,9 @@ def _merge_kernel(
     tl.store(out + at * LATENT_DIM + channel, result.to(out.dtype.element_ty))
     if tl.program_id(1) == 0:
         tl.store(lse_out + at, merged * lse_scale)
+
+
+@triton.jit
+def _log_of_sum(largest, total):
+    """Of total * 2 ** largest, base 2: -inf where there is no row, infinite where a logit is, and NaN stays."""
+    return tl.where(largest == float("inf"), largest, largest + tl.math.log2(total))

@@ -46,7 +46,7 @@ def causal_lens(num_queries: int, num_keys: int, *, ratio: int = 1, first_positi
     at or before t: s < (t + 1) // ratio.
     """
     require_at_least("num_queries", num_queries, 0)
-    require_at_least("num_keys", num_keys, 0)
+    require_at_least("num_keys", num_keys, 0, torch.iinfo(torch.int32).max)
     require_at_least("ratio", ratio, 1)
     require_at_least("first_position", first_position, 0)
     positions = torch.arange(first_position, first_position + num_queries)
@@ -61,8 +61,7 @@ def v32_operands(
     power_of_two_scales: bool = False,
 ) -> Operands:
     """DeepSeek-V3.2: Hadamard, FP8 with a scale per query head and per key, the queries' scales within the weights."""
-    num_heads, head_dim = q.shape[1:]
-    require_array("projected", projected, tuple(q.shape[:2]), like=q)
+    num_heads, head_dim = _heads(q, k, projected)
     q8, q_scale = quantise_fp8(hadamard(q), block=head_dim, power_of_two_scales=power_of_two_scales)
     k8, k_scale = quantise_fp8(hadamard(k), block=head_dim, power_of_two_scales=power_of_two_scales)
     weights = projected.float() * num_heads**-0.5 * q_scale[..., 0] * head_dim**-0.5
@@ -75,8 +74,7 @@ def v4_operands(
     projected: Tensor,  # [num_queries, num_heads]
 ) -> Operands:
     """DeepSeek-V4: queries like keys on the FP4 grid, kept in their own dtype."""
-    num_heads, head_dim = q.shape[1:]
-    require_array("projected", projected, tuple(q.shape[:2]), like=q)
+    num_heads, head_dim = _heads(q, k, projected)
     return Operands(round_to_fp4(hadamard(q)), k, projected.float() * (head_dim**-0.5 * num_heads**-0.5))
 
 
@@ -91,3 +89,15 @@ def in_fp8(operands: Operands) -> Operands:
         return operands
     scale = k_factors if operands.key_scale is None else k_factors * operands.key_scale
     return Operands(q, k, operands.weights * q_factors, scale)
+
+
+def _heads(q: Tensor, k: Tensor, projected: Tensor) -> tuple[int, int]:
+    """Their number and width. Raises ArrayError unless all have the same; q and k may have any strides."""
+    if q.dim() != 3 or not q.shape[1] or not q.shape[2]:
+        raise ArrayError(
+            f"q has shape {list(q.shape)}; wanted [num_queries, num_heads, head_dim], at least one head and one channel"
+        )
+    if k.dim() != 2 or k.shape[1] != q.shape[2]:
+        raise ArrayError(f"k has shape {list(k.shape)}; wanted [num_keys, {q.shape[2]}]")
+    require_array("projected", projected, tuple(q.shape[:2]), like=q)
+    return q.shape[1], q.shape[2]

@@ -37,6 +37,10 @@ def dequantise_fp8(values: Tensor, scales: Tensor) -> Tensor:
     """float32 [..., width] of e4m3 values [..., width] and scales [..., width // block]."""
     if not values.dim() == scales.dim() > 0 or scales.shape[:-1] != values.shape[:-1] or not scales.shape[-1]:
         raise ArrayError(f"values have shape {list(values.shape)}, scales {list(scales.shape)}; wanted the same rows")
+    if values.shape[-1] % scales.shape[-1]:
+        raise ArrayError(
+            f"rows of {values.shape[-1]} values do not divide into {scales.shape[-1]} blocks, a scale each"
+        )
     return (_blocks(values, values.shape[-1] // scales.shape[-1]) * scales[..., None]).flatten(-2)
 
 

@@ -13,7 +13,7 @@ from csattn.errors import ArrayError
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.operands.indexer import OPERAND_DTYPES, Operands
 from csattn.lightning.paged import hopper
-from csattn.lightning.paged.cache import page_views
+from csattn.lightning.paged.cache import page_views, require_within
 from csattn.lightning.score import cpu
 from csattn.lightning.topk.grouped import GroupBests
 
@@ -65,6 +65,8 @@ class KeyPages:
                 f"scales of keys are {scales.dtype} of shape {list(scales.shape)} and strides "
                 f"{list(scales.stride())}; wanted float32 {list(values.shape[:2])}, each page contiguous"
             )
+        if scales.device != values.device:
+            raise ArrayError(f"scales of keys are on {scales.device}, values on {values.device}; move them there first")
         if self.page_size & (self.page_size - 1) or not self.page_size:
             raise ArrayError(f"pages hold {self.page_size} keys; wanted a power of two")
 
@@ -109,6 +111,13 @@ def score_pages(
             own = pages[query, : -(-kv_len // keys.page_size)]
             out[query, :kv_len] = _score_one(q[query], weights[query], keys, own)[:kv_len]
     return out
+
+
+def require_pages(name: str, pages: Tensor, kv_lens: Tensor, keys: KeyPages) -> None:
+    """Raise ArrayError for pages of a query's keys that are not there; on a GPU nothing waits for a look at them."""
+    if not pages.is_cuda:
+        hold_keys = torch.arange(pages.shape[1]) * keys.page_size < kv_lens[:, None]
+        require_within(name, pages[hold_keys], 0, len(keys.values))
 
 
 def _score_one(q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from csattn.cuda.triton_start import wait_for_earlier
 from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.operands.quantise import FP8_LEAST_AMAX, FP8_MAX
-from csattn.lightning.triton_common import MOST_QUERIES, launch_options, round_to_e4m3
+from csattn.lightning.triton_common import MOST_QUERIES, largest_of, launch_options, to_e4m3
 
 ENOUGH_PROGRAMS = 4096  # more tiles than that are shared out among as many programs
 TILE_KEYS = 128
@@ -156,12 +156,11 @@ def _write_kernel(
     key = tl.load(keys + token * HEAD_DIM + channel).to(tl.float32)
     if slot < 0 or slot >= num_slots:
         return
-    has_nan = tl.max((key != key).to(tl.int32), axis=0) != 0
-    largest = tl.where(has_nan, float("nan"), tl.maximum(tl.max(tl.abs(key), axis=0), LEAST_AMAX))
-    scale = tl.div_rn(largest, MAX)
+    scale = tl.div_rn(tl.maximum(largest_of(key), LEAST_AMAX, propagate_nan=tl.PropagateNan.ALL), MAX)
     if POWER_OF_TWO:  # rounded up
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    value = round_to_e4m3(tl.clamp(tl.div_rn(key, tl.zeros_like(key) + scale), -MAX, MAX))
+        power = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale == scale, power, scale)
+    value = to_e4m3(key, scale, MAX)
     page, row = slot // PAGE_SIZE, slot % PAGE_SIZE
     tl.store(values + page * value_stride + row * HEAD_DIM + channel, value.to(values.dtype.element_ty))
     tl.store(scales + page * scale_stride + row, scale)

@@ -61,6 +61,8 @@ def write_scores(
     out: Tensor,  # [num_queries, width] float32, written; width: of whole tiles of 64, at least for all of the keys
 ) -> None:
     """Score every step-th key, on torch's current stream; for a step above 1, those of whole blocks of 64 * step."""
+    if not len(longest) or not len(operands.k):  # of which the driver makes no maps
+        return
     sizes = out.stride(0), len(operands.q), len(operands.k), keys.start, keys.stop, keys.step
     maps = _query_map(operands), _key_map(operands, keys.step)
     _launch("write_scores", operands, longest, *maps, operands.weights, operands.key_scale, longest, out, *sizes)
@@ -96,8 +98,6 @@ def _key_map(operands: Operands, step: int) -> object:
 
 
 def _launch(name: str, operands: Operands, longest: Tensor, *args: object) -> None:
-    if not len(longest):
-        return
     kernel = _kernel(name, operands.q.dtype, operands.q.shape[1], operands.q.shape[2])
     kernel.launch((min(len(longest), num_multiprocessors(operands.q.device)), 1, 1), THREADS, *args)
 

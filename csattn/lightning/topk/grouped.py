@@ -48,7 +48,7 @@ class GroupBests:
             group_keys *= 2
         span = max(PAGE_SIZE, 4 * group_keys)  # of the pages that have groups in common
         num_groups = -(-max_pages * PAGE_SIZE // span) * span // group_keys
-        if rows > MAX_ROWS or not max(2 * k, MIN_GROUPS) <= num_groups <= MAX_GROUPS:
+        if not 0 < rows <= MAX_ROWS or not max(2 * k, MIN_GROUPS) <= num_groups <= MAX_GROUPS:
             return None
         keys = torch.empty(rows, num_groups, dtype=torch.int32, device=block_table.device)
         return cls(keys, group_keys, torch.empty(rows, SLOTS, dtype=torch.int64, device=block_table.device))

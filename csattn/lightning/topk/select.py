@@ -78,13 +78,12 @@ def _select(scores: Tensor, legal_len: Tensor, order: Order, out: Tensor) -> Non
 
 
 def _require(scores: Tensor, k: int, legal_len: Tensor | None, order: str, out: Tensor | None) -> None:
-    if scores.dim() != 2 or scores.dtype != torch.float32:
-        raise ArrayError(f"scores are {scores.dtype} of shape {list(scores.shape)}; wanted float32 [rows, length]")
+    require_array("scores", scores, ("rows", "length"), torch.float32, rows_apart=True)
     rows, length = scores.shape
-    if (length > 1 and scores.stride(1) != 1) or (rows > 1 and scores.stride(0) < length):
+    if rows > 1 and scores.stride(0) < length:
         raise ArrayError(
-            f"scores of shape {[rows, length]} have strides {list(scores.stride())}; wanted rows of neighbouring "
-            f"scores that do not overlap: call .contiguous() first"
+            f"scores of shape {[rows, length]} have strides {list(scores.stride())}; wanted rows that do not overlap: "
+            f"call .contiguous() first"
         )
     require_at_least("k", k, 1)
     if order not in ("score", "position"):

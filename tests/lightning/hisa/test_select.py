@@ -178,6 +178,23 @@ def test_the_kernel_keeps_block_keys_to_the_bit() -> None:
     assert all(torch.equal(got.cpu(), wanted) for got, wanted in zip(state, want, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # of the interpreter, which has numpy compute
+def test_the_kernel_makes_no_number_of_what_is_none() -> None:
+    """A block with such a key ranks last, as its keys do."""
+    k, scale = torch.randn(3, 4, 32), torch.ones(3)
+    k[0, 1, 5], k[1, 1, 5] = torch.nan, torch.inf
+    kept = [PooledKeys(3, 37, 16, 32, torch.device("cpu")) for _ in range(2)]
+    state = [x.to(DEVICE) for x in (kept[0]._sums, kept[0]._lens, kept[0]._values, kept[0]._scales)]
+    for token in range(4):
+        key = k[:, token].contiguous()
+        triton_kernels.append_on_device(key.to(DEVICE), scale.to(DEVICE), 16, 37, *state)
+        kept[1].append(key, scale)
+        torch.testing.assert_close(state[3].cpu(), kept[1]._scales, rtol=0, atol=0, equal_nan=True)
+        if DEVICE.type == "cuda":  # interpreted, NaN does not become NaN in FP8
+            values, want = state[2].cpu().float(), kept[1]._values.float()
+            torch.testing.assert_close(values, want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_key_without_room_changes_nothing() -> None:
     kept = PooledKeys(1, 16, 16, 32, torch.device("cpu"))
     k, scale = quantise_fp8(torch.randn(18, 32), block=32)
@@ -259,6 +276,13 @@ def test_block_sparse_selection_is_whole_blocks() -> None:
     assert got[0, -8:].tolist() == [-1] * 8, "the last block is forced, and has 8 keys"
 
 
+def test_no_keys_are_chosen_of_none() -> None:
+    operands, none = make_operands(2, 64), torch.zeros(2, 0, dtype=torch.int32)
+    blocked = replace(BlockedKeys.of_operands(operands, 16), in_order=False, pages=none, block_pages=none)
+    got = hisa_top_k(operands.q, operands.weights, blocked, torch.zeros(2, dtype=torch.int32), 8, CONFIG)
+    assert (got == -1).all()
+
+
 @pytest.mark.parametrize("row", [-1, 2])
 def test_keys_of_a_sequence_that_is_not_there_are_refused(row: int) -> None:
     kept = PooledKeys(2, 50, 16, 32, torch.device("cpu"))
@@ -286,5 +310,10 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"block_size is 32, and the block keys are of 16 keys; make them by"):
         hisa_top_k(operands.q, operands.weights, blocked, lens, 8, replace(CONFIG, block_size=32))
     apart = replace(blocked, in_order=False)
+    for pages in (torch.zeros(5, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ArrayError, match=r"pages has shape .*; wanted \[1, max_pages\]"):
+            hisa_top_k(operands.q, operands.weights, replace(apart, pages=pages), lens, 8, CONFIG)
+    with pytest.raises(ConfigError, match="head_dim is 0; wanted at least 1"):
+        PooledKeys(1, 4, 4, 0, torch.device("cpu"))
     with pytest.raises(ConfigError, match="do not divide into pages of 16"):
         hisa_top_k(operands.q, operands.weights, apart, lens, 8, HisaConfig(block_size=8, num_blocks=4))

@@ -1,9 +1,12 @@
 """Attention over selected latent rows is the definition's, whatever way it is split; other rows are not read."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from csattn.attention import reference
 from csattn.errors import ArrayError, ConfigError
@@ -150,6 +153,21 @@ def test_what_is_no_number_comes_out(of: str, value: float) -> None:
     assert (out[0] == 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # of the interpreter, which has numpy compute
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_the_kernel_has_the_logarithm_of_what_is_no_number(num_splits: int, value: float) -> None:
+    """A finite one, or that of no rows, would look like an answer."""
+    case = make_case(4, 16, 65)
+    case["q_nope"][1], case["kpe"][case["indices"][2, 40], 3] = value, value  # type: ignore[index]
+    case["q_pe"][2] = case["q_pe"][2].abs()  # type: ignore[index]
+    want, want_lse = sparse_mla(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    out, lse = by_kernel(case, AttendShape(16, 16, num_splits, 4, 2), None)
+    assert not want_lse[2].isfinite().any()
+    torch.testing.assert_close(lse, want_lse, equal_nan=True)
+    torch.testing.assert_close(out, want, equal_nan=True)
+
+
 def test_programs_fill_the_device() -> None:
     assert AttendShape.choose(1, 16, 2048) == AttendShape(16, 32, 64, 4, 1)
     assert AttendShape.choose(8, 16, 2048) == AttendShape(16, 32, 16, 4, 5)
@@ -181,6 +199,31 @@ def test_what_does_not_fit_is_refused(change: dict[str, object], error: type[Exc
     arguments: dict[str, object] = {**make_case(2, 4, 8), "softmax_scale": SCALE, **change}
     with pytest.raises(error, match=says):
         sparse_mla(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("room", "num_stages"), [(16 * 5, [5, 5]), (16, [5, 5, 1]), (0, [5, 5, 1])])
+def test_shapes_without_room_give_way_to_smaller_ones(
+    room: int, num_stages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of 64 heads in float32 on Hopper: 304,128 bytes of shared memory, of 232,448."""
+    kernel, asked = triton_kernels._attend_kernel, list[int]()
+
+    def launch(grid: tuple[int, ...], *args: object, **options: int) -> None:
+        asked.append(options["NUM_STAGES"])
+        if (needs := options["BLOCK_HEADS"] * options["NUM_STAGES"]) > room:
+            raise OutOfResources(needs, room, "shared memory")
+        kernel[grid](*args, **options)
+
+    watched = type("Watched", (), {"__getitem__": lambda self, grid: partial(launch, grid)})()
+    monkeypatch.setattr(triton_kernels, "_attend_kernel", watched)
+    case = make_case(3, 40, 100)
+    if room:
+        want = sparse_mla_reference(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+        agree(by_kernel(case, AttendShape(64, 16, 2, 8, 5), None), want, 1e-5)
+    else:
+        with pytest.raises(ArrayError, match=r"rows of 48 channels in torch.float32 take 16 bytes of shared memory"):
+            by_kernel(case, AttendShape(64, 16, 2, 8, 5), None)
+    assert asked == num_stages
 
 
 def test_widths_that_the_kernel_does_not_take_are_refused() -> None:

@@ -76,6 +76,20 @@ def test_logits_that_grow_from_row_to_row() -> None:
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_the_logarithm_of_what_is_no_number_is_none(with_sink: bool) -> None:
+    case = make_case(64, [200, 200], 200, 64, torch.bfloat16)
+    case["q_nope"][0, 5] = torch.nan  # type: ignore[index]
+    case["q_pe"][0, 7] = torch.inf  # type: ignore[index]
+    case["kpe"][case["indices"][1, 70], 3] = torch.nan  # type: ignore[index]
+    sink = torch.randn(64).to(DEVICE) if with_sink else None
+    want, want_lse = sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
+    out, lse = torch.zeros_like(want), torch.zeros_like(want_lse)
+    attend_many(SelectedRows(**case, softmax_scale=SCALE, attn_sink=sink), out, lse)  # type: ignore[arg-type]
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert torch.equal(out.isnan(), want.isnan())
+
+
 def test_takes_what_it_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "has_warpgroup_products", lambda device: True)
     case = make_case(64, [1], 1, 64, torch.bfloat16)

@@ -87,6 +87,8 @@ def test_blocks_and_scales_that_do_not_fit_are_refused() -> None:
     for shape in ((1, 1), (2, 0), (2,), ()):
         with pytest.raises(ArrayError, match=r"values have shape \[2, 128\], scales .*; wanted the same rows"):
             dequantise_fp8(torch.zeros(2, 128), torch.zeros(shape))
+    with pytest.raises(ArrayError, match="rows of 12 values do not divide into 5 blocks"):
+        dequantise_fp8(torch.zeros(2, 12), torch.zeros(2, 5))
 
 
 @given(st.integers(-126, 126), st.floats(1.0, 2.0, width=32, exclude_max=True))

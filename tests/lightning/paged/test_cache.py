@@ -48,12 +48,28 @@ def test_the_kernel_writes_the_same_bytes(dtype: torch.dtype, power_of_two: bool
     keys = (torch.randn(9, 128) * torch.logspace(-3, 3, 9)[:, None]).to(dtype)
     keys[3] = 0
     keys[4] = torch.linspace(-448, 448, 128)
+    keys[8, ::3] = -1e-3  # of zeros, some are negative
     slots = torch.tensor([70, 3, -1, 128, 5, 6, 127, 0, 64])
     want, got = make_key_cache(2), make_key_cache(2).to(DEVICE)
     there = (slots >= 0) & (slots < 128)
     write_keys(want, keys[there], slots[there], power_of_two_scales=power_of_two)
     write_on_device(*page_views(got), keys.to(DEVICE), slots.to(DEVICE), power_of_two)
     assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # of the interpreter, which has numpy compute
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_the_kernel_writes_what_is_no_number(power_of_two: bool) -> None:
+    """Zeros would look like a key."""
+    keys, slots = torch.randn(4, 128), torch.arange(4)
+    keys[1, 5], keys[2, 7], keys[3] = torch.nan, torch.inf, torch.nan
+    want, got = make_key_cache(1), make_key_cache(1).to(DEVICE)
+    write_keys(want, keys, slots, power_of_two_scales=power_of_two)
+    write_on_device(*page_views(got), keys.to(DEVICE), slots.to(DEVICE), power_of_two)
+    (values, scales), (want_values, want_scales) = page_views(got.cpu()), page_views(want)
+    torch.testing.assert_close(scales, want_scales, rtol=0, atol=0, equal_nan=True)
+    if DEVICE.type == "cuda":  # interpreted, NaN does not become NaN in FP8
+        torch.testing.assert_close(values.float(), want_values.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
@@ -97,3 +113,5 @@ def test_what_does_not_fit_is_refused() -> None:
         read_keys(cache, torch.tensor([1]), 65)
     with pytest.raises(ArrayError, match=r"cache has shape \[2, 8448\]; wanted \[num_pages, 64, 1, 132\]"):
         read_keys(cache.view(2, -1), torch.tensor([1]), 5)
+    with pytest.raises(ArrayError, match="cache begins 1 bytes past a multiple of 4"):
+        read_keys(torch.zeros(2 * 8448 + 1, dtype=torch.uint8)[1:].view_as(cache), torch.tensor([1]), 5)

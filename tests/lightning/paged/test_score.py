@@ -215,6 +215,8 @@ def test_what_does_not_fit_is_refused() -> None:
         score_pages(q, weights, KeyPages(torch.zeros(1, 3, 128).to(FP8), torch.zeros(1, 3)), tables, lens)
     with pytest.raises(ArrayError, match="scales of keys"):
         score_pages(q, weights, KeyPages(keys.values, keys.scales[:, :5]), tables, lens)
+    with pytest.raises(ArrayError, match="scales of keys are on meta, values on cpu"):
+        score_pages(q, weights, KeyPages(keys.values, keys.scales.to("meta")), tables, lens)
     with pytest.raises(ArrayError, match="values of keys"):
         score_pages(q, weights, KeyPages(keys.values.int(), keys.scales), tables, lens)
     with pytest.raises(ArrayError, match="at least one page"):

@@ -5,6 +5,7 @@ Without a GPU the copy engine and the matrix units are emulated, swizzle and bar
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,15 @@ def test_tiles_that_no_query_may_see_are_not_scored() -> None:
     tiles = missing.cpu().view(9, 4, 64)
     assert torch.equal(tiles.all(2), tiles.any(2))
     assert tiles.any(2).int().tolist() == [[1] * 4] * 4 + [[0, 1, 1, 1]] * 4 + [[0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 70), (3, 0), (0, 0)])
+def test_of_no_queries_or_no_keys_there_are_no_scores(num_queries: int, num_keys: int) -> None:
+    made = made_operands("random", 3, 70, 32, torch.bfloat16)
+    operands = replace(made.of_queries(slice(num_queries)), k=made.k[:num_keys], key_scale=None)
+    lens = torch.full((num_queries,), num_keys, dtype=torch.int32)
+    assert scored(operands, range(num_keys), lens).numel() == 0
+    assert score_all(operands, lens).shape == (num_queries, num_keys)
 
 
 def test_scores_of_every_second_key_are_those_of_all() -> None:

@@ -103,5 +103,5 @@ def test_groups_are_neither_few_nor_many() -> None:
         assert bests is not None
         assert 4096 <= bests.keys.shape[1] <= 8192
         assert paged_hopper.PAGES * 16 % bests.group_keys == 0, "a group is of one block"
-    for rows, max_pages, k in ((1, 511, 2048), (1, 4097, 2048), (1, 2048, 2049), (3, 2048, 2048)):
+    for rows, max_pages, k in ((1, 511, 2048), (1, 4097, 2048), (1, 2048, 2049), (3, 2048, 2048), (0, 2048, 2048)):
         assert GroupBests.make(torch.zeros(rows, max_pages), k) is None

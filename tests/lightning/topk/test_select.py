@@ -65,8 +65,9 @@ def test_legal_lengths_outside_a_row_count_as_its_ends() -> None:
     ("change", "error", "says"),
     [
         ({"scores": torch.zeros(2, 8, dtype=torch.float16)}, ArrayError, "wanted float32"),
-        ({"scores": torch.zeros(8)}, ArrayError, r"wanted float32 \[rows, length\]"),
-        ({"scores": torch.zeros(8, 2).T}, ArrayError, "neighbouring"),
+        ({"scores": torch.zeros(8)}, ArrayError, r"wanted \[rows, length\]"),
+        ({"scores": [[1.0, 2.0]]}, ArrayError, "scores is a list; wanted a torch.Tensor"),
+        ({"scores": torch.zeros(8, 2).T}, ArrayError, "wanted contiguous rows"),
         ({"scores": torch.zeros(1, 8).expand(2, 8)}, ArrayError, "do not overlap"),
         ({"k": 0}, ConfigError, "at least 1"),
         ({"k": True}, ConfigError, "whole number"),

@@ -1,0 +1,49 @@
+"""What a launch hands to the driver, which is a stand-in here."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from csattn import cuda
+from csattn.cuda import CudaKernel
+
+
+class Driver:
+    """Notes what is launched when a call ends. The first is interrupted by a launch as another thread may make it."""
+
+    def __init__(self, kernel: CudaKernel) -> None:
+        self.kernel, self.calls, self.launched, self.error = kernel, 0, list[tuple[int, ...]](), 0
+
+    def cuLaunchKernelEx(self, config: Any, *_: object) -> int:  # noqa: N802
+        self.calls += 1
+        if self.calls == 1:
+            self.kernel.launch((7, 8, 9), 32)
+        self.launched.append((*config._obj.grid, *config._obj.block, config._obj.shared_bytes))
+        return self.error
+
+    def cuGetErrorString(self, error: int, says: Any) -> int:  # noqa: N802
+        says._obj.value = b"out of memory" if error == 2 else None
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver(CudaKernel("choose", SimpleNamespace(ptr=1), 1000, early_start=True))
+    monkeypatch.setattr(cuda, "_driver", lambda: made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=5))
+    return made
+
+
+def test_threads_that_launch_the_same_kernel_do_not_share_a_launch(driver: Driver) -> None:
+    """The driver is called without Python's lock."""
+    driver.kernel.launch((1, 2, 3), 64, 5, None)
+    assert driver.launched == [(7, 8, 9, 32, 1, 1, 1000), (1, 2, 3, 64, 1, 1, 1000)]
+
+
+@pytest.mark.parametrize(("error", "says"), [(2, "choose with error 2: out of memory"), (9999, "9999: unknown")])
+def test_a_refused_launch_says_why(error: int, says: str, driver: Driver) -> None:
+    driver.error = error
+    with pytest.raises(RuntimeError, match=f"CUDA refused .*{says}"):
+        driver.kernel.launch((1, 1, 1), 32)

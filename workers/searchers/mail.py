@@ -43,11 +43,14 @@ class Mail:
         return self.memory[BODY : BODY + int(self.words[COUNT]) * STEP_SEARCH.itemsize].view(STEP_SEARCH).copy()
 
     def write_text(self, text: str, count_at: int) -> None:
-        """Put the text in the body, as much as is sure to have room, and its length into that word."""
-        data = text.encode(errors="replace")[: LEAST_BYTES - BODY]
+        """Put the text in the body, as much as is sure to have room, and its length into that word.
+
+        Names of files are texts that are not always of whole characters.
+        """
+        data = text[: (LEAST_BYTES - BODY) // 4].encode(errors="surrogatepass")  # none has more bytes
         self.memory[BODY : BODY + len(data)] = np.frombuffer(data, np.uint8)
         self.words[count_at] = len(data)
 
     def read_text(self, count_at: int) -> str:
         data = self.memory[BODY : BODY + int(self.words[count_at])]
-        return data.tobytes().decode(errors="replace")
+        return data.tobytes().decode(errors="surrogatepass")

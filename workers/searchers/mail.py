@@ -30,10 +30,6 @@ class Mail:
         self.memory = memory
         self.words: NDArray[np.int64] = memory[:BODY].view(np.int64)
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.memory)
-
     def write_records(self, records: NDArray[np.void]) -> None:
         """Put a step's records, of STEP_SEARCH, in the body, which has room for them; the request says how many."""
         self.memory[BODY : BODY + records.nbytes].view(STEP_SEARCH)[:] = records.reshape(-1)

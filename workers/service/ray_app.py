@@ -21,6 +21,7 @@ from workers.service.addresses import url_of
 from workers.service.attention_actor import AttentionActor
 from workers.serving.messages import ServingError
 from workers.settings import Settings
+from workers.words import last_line
 
 APP = "csattn"
 MAX_REQUESTS = 10_000  # at one process; how many are admitted is decided by the scheduler
@@ -131,14 +132,9 @@ def _require_started(ray: Any, name: str, actor: Any, told: Event) -> None:
     try:
         failure = ray.get(answer)
     except ray.exceptions.RayError as error:
-        failure = _last_line(error)
+        failure = last_line(error)
     if failure is not None:
         raise ConfigError(f"{name} cannot start: {failure}")
-
-
-def _last_line(error: Exception) -> str:
-    """Of Ray's errors, which are traces: what was raised."""
-    return str(error).strip().splitlines()[-1]
 
 
 def _name(ray: Any, actor: Any, named: Mapping[str, str]) -> None:
@@ -162,7 +158,7 @@ def _start_ingress(settings: Settings, port: int, names: list[str], namespace: s
         serve.start(proxy_location="HeadOnly", http_options=http_options, logging_config=quiet)
     except (RayError, RuntimeError) as error:
         raise ConfigError(
-            f"Ray Serve cannot listen on port {port} of {settings.server.host}: {_last_line(error)}; run `serve "
+            f"Ray Serve cannot listen on port {port} of {settings.server.host}: {last_line(error)}; run `serve "
             "shutdown` on the cluster, and name another port with --port"
         ) from error
     ingress = serve.deployment(

@@ -1,6 +1,9 @@
 """How the service begins on a Ray cluster, without one: what it finds there, and what it says of it."""
 
 import socket
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ import ray
 from csattn.errors import ConfigError
 from workers.cli import serving
 from workers.service import ray_app
+from workers.service.addresses import url_of
 from workers.settings import RaySettings, ServerSettings, Settings
 
 
@@ -43,6 +47,30 @@ def test_a_port_that_serve_cannot_have_is_a_sentence(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "serve", SimpleNamespace(start=start), raising=False)
     with pytest.raises(ConfigError, match=r"cannot listen on port 80 of 127.0.0.1: RuntimeError: Failed to bind; run"):
         ray_app._start_ingress(Settings(), 80, ["attention-0"], "csattn-0123")
+
+
+def test_its_answer_is_not_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which programs that reach out of a company's network are told of, and which cannot reach this machine."""
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    monkeypatch.setattr(ray_app, "_ANSWERING_S", 1.0)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        Thread(target=server.handle_request).start()
+        try:
+            ray_app._require_answer(url_of("127.0.0.1", server.server_port))
+        finally:
+            with suppress(OSError):  # so that nobody waits any more
+                socket.create_connection(("127.0.0.1", server.server_port), timeout=0.1).close()
 
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1:6379"])

@@ -20,6 +20,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def last_line(error: Exception) -> str:
+    """Of an error whose text is a trace, as Ray's are: what was raised."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
 def harmless(text: str) -> str:
     """Without what a terminal takes for orders: what is shown may be a stranger's, an artifact's notes or an answer."""
     return text.translate(_ORDERS)

@@ -123,8 +123,10 @@ def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callab
         raise ConfigError(f"selector {selector} was registered in this process alone; serve in it, with --local")
     from workers.service.ray_app import DRAIN_S, Stopped, service_on_ray
 
-    with closing(listen(settings.server)) as listener:
-        port: int = listener.getsockname()[1]  # free; Serve opens it itself
+    port = settings.server.port
+    if settings.ray.address is None or port == 0:  # else Serve may listen there already, since the service before
+        with closing(listen(settings.server)) as listener:
+            port = listener.getsockname()[1]  # free; Serve opens it itself
     told = Event()
     _on_signal(told.set)  # an exception would surface anywhere in Ray
     err.print("starting Ray and the workers")

@@ -62,6 +62,7 @@ from workers.engine.some_or_all import all_are_faster
 from workers.engine.step_model import StepModel, step_model
 from workers.engine.step_results import LogitsOnHost, joined, kept
 from workers.model.devices import require_device
+from workers.model.rows import require_tokens
 from workers.model.runner import StepOutput
 from workers.searchers.step_searches import StepSearches
 from workers.serving.messages import Selector
@@ -433,7 +434,7 @@ class GpuEngine:
         require_num_rows(len(rows), self.max_rows)
         for slot, num_new in Counter(row.slot for row in rows).items():
             self._require_room(slot, num_new)
-        self._placing.ready().runner.require_tokens([row.token_id for row in rows])
+        require_tokens([row.token_id for row in rows], self.model.spec.vocab_size)
         return seen_lens([row.slot for row in rows], {row.slot: self._requests[row.slot].tail_len for row in rows})
 
     def _require_room(self, slot: int, num_new: int) -> None:

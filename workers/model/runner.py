@@ -101,7 +101,7 @@ class ModelRunner:
         reads_all: bool = False,  # the step that was captured for that: own segments are read with the other rows
     ) -> None:
         """Set the rows of the next step by one copy; rows that are not given are idle."""
-        self.require_tokens(token_ids)
+        require_tokens(token_ids, self.weights.spec.vocab_size)
         step = self._steps[batch_size]
         starts = [0] * len(tail_lens) if tail_starts is None else tail_starts
         self._require_room(max((end - start for end, start in zip(tail_lens, starts, strict=True)), default=0))
@@ -137,10 +137,6 @@ class ModelRunner:
                 f"a tail of {tail_len} rows was asked for, tails hold {capacity}; ask a shorter question, "
                 "or make longer tails"
             )
-
-    def require_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise ContextError for one that is none."""
-        require_tokens(token_ids, self.weights.spec.vocab_size)
 
 
 class _Kind(NamedTuple):

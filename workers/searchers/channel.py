@@ -70,7 +70,7 @@ class Channel:
         try:
             is_new = plan not in self._plans
             if is_new:
-                if BODY + records.nbytes > self.mail.num_bytes:
+                if BODY + records.nbytes > len(self.mail.memory):
                     self._send_memory(2 * (BODY + records.nbytes))
                 if len(self._plans) >= MAX_PLANS:  # the worker forgets them, too
                     self._plans.clear()

@@ -30,10 +30,6 @@ class Mail:
         self.memory = memory
         self.words: NDArray[np.int64] = memory[:BODY].view(np.int64)
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.memory)
-
     def write_records(self, records: NDArray[np.void]) -> None:
         """Put a step's records, of STEP_SEARCH, in the body, which has room for them; the request says how many."""
         self.memory[BODY : BODY + records.nbytes].view(STEP_SEARCH)[:] = records.reshape(-1)
@@ -43,11 +39,14 @@ class Mail:
         return self.memory[BODY : BODY + int(self.words[COUNT]) * STEP_SEARCH.itemsize].view(STEP_SEARCH).copy()
 
     def write_text(self, text: str, count_at: int) -> None:
-        """Put the text in the body, as much as is sure to have room, and its length into that word."""
-        data = text.encode(errors="replace")[: LEAST_BYTES - BODY]
+        """Put the text in the body, as much as is sure to have room, and its length into that word.
+
+        Names of files are texts that are not always of whole characters.
+        """
+        data = text[: (LEAST_BYTES - BODY) // 4].encode(errors="surrogatepass")  # none has more bytes
         self.memory[BODY : BODY + len(data)] = np.frombuffer(data, np.uint8)
         self.words[count_at] = len(data)
 
     def read_text(self, count_at: int) -> str:
         data = self.memory[BODY : BODY + int(self.words[count_at])]
-        return data.tobytes().decode(errors="replace")
+        return data.tobytes().decode(errors="surrogatepass")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from csattn.errors import CsattnError
 from workers.garbage import spare_garbage
 from workers.service.log_lines import log_to_stderr
-from workers.serving.messages import Ask, Event, Health, ServingError, Standing
+from workers.serving.messages import Ask, Event, Health, ServingError, Standing, WorkerLostError
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -47,9 +47,12 @@ class AttentionActor:
         self._failure: str | None = None
         try:
             self._backend = make_backend(settings, SearchActors())
-        except CsattnError as error:
+        except Exception as error:  # whatever it is: Ray never starts an actor again that raises here
             self._failure = str(error)
-            threading.Timer(_AGAIN_S, os._exit, [1]).start()  # then Ray starts it again
+            if not isinstance(error, CsattnError):
+                _log.exception("the attention worker cannot start")
+                self._failure = f"{type(error).__name__}: {error}"
+            threading.Timer(_AGAIN_S, os._exit, [1]).start()  # then it does
         self._starting: asyncio.Task[None] | None = None
         self._running: dict[str, _Running] = {}  # by key, which the ingress makes
         self._heard_s: dict[str, float] = {}  # by ingress
@@ -117,7 +120,17 @@ class AttentionActor:
             return error
 
     async def _start(self) -> None:
-        """With the first call, for only then is there an event loop; after a start that failed, with the next."""
+        """With the first call, for only then is there an event loop; after a start that failed, with the next.
+
+        Raises WorkerLostError while it waits to be started again: another worker may take the request.
+        """
+        if self._failure is not None:
+            raise WorkerLostError(
+                "the attention worker could not start and is being started again; send the request again",
+                None,
+                _AGAIN_S,
+                f"the attention worker cannot start: {self._failure}",
+            )
         if self._starting is None:
             self._watch = asyncio.create_task(self._end_orphans())
         if self._starting is None or (self._starting.done() and self._starting.exception() is not None):

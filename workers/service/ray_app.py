@@ -21,6 +21,7 @@ from workers.service.addresses import url_of
 from workers.service.attention_actor import AttentionActor
 from workers.serving.messages import ServingError
 from workers.settings import Settings
+from workers.words import last_line
 
 APP = "csattn"
 MAX_REQUESTS = 10_000  # at one process; how many are admitted is decided by the scheduler
@@ -28,6 +29,7 @@ DRAIN_S = 10.0  # for requests that still run when the service ends
 _ANSWERING_S = 60.0
 _POLL_S = 0.2
 _PLACING_S = 60.0
+_GONE_S = 10.0  # for the workers of a service that has just ended
 _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "workers.service.stream_guard.middlewares",
     "RAY_SERVE_LOG_TO_STDERR": "0",
@@ -57,9 +59,11 @@ def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told
 
     named: artifacts by the names that they get. port: one that is free. told: set when the service is to end; if that
     comes before it is ready, Stopped is raised. Raises ConfigError where there is no Ray, no room, or no way for a
-    worker to start, and ContextNotReadyError where the model has not made an artifact that gets a name.
+    worker to start, or where such a service runs on the cluster already, and ContextNotReadyError where the model has
+    not made an artifact that gets a name.
     """
     with connected(settings) as ray:
+        _require_alone(ray)
         namespace = f"{APP}-{uuid4().hex}"
         names = [f"attention-{number}" for number in range(settings.ray.num_attention_workers)]
         workers: list[tuple[Any, Any]] = []
@@ -76,6 +80,21 @@ def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told
             yield _start_ingress(settings, port, names, namespace), _together(names, found)
         finally:
             _stop(ray, workers)
+
+
+def _require_alone(ray: Any) -> None:
+    """A cluster has one application of that name: another service's would be replaced, and then deleted.
+
+    Of a service that was killed the application stays, and its workers go: it may be replaced.
+    """
+    until = time.monotonic() + _GONE_S
+    while any(actor["namespace"].startswith(f"{APP}-") for actor in ray.util.list_named_actors(all_namespaces=True)):
+        if time.monotonic() >= until:
+            raise ConfigError(
+                "a csattn service runs on this Ray cluster already, and a cluster has room for one; end it first, or "
+                "leave ray.address out to have a cluster for this one"
+            )
+        time.sleep(_POLL_S)
 
 
 def _together(names: list[str], found: list[str]) -> str:
@@ -113,7 +132,7 @@ def _require_started(ray: Any, name: str, actor: Any, told: Event) -> None:
     try:
         failure = ray.get(answer)
     except ray.exceptions.RayError as error:
-        failure = str(error).strip().splitlines()[-1]
+        failure = last_line(error)
     if failure is not None:
         raise ConfigError(f"{name} cannot start: {failure}")
 
@@ -129,12 +148,19 @@ def _name(ray: Any, actor: Any, named: Mapping[str, str]) -> None:
 def _start_ingress(settings: Settings, port: int, names: list[str], namespace: str) -> str:
     """Deploy the HTTP side, and return its URL when it answers."""
     from ray import serve
+    from ray.exceptions import RayError
 
     from workers.service.ray_ingress import Ingress
 
     quiet = {"log_level": "ERROR", "enable_access_log": False}
     http_options = {"host": settings.server.host, "port": port}
-    serve.start(proxy_location="HeadOnly", http_options=http_options, logging_config=quiet)
+    try:
+        serve.start(proxy_location="HeadOnly", http_options=http_options, logging_config=quiet)
+    except (RayError, RuntimeError) as error:
+        raise ConfigError(
+            f"Ray Serve cannot listen on port {port} of {settings.server.host}: {last_line(error)}; run `serve "
+            "shutdown` on the cluster, and name another port with --port"
+        ) from error
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
@@ -155,9 +181,9 @@ def _start_ingress(settings: Settings, port: int, names: list[str], namespace: s
 
 def _require_answer(url: str) -> None:
     """A cluster that serves already does so where it did before, whatever it is asked for now."""
-    until = time.monotonic() + _ANSWERING_S
+    until, directly = time.monotonic() + _ANSWERING_S, urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < until:
-        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2.0):
+        with suppress(OSError), directly.open(f"{url}/health", timeout=2.0):
             return
         time.sleep(_POLL_S)
     raise ConfigError(

@@ -73,8 +73,14 @@ class RayWorker:
         """Of the actor itself."""
         try:
             answer = await asyncio.wait_for(self._method(method).remote(*arguments), timeout_s)
-        except (RayError, TimeoutError) as error:
+        except RayError as error:
             raise self._lost() from error
+        except TimeoutError as error:  # it may be busy: whether it lives is for its beats to say
+            raise WorkerLostError(
+                f"the worker {self.name} has not answered within {timeout_s:g} s; send the request again",
+                None,
+                _AGAIN_S,
+            ) from error
         if isinstance(answer, ServingError):
             raise answer
         return answer

@@ -8,6 +8,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.searchers.worker import SearchWorker, WorkerSpec
+from workers.words import last_line
 
 
 class SearchActors:
@@ -44,7 +45,7 @@ class SearchActorHandle:
         try:
             ray.get(self._serving)
         except RayError as error:
-            return f"a search worker has ended: {str(error).strip().splitlines()[-1]}"
+            return f"a search worker has ended: {last_line(error)}"
         return "a search worker has ended"
 
     def kill(self) -> None:

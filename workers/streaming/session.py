@@ -8,13 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE, AttendingCache
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.families import describe
 from csattn.models.rope import model_frequencies
 from csattn.models.unrotated import unrotated
+from workers.engine.slots import require_token
 from workers.model.rows import ids_of, require_tokens
 from workers.streaming.config import StreamConfig
 from workers.streaming.heavy import HeavyRows
@@ -85,18 +86,16 @@ class StreamSession:
     def tokens(self, token_ids: NDArray[np.int32], cache: "StreamCache | None" = None) -> Iterator[int]:
         """The ids that follow given ones [num_tokens], greedily and without end; memory does not grow.
 
-        Raises ContextError where there is nothing to continue, or an id that the model does not know.
+        Raises ConfigError where there is nothing to continue, ContextError for an id that the model does not know, and
+        ModelError where the model gives no numbers.
         """
-        if len(token_ids) == 0:
-            raise ContextError("there is no text to continue; give at least one token")
-        cache = cache or self.cache()
-        ids = self._ids(token_ids)
+        cache, ids = cache or self.cache(), self._ids(token_ids)
         for start in range(0, ids.shape[1], _BLOCK_LEN):
             logits = self._step(ids[:, start : start + _BLOCK_LEN], cache)
         while True:
-            token = logits[:, -1:].argmax(-1)
-            yield int(token)
-            logits = self._step(token, cache)
+            largest, likeliest = logits[:, -1:].max(-1)  # NaN is the greatest
+            yield require_token(int(likeliest) if largest < torch.inf else -1)
+            logits = self._step(likeliest, cache)
 
     def _ids(self, token_ids: NDArray[np.int32]) -> Tensor:
         """[1, num_tokens] int64."""

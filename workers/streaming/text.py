@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from csattn.checks import require_at_least
 from workers.serving.text import TextStream
 from workers.streaming.session import StreamSession
 
@@ -31,13 +32,15 @@ class Streamed:
 def stream_text(
     session: StreamSession,
     prompt: str,
-    max_new_tokens: int,  # at least 1; the model may end its text before
+    max_new_tokens: int,  # the model may end its text before
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Streamed:
     """Continue a prompt greedily. on_text gets the text in pieces as it comes.
 
-    Raises ContextError when the prompt has no tokens.
+    Raises ConfigError when the prompt has no tokens, or none is asked for, and ModelError where the model gives no
+    numbers.
     """
+    require_at_least("max_new_tokens", max_new_tokens, 1)
     loaded, cache = session.loaded, session.cache()
     token_ids = np.asarray(loaded.tokenizer(prompt).input_ids, dtype=np.int32)
     text = TextStream(loaded.tokenizer)

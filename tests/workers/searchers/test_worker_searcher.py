@@ -159,6 +159,15 @@ def test_a_context_that_workers_cannot_open_is_refused(store: Path, tmp_path: Pa
         assert searcher.health().num_alive == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are texts on other systems")
+def test_a_store_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    artifact = make_artifact(tmp_path / os.fsdecode(b"caf\xe9"))
+    with WorkerSearcher(1, launch=Threads()) as searcher:
+        searcher.load(0, artifact)
+        search_layer(searcher, [make_step(artifact, 2, 20)], {0: artifact}, 0)
+        assert searcher.health().num_searched_here == 0
+
+
 def test_a_search_that_is_not_finished_does_not_answer_the_next(store: Path) -> None:
     artifact = make_artifact(store)
     with WorkerSearcher(2, launch=Threads()) as searcher:

@@ -24,6 +24,7 @@ from workers.serving.messages import (
     ServingError,
     Standing,
     UnknownModelError,
+    WorkerLostError,
 )
 from workers.settings import Settings
 
@@ -158,9 +159,21 @@ def test_requests_of_a_process_that_is_silent_are_ended_and_no_others(backend: S
     asyncio.run(run())
 
 
-def test_a_worker_that_cannot_start_says_why_and_ends(monkeypatch: pytest.MonkeyPatch, backend: Startable) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ConfigError("there is no such model"), "there is no such model"),
+        (RuntimeError("CUDA out of memory"), "RuntimeError: CUDA out of memory"),
+    ],
+    ids=["refused", "failed"],
+)
+def test_a_worker_that_cannot_start_says_why_and_ends(
+    monkeypatch: pytest.MonkeyPatch, backend: Startable, error: Exception, why: str
+) -> None:
+    """By itself: Ray starts an actor again that has ended, and none whose constructor has raised."""
+
     def refuse(settings: Settings, launch: object) -> None:
-        raise ConfigError("there is no such model")
+        raise error
 
     ended: list[int] = []
     monkeypatch.setattr(making, "make_backend", refuse)
@@ -169,8 +182,11 @@ def test_a_worker_that_cannot_start_says_why_and_ends(monkeypatch: pytest.Monkey
 
     async def run() -> None:
         actor = AttentionActor(Settings())
-        assert await actor.failure() == "there is no such model"
-        assert await actor.health() == Health(False, "there is no such model")
+        assert await actor.failure() == why
+        assert await actor.health() == Health(False, why)
+        [told] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
+        for lost in (told, await actor.beat("i"), await actor.call("contexts")):  # others are asked in its place
+            assert isinstance(lost, WorkerLostError) and why in lost.detail and why not in lost.message
         await until(lambda: ended == [1])
 
     asyncio.run(run())

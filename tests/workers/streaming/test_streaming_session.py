@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ConfigError, ContextError, ModelError
 from csattn.models.attending_cache import CACHE
 from csattn.models.loader import wrap_model
 from csattn.models.unrotated import unrotated
@@ -16,6 +16,7 @@ from tests.tiny import FAMILIES, MAX_POSITIONS, byte_tokenizer, loaded, make_mod
 from tests.workers.streaming.soundness import check
 from workers.streaming.config import StreamConfig
 from workers.streaming.session import StreamSession
+from workers.streaming.text import stream_text
 
 ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
@@ -254,9 +255,11 @@ def test_a_bad_configuration_is_refused_with_a_sentence(changes, words) -> None:
 
 def test_bad_input_is_refused_with_a_sentence() -> None:
     with StreamSession(loaded(), StreamConfig(window_len=8)) as session:
-        with pytest.raises(ContextError, match="at least one token"):
+        with pytest.raises(ConfigError, match="at least one token"):
             next(session.tokens(np.zeros(0, np.int32)))
-        for wrong in ([[1, 2]], [1.5]):
+        with pytest.raises(ConfigError, match="max_new_tokens must be at least 1, got 0"):
+            stream_text(session, "the tide", 0)
+        for wrong in ([[1, 2]], [1.5], 5):
             with pytest.raises(ConfigError, match="whole numbers in one row"):
                 next(session.tokens(np.array(wrong)))
         with pytest.raises(ContextError, match="token id -1 is not in the model's vocabulary"):
@@ -270,6 +273,16 @@ def test_bad_input_is_refused_with_a_sentence() -> None:
         padded = torch.tensor([[0, 1, 1]])
         with pytest.raises(ConfigError, match="without padding"):
             loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, **{CACHE: session.cache()})
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_no_number_is_not_taken_for_a_token(value) -> None:
+    model = make_model("llama")
+    model.lm_head.weight.data[7] = value
+    broken = wrap_model(model, byte_tokenizer(), "broken")
+    session = StreamSession(broken, StreamConfig(window_len=8))
+    with session, pytest.raises(ModelError, match="logits hold NaN or infinity"):
+        next(session.tokens(token_ids(3)))
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])

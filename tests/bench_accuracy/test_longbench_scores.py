@@ -1,10 +1,10 @@
 """LongBench's scores on cases worked out by hand, and on some that the libraries which it uses have scored."""
 
-import importlib.util
+import sys
+from types import ModuleType
 
 import pytest
 
-from bench.accuracy import longbench_scores
 from bench.accuracy.longbench_scores import (
     DATA_SETS,
     classification,
@@ -122,21 +122,16 @@ def test_edit_similarity(said, score):
     assert edit_similarity(said, "return x") == score
 
 
-def test_chinese_words(monkeypatch):
-    monkeypatch.setattr(longbench_scores, "_cut", lambda text: text.split())  # jieba's work
+def test_chinese_words_are_jiebas(monkeypatch):
+    jieba = ModuleType("jieba")
+    jieba.cut = lambda text, cut_all: iter(text.split()) if not cut_all else pytest.fail("of each stretch one word")
+    monkeypatch.setitem(sys.modules, "jieba", jieba)
     assert qa_f1_zh("北京 。", "北京") == 1.0
     assert qa_f1_zh("ABC 《 北京 》 ， 上海", "abc 上海") == 4 / 6  # of its marks, LongBench keeps 《
     assert rouge_l_zh("今天 很 好", "今天 好") == pytest.approx(0.8, abs=1e-7)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_chinese_words_are_jiebas():
-    if importlib.util.find_spec("jieba") is None:
-        with pytest.raises(GateError, match="pip install jieba"):
-            qa_f1_zh("北京", "北京")
-        return
-    assert qa_f1_zh("北京。", "北京") == 1.0
-    assert qa_f1_zh("上海", "北京") == 0.0
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    with pytest.raises(GateError, match="pip install jieba"):
+        qa_f1_zh("北京", "北京")
 
 
 def test_the_best_answer_counts_and_of_some_data_sets_the_first_line_only():

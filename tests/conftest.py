@@ -4,7 +4,9 @@ import atexit
 import gc
 import os
 import signal
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 # before torch, faiss or numba are loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -72,14 +74,34 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(20_240_607)
 
 
-@pytest.fixture(autouse=True)
-def kept_handlers() -> Generator[None]:
-    """Signals do what they did: a service that a test runs in this process takes them for itself, and keeps them."""
+@contextmanager
+def handlers_kept() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_process() -> Generator[None]:
+    """What a file does to its process goes with it: Ray, and who starts it, leave variables that another file's Ray and
+    its processes would read, and who runs a command looks less for garbage from then on."""
+    environment, threshold, hook = dict(os.environ), gc.get_threshold(), sys.excepthook
+    with handlers_kept():
+        yield
+    for name in os.environ.keys() - environment:
+        del os.environ[name]
+    os.environ.update(environment)
+    gc.set_threshold(*threshold)
+    sys.excepthook = hook
+
+
+@pytest.fixture(autouse=True)
+def kept_handlers() -> Generator[None]:
+    """Signals do what they did: a service that a test runs in this process takes them for itself, and keeps them."""
+    with handlers_kept():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -59,8 +59,6 @@ def test_the_shares_of_a_layer_make_the_whole(family: str) -> None:
         of_mlp = [own.layers[number].mlp.intermediate_size] * (1 + of.mlp.gated)
         gate_up = [outputs(part.gate_up, x) for part in parts]
         torch.testing.assert_close(merged(gate_up, of_mlp), outputs(layer.gate_up, x))
-        if layer.sinks is not None:
-            assert torch.equal(torch.cat([part.sinks for part in parts]), layer.sinks)
     head = torch.cat([outputs((share_of_head(weights.head, share),), x) for share in shares], dim=1)
     torch.testing.assert_close(head, outputs((weights.head,), x))
 
@@ -73,6 +71,15 @@ def test_gates_of_heads_go_with_their_heads() -> None:
     parts = [share_of_layer(layer, spec.heads, spec.layers[number], Share(rank, 2)) for rank in range(2)]
     assert layer.gates
     assert torch.equal(torch.cat([outputs(part.gates, x) for part in parts], dim=1), outputs(layer.gates, x))
+
+
+def test_sinks_of_heads_go_with_their_heads() -> None:
+    """Of a model whose experts are refused."""
+    weights = weights_of(loaded("gpt_oss").model)
+    layer, of = weights.layers[0], weights.spec.layers[0]
+    parts = [share_of_layer(layer, weights.spec.heads_of(0), of, Share(rank, 2)) for rank in range(2)]
+    assert layer.sinks is not None and len(layer.sinks.unique()) == len(layer.sinks)
+    assert torch.equal(torch.cat([part.sinks for part in parts]), layer.sinks)
 
 
 def test_a_vocabulary_that_cannot_be_shared_out_is_on_all_devices() -> None:

@@ -1,5 +1,7 @@
 """A tier: exact LRU, and pages that are in use stay; and the files below it."""
 
+import errno
+import fcntl
 import os
 from collections import OrderedDict
 
@@ -12,6 +14,12 @@ from offload.disk import BLOCK_BYTES, DiskFile, aligned_bytes
 from offload.errors import DiskError
 from offload.tier import NOWHERE, Tier
 from tests.offload.soundness import check
+
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT)
 
 
 def pages(*numbers: int):
@@ -95,18 +103,50 @@ def test_check_finds_what_is_wrong(what, where, value) -> None:
         check(tier)
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_file_reads_the_same_with_and_without_the_page_cache(tmp_path, monkeypatch, direct) -> None:
-    if not direct:
+@pytest.mark.parametrize("refused", [None, "there is no such flag", "at opening", "at the first read"])
+def test_a_file_reads_the_same_with_and_without_the_page_cache(tmp_path, monkeypatch, refused) -> None:
+    opened, read = os.open, os.preadv
+
+    def refuse_to_open(path, flags):
+        if flags & O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct files")
+        return opened(path, flags)
+
+    def refuse_to_read(fd, *arguments):
+        if is_direct(fd):
+            raise OSError(errno.EINVAL, "no direct reads")
+        return read(fd, *arguments)
+
+    if refused == "there is no such flag":
         monkeypatch.setattr(os, "O_DIRECT", 0, raising=False)
+    elif refused == "at opening":
+        monkeypatch.setattr(os, "open", refuse_to_open)
+    elif refused == "at the first read":
+        monkeypatch.setattr(os, "preadv", refuse_to_read)
     data = np.random.default_rng(0).integers(256, size=2 * BLOCK_BYTES + 100, dtype=np.uint8)
     (tmp_path / "file").write_bytes(data.tobytes())
     file, into = DiskFile(tmp_path / "file"), aligned_bytes(3 * BLOCK_BYTES)
     file.read(into, 0, at_least=len(data))
     assert np.array_equal(into[: len(data)], data)
-    assert direct or not file.direct
+    assert file.direct == is_direct(file._fd) and not (refused and file.direct)
     with pytest.raises(DiskError, match=r"ends at byte 8,292 and should go on to 12,288"):
         file.read(into, 0)
     file.close()
     with pytest.raises(DiskError, match="cannot open"):
         DiskFile(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "call", ["open", pytest.param("preadv", marks=pytest.mark.skipif(not O_DIRECT, reason="no direct reads here"))]
+)
+def test_a_disk_that_fails_is_not_taken_for_a_file_system_without_direct_reads(tmp_path, monkeypatch, call) -> None:
+    def fail(*_) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "file").write_bytes(bytes(BLOCK_BYTES))
+    before, opened = os.listdir("/dev/fd"), os.open
+    monkeypatch.setattr(os, "open", lambda path, flags: opened(path, flags & ~O_DIRECT))  # as if it could be
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(DiskError, match=r"cannot open .*: Input/output error; check"):
+        DiskFile(tmp_path / "file")
+    assert os.listdir("/dev/fd") == before

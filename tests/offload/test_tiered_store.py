@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from offload import host_tier, tiered_store
+from offload.disk import aligned_bytes
 from offload.errors import TierError
 from offload.host_store import HostStore
+from offload.host_tier import HostTier
+from offload.tier import Tier
 from offload.tiered_store import TieredStore
 from tests.offload.soundness import check
 from tests.offload.tiered_files import Files, same
@@ -133,6 +136,23 @@ def test_the_budget_that_a_refusal_names_is_enough(tmp_path, context_len, stream
     if page_rows is not None:  # another size may do with less
         with pytest.raises(TierError):
             TieredStore(files.spans, files.shape, files.dtype, least - 1, **how)
+
+
+def test_a_budget_is_what_is_taken(tmp_path, monkeypatch) -> None:
+    taken: list[int] = []
+
+    def take(num_bytes: int):
+        taken.append(num_bytes)
+        return aligned_bytes(num_bytes)
+
+    for place in (host_tier, tiered_store):
+        monkeypatch.setattr(place, "aligned_bytes", take)
+    stay = [slice(0, 4), slice(260, 300)]
+    with Files(tmp_path).store(3, page_rows=64, resident=stay) as store:  # a page is a block: no piece is copied twice
+        taken += [store.rows(layer_idx, rows).nbytes for layer_idx in (0, 1) for rows in stay]
+        books = store.plan.num_pages * Tier.BYTES_PER_PAGE + 3 * HostTier.slot_bytes(0)
+        store.gather(0, torch.arange(0, 300, 30).expand(2, -1))
+        assert store.held_bytes == sum(taken) + books <= store.budget_bytes
 
 
 def test_pages_grow_where_numbering_every_row_would_take_the_budget(tmp_path) -> None:

@@ -127,6 +127,7 @@ class LocalBackend:
         await self._builder.close()
         if self._steps is not None:
             await asyncio.to_thread(self._steps.close, max(0.0, ends_at - time.monotonic()))
+        self._scheduler.close()
         self._residency.close()
         self._grammars.close()
         await asyncio.to_thread(self._beginnings.flush)

@@ -105,6 +105,10 @@ class Scheduler:
             self._end(request, "failed", error)
         self._tell()
 
+    def close(self) -> None:
+        """Let the threads that draw tokens go. No turn may follow."""
+        self._drawers.shutdown(wait=False, cancel_futures=True)
+
     def _go_on(self) -> None:
         """With a step, if there is anything to do."""
         now = self.clock()

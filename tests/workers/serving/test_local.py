@@ -318,6 +318,22 @@ def test_closing_lets_requests_finish_and_then_ends_them(built: Path) -> None:
     asyncio.run(main())
 
 
+def test_no_thread_of_a_closed_backend_is_left(built: Path) -> None:
+    before = set(threading.enumerate())
+
+    async def main() -> LocalBackend:
+        async with LocalBackend(FullEngine(loaded()), loaded(), settings_of(built)) as backend:
+            await answer(backend, ask())
+        return backend
+
+    backend = asyncio.run(main())  # held: what is forgotten lets its threads go by itself
+    threads = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("csattn")]
+    for thread in threads:
+        thread.join(10)
+    assert not [thread.name for thread in threads if thread.is_alive()]
+    assert not asyncio.run(backend.health()).ready
+
+
 def test_the_time_to_finish_counts_from_the_beginning_of_the_end(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not from when builds have ended, which may take as long again."""
     given: list[float] = []

@@ -5,6 +5,7 @@ three runs of `bench.faults --kills 10` at once, beside a trace (`bench.load`).
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,10 @@ def table() -> list[str]:
     kills, turns, tenants = (kept(f"turns-{name}") for name in ("kills", "conversation", "tenants"))
     require_none(fuzz["faults"], hostile["num_faults"], kills["wrong_tokens"], kills["damaged_files"])
     require_none(turns["wrong_answers"], tenants["wrong_answers"], tenants["foreign_words"])
-    num_of = {kind: sum(statuses.values()) for kind, statuses in hostile["by_kind"].items()}
     rows = [
         (f"an artifact: {name}", fuzz["by_kind"][kind], "refused, or an answer") for name, kind in ARTIFACTS.items()
     ]
-    for name, kinds in CLIENTS.items():
-        rows.append(
-            (f"a client: {name}", sum(num_of[kind] for kind in kinds), "an answer, or a refusal with its status")
-        )
+    rows += [(f"a client: {name}", *replies(hostile, kinds)) for name, kinds in CLIENTS.items()]
     rows += [(f"a GPU's service: {name} killed in the middle of answers", *of) for name, of in gpu_kills().items()]
     rows += [
         ("the service killed at random", kills["kills"], f"{kills['whole_answers']} answers, all right"),
@@ -59,6 +56,16 @@ def table() -> list[str]:
         "",
         *unverified(fuzz["outcomes"]),
     ]
+
+
+def replies(hostile: dict[str, Any], kinds: tuple[str, ...]) -> tuple[int, str]:
+    """How many there were of these kinds, and how many of them had a reply."""
+    came = sum((Counter(hostile["by_kind"][kind]) for kind in kinds), Counter())
+    num_left = came["left"] + came["closed"]  # earlier runs called both so, and read no reply to who hangs up
+    told = [f"{came.total() - num_left} replies with a status"] * (came.total() > num_left)
+    told += [f"{num_left} clients left before one"] * bool(num_left)
+    told += ["of a service that asked for no key"] * (kinds == ("bad key",) and not hostile.get("asked_for_a_key"))
+    return came.total(), "; ".join(told)
 
 
 def gpu_kills() -> dict[str, tuple[int, str]]:

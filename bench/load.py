@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 
 from bench.process_memory import mapped_bytes
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate, machine, percentiles_ms
 from tests.workers.service.serving import Service, serving
 
 TEXTS = Path(__file__).parent / "texts"
@@ -282,13 +282,7 @@ async def model_name(client: Any) -> str:
 
 
 def quantiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Of none, nothing; of fewer than a hundred the most instead of p99, which would be made of one or two of them."""
-    if not seconds:
-        return {}
-    p50, p99, most = (round(1e3 * float(np.percentile(seconds, p)), 1) for p in (50, 99, 100))
-    high = {"p99_ms": p99} if len(seconds) >= 100 else {}
-    named = {"p50_ms": p50, **high, "most_ms": most, "num": len(seconds)}
-    return {f"{name}_{what}": value for what, value in named.items()}
+    return {f"{name}_{what}": value for what, value in percentiles_ms(seconds).items()}
 
 
 class Watch:

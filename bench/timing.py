@@ -7,7 +7,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,15 @@ def measure(run: Callable[[], object], seconds: float = 0.5, least: int = 5) -> 
         "min_ms": round(min(times_ms), 4),
         "cpu_p50_ms": round(float(np.median(cpu_ms)), 4),
     }
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Of none, nothing; of fewer than a hundred the most instead of p99, which would be made of one or two of them."""
+    if not seconds:
+        return {}
+    p50, p99, most = (round(1e3 * float(np.percentile(seconds, p)), 1) for p in (50, 99, 100))
+    high = {"p99_ms": p99} if len(seconds) >= 100 else {}
+    return {"p50_ms": p50, **high, "most_ms": most, "num": len(seconds)}
 
 
 def read_bandwidth_gbps(num_threads: int = 1) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.timing import GateError
-from bench.turns import kills
+from bench.turns import beside, kills
 from tests.tiny import save
 
 
@@ -24,3 +24,13 @@ def test_a_process_that_ends_by_itself_is_no_kill(tmp_path: Path) -> None:
         server = SimpleNamespace(stdin=io.StringIO(), stdout=[json.dumps({"over": ended_with})])
         with pytest.raises(GateError, match=f"a process ended with {ended_with}, not"):
             kills.Kills(server, np.random.default_rng(0)).live(tmp_path, dies_after_s)
+
+
+def test_waits_in_which_a_prompt_comes_and_ends_are_beside_it() -> None:
+    decoder = beside.Decoder(SimpleNamespace(model="m"), 0)  # type: ignore[arg-type]
+    decoder.times_s = [0.0, 1.0, 2.0, 5.0, 6.0, 10.0]
+    assert beside.gaps_ms([decoder], 0.0, 2.5) == {"p50_ms": 1000.0, "p99_ms": 1000.0, "most_ms": 1000.0}
+    assert beside.gaps_ms([decoder], 2.5, 10.0)["most_ms"] == 4000.0
+    assert beside.gaps_ms([decoder], 2.5, 6.5)["most_ms"] == 3000.0
+    with pytest.raises(GateError, match="has ended before"):
+        beside.until_all([decoder], lambda decoder: len(decoder.times_s) > 6)

@@ -25,7 +25,7 @@ import numpy as np
 import openai
 import psutil
 
-from bench.timing import finish, gate, machine
+from bench.timing import end_as_interrupted, finish, gate, machine
 from tests.workers.service.serving import Service, serving
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("serve", nargs="*", help="behind --: options of `csattn serve`")
     options = parser.parse_args()
+    end_as_interrupted()
     random.seed(options.seed)
     with tempfile.TemporaryDirectory() as scratch:
         model = ["--model", options.model] if options.model else []

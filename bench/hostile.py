@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bench.hostile_requests import KINDS, Pieces, Target
-from bench.timing import finish
+from bench.timing import end_as_interrupted, finish
 from bench.turns.service import MODEL, serving
 
 MAX_REFUSAL_BYTES = 4096
@@ -281,6 +281,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    end_as_interrupted()
     with ExitStack() as stack:
         url, key = given.url, given.key
         if url is None:

@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 
 from bench.process_memory import mapped_bytes
-from bench.timing import finish, gate, machine, percentiles_ms
+from bench.timing import end_as_interrupted, finish, gate, machine, percentiles_ms
 from tests.workers.service.serving import Service, serving
 
 TEXTS = Path(__file__).parent / "texts"
@@ -390,6 +390,7 @@ def main() -> None:
     parser.add_argument("--named", action="store_true", help="documents are contexts, and asked for by name")
     parser.add_argument("serve", nargs="*", help="behind --: options of `csattn serve`")
     options = parser.parse_args()
+    end_as_interrupted()
     if (options.url is None) == (options.store is None):
         parser.error("give --url, or --store and what `csattn serve` takes")
     if options.url and options.named:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from bench.timing import finish, gate, percentiles_ms
+from bench.timing import end_as_interrupted, finish, gate, percentiles_ms
 from tests.workers.service.serving import Service, serving
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    end_as_interrupted()
     with tempfile.TemporaryDirectory() as scratch:
         given = ["--store", str(options.store or scratch), *(["--model", options.model] if options.model else [])]
         given += ["--set", f"limits.max_concurrent_requests={options.running}"]

@@ -44,7 +44,7 @@ from bench.load import (
     told,
 )
 from bench.served_model import saved_model
-from bench.timing import gate
+from bench.timing import end_as_interrupted, gate
 from csattn.artifact import open_artifact
 from csattn.config import preset
 from csattn.models import LoadedModel, load_model
@@ -275,6 +275,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    end_as_interrupted()
     with tempfile.TemporaryDirectory() as scratch:
         finish_load(measure(options, Path(scratch)), options.json)
 

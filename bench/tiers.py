@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from bench.disk_speed import disk_speed
 from bench.process_memory import Watch, mapped_bytes, resident_bytes, return_freed_memory, small_pages_only
-from bench.timing import finish, gate
+from bench.timing import end_as_interrupted, finish, gate
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.models import LoadedModel, load_model
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    end_as_interrupted()
     if options.case:
         print(json.dumps(run_case(options.case, options.artifact, options.budget)))
         return

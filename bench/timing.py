@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -32,6 +33,11 @@ def gate(condition: bool, message: str) -> None:
     """Refuse to measure what does not hold."""
     if not condition:
         raise GateError(message)
+
+
+def end_as_interrupted() -> None:
+    """From now on SIGTERM ends this process as Ctrl-C does: with what it has started, and what it has written aside."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def numbers(text: str) -> list[int]:
@@ -121,6 +127,13 @@ def finish(result: dict[str, Any], json_path: Path | None) -> None:
     """
     result = {"machine": machine(), **result}
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(json_path, result)
     print(json.dumps(result))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """All of it, or what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_text(json.dumps(content, indent=1) + "\n")
+    scratch.replace(path)

@@ -22,7 +22,7 @@ import torch
 
 from bench.accuracy.texts import find_text
 from bench.served_model import saved_model
-from bench.timing import finish, gate
+from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import MODEL, NEVER_ENDS, Service, ask, serving, user
 
 CHARS_A_TOKEN = 4  # of the demo model
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="of the service, as KEY=VALUE")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    end_as_interrupted()
     num_chars = options.prompt_tokens * (CHARS_A_TOKEN if options.model == "demo" else 1)
     manual = find_text("manual").content()
     prompts = [manual[start : start + num_chars] for start in (0, num_chars, 2 * num_chars)]

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.timing import finish, gate
+from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import TEXTS
 from csattn.models import LoadedModel, load_model
 from offload.block_files import SUFFIX, fault_of
@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--lives", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    end_as_interrupted()
     if options.lives:
         serve_lives(options.model)
         return

@@ -72,12 +72,21 @@ def gpu_kills() -> dict[str, tuple[int, str]]:
     """By kind of process: kills, and what became of the streams that were under way."""
     runs, rows = json.loads((RESULTS / "faults-h200.json").read_text()), {}
     for name in ("search worker", "attention worker", "ingress replica"):
-        streams = [run[name]["streams"] for run in runs]
-        answered, told = (sum(of.get(outcome, 0) for of in streams) for outcome in ("answered", "told"))
-        require_none(sum(sum(of.values()) for of in streams) - answered - told)
+        streams = sum((outcomes(run[name]) for run in runs), Counter())
+        answered, told, ended = (streams.pop(outcome, 0) for outcome in ("answered", "told", "ended before"))
+        require_none(*streams.values())
         came = [f"{answered} answers, all right"] * bool(answered) + [f"{told} error events"] * bool(told)
+        came += [f"{ended} answers had ended before"] * bool(ended)
         rows[name] = sum(run[name]["kills"] for run in runs), "; ".join(came)
     return rows
+
+
+def outcomes(of_target: dict[str, Any]) -> Counter[str]:
+    """Earlier runs called those answered, too, that had ended before the kill; when they ended tells of all or none."""
+    streams, after_s = Counter(of_target["streams"]), of_target["answered_after_s"]
+    if after_s is not None and after_s["max"] < 0:
+        streams["ended before"] += streams.pop("answered")
+    return streams
 
 
 def unverified(outcomes: dict[str, int]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.build import random_model
-from bench.timing import finish, gate
+from bench.timing import end_as_interrupted, finish, gate
 from csattn.artifact import verify_artifact
 from csattn.build_options import BuildOptions
 from index_build.job_list import Job, read_jobs
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--context-len", type=int, default=65536)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    end_as_interrupted()
     num_gpus = torch.cuda.device_count()
     gate(num_gpus > 1, f"this machine has {num_gpus} GPU; it takes two to compare")
     with tempfile.TemporaryDirectory() as directory:

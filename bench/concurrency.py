@@ -2,7 +2,6 @@
 
     python -m bench.concurrency --out FILE [--shape llama-3.1-8b] [--context 65535] [--placements hybrid,host]
         [--preset default] [--streams 1,2,4,8,16,32]
-    python -m bench.concurrency --show FILE --plot PNG
 
 The service's own backend, without HTTP: scheduler, engine, and an artifact that is built here, of a model with random
 weights, whose attention has no favourites: rows change from step to step as no real model's do. Every request asks its
@@ -14,7 +13,6 @@ Gate: every request gets all its tokens, and the device's memory stays what it w
 
 import argparse
 import asyncio
-import json
 import tempfile
 import time
 from contextlib import aclosing
@@ -46,8 +44,6 @@ NAME = "shared"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--show", type=Path)
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--context", type=int, default=65535)
@@ -56,9 +52,6 @@ def main() -> None:
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)))
     parser.add_argument("--tokens", type=int, default=64)
     arguments = parser.parse_args()
-    if arguments.show:
-        draw(json.loads(arguments.show.read_text()), arguments.plot)
-        return
     streams = [int(number) for number in arguments.streams.split(",")]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.perf_counter()
@@ -165,38 +158,6 @@ async def ask(backend: LocalBackend, number: int, num_tokens: int) -> int:
 
 def memory_bytes() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Tokens a second and device memory over requests at a time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
-    colors = {"hybrid": "#0b5fa5", "host": "#7b3f9e", "device": "#2a9d8f", "device+all": "#e07a3f", "cpu": "#555555"}
-    for placement, color in colors.items():
-        cases = [case for case in result["cases"] if case["placement"] == placement]
-        if cases:
-            numbers = [case["streams"] for case in cases]
-            speed.plot(numbers, [case["decoded_per_s"] for case in cases], "o-", color=color, label=placement)
-            memory.plot(numbers, [case["device_bytes"] / 1e9 for case in cases], "o-", color=color, label=placement)
-    for axes, title in ((speed, "tokens a second decoded, all requests together"), (memory, "GB of device memory")):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(numbers, [str(number) for number in numbers])
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel("requests at a time")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-    speed.legend(frameon=False)
-    device = result["machine"]["gpu"] or "CPU"
-    title = (
-        f"One context of {result['context_len']:,} tokens, shared. {result['shape']}, `{result['preset']}`, {device}"
-    )
-    figure.suptitle(title, x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

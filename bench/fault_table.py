@@ -5,6 +5,7 @@ three runs of `bench.faults --kills 10` at once, beside a trace (`bench.load`).
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,10 @@ def table() -> list[str]:
     kills, turns, tenants = (kept(f"turns-{name}") for name in ("kills", "conversation", "tenants"))
     require_none(fuzz["faults"], hostile["num_faults"], kills["wrong_tokens"], kills["damaged_files"])
     require_none(turns["wrong_answers"], tenants["wrong_answers"], tenants["foreign_words"])
-    num_of = {kind: sum(statuses.values()) for kind, statuses in hostile["by_kind"].items()}
     rows = [
         (f"an artifact: {name}", fuzz["by_kind"][kind], "refused, or an answer") for name, kind in ARTIFACTS.items()
     ]
-    for name, kinds in CLIENTS.items():
-        rows.append(
-            (f"a client: {name}", sum(num_of[kind] for kind in kinds), "an answer, or a refusal with its status")
-        )
+    rows += [(f"a client: {name}", *replies(hostile, kinds)) for name, kinds in CLIENTS.items()]
     rows += [(f"a GPU's service: {name} killed in the middle of answers", *of) for name, of in gpu_kills().items()]
     rows += [
         ("the service killed at random", kills["kills"], f"{kills['whole_answers']} answers, all right"),
@@ -61,16 +58,35 @@ def table() -> list[str]:
     ]
 
 
+def replies(hostile: dict[str, Any], kinds: tuple[str, ...]) -> tuple[int, str]:
+    """How many there were of these kinds, and how many of them had a reply."""
+    came = sum((Counter(hostile["by_kind"][kind]) for kind in kinds), Counter())
+    num_left = came["left"] + came["closed"]  # earlier runs called both so, and read no reply to who hangs up
+    told = [f"{came.total() - num_left} replies with a status"] * (came.total() > num_left)
+    told += [f"{num_left} clients left before one"] * bool(num_left)
+    told += ["of a service that asked for no key"] * (kinds == ("bad key",) and not hostile.get("asked_for_a_key"))
+    return came.total(), "; ".join(told)
+
+
 def gpu_kills() -> dict[str, tuple[int, str]]:
     """By kind of process: kills, and what became of the streams that were under way."""
     runs, rows = json.loads((RESULTS / "faults-h200.json").read_text()), {}
     for name in ("search worker", "attention worker", "ingress replica"):
-        streams = [run[name]["streams"] for run in runs]
-        answered, told = (sum(of.get(outcome, 0) for of in streams) for outcome in ("answered", "told"))
-        require_none(sum(sum(of.values()) for of in streams) - answered - told)
+        streams = sum((outcomes(run[name]) for run in runs), Counter())
+        answered, told, ended = (streams.pop(outcome, 0) for outcome in ("answered", "told", "ended before"))
+        require_none(*streams.values())
         came = [f"{answered} answers, all right"] * bool(answered) + [f"{told} error events"] * bool(told)
+        came += [f"{ended} answers had ended before"] * bool(ended)
         rows[name] = sum(run[name]["kills"] for run in runs), "; ".join(came)
     return rows
+
+
+def outcomes(of_target: dict[str, Any]) -> Counter[str]:
+    """Earlier runs called those answered, too, that had ended before the kill; when they ended tells of all or none."""
+    streams, after_s = Counter(of_target["streams"]), of_target["answered_after_s"]
+    if after_s is not None and after_s["max"] < 0:
+        streams["ended before"] += streams.pop("answered")
+    return streams
 
 
 def unverified(outcomes: dict[str, int]) -> list[str]:

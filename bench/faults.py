@@ -25,7 +25,7 @@ import numpy as np
 import openai
 import psutil
 
-from bench.timing import finish, gate, machine
+from bench.timing import end_as_interrupted, finish, gate, machine
 from tests.workers.service.serving import Service, serving
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
@@ -49,9 +49,11 @@ class Stream:
     longest_pause_s: float = 0.0
     error: Exception | None = None
 
-    def outcome(self, wanted: str) -> str:
+    def outcome(self, wanted: str, killed_at: float) -> str:
+        if self.error is None and self.text == wanted:
+            return "answered" if self.ended_at > killed_at else "ended before"
         if self.error is None:
-            return "answered" if self.text == wanted else "wrong"
+            return "wrong"
         if not wanted.startswith(self.text):
             return "wrong"
         # an event or a reply of ours; anything else is a connection that broke
@@ -96,6 +98,7 @@ def try_kill(service: Service, plan: Plan, target: str, share: float) -> Trial:
         while sum(len(stream.text) for stream in streams) < num_chars and not all(s.ended_at for s in streams):
             time.sleep(0.001)
         victims = processes(service, target)
+        gate(bool(victims), f"the service has no {target}")
         victim = random.choice(sorted(victims))
         killed_at = time.monotonic()
         os.kill(victim, signal.SIGKILL)
@@ -107,7 +110,7 @@ def try_kill(service: Service, plan: Plan, target: str, share: float) -> Trial:
     back_s = time.monotonic() - killed_at
     again = ["".join(service.ask(plan.model, question, plan.num_tokens)) for question in plan.questions[:1]]
     return Trial(
-        [stream.outcome(wanted) for stream, wanted in zip(streams, plan.wanted, strict=True)],
+        [stream.outcome(wanted, killed_at) for stream, wanted in zip(streams, plan.wanted, strict=True)],
         [stream.ended_at - killed_at for stream in streams],
         [stream.longest_pause_s for stream in streams],
         ready_s,
@@ -170,7 +173,8 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def require_sound(target: str, trial: Trial) -> None:
-    gate(set(trial.outcomes) <= {"answered", "told"}, f"a killed {target}: streams were {', '.join(trial.outcomes)}")
+    right = {"answered", "told", "ended before"}
+    gate(set(trial.outcomes) <= right, f"a killed {target}: streams were {', '.join(trial.outcomes)}")
     gate(trial.same_again, f"a killed {target}: the same request then had another answer")
 
 
@@ -186,6 +190,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("serve", nargs="*", help="behind --: options of `csattn serve`")
     options = parser.parse_args()
+    end_as_interrupted()
     random.seed(options.seed)
     with tempfile.TemporaryDirectory() as scratch:
         model = ["--model", options.model] if options.model else []

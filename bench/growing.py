@@ -9,7 +9,8 @@ teacher-forced, a token at a time at its beginning and its end. Reported, of the
 over the KL of exact Top-K, which chooses as many of all rows that have left a window and drops the others; a
 step's time, and at the end over at the beginning; what the request's own segments take, over the KV of their rows; on
 a GPU, what an engine for such requests holds more than one for requests without rows, over the KV of those rows.
-Gate: the engine's predictions before any segment is in use are as near to full attention's as without segments.
+Gate, where exact Top-K is computed: the engine's predictions before any segment is in use are nearer to full
+attention's than exact Top-K's; and every KL is a number.
 """
 
 import argparse
@@ -98,6 +99,7 @@ def judge(
     kl = kl_of(real, grown.to(real.log_probs.device))
     report["kl"] = float(kl[-eval_len:].mean())
     report["kl_at_the_beginning"] = float(kl[:eval_len].mean())
+    gate(bool(kl.isfinite().all()), "a prediction is no number")
     if not arguments.without_exact:
         exact = kl_of(real, real.predict(exact_attention(real, config)))
         report["kl_exact"] = float(exact[-eval_len:].mean())

@@ -2,10 +2,11 @@
 
 python -m bench.hostile [--url http://127.0.0.1:8000 --key KEY] [--requests 5000 | --seconds 600] [--json FILE]
 
-Without an address, against a service of its own.
+Without an address, against a service of its own, which asks for a key.
 
-Gate: no 5xx but 503 with Retry-After, no refusal of more than 4 KB, nobody left waiting. Slow clients come on top
-and stay for as long as they are let.
+Gate: who waits for a reply has a whole one, no 5xx but 503 with Retry-After, no refusal of more than 4 KB, no wrong key
+lets anybody in, /health always answers. Slow clients come on top and stay for as long as they are let. "left": the
+client did not wait for a reply.
 """
 
 import argparse
@@ -27,27 +28,34 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.hostile_requests import KINDS, Target
-from bench.timing import finish
+from bench.hostile_requests import KINDS, Pieces, Target
+from bench.timing import end_as_interrupted, finish
 from bench.turns.service import MODEL, serving
 
 MAX_REFUSAL_BYTES = 4096
 PATIENCE_S = 180.0  # a reply that takes longer has hung: a prompt may have a thousand tokens, the machine others
 PROBE_EVERY_S = 0.02
 ALONE_S = 3.0
+LEFT = b"left"  # in place of a reply
+OWN_KEY = "the-key-of-a-bench"
 
 
 @dataclass
 class Outcome:
     """What came of all requests."""
 
-    statuses: Counter[str] = field(default_factory=Counter)  # "closed": no reply, and the connection closed
+    statuses: Counter[str] = field(default_factory=Counter)  # "closed": no reply, and the connection closed; "left"
     by_kind: dict[str, Counter[str]] = field(default_factory=dict)
     biggest_refusal_bytes: int = 0
     faults: list[str] = field(default_factory=list)
 
-    def saw(self, what: str, kind: str, reply: bytes | None) -> None:
+    def saw(self, what: str, kind: str, reply: bytes | None, waits: bool) -> None:
+        """waits: the client, until it has a reply."""
         status, fault = judged(reply)
+        if status == "closed" and not waits:
+            fault = ""
+        if kind == "bad key" and status[0] == "2":
+            fault = f"status {status} for a wrong key"
         self.statuses[status] += 1
         self.by_kind.setdefault(kind, Counter())[status] += 1
         if reply is not None and status[0] in "45":
@@ -57,11 +65,13 @@ class Outcome:
 
 
 def judged(reply: bytes | None) -> tuple[str, str]:
-    """Status and fault of a whole reply; None: it did not come to an end."""
+    """Status and fault of a reply; None: it did not come in time, LEFT: nobody waited for it."""
     if reply is None:
         return "hung", "no reply in time"
+    if reply == LEFT:
+        return "left", ""
     if not reply:
-        return "closed", ""
+        return "closed", "the connection was closed without a reply, or there was none"
     head, _, body = reply.partition(b"\r\n\r\n")
     status = head.split(b" ", 2)[1].decode("ascii", "replace") if head.startswith(b"HTTP/1.") else "?"
     if status == "?":
@@ -70,7 +80,9 @@ def judged(reply: bytes | None) -> tuple[str, str]:
         return status, f"status {status}: {body[:200]!r}"
     if status[0] in "45" and body_bytes(reply) > MAX_REFUSAL_BYTES:
         return status, f"a refusal of {body_bytes(reply)} bytes"
-    return status, ""
+    tells_its_end = re.search(rb"\r\n(content-length|transfer-encoding):", head.lower())  # else closing is its end
+    is_broken = tells_its_end and not _is_whole(reply)
+    return status, f"a reply that broke off: {reply[-60:]!r}" if is_broken else ""
 
 
 def body_bytes(reply: bytes) -> int:
@@ -98,7 +110,8 @@ async def attack(
                 return
             own = random.Random(f"{seed} {number}")  # a fault can be had again by its number
             kind = own.choice(list(KINDS))
-            outcome.saw(f"{kind} (request {number})", kind, await _exchange(target, KINDS[kind](own, target), own))
+            pieces = KINDS[kind](own, target)
+            outcome.saw(f"{kind} (request {number})", kind, await _exchange(target, pieces, own), -1.0 not in pieces)
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
     stop.set()
@@ -106,8 +119,8 @@ async def attack(
     return outcome
 
 
-async def _exchange(target: Target, pieces: list[bytes | float], rng: random.Random) -> bytes | None:
-    """Send the pieces, waiting where one is a number of seconds; -1 hangs up. All that comes back."""
+async def _exchange(target: Target, pieces: Pieces, rng: random.Random) -> bytes | None:
+    """Send the pieces, waiting where one is a number of seconds; -1 hangs up. What comes back, or until then."""
     try:
         reader, writer = await asyncio.open_connection(target.host, target.port)
     except OSError:
@@ -126,8 +139,9 @@ async def _exchange(target: Target, pieces: list[bytes | float], rng: random.Ran
                         break
                 elif piece < 0:
                     await asyncio.sleep(rng.random() * 0.05)
-                    receiving.cancel()
-                    return b""
+                    if not receiving.done():
+                        receiving.cancel()
+                        return LEFT
                 else:
                     await asyncio.sleep(piece)
             return await receiving
@@ -174,7 +188,7 @@ async def _slow_client(target: Target, stop: asyncio.Event, outcome: Outcome) ->
                 writer.write(b"x")
                 await asyncio.sleep(0.2)
             if receiving.done():
-                outcome.saw("slow client", "slow client, cut off", receiving.result())
+                outcome.saw("slow client", "slow client, cut off", receiving.result(), waits=False)
             receiving.cancel()
             writer.transport.abort()
         except OSError:
@@ -229,6 +243,8 @@ def measured(
     prober.join(10)
     alone_ms = sorted(ms for at, ms in probes if at < started_at)
     health_ms = sorted(ms for at, ms in probes if at >= started_at)
+    if num_failed := health_ms.count(float("inf")):
+        outcome.faults.insert(0, f"/health did not answer {num_failed} of {len(health_ms)} times")
     return {
         "requests": outcome.statuses.total(),
         "seconds": round(took_s, 1),
@@ -240,6 +256,7 @@ def measured(
         "health_p50_ms": round(statistics.median(health_ms), 2),
         "health_p99_ms": _p99(health_ms),
         "health_max_ms": round(health_ms[-1], 2),
+        "asked_for_a_key": bool(key),
         "health_alone_p50_ms": round(statistics.median(alone_ms), 2),
         "health_alone_p99_ms": _p99(alone_ms),
         "seed": seed,
@@ -264,13 +281,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    end_as_interrupted()
     with ExitStack() as stack:
-        url = given.url
+        url, key = given.url, given.key
         if url is None:
-            store = stack.enter_context(tempfile.TemporaryDirectory())
-            url = stack.enter_context(serving(Path(store))).url
+            store, key = stack.enter_context(tempfile.TemporaryDirectory()), OWN_KEY
+            url = stack.enter_context(serving(Path(store), f"server.api_keys={key}")).url
         report = measured(
-            url, given.key, given.model, num_requests=given.requests, seconds=given.seconds,
+            url, key, given.model, num_requests=given.requests, seconds=given.seconds,
             concurrency=given.concurrency, num_slow=given.slow, seed=given.seed,
         )  # fmt: skip
     for kind, counts in report["by_kind"].items():

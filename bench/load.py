@@ -23,6 +23,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import numpy as np
 import psutil
 
 from bench.process_memory import mapped_bytes
-from bench.timing import finish, gate, machine
+from bench.timing import end_as_interrupted, finish, gate, machine, percentiles_ms
 from tests.workers.service.serving import Service, serving
 
 TEXTS = Path(__file__).parent / "texts"
@@ -65,6 +66,7 @@ class Said:
     turn: int
     first_s: float
     whole_s: float
+    ended_at: float  # perf_counter's
     new_tokens: int
     prompt_tokens: int
     cached_tokens: int
@@ -194,8 +196,8 @@ async def ask(
         usage = chunk.usage or usage
     assert usage is not None
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-    whole_s = time.perf_counter() - sent
-    return Said(turn, first_s, whole_s, usage.completion_tokens, usage.prompt_tokens, cached or 0)
+    ended_at = time.perf_counter()
+    return Said(turn, first_s, ended_at - sent, ended_at, usage.completion_tokens, usage.prompt_tokens, cached or 0)
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -205,24 +207,36 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     base = f"{options.url.rstrip('/')}/v1"
     async with AsyncOpenAI(base_url=base, api_key=options.key, max_retries=20, timeout=TIMEOUT_S) as client:
         model = options.model or await model_name(client)
-        watch = Watch(options)
-        watching = asyncio.create_task(watch.run())
         answers = Answers()
         if options.alone_first:
             one_by_one = argparse.Namespace(**{**vars(options), "clients": 1, "for_s": None})
             await replay(client, model, first_questions(options), one_by_one, answers)
+        watch = Watch(options)
+        await watch.look()
+        watching = asyncio.create_task(watch.run())
         started = time.perf_counter()
         try:
             said = await replay(client, model, trace, options, answers)
         finally:
-            watching.cancel()
-        seconds = time.perf_counter() - started
-    return {**told(said, trace, seconds, options), **watch.found(sum(of.new_tokens for of in said))}
+            ended = time.perf_counter()
+            stop(watching)
+    return {**told(said, trace, started, ended, options), **watch.found(sum(of.new_tokens for of in said))}
 
 
-def told(said: Sequence[Said], trace: Sequence[Session], seconds: float, options: argparse.Namespace) -> dict[str, Any]:
-    """What came of a trace."""
-    new_tokens, prompt_tokens = sum(of.new_tokens for of in said), sum(of.prompt_tokens for of in said)
+def stop(task: asyncio.Task[None]) -> None:
+    """One that goes on until it is stopped. Raises what it has failed with, for then it has not watched to the end."""
+    if task.done():
+        task.result()
+    task.cancel()
+
+
+def told(
+    said: Sequence[Said], trace: Sequence[Session], started: float, ended: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What came of a trace. Tokens a second are of answers that ended while sessions began: then clients become few."""
+    until = ended if options.for_s is None else min(ended, started + options.for_s)
+    new_tokens = sum(of.new_tokens for of in said if of.ended_at <= until)
+    prompt_tokens = sum(of.prompt_tokens for of in said)
     first, later = ([of.first_s for of in said if (of.turn == 0) == is_first] for is_first in (True, False))
     each = [(of.whole_s - of.first_s) / (of.new_tokens - 1) for of in said if of.new_tokens > 1]
     num_asked = sum(len(session.questions) for session in trace)
@@ -239,6 +253,7 @@ def told(said: Sequence[Said], trace: Sequence[Session], seconds: float, options
                 "for_s",
                 "turns",
                 "think_s",
+                "answer_tokens",
                 "zipf",
                 "seed",
             )
@@ -248,8 +263,8 @@ def told(said: Sequence[Said], trace: Sequence[Session], seconds: float, options
         "failed": 0,
         "different_answers": sum(of.differs for of in said),
         "lost_and_asked_again": sum(of.num_lost for of in said),
-        "seconds": round(seconds, 1),
-        "tokens_per_s": round(new_tokens / seconds, 2),
+        "seconds": round(ended - started, 1),
+        "tokens_per_s": round(new_tokens / (until - started), 2),
         "prompt_tokens": prompt_tokens,
         "prefilled_tokens": prompt_tokens - sum(of.cached_tokens for of in said),
         **quantiles("first_turn_ttft", first),
@@ -266,38 +281,43 @@ async def model_name(client: Any) -> str:
     return str(model).partition("@")[0]
 
 
-def quantiles(name: str, seconds: list[float]) -> dict[str, float]:
-    return {f"{name}_p{p}_ms": round(1e3 * float(np.percentile(seconds or [0.0], p)), 1) for p in (50, 99)}
+def quantiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_{what}": value for what, value in percentiles_ms(seconds).items()}
 
 
 class Watch:
     """Memory and reads of processes and their children, and what the service's workers say that they hold."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        """What is counted is counted from the first look on."""
         self._pids, self._store = options.pid or [], options.store
         self._url, self._key = options.url.rstrip("/"), options.key
         self._peak_mb, self._read_bytes = 0.0, dict[int, list[int]]()
         self._mapped, self._held, self._num_samples = 0, 0, 0
         self._budget: int | None = None
-        self._requests: dict[tuple[str, str], list[float]] = {}  # by worker and where their context was: as it grew
+        self._counts: dict[tuple[str, str], float] = {}  # as last told, by worker and where requests' context was
+        self._requests: dict[str, float] = {"memory": 0.0, "store": 0.0}  # since the first look
 
     async def run(self) -> None:
         while True:
-            self._look_at_processes()
-            with contextlib.suppress(OSError):  # while a worker is lost
-                await asyncio.to_thread(self._ask_workers)
-            self._num_samples += 1
             await asyncio.sleep(SAMPLE_S)
+            await self.look()
+
+    async def look(self) -> None:
+        self._look_at_processes()
+        with contextlib.suppress(OSError, HTTPException):  # while a worker is lost
+            await asyncio.to_thread(self._ask_workers)
+            self._num_samples += 1
 
     def _look_at_processes(self) -> None:
         rss, mapped = 0.0, 0
         for pid in self._pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            for process in family(pid):
+                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
                     rss += process.memory_info().rss / 1e6
                     self._read_bytes.setdefault(process.pid, []).append(process.io_counters().read_bytes)
-                if self._store is not None:
-                    mapped = max(mapped, mapped_bytes(self._store, ".safetensors", pid))
+                    if self._store is not None and self._budget is not None:
+                        mapped = max(mapped, mapped_bytes(self._store, ".safetensors", process.pid))
         self._peak_mb, self._mapped = max(self._peak_mb, rss), max(self._mapped, mapped)
 
     def _ask_workers(self) -> None:
@@ -306,10 +326,10 @@ class Watch:
         text = self._get("/metrics")
         for labels, value in re.findall(r"^csattn_context_requests_total{(.*)} (\S+)$", text, re.M):
             of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-            grown, now = self._requests.setdefault((of.get("worker", ""), of["found"]), [0.0, 0.0]), float(value)
-            if now < grown[-1]:  # it counts from nothing again
-                grown.append(0.0)
-            grown[-1] = now
+            key, now = (of.get("worker", ""), of["found"]), float(value)
+            before = self._counts.get(key, 0.0 if self._num_samples else now)
+            self._requests[of["found"]] += now - before if now >= before else now  # less: it counts from nothing again
+            self._counts[key] = now
 
     def _get(self, path: str) -> Any:
         request = urllib.request.Request(self._url + path, headers={"Authorization": f"Bearer {self._key}"})
@@ -317,24 +337,30 @@ class Watch:
             return json.load(reply) if path.startswith("/v1/") else reply.read().decode()
 
     def found(self, new_tokens: int) -> dict[str, Any]:
-        counts = {"memory": 0.0, "store": 0.0}
-        for (_, where), grown in self._requests.items():
-            counts[where] += sum(grown)
+        gate(self._num_samples > 0, "the service never told what it holds")
+        of_all = sum(self._requests.values())
         result: dict[str, Any] = {
             "samples": self._num_samples,
             "held_bytes": self._held,
             "budget_bytes": self._budget,
-            "requests_where_their_context_was": round(counts["memory"] / max(1.0, sum(counts.values())), 4),
-            "contexts_loaded": int(counts["store"]),
+            "requests_where_their_context_was": round(self._requests["memory"] / of_all, 4) if of_all else None,
+            "requests_that_loaded": int(self._requests["store"]),
         }
         for what, num_bytes in (("held", self._held), ("resident", self._mapped)):
             gate(self._budget is None or num_bytes <= self._budget, f"{num_bytes:,} bytes of contexts were {what}")
         if self._pids:
             read = sum(counts[-1] - counts[0] for counts in self._read_bytes.values())
             result |= {"peak_rss_mb": round(self._peak_mb, 1), "disk_bytes_per_token": round(read / max(1, new_tokens))}
-        if self._store is not None:
+        if self._store is not None and self._budget is not None:
             result["resident_context_bytes"] = self._mapped
         return result
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all that it has begun; none where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def serve_and_run(options: argparse.Namespace) -> dict[str, Any]:
@@ -343,7 +369,7 @@ def serve_and_run(options: argparse.Namespace) -> dict[str, Any]:
         options.url, options.pid = service.url, [service.process.pid]
         if options.named:
             register(service, options)
-        return {"serve": options.serve, **asyncio.run(run(options))}
+        return {"bench": "load", "serve": options.serve, **asyncio.run(run(options))}
 
 
 def register(service: Service, options: argparse.Namespace) -> None:
@@ -364,6 +390,7 @@ def main() -> None:
     parser.add_argument("--named", action="store_true", help="documents are contexts, and asked for by name")
     parser.add_argument("serve", nargs="*", help="behind --: options of `csattn serve`")
     options = parser.parse_args()
+    end_as_interrupted()
     if (options.url is None) == (options.store is None):
         parser.error("give --url, or --store and what `csattn serve` takes")
     if options.url and options.named:

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.timing import gate
+from bench.timing import gate, write_json
 
 RESULTS = Path(__file__).parent / "results"
 Case = dict[str, Any]
@@ -63,10 +63,7 @@ class Records:
             self._seen.add(key)
         print(json.dumps(case), flush=True)
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = self._path.with_name(self._path.name + ".part")
-            scratch.write_text(json.dumps(self.content, indent=1) + "\n")
-            scratch.replace(self._path)
+            write_json(self._path, self.content)
 
 
 def load_cases(path: Path) -> list[Case]:

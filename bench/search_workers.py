@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.timing import finish, gate
+from bench.timing import end_as_interrupted, finish, gate
 from csattn.artifact import Artifact, open_artifact
 from csattn.artifact.share import index_of_heads
 from csattn.search import LayerSearch, SearchWorkspace, TokenSelections
@@ -198,5 +198,6 @@ if __name__ == "__main__":
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
+    end_as_interrupted()
     seconds, num_kills = (1.0, 2) if arguments.quick else (5.0, 5)
     main(arguments.json, arguments.context, arguments.workers, seconds, num_kills)

@@ -14,7 +14,6 @@ link takes longer than the reading; `of_bound` is its share of the mean step.
 import argparse
 import gc
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ from bench.decode.widened import Heads, Which
 from bench.decode.workload import DTYPE, Workload
 from bench.random_weights import random_weights
 from bench.shapes import shape_named
-from bench.timing import finish, gate, numbers
+from bench.timing import end_as_interrupted, finish, gate, numbers
 from csattn.config import IndexConfig, SearchConfig
 from csattn.errors import DevicesError
 from csattn.models.share import share_of_spec
@@ -114,7 +113,7 @@ def main() -> None:
 
 def _run_processes(num: int) -> None:
     """One for each GPU; all end together, for each waits for the others."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    end_as_interrupted()
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "bench.split", *sys.argv[1:], "--process"]
         children = [subprocess.Popen([*command, str(rank), f"{directory}/meeting"]) for rank in range(num)]

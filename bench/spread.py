@@ -7,8 +7,9 @@ python -m bench.spread --workers 1 2 --every-s 0 --model llama-3.1-8b --set engi
 (see `bench.load`) about contexts that were built before. Every so many seconds the process of an attention worker gets
 SIGKILL, or a node is taken away, and another added a while later. Gate: every answer is the one that it was before
 anything was killed, streams end whole or with an error event, none hangs, no file of an artifact is made again, and
-workers that come back hold again what they held. Several numbers of workers have the same trace and the same contexts,
-one number after the other, and answers are the same: what is each further worker worth? A shape has random weights.
+workers that come back hold again what they held, where they have room for all. Several numbers of workers have the same
+trace and the same contexts, one number after the other, and answers are the same: what is each further worker worth? A
+shape has random weights.
 """
 
 import argparse
@@ -39,10 +40,11 @@ from bench.load import (
     make_trace,
     model_name,
     replay,
+    stop,
     told,
 )
 from bench.served_model import saved_model
-from bench.timing import gate
+from bench.timing import end_as_interrupted, gate
 from csattn.artifact import open_artifact
 from csattn.config import preset
 from csattn.models import LoadedModel, load_model
@@ -56,6 +58,7 @@ from workers.serving.contexts import name_artifact
 HUNG_S = 240.0
 POLL_S = 0.1
 NODE_AWAY_S = 3.0  # until another is added
+AGAIN_S = 60.0  # that a worker is given to hold what it held, once it is back
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
 
@@ -128,15 +131,20 @@ class Chaos:
             started = time.monotonic()
             lost = await (self.lose_a_worker(before) if self._cluster is None else self.lose_a_node(before))
             for name in lost:
-                again = await self.until_back(name, before[name])
-                self.num_held.append((len(before[name]["held"]), len(again & before[name]["held"])))
-            self.back_s.append(time.monotonic() - started)
+                had = before[name]["held"]
+                again = had & await self.until_back(name, before[name])
+                gate(again == had or self._options.budget_contexts > 0, f"{name} does not hold again {had - again}")
+                self.num_held.append((len(had), len(again)))
+            if lost:
+                self.back_s.append(time.monotonic() - started)
 
     async def lose_a_worker(self, before: dict[str, Any]) -> list[str]:
         victims = processes(self._service, "attention worker")
         os.kill(self._random.choice(sorted(victims)), signal.SIGKILL)
         self.num_killed += 1
-        return await self.lost(before)
+        lost = await self.lost(before)
+        gate(bool(lost), "no worker was seen to be lost after one was killed")
+        return lost
 
     async def lose_a_node(self, before: dict[str, Any]) -> list[str]:
         """Never the first, which has Ray's own books and takes HTTP."""
@@ -166,7 +174,7 @@ class Chaos:
             worker = (await self.workers())[name]
             if worker["since"] not in (None, before["since"]):
                 since = since or time.monotonic()
-                if worker["held"] >= before["held"] or time.monotonic() > since + 20.0:
+                if worker["held"] >= before["held"] or time.monotonic() > since + AGAIN_S:
                     return set(worker["held"])
             await asyncio.sleep(POLL_S)
 
@@ -202,26 +210,26 @@ async def run(service: Service, cluster: Any, options: argparse.Namespace, answe
         model = await model_name(client)
         await replay(client, model, first_questions(options), options, answers)
         watch, chaos = Watch(options), Chaos(service, cluster, options)
+        await watch.look()
         beside = [asyncio.create_task(watch.run())]
         if options.every_s:
             beside.append(asyncio.create_task(chaos.run()))
         started = time.perf_counter()
         try:
             said = await replay(client, model, trace, options, answers)
+            num_replays = 1
             while chaos.num_killed < options.least_kills:
                 for task in beside:
                     if task.done():
                         task.result()
                 said += await replay(client, model, trace, options, answers)
-                trace += trace[: options.sessions]
+                num_replays += 1
         finally:
-            seconds = time.perf_counter() - started
+            ended = time.perf_counter()
             for task in beside:
-                if task.done():
-                    task.result()
-                task.cancel()
+                stop(task)
     return {
-        **told(said, trace, seconds, options),
+        **told(said, num_replays * trace, started, ended, options),
         **watch.found(sum(of.new_tokens for of in said)),
         "killed": chaos.num_killed,
         "back_after_s": spread(chaos.back_s),
@@ -267,6 +275,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    end_as_interrupted()
     with tempfile.TemporaryDirectory() as scratch:
         finish_load(measure(options, Path(scratch)), options.json)
 

@@ -10,7 +10,7 @@ to it from a tenth of the way on, when allocators have settled. Gate: less than 
 is transformers' own attention, one token at a time, over a cache made anew for each token from the keys that are kept,
 rotated to their places in it. Gate: perplexity beyond the rows kept within 2 % of the definition's.
 
-A file's other figures stay in it.
+A file's other figures stay in it, each with the commit and the command of its run.
 """
 
 import argparse
@@ -176,11 +176,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
+    of_run = {name: machine()[name] for name in ("commit", "command")}
     if arguments.perplexity:
-        figures["perplexity"] = perplexity(arguments.tokens or 600)
+        figures["perplexity"] = perplexity(arguments.tokens or 600) | of_run
     else:
         for policy in [arguments.policy] if arguments.policy else list(MEMORY_CONFIGS):
-            figures[f"memory, {policy}"] = memory(MEMORY_CONFIGS[policy], arguments.tokens or 200_000)
+            figures[f"memory, {policy}"] = memory(MEMORY_CONFIGS[policy], arguments.tokens or 200_000) | of_run
             print(json.dumps(figures), flush=True)
     earlier = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     finish({**earlier, "bench": "streaming", "machine": machine(), **figures}, arguments.json)

@@ -4,10 +4,11 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ def gate(condition: bool, message: str) -> None:
     """Refuse to measure what does not hold."""
     if not condition:
         raise GateError(message)
+
+
+def end_as_interrupted() -> None:
+    """From now on SIGTERM ends this process as Ctrl-C does: with what it has started, and what it has written aside."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def numbers(text: str) -> list[int]:
@@ -60,6 +66,15 @@ def measure(run: Callable[[], object], seconds: float = 0.5, least: int = 5) -> 
         "min_ms": round(min(times_ms), 4),
         "cpu_p50_ms": round(float(np.median(cpu_ms)), 4),
     }
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Of none, nothing; of fewer than a hundred the most instead of p99, which would be made of one or two of them."""
+    if not seconds:
+        return {}
+    p50, p99, most = (round(1e3 * float(np.percentile(seconds, p)), 1) for p in (50, 99, 100))
+    high = {"p99_ms": p99} if len(seconds) >= 100 else {}
+    return {"p50_ms": p50, **high, "most_ms": most, "num": len(seconds)}
 
 
 def read_bandwidth_gbps(num_threads: int = 1) -> float:
@@ -112,6 +127,13 @@ def finish(result: dict[str, Any], json_path: Path | None) -> None:
     """
     result = {"machine": machine(), **result}
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(json_path, result)
     print(json.dumps(result))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """All of it, or what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_text(json.dumps(content, indent=1) + "\n")
+    scratch.replace(path)

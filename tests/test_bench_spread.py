@@ -1,14 +1,19 @@
-"""`bench.spread` in small: two nodes of this machine, and one that goes while answers are under way."""
+"""`bench.spread` and `bench.load` in small: what they count, and a node that goes while answers are under way."""
 
+import argparse
+import asyncio
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from bench import spread
+from bench import load, spread
+from bench.timing import GateError
 
-pytestmark = pytest.mark.ray
 
-
+@pytest.mark.ray
 def test_nothing_is_wrong_when_a_node_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     monkeypatch.setattr(spread, "NODE_AWAY_S", 0.5)
@@ -17,3 +22,73 @@ def test_nothing_is_wrong_when_a_node_goes(tmp_path: Path, monkeypatch: pytest.M
     result = spread.measure(spread.parser().parse_args(f"{sizes} {trace}".split()), tmp_path)
     assert result["killed"] >= 1 and result["turns"] >= 20 and result["samples"] > 3
     assert 0 < result["requests_where_their_context_was"] <= 1
+
+
+def said(ended_at: float) -> load.Said:
+    return load.Said(0, 0.1, 0.2, ended_at, new_tokens=10, prompt_tokens=5, cached_tokens=5)
+
+
+def test_a_trace_that_is_replayed_until_enough_is_killed_is_counted_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = spread.parser().parse_args(["--least-kills", "3", "--every-s", "0", "--sessions", "4"])
+
+    async def replay(_client: Any, _model: str, trace: list[load.Session], *_: Any) -> list[load.Said]:
+        chaos.num_killed += 1
+        return [said(time.perf_counter()) for session in trace for _ in session.questions]
+
+    async def nothing(*_: Any) -> str:
+        return "model"
+
+    chaos = SimpleNamespace(num_killed=-1, back_s=[], num_held=[])  # first questions come before
+    watch = SimpleNamespace(look=nothing, run=nothing, found=lambda _tokens: {})
+    for name, value in (("replay", replay), ("model_name", nothing)):
+        monkeypatch.setattr(spread, name, value)
+    monkeypatch.setattr(spread, "Watch", lambda _options: watch)
+    monkeypatch.setattr(spread, "Chaos", lambda *_: chaos)
+    result = asyncio.run(spread.run(SimpleNamespace(url="http://127.0.0.1:9"), None, options, {}))  # type: ignore[arg-type]
+    once = sum(len(session.questions) for session in load.make_trace(options))
+    assert result["killed"] == 3 and result["turns"] == 3 * once
+
+
+def options_of(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    load.add_options(parser)
+    return parser.parse_args(words)
+
+
+def test_tokens_a_second_are_of_the_time_in_which_sessions_begin() -> None:
+    figures = load.told([said(105.0), said(110.0), said(113.0)], [], 100.0, 113.0, options_of("--for-s", "10"))
+    assert (figures["tokens_per_s"], figures["seconds"], figures["turns"]) == (2.0, 13.0, 3)
+
+
+def test_few_times_have_a_most_and_no_p99() -> None:
+    assert load.quantiles("wait", []) == {}
+    assert load.quantiles("wait", [1.0, 3.0]) == {"wait_p50_ms": 2000.0, "wait_most_ms": 3000.0, "wait_num": 2}
+    assert load.quantiles("wait", [1.0] * 99 + [3.0])["wait_p99_ms"] < 3000
+
+
+def test_a_watch_counts_from_its_first_look_and_tells_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [(90, 10), (97, 11), (2, 1)]  # the last of a process that began anew
+
+    def get(_watch: load.Watch, path: str) -> Any:
+        if path == "/v1/status":
+            return {"workers": [{"held_bytes": 5, "budget_bytes": 9}]}
+        memory, store = counts.pop(0)
+        name = "csattn_context_requests_total"
+        return f'{name}{{found="memory",worker="a"}} {memory}\n{name}{{found="store",worker="a"}} {store}\n'
+
+    monkeypatch.setattr(load.Watch, "_get", get)
+    watch = load.Watch(argparse.Namespace(pid=None, store=None, url="http://127.0.0.1:9", key="none"))
+    with pytest.raises(GateError, match="never told what it holds"):
+        watch.found(1)
+    for _ in range(3):
+        asyncio.run(watch.look())
+    found = watch.found(1)
+    assert (found["requests_that_loaded"], found["requests_where_their_context_was"]) == (2, round(9 / 11, 4))
+
+    async def failing() -> None:
+        task = asyncio.create_task(watch.look())  # there are no more counts
+        await asyncio.sleep(0.1)
+        load.stop(task)
+
+    with pytest.raises(IndexError):
+        asyncio.run(failing())

@@ -1,5 +1,7 @@
 """The benchmark of endless generation measures what it says."""
 
+import json
+
 import pytest
 import torch
 
@@ -22,3 +24,15 @@ def test_memory_is_read_while_a_policy_generates(policy) -> None:
     measured = streaming.memory(streaming.MEMORY_CONFIGS[policy], 60)
     assert (measured["config"]["policy"], measured["num_tokens"]) == (policy, 60)
     assert 10 < measured["resident_first_mb"] <= measured["resident_most_mb"]
+
+
+def test_figures_that_stay_in_a_file_keep_their_own_commit(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "streaming.json"
+    monkeypatch.setattr(streaming, "memory", lambda *_: {})
+    monkeypatch.setattr(streaming, "perplexity", lambda _: {})
+    for commit, words in (("one", ["--policy", "h2o"]), ("two", ["--perplexity"])):
+        monkeypatch.setattr(streaming, "machine", lambda commit=commit: {"commit": commit, "command": "python"})
+        monkeypatch.setattr("sys.argv", ["bench.streaming", "--json", str(path), *words])
+        streaming.main()
+    kept = json.loads(path.read_text())
+    assert (kept["memory, h2o"]["commit"], kept["perplexity"]["commit"]) == ("one", "two")

@@ -1,6 +1,7 @@
 """What every benchmark's result tells besides its figures."""
 
 import json
+import signal
 
 import pytest
 
@@ -20,3 +21,22 @@ def test_a_result_names_what_was_measured_and_by_which_command(commit, tmp_path,
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == told
     timing.finish({"bench": "two", "machine": {"gpu": "mine"}}, path)
     assert json.loads(path.read_text()) == {"bench": "two", "machine": {"gpu": "mine"}}
+
+
+def test_a_bench_that_is_told_to_end_clears_away_behind_it() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        timing.end_as_interrupted()
+        with pytest.raises(SystemExit, match="143"):  # as an exception, on which blocks end
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_result_is_written_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("before")
+    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        timing.finish({"bench": "one"}, path)
+    assert path.read_text() == "before"

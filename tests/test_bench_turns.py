@@ -1,10 +1,15 @@
 """What `bench.turns` does in minutes, with a model that takes milliseconds."""
 
+import io
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from bench.turns import kills
+from bench.timing import GateError
+from bench.turns import beside, kills
 from tests.tiny import save
 
 
@@ -12,3 +17,20 @@ def test_nothing_wrong_is_found_after_kills(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(Path(__file__).parents[1])
     result = kills.run(2, seed=1, model=str(save(tmp_path / "model")), longest_s=2.0, finds_context=True)
     assert result["kills"] == 2 and result["pieces"] > 12 and result["files"] > 0
+
+
+def test_a_process_that_ends_by_itself_is_no_kill(tmp_path: Path) -> None:
+    for ended_with, dies_after_s in ((1, 5.0), (0, 5.0), (-9, None)):
+        server = SimpleNamespace(stdin=io.StringIO(), stdout=[json.dumps({"over": ended_with})])
+        with pytest.raises(GateError, match=f"a process ended with {ended_with}, not"):
+            kills.Kills(server, np.random.default_rng(0)).live(tmp_path, dies_after_s)
+
+
+def test_waits_in_which_a_prompt_comes_and_ends_are_beside_it() -> None:
+    decoder = beside.Decoder(SimpleNamespace(model="m"), 0)  # type: ignore[arg-type]
+    decoder.times_s = [0.0, 1.0, 2.0, 5.0, 6.0, 10.0]
+    assert beside.gaps_ms([decoder], 0.0, 2.5) == {"p50_ms": 1000.0, "p99_ms": 1000.0, "most_ms": 1000.0}
+    assert beside.gaps_ms([decoder], 2.5, 10.0)["most_ms"] == 4000.0
+    assert beside.gaps_ms([decoder], 2.5, 6.5)["most_ms"] == 3000.0
+    with pytest.raises(GateError, match="has ended before"):
+        beside.until_all([decoder], lambda decoder: len(decoder.times_s) > 6)

@@ -4,14 +4,16 @@
     python -m bench.turns.beside --model llama-3.1-8b --prompt-tokens 32768 --decoding 8 --set engine.placement=hybrid
 
 Requests decode without an end; then a prompt comes of which nothing is kept. Told: p50 and p99 of the time between two
-of their tokens, without the prompt and beside it; the prompt's time to its first token, alone and beside them; and the
-longest that any of them waited. Gate: all of them go on. A shape has random weights, and tokens that are bytes.
+of their tokens, without the prompt and beside it, the wait that it came in and the one that it ended in among them; the
+prompt's time to its first token, alone and beside them; and the longest that any of them waited. Gate: all of them go
+on to the end. A shape has random weights, and tokens that are bytes.
 """
 
 import argparse
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 
 from bench.accuracy.texts import find_text
 from bench.served_model import saved_model
-from bench.timing import finish, gate
+from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import MODEL, NEVER_ENDS, Service, ask, serving, user
 
 CHARS_A_TOKEN = 4  # of the demo model
@@ -57,10 +59,22 @@ class Decoder(threading.Thread):
 
 
 def gaps_ms(decoders: list[Decoder], since: float, until: float) -> dict[str, float]:
-    gaps = [np.diff([t for t in decoder.times_s if since <= t <= until]) for decoder in decoders]
+    """Of the waits that ended in that time."""
+    gaps = []
+    for decoder in decoders:
+        times = np.array(decoder.times_s)
+        gaps.append(np.diff(times)[(times[1:] > since) & (times[1:] <= until)])
     gate(all(len(of) for of in gaps), "a request starves")
     p50, p99 = np.percentile(np.concatenate(gaps), [50, 99]) * 1e3
     return {"p50_ms": round(p50, 1), "p99_ms": round(p99, 1), "most_ms": round(float(max(map(max, gaps))) * 1e3, 1)}
+
+
+def until_all(decoders: list[Decoder], is_so: Callable[[Decoder], bool]) -> float:
+    """When that is so of each. Raises GateError where one has ended before."""
+    while waiting := [decoder for decoder in decoders if not is_so(decoder)]:
+        gate(all(decoder.is_alive() for decoder in waiting), "a request that decodes has ended before it was told to")
+        time.sleep(0.01)
+    return time.perf_counter()
 
 
 def run(service: Service, prompts: list[str], num_decoding: int) -> dict[str, Any]:
@@ -70,14 +84,11 @@ def run(service: Service, prompts: list[str], num_decoding: int) -> dict[str, An
         decoders = [Decoder(service, number) for number in range(num_decoding)]
         for decoder in decoders:
             decoder.start()
-        while min(len(decoder.times_s) for decoder in decoders) < 10:
-            time.sleep(0.01)
-        started = time.perf_counter()
-        while min(len(decoder.times_s) for decoder in decoders) < QUIET_TOKENS:
-            time.sleep(0.01)
-        came = time.perf_counter()
+        started = until_all(decoders, lambda decoder: len(decoder.times_s) >= 10)
+        came = until_all(decoders, lambda decoder: len(decoder.times_s) >= QUIET_TOKENS)
         beside = ask(client, [user(prompts[2])], 1, model=service.model)
-        ended = time.perf_counter()
+        answered = time.perf_counter()
+        ended = until_all(decoders, lambda decoder: decoder.times_s[-1] > answered)
     for decoder in decoders:
         decoder.ends.set()
     for decoder in decoders:
@@ -105,6 +116,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="of the service, as KEY=VALUE")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    end_as_interrupted()
     num_chars = options.prompt_tokens * (CHARS_A_TOKEN if options.model == "demo" else 1)
     manual = find_text("manual").content()
     prompts = [manual[start : start + num_chars] for start in (0, num_chars, 2 * num_chars)]

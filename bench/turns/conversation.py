@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from bench.timing import finish, gate
+from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import TEXTS, Reply, ask, assistant, serving, user
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig
@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    end_as_interrupted()
     with tempfile.TemporaryDirectory() as directory:
         one, other = Path(directory, "one"), Path(directory, "other")
         turns, beside = in_one_service(one, options.turns)

@@ -5,8 +5,8 @@
 Three conversations go on beside each other, one of them from a document that becomes a context; the process that
 decodes is killed (`kill -9`) at random, another goes on with the turns that broke off. Every so often a conversation
 begins anew with a salt of its own, for which nothing is kept. Gates: every token that came, of whole answers and of
-those that broke off, is that of a process that was never killed and keeps nothing; every file under a block's name is
-whole.
+those that broke off, is that of a process that was never killed and keeps nothing; no process ends but by its kill;
+every file under a block's name is whole.
 
 So that a hundred processes take minutes, they are forked from one that has loaded the model.
 """
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.timing import finish, gate
+from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import TEXTS
 from csattn.models import LoadedModel, load_model
 from offload.block_files import SUFFIX, fault_of
@@ -102,8 +102,7 @@ def serve_lives(model: str | None) -> None:
             backend = make_backend(loaded, model, Path(life["store"]), life["keeps"])
             asyncio.run(talk(backend, life["plan"], life["keeps"]))
             os._exit(0)
-        os.waitpid(child, 0)
-        tell({"over": child})
+        tell({"over": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])})
 
 
 @dataclass
@@ -132,6 +131,8 @@ class Kills:
         for line in self.server.stdout:
             told = json.loads(line)
             if "over" in told:
+                wanted = 0 if dies_after_s is None else -signal.SIGKILL
+                gate(told["over"] == wanted, f"a process ended with {told['over']}, not {wanted}")
                 return
             if "begun" in told:
                 if dies_after_s is not None:
@@ -208,6 +209,7 @@ def main() -> None:
     parser.add_argument("--lives", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    end_as_interrupted()
     if options.lives:
         serve_lives(options.model)
         return

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.timing import finish, gate
+from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import TEXTS, Reply, Service, ask, serving, user
 
 TENANTS = ("heron", "walnut", "quartz", "bellows", "saffron", "granite", "juniper", "cobalt")
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    end_as_interrupted()
     with tempfile.TemporaryDirectory() as directory:
         with serving(Path(directory, "alone"), "kept.memory_bytes=0") as service, service.client() as client:
             want = {tenant: ask(client, prompt(tenant), MAX_TOKENS, tenant).text for tenant in TENANTS}

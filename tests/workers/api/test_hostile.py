@@ -1,6 +1,8 @@
 """A few hundred hostile requests, beside clients that are slow all the while; `python -m bench.hostile` sends more."""
 
-from bench.hostile import judged, measured
+import socket
+
+from bench.hostile import Outcome, judged, measured
 from bench.hostile_requests import KINDS
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, eventually, serving, settings_with
@@ -13,6 +15,7 @@ def test_the_service_stands_hostile_clients() -> None:
     with serving(backend, settings_with(stall_timeout_s=2.0, body_timeout_s=3.0)) as service:
         report = measured(service.url, KEY, MODEL, num_requests=300, concurrency=8, num_slow=4)
         assert report["faults"] == []
+        assert set(report["by_kind"]["bad key"]) == {"401"}
         assert report["biggest_refusal_bytes"] <= 4096
         assert set(report["by_kind"]) >= set(KINDS)
         assert report["health_p99_ms"] < 2000  # a sign of life on any machine; the figure is the benchmark's
@@ -24,3 +27,21 @@ def test_a_refusal_is_as_long_as_it_says_whatever_follows_it() -> None:
     assert judged(refusal + 9000 * b"x") == ("400", "")
     assert judged(refusal.replace(b": 3", b": 9000"))[1] == "a refusal of 9000 bytes"
     assert judged(b"HTTP/1.1 400 Bad Request\r\n\r\n" + 9000 * b"x")[1] == "a refusal of 9000 bytes"
+
+
+def test_a_reply_that_breaks_off_or_lets_a_wrong_key_in_is_a_fault() -> None:
+    good = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc"
+    assert judged(good) == ("200", "")
+    assert "broke off" in judged(good[:-1])[1]
+    assert "broke off" in judged(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc")[1]
+    assert judged(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\nno HTTP") == ("400", "")
+    outcome = Outcome()
+    outcome.saw("one", "bad key", good, waits=True)
+    assert outcome.faults == ["one: status 200 for a wrong key"]
+
+
+def test_a_service_that_is_gone_does_not_stand_it() -> None:
+    with socket.socket() as taken:  # nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        report = measured(f"http://127.0.0.1:{taken.getsockname()[1]}", KEY, MODEL, num_requests=100, num_slow=0)
+    assert report["num_faults"] > 50 and any("/health" in fault for fault in report["faults"])

@@ -1,0 +1,36 @@
+"""`bench.overload` counts what came in the time that it took."""
+
+import argparse
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench import overload
+from bench.timing import GateError
+
+ASKED = argparse.Namespace(num_tokens=1, running=2, seconds=0.15, seed=0)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, text: str) -> dict[str, Any]:
+    class Client:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def ask(self) -> overload.Reply:
+            await asyncio.sleep(0.1)
+            return overload.Reply(200, 0.1, 0.1, None, text)
+
+    monkeypatch.setattr(overload, "Client", Client)
+    return asyncio.run(overload.measure(SimpleNamespace(url=""), "m", ASKED))  # type: ignore[arg-type]
+
+
+def test_the_rate_is_over_all_the_time_in_which_answers_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = measured(monkeypatch, "a word")
+    assert figures["full"]["num"] == 4 and figures["requests_per_s"] <= 20  # two clients, two answers each, 0.2 s
+    assert "p99_ms" not in figures["alone"] and figures["alone"]["num"] == 3
+
+
+def test_answers_without_words_are_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GateError, match="status 200 and no text"):
+        measured(monkeypatch, "")

@@ -65,7 +65,7 @@ Lookahead = Annotated[
     int | None,
     typer.Option(
         help="1: search one layer ahead, with a predicted query.",
-        show_default="1 if chosen rows come over a link or from disk, else 0",
+        show_default="1 in host or with rows on disk, else 0",
     ),
 ]
 WindowLen = Annotated[int, typer.Option(help="Recent rows that are always read.")]

@@ -77,15 +77,17 @@ def first_screen() -> list[str]:
     million = case(1, 1048576, "hybrid")
     lines += [
         "",
-        "Times are of random weights, over recorded rows and copies of them with noise. Quality is of a small model, "
-        "SmolLM2-135M, on [real texts of 6K to 116K tokens](docs/quality.md): KL to full attention, in nats of the "
-        f"next token, {kl_range('default')}, where exact Top-K with the others dropped has {kl_range('exact')}. "
-        "Of [Qwen2.5-Coder-1.5B](docs/quality.md#larger-models), at 6K to 32K, it is "
-        f"{larger_range('default')}, and exact Top-K's {larger_range('exact')}.",
-        f"To be as good, Quest has to read about {share_range('quest')} of the rows, SparQ, with its mean value or "
-        f"without, {share_range('sparq')}, PQCache {share_range('pqcache')}, by text and length: "
-        "[beside others](docs/compare.md#in-time-at-every-length).",
-        f"A context of a million tokens, 137 GB of KV, decodes at {1e3 / milliseconds(million):.0f} tokens a second.",
+        "The times are for random weights, over recorded rows and noisy copies of them. Quality was measured with a "
+        "small model, SmolLM2-135M, on [real texts of 6K to 116K tokens](docs/quality.md). At 2 %, csattn's KL to "
+        f"full attention is {kl_range('default')} nats of the next token. Exact Top-K, which drops the other rows, has "
+        f"{kl_range('exact')}. With [Qwen2.5-Coder-1.5B](docs/quality.md#larger-models), at 6K to 32K, csattn has "
+        f"{larger_range('default')} and exact Top-K {larger_range('exact')}.",
+        f"For the same KL, Quest has to read about {share_range('quest')} of the rows, SparQ (with or without its mean "
+        f"value) {share_range('sparq')}, and PQCache {share_range('pqcache')}, depending on text and length "
+        "([other methods](docs/compare.md#in-time-at-every-length)).",
+        "",
+        "With a context of a million tokens (137 GB of KV, in host memory), csattn decodes "
+        f"{1e3 / milliseconds(million):.0f} tokens per second.",
         "",
         *ruler(),
     ]

@@ -24,7 +24,7 @@ from tests.workers.test_cli import csattn, in_process, last_line
 from workers.cli import asking, examining, serving, shelf, terminal, version
 from workers.doctor import Facts, examine, gather_facts
 from workers.settings import example
-from workers.settings.parts import KEYS
+from workers.settings.parts import KEYS, suited_lookahead
 
 
 @pytest.fixture
@@ -291,6 +291,14 @@ def test_help_tells_defaults_that_are_chosen_later(capsys, monkeypatch, verb) ->
     monkeypatch.setenv("COLUMNS", "200")
     told = in_process(verb, "--help", capsys=capsys).stdout
     assert "the installed SmolLM2-135M" in told and "all cores" in told
+
+
+def test_help_tells_where_layers_are_searched_ahead(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    ahead = [placement for placement in ("cpu", "device", "hybrid", "host") if suited_lookahead(placement)]
+    assert suited_lookahead("cpu", rows_on_disk=True) == 1
+    told = in_process("generate", "--help", capsys=capsys).stdout
+    assert f"1 in {', '.join(ahead)} or with rows on disk, else 0" in told
 
 
 def test_neither_loads_a_heavy_library() -> None:

@@ -35,7 +35,7 @@ from workers.cli.streaming import stream
 from workers.cli.version import full_version
 
 app = typer.Typer(
-    help="Decode from a long, shared context while reading a few percent of its KV.",
+    help="Decode from a long, shared context while reading a few percent of its KV cache.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -52,7 +52,7 @@ def _tell_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """What belongs to no verb."""
@@ -65,33 +65,33 @@ _SEARCH, _BUILD = SearchConfig(), BuildOptions()  # the defaults of what several
 @app.command()
 def build(
     context: Annotated[str | None, typer.Option(help="Text file, or - for standard input.")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="Instead: its token ids, a list in JSON.")] = None,
-    jobs: Annotated[Path | None, typer.Option(help="A file of JSON lines, or - for standard input.")] = None,
-    ray: Annotated[str | None, typer.Option(help="With --jobs, a Ray cluster: its address, auto, or local.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Its token ids instead: a JSON list in a file.")] = None,
+    jobs: Annotated[Path | None, typer.Option(help="Many contexts: a file of JSON lines, or -.")] = None,
+    ray: Annotated[str | None, typer.Option(help="With --jobs, build on Ray: an address, auto, or local.")] = None,
     model: Model = None,
     store: Store = Path("store"),
     preset: Annotated[str, typer.Option(help=", ".join(PRESET_NAMES))] = _BUILD.preset,
-    num_fine: Annotated[int | None, typer.Option(help="sketch: words of 4-bit codes for 64 dimensions.")] = None,
-    num_coarse: Annotated[int | None, typer.Option(help="sketch: words of 2-bit codes for 64 dimensions.")] = None,
-    segment_len: Annotated[int | None, typer.Option(help="sketch: rows that share a transform, about.")] = None,
-    num_subspaces: Annotated[int | None, typer.Option(help="lists: m, slices of head_dim.")] = None,
-    num_centroids: Annotated[int | None, typer.Option(help="lists: C, per subspace.")] = None,
-    list_len: Annotated[float | None, typer.Option(help="lists: L as a share of the context.")] = None,
+    num_fine: Annotated[int | None, typer.Option(help="sketch: words of 4-bit codes per 64 dimensions.")] = None,
+    num_coarse: Annotated[int | None, typer.Option(help="sketch: words of 2-bit codes per 64 dimensions.")] = None,
+    segment_len: Annotated[int | None, typer.Option(help="sketch: about how many rows share a transform.")] = None,
+    num_subspaces: Annotated[int | None, typer.Option(help="lists: m, the slices of head_dim.")] = None,
+    num_centroids: Annotated[int | None, typer.Option(help="lists: C, the centroids per subspace.")] = None,
+    list_len: Annotated[float | None, typer.Option(help="lists: L, list length as a share of the context.")] = None,
     kmeans: Annotated[
         str | None, typer.Option(help="lists: faiss or torch.", show_default="torch on a GPU or macOS, else faiss")
     ] = None,
     dtype: Dtype = _BUILD.dtype,
     weights: Weights = None,
-    chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = _BUILD.chat,
+    chat: Annotated[bool, typer.Option(help="Wrap the context in the model's chat template.")] = _BUILD.chat,
     threads: Threads = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
     sync: Annotated[
-        bool, typer.Option(help="Wait for the disk; else let `csattn verify` look at it after a loss of power.")
+        bool, typer.Option(help="Wait for the disk. Without it, run `csattn verify` after a power failure.")
     ] = True,
-    progress: Annotated[str, typer.Option(help="json: one JSON object a line on stderr.")] = "auto",
+    progress: Annotated[str, typer.Option(help="auto, or json: one JSON object per line on stderr.")] = "auto",
     json: Json = False,
 ) -> None:
-    """Prefill a context once and index it: writes an artifact to the store. With --jobs, one for each of many."""
+    """Prefill and index a context, and write it to the store as an artifact. With --jobs, do this for many contexts."""
     from workers.cli import batching, building, terminal
     from workers.words import size
 
@@ -131,11 +131,11 @@ def generate(
     kv_codec: KvCodec = None,
     host_budget: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Memory for context rows, 64MiB say; others on disk.", show_default="all"),
+        typer.Option(metavar="SIZE", help="Memory for context rows, like 64MiB; others on disk.", show_default="all"),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Answer a question from an artifact; tokens appear as they come."""
+    """Answer a question from an artifact, printing tokens as they come."""
     from workers.cli import asking, terminal
     from workers.settings import suited_lookahead
 
@@ -163,21 +163,21 @@ app.command()(stream)
 @app.command(name="eval")
 def evaluate(
     text: Annotated[
-        Path, typer.Option(help="Text file of context-len + eval-len + 1 tokens at least, or - for standard input.")
+        Path, typer.Option(help="Text file of at least context-len + eval-len + 1 tokens, or - for standard input.")
     ],
     model: Model = None,
     context_len: Annotated[int, typer.Option(min=1, help="Tokens that are prefilled and indexed.")] = 7680,
-    eval_len: Annotated[int, typer.Option(min=1, help="Tokens after them that are predicted.")] = 512,
+    eval_len: Annotated[int, typer.Option(min=1, help="Tokens after the context that are predicted.")] = 512,
     keep: Keep = _SEARCH.keep,
     presets: Annotated[str, typer.Option(help="Comma-separated, or empty.")] = "default,paper",
     selectors: Annotated[str, typer.Option(help=f"Comma-separated, or empty: {described()}.")] = "exact,window",
-    lookahead: Annotated[str, typer.Option(help="0, 1, or 0,1: for all that choose.")] = "0",
+    lookahead: Annotated[str, typer.Option(help="0, 1 or 0,1: layers to search ahead.")] = "0",
     search_period: SearchPeriod = _SEARCH.search_period,
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
     dtype: Dtype = _BUILD.dtype,
     weights: Weights = None,
-    stretch: Annotated[float, typer.Option(min=1, help="Times the model's positions, by YaRN.")] = 1.0,
+    stretch: Annotated[float, typer.Option(min=1, help="Factor by which YaRN extends the model's positions.")] = 1.0,
     store: Annotated[
         Path | None,
         typer.Option(parser=directory, metavar="PATH", help="Keep artifacts here.", show_default="a scratch directory"),
@@ -186,7 +186,7 @@ def evaluate(
     kv_codec: KvCodec = None,
     json: Json = False,
 ) -> None:
-    """Teacher-force a text's next tokens, sparse in every layer, and compare with full attention."""
+    """Compare sparse with full attention on a text's next tokens, teacher-forced, in every layer."""
     from offload.codecs.formats import KvFormat
     from workers.cli import asking, comparing, terminal
 
@@ -212,8 +212,8 @@ def inspect(artifact: ArtifactPath, json: Json = False) -> None:
 
 @app.command()
 def verify(artifact: ArtifactPath, json: Json = False) -> None:
-    """Read every byte of an artifact, or of all in a store's directory, and compare it with its manifest. Exits with 1
-    where one is not intact, or of a format that this csattn does not read."""
+    """Compare every byte of an artifact, or of all in a store's directory, with its manifest. Exits with 1 if one is
+    not intact, or has a format that this csattn does not read."""
     from workers.cli import shelf, terminal
 
     result = shelf.verify(artifact)
@@ -234,19 +234,19 @@ def gc(
     store: Store = Path("store"),
     cache_bytes: Annotated[
         int | None,
-        typer.Option(min=0, help="Remove copies of remote artifacts too, unused longest first."),
+        typer.Option(min=0, help="Remove copies of remote artifacts too, oldest use first, down to this size."),
     ] = None,
     kept: Annotated[
         bool,
         typer.Option(
             "--kept",
-            help="Remove what services have kept of prompts and turns, too. End those of the store first: one that "
-            "runs here is told of, one on another machine may not be, and makes again what it misses.",
+            help="Remove what services have kept of prompts and turns too. Stop the store's services first: while "
+            "one runs here, this is refused. One on another machine may go unnoticed, and rebuilds what is gone.",
         ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Remove what interrupted builds left behind, and on request copies and what services have kept."""
+    """Remove what interrupted builds left behind and, on request, copies and what services have kept."""
     from workers.cli import shelf, terminal
 
     terminal.end(shelf.clean(store, cache_bytes, kept), json)
@@ -255,11 +255,11 @@ def gc(
 @app.command()
 def demo(
     out: Annotated[
-        Path, typer.Option(parser=directory, metavar="PATH", help="Where the picture and the artifact go.")
+        Path, typer.Option(parser=directory, metavar="PATH", help="Directory for the picture and the artifact.")
     ] = Path("demo-out"),
     json: Json = False,
 ) -> None:
-    """Build from a document that ships with the project, ask three questions, draw what was read."""
+    """Build a context from a document of the project, ask three questions, and draw what was read."""
     from workers.cli import showing, terminal
 
     terminal.end(showing.run(out), json)
@@ -268,15 +268,15 @@ def demo(
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(callback=named, help="A directory, a .gguf file or a hub id: what it needs here.")
+        str | None, typer.Argument(callback=named, help="Also check a model: a directory, a .gguf file or a hub id.")
     ] = None,
     weights: Weights = None,
     store: LocalStore = Path("store"),
     json: Json = False,
 ) -> None:
-    """Check libraries, GPU, pinning, memory and store, and say what to do. Exit code 1 if there is a problem.
+    """Check libraries, GPU, pinning, memory and store, and say what to do. Exits with 1 if there is a problem.
 
-    Of a MODEL it says what it takes, in bytes, and what it will be refused for; no weight is read.
+    For a MODEL, say how many bytes it takes and why it would be refused; no weights are read.
     """
     from workers.cli import examining, terminal
 
@@ -290,15 +290,15 @@ def serve(
     file: Annotated[
         Path | None, typer.Option("--config", help="TOML file.", show_default="$CSATTN_CONFIG, or none")
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="In this process alone.", show_default="on Ray")] = False,
+    local: Annotated[bool, typer.Option("--local", help="Run in this process only.", show_default="on Ray")] = False,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
-    port: Annotated[int | None, typer.Option(help="0: one that is free.", show_default="8000")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 chooses a free one.", show_default="8000")] = None,
     store: Annotated[
         Path | None,
         typer.Option(parser=directory, metavar="PATH", help="Directory that holds artifacts.", show_default="store"),
     ] = None,
     context: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=ARTIFACT", help="Serve an artifact of the store by that name.")
+        list[str] | None, typer.Option(metavar="NAME=ARTIFACT", help="Serve an artifact of the store under this name.")
     ] = None,
     model: Model = None,
     weights: Weights = None,
@@ -306,20 +306,20 @@ def serve(
     devices: Devices = None,
     kv_codec: KvCodec = None,
     selector: Annotated[
-        str | None, typer.Option(help="Of requests that name none; full: all rows.", show_default="csattn")
+        str | None, typer.Option(help="Selector for requests that name none; full: all rows.", show_default="csattn")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="That search on the CPU.", show_default="all cores")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads for searches.", show_default="all cores")] = None,
     keep: Annotated[
         float | None,
         typer.Option(help=KEEP_HELP, show_default=str(_SEARCH.keep)),
     ] = None,
     lookahead: Lookahead = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; `csattn config show` has all.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of `csattn config show`.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the service is ready.")] = False,
 ) -> None:
-    """Answer over HTTP, as OpenAI's clients ask, from contexts that are built once. Ends with SIGTERM or Ctrl-C."""
+    """Serve OpenAI's API over HTTP, from contexts that are built once. Ends with SIGTERM or Ctrl-C."""
     from workers.cli import serving
     from workers.cli.configuring import parse_changes
 

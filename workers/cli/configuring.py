@@ -9,7 +9,7 @@ import typer
 from csattn.errors import ConfigError
 from workers.cli.options import Json
 
-config = typer.Typer(help="Show the service's settings, or write a file of them.", no_args_is_help=True)
+config = typer.Typer(help="Show the service's settings, or print a file of them.", no_args_is_help=True)
 
 
 @config.command()
@@ -18,11 +18,11 @@ def show(
         Path | None, typer.Option("--config", help="TOML file.", show_default="$CSATTN_CONFIG, or none")
     ] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As a flag would: over everything else.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as a flag does.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show every setting, its value, and where that came from: flag, environment, file or default."""
+    """Show every setting, its value, and its source: flag, environment, file or default."""
     from workers.cli import terminal
 
     terminal.end(settings_table(file, changes or []), json)
@@ -30,7 +30,7 @@ def show(
 
 @config.command()
 def example(json: Json = False) -> None:
-    """Print a TOML file with every setting at its default, and what each means."""
+    """Print a TOML file with every setting at its default, and its meaning."""
     from workers.cli import terminal
     from workers.settings import example as text
 

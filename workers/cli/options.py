@@ -48,14 +48,14 @@ LocalStore = Annotated[Path, typer.Option(parser=directory, metavar="PATH", help
 ArtifactPath = Annotated[
     Any, typer.Argument(parser=_place, metavar="ARTIFACT", help="Its directory or URL, or STORE/start-of-its-id.")
 ]
-KEEP_HELP = "Share of the context chosen per step, besides first and last rows, in (0, 1]."
+KEEP_HELP = "Share of the context chosen per step, in (0, 1]; first and last rows come on top."
 Keep = Annotated[float, typer.Option(help=KEEP_HELP)]
 Placement = Annotated[
     str | None,
-    typer.Option(help="cpu; or on a GPU device, hybrid or host: where index and KV lie.", show_default="cpu"),
+    typer.Option(help="cpu; or, on a GPU, where index and KV are: device, hybrid or host.", show_default="cpu"),
 ]
 Devices = Annotated[
-    int | None, typer.Option("--devices", help="GPUs that share out the model's heads.", min=1, show_default="1")
+    int | None, typer.Option("--devices", help="GPUs that split the model's heads.", min=1, show_default="1")
 ]
 KvCodec = Annotated[
     str | None,
@@ -64,13 +64,13 @@ KvCodec = Annotated[
 Lookahead = Annotated[
     int | None,
     typer.Option(
-        help="1: search one layer ahead, on the predicted query.",
-        show_default="1 where chosen rows come over a link or from disk, else 0",
+        help="1: search one layer ahead, with a predicted query.",
+        show_default="1 in host or with rows on disk, else 0",
     ),
 ]
 WindowLen = Annotated[int, typer.Option(help="Recent rows that are always read.")]
 SearchPeriod = Annotated[
-    int, typer.Option(help="Search at every N-th token of a request; those between read what it chose.")
+    int, typer.Option(help="Search at every N-th token of a request; the tokens between reuse its choice.")
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")]
 Rest = Annotated[

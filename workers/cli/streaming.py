@@ -16,18 +16,18 @@ def stream(
     policy: Annotated[
         str, typer.Option(help="window: first and last rows; h2o: heavy hitters and last rows.")
     ] = "window",
-    sink_len: Annotated[int | None, typer.Option(help="window: first rows that stay.", show_default="4")] = None,
+    sink_len: Annotated[int | None, typer.Option(help="window: first rows that are kept.", show_default="4")] = None,
     window_len: Annotated[
-        int | None, typer.Option(help="Last rows, the token's own included.", show_default="1020")
+        int | None, typer.Option(help="Last rows, including the token's own.", show_default="1020")
     ] = None,
-    heavy_len: Annotated[int | None, typer.Option(help="h2o: heavy hitters of a KV head.", show_default="256")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The model may end its text before.")] = 256,
+    heavy_len: Annotated[int | None, typer.Option(help="h2o: heavy hitters per KV head.", show_default="256")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most; the model may end its text earlier.")] = 256,
     model: Model = None,
     dtype: Dtype = "float32",
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Continue a text without end, in constant memory; tokens appear as they come."""
+    """Continue a text endlessly in constant memory, printing tokens as they come."""
     config, said = stream_config(policy, sink_len, window_len, heavy_len), list[str]()  # refused before torch comes in
 
     from index_build.inputs import given_prompt

@@ -69,8 +69,8 @@ SELECTORS = {  # contenders of `bench.accuracy selectors`: names
 }
 FINDERS = "full", "default", "exact"
 LM_EVAL = (
-    "In `python -m bench.lm_eval`, an unmodified [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness) asks the "
-    "service RULER's questions, the same ones with each selection. The difference from full attention, sample by "
+    "In `python -m bench.lm_eval`, an unmodified [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness) asks "
+    "the service RULER's questions, the same ones with each selection. The difference from full attention, sample by "
     "sample, is in brackets. Each model fails some questions whatever it attends to, and the small one fails most. "
     "Tasks that count over the whole context (cwe, fwe) lose first where rows are dropped.",
 )
@@ -264,8 +264,8 @@ def rest_mass() -> list[str]:
     return [
         "Codes underestimate the total weight of the rows that are not chosen for "
         f"{min(below):.0f} to {max(below):.0f} % of the queries of all heads; the median is {min(medians):.0f} to "
-        f"{max(medians):.0f} % too low ({', '.join(case['text'] for case in cases)}; {context_len} tokens, {100 * keep:g} % "
-        "chosen; `python -m bench.accuracy rest`). "
+        f"{max(medians):.0f} % too low ({', '.join(case['text'] for case in cases)}; {context_len} tokens, "
+        f"{100 * keep:g} % chosen; `python -m bench.accuracy rest`). "
         "[A correction made KL worse](../bench/log.md#what-won-and-what-lost)."
     ]
 

@@ -73,8 +73,8 @@ def changes_table(cases: Sequence[Case], keep: float) -> list[str]:
     return [
         *lines,
         "",
-        f"**In this model {share:.0f} % of the keys' energy is their mean. Softmax does not see the mean, but sums over "
-        "truncated lists do. Tables of the same size go from a KL of "
+        f"**In this model {share:.0f} % of the keys' energy is their mean. Softmax does not see the mean, but sums "
+        "over truncated lists do. Tables of the same size go from a KL of "
         f"{letter:.4f} to {corrected:.4f} when the mean is subtracted before they are made and subspaces are weighed "
         f"by the query's norm. Exact Top-K per query head has {exact:.4f}.**",
     ]

@@ -78,10 +78,10 @@ def unverified(outcomes: dict[str, int]) -> list[str]:
     damaged = sum(count for came, count in outcomes.items() if came.startswith("damaged"))
     other = sum(count for came, count in outcomes.items() if came.startswith("damaged") and "other when not" in came)
     return [
-        f"Of {damaged} damaged artifacts, verifying refused all that would have given another answer. Without it, "
-        f"{other} gave another answer, because sizes and headers do not show a changed byte of KV. `csattn generate` "
-        "and a service open artifacts that were built or registered without it. A forged artifact answers as its "
-        "forger wanted; it ends no process.",
+        f"Of {damaged} damaged artifacts, verifying refused all that would have given another answer. Opened "
+        f"unverified, {other} gave another answer, because sizes and headers do not show a changed byte of KV. "
+        "`csattn generate` and a service open what was built or registered in that way. A forged artifact answers as "
+        "its forger wanted; it ends no process.",
     ]
 
 

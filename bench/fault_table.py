@@ -94,10 +94,10 @@ def unverified(outcomes: dict[str, int]) -> list[str]:
     damaged = sum(count for came, count in outcomes.items() if came.startswith("damaged"))
     other = sum(count for came, count in outcomes.items() if came.startswith("damaged") and "other when not" in came)
     return [
-        f"Of {damaged} damaged artifacts, verifying refused all that would have answered otherwise. Opened without it, "
-        "as `csattn generate` and",
-        f"a service do with what was built or registered, {other} gave another answer: sizes and headers",
-        "do not tell of a byte of KV. A forged artifact answers as its forger wanted; it ends no process.",
+        f"Of {damaged} damaged artifacts, verifying refused all that would have given another answer. Opened "
+        f"unverified, {other} gave another answer, because sizes and headers do not show a changed byte of KV. "
+        "`csattn generate` and a service open what was built or registered in that way. A forged artifact answers as "
+        "its forger wanted; it ends no process.",
     ]
 
 

@@ -69,10 +69,10 @@ SELECTORS = {  # contenders of `bench.accuracy selectors`: names
 }
 FINDERS = "full", "default", "exact"
 LM_EVAL = (
-    "`python -m bench.lm_eval` has [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness), unmodified, ask the "
-    "service RULER's questions, each selection the same ones. In brackets: the difference from full",
-    "attention, sample by sample. Some a model fails whatever it attends to, the small one most of them. "
-    "What has to be counted over the whole context (cwe, fwe) is lost first where rows are dropped.",
+    "In `python -m bench.lm_eval`, an unmodified [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness) asks "
+    "the service RULER's questions, the same ones with each selection. The difference from full attention, sample by "
+    "sample, is in brackets. Each model fails some questions whatever it attends to, and the small one fails most. "
+    "Tasks that count over the whole context (cwe, fwe) lose first where rows are dropped.",
 )
 
 
@@ -158,9 +158,9 @@ def quality_gemma() -> list[str]:
         for name in ("default", "lists")
     }
     return [
-        f"Gemma-3-270M, of whose 18 layers three see everything and the others 512 rows, by `csattn eval` "
-        f"({', '.join(texts)}; {cases[0]['context_len']} tokens, and the {cases[0]['eval_len']} after them): KL at 2 % "
-        f"(× exact Top-K's) is {told['default']} with `default`, {told['lists']} with `lists`."
+        "Three of Gemma-3-270M's 18 layers see everything, the others 512 rows. By `csattn eval` "
+        f"({', '.join(texts)}; {cases[0]['context_len']} tokens, and the {cases[0]['eval_len']} after them), its KL at "
+        f"2 % (× exact Top-K's) is {told['default']} with `default`, and {told['lists']} with `lists`."
     ]
 
 
@@ -262,10 +262,11 @@ def rest_mass() -> list[str]:
     medians = [100 - 100 * math.exp(case["median"]) for case in cases]
     below = [100 * case["below"] for case in cases]
     return [
-        f"For {min(below):.0f} to {max(below):.0f} % of the queries of all heads codes tell too little of what the "
-        f"rows that are not chosen weigh together: in the median {min(medians):.0f} to {max(medians):.0f} % too little "
-        f"({', '.join(case['text'] for case in cases)}; {context_len} tokens, {100 * keep:g} % chosen; "
-        "`python -m bench.accuracy rest`). [A correction made KL worse](../bench/log.md#what-won-and-what-lost)."
+        "Codes underestimate the total weight of the rows that are not chosen for "
+        f"{min(below):.0f} to {max(below):.0f} % of the queries of all heads; the median is {min(medians):.0f} to "
+        f"{max(medians):.0f} % too low ({', '.join(case['text'] for case in cases)}; {context_len} tokens, "
+        f"{100 * keep:g} % chosen; `python -m bench.accuracy rest`). "
+        "[A correction made KL worse](../bench/log.md#what-won-and-what-lost)."
     ]
 
 

@@ -73,10 +73,10 @@ def changes_table(cases: Sequence[Case], keep: float) -> list[str]:
     return [
         *lines,
         "",
-        f"In one sentence: **in this model {share:.0f} % of the keys' energy is their mean, which softmax does not see "
-        "but sums over truncated lists do; when it is taken off before the tables are made and subspaces are weighed "
-        f"by the query's norm, the same tables, as large as before, go from a KL of {letter:.4f} to {corrected:.4f}, "
-        f"where exact Top-K per query head has {exact:.4f}.**",
+        f"**In this model {share:.0f} % of the keys' energy is their mean. Softmax does not see the mean, but sums "
+        "over truncated lists do. Tables of the same size go from a KL of "
+        f"{letter:.4f} to {corrected:.4f} when the mean is subtracted before they are made and subspaces are weighed "
+        f"by the query's norm. Exact Top-K per query head has {exact:.4f}.**",
     ]
 
 

@@ -82,6 +82,7 @@ async def measure(service: Service, model: str, options: argparse.Namespace) -> 
     gate(
         all(reply.text == wanted for reply in [*alone, *full, *admitted]), "an answer differs from the one given alone"
     )
+    gate(bool(admitted), f"none of {len(over)} requests was admitted")
     gate({reply.status for reply in refused} <= {429, 503}, f"refusals were {Counter(r.status for r in refused)}")
     gate(all(reply.retry_after for reply in refused), "a refusal did not say when to come again")
     full_s, over_s = ([reply.whole_s for reply in replies] for replies in (full, admitted))

@@ -34,3 +34,12 @@ def test_the_rate_is_over_all_the_time_in_which_answers_came(monkeypatch: pytest
 def test_answers_without_words_are_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GateError, match="status 200 and no text"):
         measured(monkeypatch, "")
+
+
+def test_of_a_service_that_admits_nobody_there_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: Any) -> list[overload.Reply]:
+        return [overload.Reply(429, 0.1, 0.1, "1", "")] * 3
+
+    monkeypatch.setattr(overload, "open_loop", refused)
+    with pytest.raises(GateError, match="none of 3 requests was admitted"):
+        measured(monkeypatch, "a word")

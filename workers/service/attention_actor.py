@@ -39,13 +39,13 @@ class AttentionActor:
     def __init__(self, settings: Settings):
         log_to_stderr()
         spare_garbage()
-        # only the process that runs this has a use for models and engines
-        from workers.service.making import make_backend
-        from workers.service.search_actor import SearchActors
-
         self._settings = settings
         self._failure: str | None = None
         try:
+            # only the process that runs this has a use for models and engines
+            from workers.service.making import make_backend
+            from workers.service.search_actor import SearchActors
+
             self._backend = make_backend(settings, SearchActors())
         except Exception as error:  # whatever it is: Ray never starts an actor again that raises here
             self._failure = str(error)

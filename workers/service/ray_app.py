@@ -17,10 +17,10 @@ from uuid import uuid4
 from csattn.cluster import join
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
-from workers.service.addresses import url_of
+from workers.service.addresses import listen, url_of
 from workers.service.attention_actor import AttentionActor
 from workers.serving.messages import ServingError
-from workers.settings import Settings
+from workers.settings import ServerSettings, Settings
 from workers.words import last_line
 
 APP = "csattn"
@@ -29,7 +29,7 @@ DRAIN_S = 10.0  # for requests that still run when the service ends
 _ANSWERING_S = 60.0
 _POLL_S = 0.2
 _PLACING_S = 60.0
-_GONE_S = 10.0  # for the workers of a service that has just ended
+_GONE_S = DRAIN_S + 5.0  # for the workers of a service that is ending
 _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "workers.service.stream_guard.middlewares",
     "RAY_SERVE_LOG_TO_STDERR": "0",
@@ -57,14 +57,15 @@ class Stopped(Exception):
 def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told: Event) -> Iterator[tuple[str, str]]:
     """The URL of a service that answers, for as long as the block takes, and what its workers have found.
 
-    named: artifacts by the names that they get. port: one that is free. told: set when the service is to end; if that
-    comes before it is ready, Stopped is raised. Raises ConfigError where there is no Ray, no room, or no way for a
-    worker to start, or where such a service runs on the cluster already, and ContextNotReadyError where the model has
-    not made an artifact that gets a name.
+    named: artifacts by the names that they get. port: one that is free, or where the cluster's Serve listens already.
+    told: set when the service is to end; if that comes before it is ready, Stopped is raised. Raises ConfigError where
+    there is no Ray, no room, no such port, or no way for a worker to start, or where such a service runs on the cluster
+    already, and ContextNotReadyError where the model has not made an artifact that gets a name.
     """
     with connected(settings) as ray:
-        _require_alone(ray)
         namespace = f"{APP}-{uuid4().hex}"
+        _require_alone(ray, namespace, told)
+        _require_port(settings.server, port)
         names = [f"attention-{number}" for number in range(settings.ray.num_attention_workers)]
         workers: list[tuple[Any, Any]] = []
         try:
@@ -77,24 +78,47 @@ def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told
             found = ray.get(
                 [actor.found.remote(nodes.count(node)) for (actor, _), node in zip(workers, nodes, strict=True)]
             )
-            yield _start_ingress(settings, port, names, namespace), _together(names, found)
+            _require_alone(ray, namespace, told)  # one may have begun at the same time
+            try:
+                yield _start_ingress(settings, port, names, namespace), _together(names, found)
+            finally:
+                _delete_ingress()
         finally:
-            _stop(ray, workers)
+            _end_workers(ray, workers)
 
 
-def _require_alone(ray: Any) -> None:
+def _require_alone(ray: Any, namespace: str, told: Event) -> None:
     """A cluster has one application of that name: another service's would be replaced, and then deleted.
 
-    Of a service that was killed the application stays, and its workers go: it may be replaced.
+    Of a service that was killed the application stays, and its workers go: it may be replaced. namespace: of the own
+    workers.
     """
     until = time.monotonic() + _GONE_S
-    while any(actor["namespace"].startswith(f"{APP}-") for actor in ray.util.list_named_actors(all_namespaces=True)):
+    while any(
+        actor["namespace"].startswith(f"{APP}-") and actor["namespace"] != namespace
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+    ):
         if time.monotonic() >= until:
             raise ConfigError(
                 "a csattn service runs on this Ray cluster already, and a cluster has room for one; end it first, or "
                 "leave ray.address out to have a cluster for this one"
             )
-        time.sleep(_POLL_S)
+        if told.wait(_POLL_S):
+            raise Stopped
+
+
+def _require_port(server: ServerSettings, port: int) -> None:
+    """A cluster that serves already does so where it did before; at another port, another program might answer."""
+    from ray.serve.context import _get_global_client
+
+    serve = _get_global_client(raise_if_no_controller_running=False)
+    if serve is None:
+        listen(server).close()
+    elif serve.http_config.port != port:
+        raise ConfigError(
+            f"Ray Serve listens on port {serve.http_config.port} on this cluster, not on {port}, and keeps the address "
+            "that it was started with: set server.host and server.port to that, or run `serve shutdown` on it first"
+        )
 
 
 def _together(names: list[str], found: list[str]) -> str:
@@ -156,7 +180,7 @@ def _start_ingress(settings: Settings, port: int, names: list[str], namespace: s
     http_options = {"host": settings.server.host, "port": port}
     try:
         serve.start(proxy_location="HeadOnly", http_options=http_options, logging_config=quiet)
-    except (RayError, RuntimeError) as error:
+    except (RayError, RuntimeError, TimeoutError) as error:
         raise ConfigError(
             f"Ray Serve cannot listen on port {port} of {settings.server.host}: {last_line(error)}; run `serve "
             "shutdown` on the cluster, and name another port with --port"
@@ -192,12 +216,16 @@ def _require_answer(url: str) -> None:
     )
 
 
-def _stop(ray: Any, workers: list[tuple[Any, Any]]) -> None:
-    """Running requests may finish within DRAIN_S; what is left is told that its worker is gone."""
+def _delete_ingress() -> None:
+    """Running requests may finish within DRAIN_S."""
     from ray import serve
 
     with suppress(Exception):
         serve.delete(APP)
+
+
+def _end_workers(ray: Any, workers: list[tuple[Any, Any]]) -> None:
+    """Requests that still run are told that their worker is gone."""
     for actor, room in workers:
         with suppress(Exception):
             ray.kill(actor)

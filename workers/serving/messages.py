@@ -332,7 +332,7 @@ class TimedOutError(ServingError):
 
 
 class WorkerLostError(ServingError):
-    """The process that decoded this request ended; the request may be sent again."""
+    """The process that was to answer ended, or does not answer; the request may be sent again."""
 
     code = "worker_lost"
     status = 503

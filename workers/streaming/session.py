@@ -94,7 +94,7 @@ class StreamSession:
             logits = self._step(ids[:, start : start + _BLOCK_LEN], cache)
         while True:
             largest, likeliest = logits[:, -1:].max(-1)  # NaN is the greatest
-            yield require_token(int(likeliest) if largest < torch.inf else -1)
+            yield require_token(int(likeliest) if largest.isfinite() else -1)
             logits = self._step(likeliest, cache)
 
     def _ids(self, token_ids: NDArray[np.int32]) -> Tensor:

@@ -1,6 +1,7 @@
 """The attention worker's own part, without Ray: what crosses, and when a request is ended that nobody waits for."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 from types import SimpleNamespace
@@ -164,19 +165,23 @@ def test_requests_of_a_process_that_is_silent_are_ended_and_no_others(backend: S
     [
         (ConfigError("there is no such model"), "there is no such model"),
         (RuntimeError("CUDA out of memory"), "RuntimeError: CUDA out of memory"),
+        (None, "ModuleNotFoundError: import of workers.service.making halted; None in sys.modules"),
     ],
-    ids=["refused", "failed"],
+    ids=["refused", "failed", "not imported"],
 )
 def test_a_worker_that_cannot_start_says_why_and_ends(
-    monkeypatch: pytest.MonkeyPatch, backend: Startable, error: Exception, why: str
+    monkeypatch: pytest.MonkeyPatch, backend: Startable, error: Exception | None, why: str
 ) -> None:
     """By itself: Ray starts an actor again that has ended, and none whose constructor has raised."""
 
     def refuse(settings: Settings, launch: object) -> None:
+        assert error is not None
         raise error
 
     ended: list[int] = []
     monkeypatch.setattr(making, "make_backend", refuse)
+    if error is None:
+        monkeypatch.setitem(sys.modules, "workers.service.making", None)  # type: ignore[arg-type]
     monkeypatch.setattr(attention_actor, "_AGAIN_S", 0.01)
     monkeypatch.setattr(attention_actor.os, "_exit", ended.append)
 

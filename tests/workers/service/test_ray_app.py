@@ -1,9 +1,9 @@
 """How the service begins on a Ray cluster, without one: what it finds there, and what it says of it."""
 
 import socket
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,16 +36,74 @@ def test_another_service_of_the_cluster_is_not_replaced(monkeypatch: pytest.Monk
     monkeypatch.setattr(ray_app, "_GONE_S", 0.05)
     monkeypatch.setattr(ray_app, "_POLL_S", 0.01)
     with pytest.raises(ConfigError, match="a csattn service runs on this Ray cluster already"):
-        ray_app._require_alone(cluster(["serve", "csattn-0123"]))
-    ray_app._require_alone(cluster(["csattn-0123"], ["csattn-0123"], ["serve", "other"]))  # one that has just ended
+        ray_app._require_alone(cluster(["serve", "csattn-0123"]), "csattn-4567", Event())
+    ended = cluster(["csattn-0123"], ["csattn-0123"], ["serve", "csattn-4567"])  # one that has just, and this one
+    ray_app._require_alone(ended, "csattn-4567", Event())
+    told = Event()
+    told.set()
+    with pytest.raises(ray_app.Stopped):
+        ray_app._require_alone(cluster(["csattn-0123"]), "csattn-4567", told)
 
 
-def test_a_port_that_serve_cannot_have_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begins_beside", [False, True])
+def test_a_service_that_did_not_come_up_deletes_no_other(monkeypatch: pytest.MonkeyPatch, begins_beside: bool) -> None:
+    """Of two that begin at once either may wait long for room, or find the other when its workers are there."""
+    on_cluster, deleted, ended = cluster([], ["csattn-0123"] * begins_beside), list[str](), list[object]()
+
+    def no_ingress(*_: object) -> str:
+        raise AssertionError("another service would be replaced")
+
+    def started(*_: object) -> None:
+        if not begins_beside:
+            raise ConfigError("no room")
+
+    on_cluster.get = lambda answers: answers
+    actor = SimpleNamespace(node=SimpleNamespace(remote=lambda: "n"), found=SimpleNamespace(remote=lambda _: "a CPU"))
+    monkeypatch.setattr(ray_app, "_GONE_S", 0.0)
+    monkeypatch.setattr(ray_app, "connected", lambda _: nullcontext(on_cluster))
+    monkeypatch.setattr(ray_app, "_require_port", lambda *_: None)
+    monkeypatch.setattr(ray_app, "_start_worker", lambda *_: (actor, None))
+    monkeypatch.setattr(ray_app, "_require_started", started)
+    monkeypatch.setattr(ray_app, "_start_ingress", no_ingress)
+    monkeypatch.setattr(ray, "serve", SimpleNamespace(delete=deleted.append), raising=False)
+    monkeypatch.setattr(ray_app, "_end_workers", lambda _, workers: ended.extend(workers))
+    says = "runs on this Ray cluster already" if begins_beside else "no room"
+    with pytest.raises(ConfigError, match=says), ray_app.service_on_ray(Settings(), {}, 8000, Event()):
+        pass
+    assert len(ended) == 1 and not deleted
+
+
+def test_another_program_is_not_taken_for_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be asked whether the service answers, and so would its clients."""
+    context = pytest.importorskip("ray.serve.context")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = ServerSettings(port=port)
+        monkeypatch.setattr(context, "_get_global_client", lambda raise_if_no_controller_running: None)
+        with pytest.raises(ConfigError, match="is in use; name another"):
+            ray_app._require_port(server, port)
+        for other in (port, port + 1):
+            there = SimpleNamespace(http_config=SimpleNamespace(port=other))
+            monkeypatch.setattr(context, "_get_global_client", lambda there=there, **_: there)
+            refused = pytest.raises(ConfigError, match=f"Serve listens on port {other} on this cluster, not on {port}")
+            with nullcontext() if other == port else refused:
+                ray_app._require_port(server, port)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("ray::ProxyActor.ready()\n  a trace\nRuntimeError: Failed to bind"),
+        TimeoutError("HTTP proxies not available after 60s."),
+    ],
+)
+def test_a_port_that_serve_cannot_have_is_a_sentence(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def start(**options: object) -> None:
-        raise RuntimeError("ray::ProxyActor.ready()\n  a trace\nRuntimeError: Failed to bind")
+        raise error
 
     monkeypatch.setattr(ray, "serve", SimpleNamespace(start=start), raising=False)
-    with pytest.raises(ConfigError, match=r"cannot listen on port 80 of 127.0.0.1: RuntimeError: Failed to bind; run"):
+    says = r"cannot listen on port 80 of 127.0.0.1: (RuntimeError: Failed to bind|HTTP proxies not available .*); run"
+    with pytest.raises(ConfigError, match=says):
         ray_app._start_ingress(Settings(), 80, ["attention-0"], "csattn-0123")
 
 

@@ -275,10 +275,14 @@ def test_bad_input_is_refused_with_a_sentence() -> None:
             loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, **{CACHE: session.cache()})
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_no_number_is_not_taken_for_a_token(value) -> None:
+@pytest.mark.parametrize(("value", "of_ids"), [(torch.nan, [7]), (torch.inf, [7]), (-torch.inf, slice(None))])
+def test_what_is_no_number_is_not_taken_for_a_token(value, of_ids) -> None:
     model = make_model("llama")
-    model.lm_head.weight.data[7] = value
+
+    def spoil(_module, _inputs, logits) -> None:
+        logits[..., of_ids] = value
+
+    model.lm_head.register_forward_hook(spoil)
     broken = wrap_model(model, byte_tokenizer(), "broken")
     session = StreamSession(broken, StreamConfig(window_len=8))
     with session, pytest.raises(ModelError, match="logits hold NaN or infinity"):

@@ -1,7 +1,7 @@
 """What a step of the CPU engine costs, by the number of rows and of contexts.
 
     python -m bench.serve_step [--rows 1,2,4,8,16] [--question 16,64] [--threads N] [--contexts 3] [--rounds N]
-                               [--store DIR] [--json FILE]
+                               [--model M --dtype bfloat16 --weights int4] [--store DIR] [--json FILE]
 
 Rows are of as many requests, each of which decodes, or all of one request's question. Gate: each request's tokens and
 logits are the same bits among 16 rows as alone. All settings take turns, so that what else the machine does falls on
@@ -44,12 +44,15 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--contexts", type=int, default=len(STARTS))
+    parser.add_argument("--model", help="[default: the demo model]")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--weights", help="what linear layers are rounded to: int4 or fp8")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--store", type=Path, default=Path("~/.cache/csattn/bench").expanduser())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    loaded = load_model()
+    loaded = load_model(args.model, dtype=args.dtype, weights=args.weights)
     artifacts = _artifacts(loaded, args.store, args.contexts)
     counts = [int(count) for count in args.rows.split(",")]
     of_questions = [int(count) for count in args.question.split(",") if count]
@@ -76,7 +79,8 @@ def main() -> None:
             f"{step['search_ms']:.1f}, attention {step['attend_ms']:.1f}), {step['tokens_per_s']:6.1f} tokens/s, "
             f"{step.get('times_one_row')} x one row (by CPU time {step.get('times_one_row_by_cpu')})"
         )
-    finish({"bench": "serve_step", "threads": args.threads, "steps": steps}, args.json)
+    of = {"model": loaded.name, "dtype": args.dtype, "weights": args.weights}
+    finish({"bench": "serve_step", **of, "threads": args.threads, "steps": steps}, args.json)
 
 
 def _artifacts(loaded: LoadedModel, store: Path, num_contexts: int) -> list[Artifact]:

@@ -1,4 +1,4 @@
-"""Weights in few bits beside the decoded ones: which of a model's a GPU may keep so, and rounding to them."""
+"""Weights in few bits beside the decoded ones: which of a model's are kept so, and rounding to them."""
 
 import re
 from typing import Any
@@ -15,7 +15,7 @@ _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2
 
 
 def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
-    """Of layers, those that a GPU may keep in few bits: not what chooses experts, nor what loses its mean there."""
+    """Of layers, those that may be kept in few bits: not what chooses experts, nor what loses its mean there."""
     others = ("gate", "router", "router.proj", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
     return [
         (name, module)
@@ -36,7 +36,7 @@ def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
 
 
 def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
-    """Have a GPU keep matrices in these few bits, which it multiplies with bfloat16: modules get a `quantized`."""
+    """Have products read matrices in these few bits, where the others are bfloat16: modules get a `quantized`."""
     if model.dtype != torch.bfloat16:
         return
     for name, module in [*linears_of_layers(model), ("lm_head", model.lm_head)]:

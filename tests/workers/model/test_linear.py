@@ -1,5 +1,7 @@
 """Linear stages: agree with their definition, touch nothing else, and give a row the same bits beside any others."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,12 +10,18 @@ from csattn.cpu.addresses import KindStage
 from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
+from csattn.models.quantized_weight import ROUNDINGS, QuantizedWeight, WeightFormat
 from csattn.models.spec import Activation
-from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
+from csattn.models.weights import Linear
+from tests.workers.model.quantized import KINDS, make_quantized
+from workers.model.cpu.few_bits import FLOATS
+from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_stage, num_groups
+from workers.model.cpu.tape_ops import weights_of_product
 from workers.model.torch_ops import activated
 
 DTYPES = ["float32", "bfloat16", "float16"]
 NAN = float("nan")
+Weight = torch.Tensor | QuantizedWeight
 
 
 def poisoned(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -26,33 +34,47 @@ def poisoned(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def run(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     out: torch.Tensor,  # [num_rows, num_out]; a view of something wider
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    up_weight: torch.Tensor | None = None,
+    up_weight: Weight | None = None,
     up_bias: torch.Tensor | None = None,
     multiplier: float | None = None,
     num_threads: int = 1,
 ) -> None:
-    num_out, num_in = weight.shape
     num_rows, times = np.array([len(x)]), None if multiplier is None else np.array([multiplier])
-    product = num_rows, x, num_in, weight, bias, ACTIVATIONS.index(activation or "none"), up_weight, up_bias
-    values = *product, num_out, out.data_ptr(), out.stride(0), times
+    weights, scales, format, group_size = weights_of_product(
+        [as_linear(part) for part in (weight, up_weight) if part is not None]
+    )
+    (weight_at, *up_at), (scales_at, *up_scales_at) = weights, scales
+    assert (format != FLOATS) == isinstance(weight, QuantizedWeight)
+    product = num_rows, x, x.shape[1], format, group_size, weight_at, scales_at, bias
+    gated = ACTIVATIONS.index(activation or "none"), *(up_at or [None]), *(up_scales_at or [None]), up_bias
+    groups = 1 + len(x) % 3
+    values = *product, *gated, len(weight), groups, out.data_ptr(), out.stride(0), times
     tape = Tape()
     arguments = words_of(LINEAR, dict(zip(LINEAR, values, strict=True)))
-    tape.add(KindStage(linear_stage, str(weight.dtype).removeprefix("torch.")), arguments, linear_pieces(num_out))
+    kind = "float32" if isinstance(weight, QuantizedWeight) else str(weight.dtype).removeprefix("torch.")
+    tape.add(KindStage(linear_stage, kind), arguments, -(-num_groups(len(weight)) // groups))
     with Team(num_threads) as team:
         team.run(tape)
 
 
+def as_linear(weight: Weight) -> Linear:
+    if isinstance(weight, torch.Tensor):
+        return Linear(weight)
+    nothing = torch.full((len(weight), weight.num_in), NAN)  # the decoded ones are not read
+    return Linear(nothing, None, weight)
+
+
 def definition(
     x: torch.Tensor,  # [num_rows, num_in] float32
-    weight: torch.Tensor,  # [num_out, num_in]
+    weight: Weight,  # [num_out, num_in]
     out: torch.Tensor,  # [num_rows, num_out] float32: what was there before
     bias: torch.Tensor | None = None,  # [num_out]
     activation: Activation | None = None,
-    up_weight: torch.Tensor | None = None,  # [num_out, num_in]
+    up_weight: Weight | None = None,  # [num_out, num_in]
     up_bias: torch.Tensor | None = None,  # [num_out]
     multiplier: float | None = None,
 ) -> torch.Tensor:
@@ -63,7 +85,8 @@ def definition(
     return (product if multiplier is None else out.double() + multiplier * product).float()
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    weight = weight.decoded(torch.float32) if isinstance(weight, QuantizedWeight) else weight
     return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
@@ -98,7 +121,44 @@ def test_activations_far_from_zero_and_of_no_number(activation: str) -> None:
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
-def check(weight: torch.Tensor, x: torch.Tensor, **options: object) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
+def test_weights_in_few_bits_are_decoded_in_products(kind: tuple[WeightFormat, int, bool]) -> None:
+    for num_rows, num_out, num_in in [
+        (1, 1, 1),
+        (1, 48, 300),
+        (2, 17, 256),
+        (3, 16, 129),
+        (5, 31, 511),
+        (1, 7, 384),
+        (33, 5, 64),
+        (4, 6, 256),
+    ]:
+        weight, up_weight = (make_quantized(num_out, num_in, *kind).to("cpu") for _ in range(2))
+        bias, up_bias = (poisoned(num_out) if num_rows > 2 else None for _ in range(2))
+        x, outs = poisoned(num_rows, num_in), [torch.full((num_rows, num_out), NAN) for _ in range(2)]
+        run(x, weight, outs[0])
+        run(x, weight.decoded(torch.float32), outs[1])
+        assert torch.equal(*outs)
+        check(weight, poisoned(num_rows, num_in), bias=bias, multiplier=0.22)
+        more = {"activation": "silu", "up_weight": up_weight, "up_bias": up_bias}
+        check(weight, poisoned(num_rows, num_in), bias=bias, **more)
+        some = slice(num_out // 3, num_out)  # of a matrix with others above it
+        check(weight.outputs(some), poisoned(num_rows, num_in))
+
+
+def test_few_bits_that_products_cannot_have_are_read_decoded() -> None:
+    """Inputs in another order than their groups'; and gates and ups of different kinds."""
+    plain, other = make_quantized(40, 256, "int4", 64, True), make_quantized(40, 256, "int4", 128, True)
+    reordered = replace(plain, order=torch.randperm(256))
+    for parts in ([plain, other], [plain, None], [reordered]):
+        linears = [Linear(torch.ones(40, 256), None, part) for part in parts]
+        weights, scales, format, _ = weights_of_product(linears)
+        assert format == FLOATS
+        assert all(weight is linear.weight for weight, linear in zip(weights, linears, strict=True))
+        assert scales == [None for _ in parts]
+
+
+def check(weight: Weight, x: torch.Tensor, **options: object) -> None:
     num_rows, num_out = len(x), len(weight)
     wide = torch.full((num_rows + 2, num_out + 7), NAN)
     out = wide[1:-1, 3 : 3 + num_out]
@@ -109,10 +169,12 @@ def check(weight: torch.Tensor, x: torch.Tensor, **options: object) -> None:
     assert wide.isnan().sum() == wide.numel() - out.numel()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int4", "fp8"])
 @pytest.mark.parametrize(("num_out", "num_in"), [(7, 5), (33, 100), (64, 576)])
-def test_a_rows_bits_do_not_depend_on_what_is_beside_it(dtype: str, num_out: int, num_in: int) -> None:
-    weight, x = torch.randn(num_out, num_in).to(getattr(torch, dtype)), torch.randn(33, num_in)
+def test_a_rows_bits_do_not_depend_on_what_is_beside_it(format: str, num_out: int, num_in: int) -> None:
+    weight: Weight = torch.randn(num_out, num_in)
+    weight = QuantizedWeight.rounded(weight, format) if format in ROUNDINGS else weight.to(getattr(torch, format))
+    x = torch.randn(33, num_in)
     alone = torch.full((33, num_out), NAN)
     for row in range(33):
         run(x[row : row + 1], weight, alone[row : row + 1])

@@ -11,9 +11,10 @@ from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, We
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, by_expert
 from tests.cuda_on_cpu.emulated import crossed
+from tests.workers.model.quantized import make_quantized
 from tests.workers.model.step_ops import DEVICE, copy_of, make_stream, normed, prepared, randn, readers
 from tests.workers.model.test_expert_ops import EXPERTS, make_room
-from tests.workers.model.test_quantized_products import CLOSE, make_quantized
+from tests.workers.model.test_quantized_products import CLOSE
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps

@@ -8,7 +8,9 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.addresses import KindStage
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
+from csattn.models.few_bits import round_weights
 from csattn.models.latent import LatentQueries
+from csattn.models.quantized_weight import Rounding
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear, weights_of
 from tests.tiny import ALL_FAMILIES, loaded, make_model
@@ -197,6 +199,21 @@ def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None
         team.run(tape.tape)
     want = torch.cat([x @ weight[:4].bfloat16().float().T, x @ weight[4:].T], dim=1)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rounding", ["int4", "fp8"])
+def test_weights_in_few_bits_are_read_instead_of_the_decoded_ones(rounding: Rounding) -> None:
+    model = make_model("qwen2", intermediate_size=200).bfloat16()
+    round_weights(model, rounding)
+    linears = [module for module in model.modules() if hasattr(module, "quantized")]
+    read = run_tapes(CpuModel(model, 7, 5, 9), list(range(5)), False)[2]
+    kept = [vars(module).pop("quantized") for module in linears]
+    decoded = run_tapes(CpuModel(model, 7, 5, 9), list(range(5)), False)[2]
+    np.testing.assert_allclose(read, decoded, atol=0.02 * np.abs(decoded).max())  # which were rounded to bfloat16
+    for module, quantized in zip(linears, kept, strict=True):
+        module.quantized = quantized
+        module.weight.data.fill_(torch.nan)
+    np.testing.assert_array_equal(run_tapes(CpuModel(model, 7, 5, 9), list(range(5)), False)[2], read)
 
 
 def test_shares_of_nothing_are_none() -> None:

@@ -14,7 +14,7 @@ from csattn.cpu.simd import LANES
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
 from workers.model.cpu.linear import TILE, products
-from workers.model.cpu.linear_stage import ACTIVATIONS, activate, linear_pieces
+from workers.model.cpu.linear_stage import ACTIVATIONS, activate, num_groups
 from workers.model.cpu.notes import Notes
 from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
 
@@ -100,7 +100,7 @@ class TapeExpertOps(Notes):
             EXPERTS,
             reads=[x.x, room.chosen, room.shares],
             writes=[room.gated],
-            per_row=spec.num_chosen * linear_pieces(spec.intermediate_size),
+            per_row=spec.num_chosen * num_groups(spec.intermediate_size),
             x=x.x,
             num_in=x.x.shape[1],
             chosen=room.chosen,
@@ -148,7 +148,7 @@ class TapeExpertOps(Notes):
             ADD_EXPERTS,
             reads=[room.gated, room.chosen, room.shares, *([out] if multiplier is not None else [])],
             writes=[out],
-            per_row=linear_pieces(hidden_size),
+            per_row=num_groups(hidden_size),
             x=room.gated,
             num_in=spec.intermediate_size,
             chosen=room.chosen,

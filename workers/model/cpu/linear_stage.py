@@ -1,4 +1,4 @@
-"""A linear layer as a stage of a tape: a piece is 16 outputs of all rows."""
+"""A linear layer as a stage of a tape: a piece is one or more groups of 16 outputs, of all rows."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from csattn.cpu.floats import exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
+from csattn.cpus import available_cpus
+from workers.model.cpu.few_bits import FLOATS, FP8, INT4, coded_products
 from workers.model.cpu.linear import TILE, products
 
 # arguments: addresses, sizes, and what is done with the product
@@ -18,44 +20,63 @@ LINEAR = (
     "num_rows",
     "x",  # [num_rows, num_in]
     "num_in",
-    "weight",  # [num_out, num_in]
+    "format",  # of both weights, one of FORMATS
+    "group_size",  # of those in few bits
+    "weight",  # [num_out, num_in]; in few bits, a `QuantizedWeight`'s words
+    "scales",  # and its scales, or 0
     "bias",  # [num_out], or 0
     "activation",  # one of ACTIVATIONS
     "up_weight",  # [num_out, num_in], or 0: what is activated is multiplied by this product
+    "up_scales",
     "up_bias",
     "num_out",
+    "groups",  # of a piece
     "out",  # [num_rows, out_width]
     "out_width",
     "multiplier",  # address of a float64: this much of it is added to what is there; 0: it takes its place
 )
 _linear_at = words_at(LINEAR)
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped")
+MOST_GROUPS, PIECES_OF_CPU = 16, 4
 NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED = range(7)
 
 
-def linear_pieces(num_out: int) -> int:
-    """Of products of so many outputs."""
+def num_groups(num_out: int) -> int:
+    """Of so many outputs."""
     return -(-num_out // LANES)
 
 
+def groups_of_piece(num_out: int) -> int:
+    """Weights are asked for ahead within a piece: it has many groups, but every CPU some pieces."""
+    return max(1, min(MOST_GROUPS, num_groups(num_out) // (PIECES_OF_CPU * available_cpus())))
+
+
 def linear_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """like: of the weights; x and out are float32."""
+    """like: of the weights, decoded, and biases; x and out are float32."""
     args = _linear_at(arguments)
+    begin = piece * args.groups * LANES
+    for first in range(begin, min(begin + args.groups * LANES, args.num_out), LANES):
+        _write_group(args, first, like)
+    return 0
+
+
+@exact_kernel
+def _write_group(args, first, like):  # type: ignore[no-untyped-def]
+    """Outputs first, first + 1, ... first + 15, as far as there are so many."""
     num_rows = word_of(args.num_rows, 0)
-    num_in, num_out, width, first = args.num_in, args.num_out, args.out_width, piece * LANES
+    num_in, num_out, width = args.num_in, args.num_out, args.out_width
     count = min(LANES, num_out - first)
     x = array_at(args.x, num_rows * num_in, np.float32(0))
     out = array_at(args.out, num_rows * width, np.float32(0))
     room = (num_rows + TILE) * LANES
     sums = np.empty(room, np.float32)
-    products(x, num_rows, array_at(args.weight, num_out * num_in, like), num_in, first, count, num_in, sums)
+    _multiply(x, num_rows, args, args.weight, args.scales, first, count, like, sums)
     if args.bias != 0:
         _add_bias(sums, num_rows, array_at(args.bias, num_out, like), first, count)
     if args.activation != NONE:
         factors = np.empty(room, np.float32)
         if args.up_weight != 0:
-            up_weight = array_at(args.up_weight, num_out * num_in, like)
-            products(x, num_rows, up_weight, num_in, first, count, num_in, factors)
+            _multiply(x, num_rows, args, args.up_weight, args.up_scales, first, count, like, factors)
             if args.up_bias != 0:
                 _add_bias(factors, num_rows, array_at(args.up_bias, num_out, like), first, count)
         else:
@@ -64,7 +85,20 @@ def linear_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
             activate(args.activation, sums, factors, row * LANES, count)
     for row in range(num_rows):
         _write(sums, row * LANES, out, row * width + first, count, args.multiplier)
-    return 0
+
+
+@exact_kernel
+def _multiply(x, num_rows, args, weight, scales, first, count, like, sums):  # type: ignore[no-untyped-def]
+    """sums[row * 16 + i] = x[row] @ weight[first + i]. weight, scales: their addresses."""
+    num_in, num_out = args.num_in, args.num_out
+    if args.format == FLOATS:
+        products(x, num_rows, array_at(weight, num_out * num_in, like), num_in, first, count, num_in, sums)
+        return
+    words, of_words = array_at(weight, num_out * num_in, np.uint16(0)), array_at(scales, num_out, np.int32(0))
+    if args.format == INT4:
+        coded_products(x, num_rows, words, of_words, INT4, args.group_size, num_out, first, count, num_in, sums)
+    else:
+        coded_products(x, num_rows, words, of_words, FP8, args.group_size, num_out, first, count, num_in, sums)
 
 
 @exact_kernel

@@ -14,8 +14,9 @@ from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.cpu.delta_ops import TapeDeltaOps
 from workers.model.cpu.expert_ops import TapeExpertOps
+from workers.model.cpu.few_bits import FLOATS, FORMATS
 from workers.model.cpu.latent_ops import TapeLatentOps
-from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
+from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, groups_of_piece, linear_stage, num_groups
 from workers.model.cpu.row_stages import (
     ADD_NORMS,
     COPY_ROWS,
@@ -250,21 +251,29 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
         multiplier: float | None = None,
     ) -> None:
         num_out, num_in = linear.weight.shape
+        both = (linear,) if up is None else (linear, up)
+        weights, scales, format, group_size = weights_of_product(both)
+        groups = groups_of_piece(num_out)
         self._note(
             KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # not all are of the model's
             LINEAR,
             reads=[x] if multiplier is None else [x, out],
             writes=[out],
-            fixed=linear_pieces(num_out),
+            fixed=-(-num_groups(num_out) // groups),
             num_rows=self._num_rows,
             x=x,
             num_in=num_in,
-            weight=linear.weight,
+            format=format,
+            group_size=group_size,
+            weight=weights[0],
+            scales=scales[0],
             bias=linear.bias,
             activation=ACTIVATIONS.index(activation),
-            up_weight=None if up is None else up.weight,
+            up_weight=None if up is None else weights[1],
+            up_scales=None if up is None else scales[1],
             up_bias=None if up is None else up.bias,
             num_out=num_out,
+            groups=groups,
             out=out.data_ptr(),
             out_width=out.stride(0),
             multiplier=None if multiplier is None else self._number(multiplier),
@@ -285,3 +294,16 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
             "interleaved": rotation is not None and rotation.interleaved,
             "q": q,
         }
+
+
+def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor | None], int, int]:
+    """Of linear layers that are multiplied together: weights and scales, the format's number and the group size.
+
+    In few bits, where all of them are kept in such, and alike; else as floats.
+    """
+    kept = [x.quantized for x in linears if x.quantized is not None and x.quantized.order is None]
+    kinds = {(x.format, x.group_size) for x in kept}
+    if len(kept) < len(linears) or len(kinds) > 1:
+        return [x.weight for x in linears], [None for _ in linears], FLOATS, 0
+    [(format, group_size)] = kinds
+    return [x.words for x in kept], [x.scales.contiguous() for x in kept], FORMATS.index(format), group_size

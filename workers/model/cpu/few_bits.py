@@ -1,0 +1,129 @@
+"""Products of rows with weights of 8 or 4 bits: as with the same weights decoded to float32, to the bit.
+
+For one or two rows weights are decoded in registers, for each anew; for more once, four outputs' at a time.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.cpu.floats import F32x4, sums_of_4, sums_of_16
+from csattn.cpu.jit import inlined_kernel
+from csattn.cpu.lanes import fma, part
+from csattn.cpu.simd import LANES, F32x16, I32x16, U16x16, as_bits, convert, fill, load, prefetch_early, store
+from csattn.models.quantized_weight import RUN
+from workers.model.cpu.linear import TILE, products
+
+FORMATS = ("floats", "int4", "fp8")
+FLOATS, INT4, FP8 = range(3)
+_SIGN_AND_CODE, _E4M3_TO_FLOAT = 0x87F00000 - 2**32, 2.0**120
+
+
+@inlined_kernel
+def coded_products(
+    x: NDArray[np.float32],  # [num_rows * num_in]
+    num_rows: int,
+    words: NDArray[np.uint16],  # of a `QuantizedWeight`, of num_weights outputs
+    scales: NDArray[np.int32],  # likewise, their bits
+    format: int,  # INT4 or FP8: a literal, which the code is made for
+    group_size: int,
+    num_weights: int,
+    first: int,  # outputs first, first + 1, ... of which there are
+    num_out: int,  # 1 to 16
+    num_in: int,
+    sums: NDArray[np.float32],  # [num_rows, rounded up to TILE, * 16], written
+) -> None:
+    """sums[row * 16 + i] = x[row] @ weight[first + i]"""
+    in_registers = num_rows <= 2 and num_in % RUN == 0 and group_size % RUN == 0
+    decoded = np.empty(0 if in_registers else TILE * -(-num_in // RUN) * RUN, np.float32)
+    for out in range(0, num_out, TILE):
+        count = min(TILE, num_out - out)
+        if in_registers:
+            for row in range(num_rows):
+                _one_row(
+                    x, row * num_in, words, scales, format, group_size, num_weights, first + out, count - 1, num_in,
+                    sums, row * LANES + out,
+                )  # fmt: skip
+            continue
+        for i in range(count):
+            _decode(words, scales, format, group_size, num_weights, first + out + i, num_in, decoded, i * num_in)
+        products(x, num_rows, decoded, num_in, 0, count, num_in, sums[out:])
+
+
+@inlined_kernel
+def _words_of_run(format):  # type: ignore[no-untyped-def]
+    """As many neighbouring inputs, a part of the run, have their codes in the same bits of words."""
+    return RUN // 4 if format == INT4 else RUN // 2
+
+
+@inlined_kernel
+def _one_row(x, at_x, words, scales, format, group_size, num_weights, first, last, num_in, sums, to):  # type: ignore[no-untyped-def]
+    """sums[to : to + 4] of the row at `at_x`; outputs behind the last are taken for the last."""
+    num_words, num_runs, zero = _words_of_run(format), num_in // RUN, fill(F32x16, 0.0)
+    o1, o2, o3 = first + min(1, last), first + min(2, last), first + min(3, last)
+    width = num_runs * num_words
+    a, b, c, d = zero, zero, zero, zero
+    for run in range(num_runs):
+        at = (run * RUN // group_size if group_size else 0) * num_weights
+        s0, z0 = _scale(scales[at + first], format)
+        s1, z1 = _scale(scales[at + o1], format)
+        s2, z2 = _scale(scales[at + o2], format)
+        s3, z3 = _scale(scales[at + o3], format)
+        w0, w1 = first * width + run * num_words, o1 * width + run * num_words
+        w2, w3 = o2 * width + run * num_words, o3 * width + run * num_words
+        for j in range(0, num_words, LANES):
+            prefetch_early(words, w0 + j + TILE * width)
+            prefetch_early(words, w1 + j + TILE * width)
+            prefetch_early(words, w2 + j + TILE * width)
+            prefetch_early(words, w3 + j + TILE * width)
+        for p in range(RUN // num_words):
+            for j in range(0, num_words, LANES):
+                xs = load(F32x16, x, at_x + run * RUN + p * num_words + j)
+                v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
+                v2, v3 = convert(I32x16, load(U16x16, words, w2 + j)), convert(I32x16, load(U16x16, words, w3 + j))
+                a, b = fma(xs, _weights(v0, p, format, s0, z0), a), fma(xs, _weights(v1, p, format, s1, z1), b)
+                c, d = fma(xs, _weights(v2, p, format, s2, z2), c), fma(xs, _weights(v3, p, format, s3, z3), d)
+    four = sums_of_4(a, b, c, d)
+    store(sums, to, part(F32x4, sums_of_16(four, four, four, four), 0))
+
+
+@inlined_kernel
+def _decode(words, scales, format, group_size, num_weights, weight, num_in, decoded, to):  # type: ignore[no-untyped-def]
+    """decoded[to : to + num_in] = the weights of one output; what is written behind them has no meaning."""
+    num_words, num_runs = _words_of_run(format), -(-num_in // RUN)
+    for run in range(num_runs):
+        at, to_run = (weight * num_runs + run) * num_words, to + run * RUN
+        if group_size % RUN == 0:
+            group = run * RUN // group_size if group_size else 0
+            scale, offset = _scale(scales[group * num_weights + weight], format)
+            for j in range(0, num_words, LANES):
+                prefetch_early(words, at + j + TILE * num_runs * num_words)
+                word = convert(I32x16, load(U16x16, words, at + j))
+                for p in range(RUN // num_words):
+                    store(decoded, to_run + p * num_words + j, _weights(word, p, format, scale, offset))
+            continue
+        for p in range(-(-min(RUN, num_in - run * RUN) // num_words)):  # a group has whole parts
+            group = (run * RUN + p * num_words) // group_size
+            scale, offset = _scale(scales[group * num_weights + weight], format)
+            for j in range(0, num_words, LANES):
+                word = convert(I32x16, load(U16x16, words, at + j))
+                store(decoded, to_run + p * num_words + j, _weights(word, p, format, scale, offset))
+
+
+@inlined_kernel
+def _scale(bits, format):  # type: ignore[no-untyped-def]
+    """A group's scale, and what is added for its zero point, which is in an int4's scale's lowest bits."""
+    if format == INT4:
+        scale = as_bits(F32x16, fill(I32x16, bits & ~15))
+        return scale, scale * fill(F32x16, -np.float32(bits & 15))
+    return as_bits(F32x16, fill(I32x16, bits)), fill(F32x16, 0.0)
+
+
+@inlined_kernel
+def _weights(word, part_of_run, format, scale, offset):  # type: ignore[no-untyped-def]
+    """16 neighbouring inputs' weights, rounded once: a scale has few enough bits for an exact offset."""
+    if format == INT4:
+        code = (word >> fill(I32x16, 4 * part_of_run)) & fill(I32x16, 15)
+        return fma(convert(F32x16, code), scale, offset)
+    # e4m3's sign goes where float32 has it, its exponent to the end of float32's, whose bias is another
+    bits = ((word << fill(I32x16, 24 - 8 * part_of_run)) >> fill(I32x16, 4)) & fill(I32x16, _SIGN_AND_CODE)
+    return as_bits(F32x16, bits) * fill(F32x16, _E4M3_TO_FLOAT) * scale

@@ -30,7 +30,7 @@ from bench.quality_figures import (
 )
 from bench.records import measured
 from bench.search_figures import search, search_log
-from bench.step_figures import case, full, latents, layer, milliseconds, models, shared, split, steps
+from bench.step_figures import case, few_bits, full, latents, layer, milliseconds, models, shared, split, steps
 
 ROOT = Path(__file__).parents[1]
 
@@ -182,6 +182,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/log.md", "builds"): builds,
     ("bench/log.md", "search"): search_log,
     ("docs/use.md", "search"): search,
+    ("docs/use.md", "few-bits"): few_bits,
     ("docs/operate.md", "plan"): capacity,
 }
 

@@ -224,14 +224,19 @@ def lm_eval() -> list[str]:
 
 def ruler() -> list[str]:
     """What the larger model answers where 8K and 32K tokens lie before a question."""
-    cases = measured("lm-eval-1.5b-8k-h200.json") + measured("lm-eval-1.5b-32k-h200.json")
+    files = ("8k", "32k", "32k-counting")
+    cases = [case for name in files for case in measured(f"lm-eval-1.5b-{name}-h200.json")]
     scores = {(case["task"], case["length"], case["variant"]): case["score"] for case in cases}
     lines = [
         "| [RULER's scores](docs/quality.md#rulers-questions) by lm-eval, Qwen2.5-Coder-1.5B, 8K (50 samples); 32K (10)"
         " | full attention | csattn, 2 % | exact Top-K, 2 % |",
         "|---|---:|---:|---:|",
     ]
-    for task, what in (("niah_multikey_2", "one of many keys alike"), ("ruler_vt", "chains of names")):
+    for task, what in (
+        ("niah_multikey_2", "one of many keys alike"),
+        ("ruler_vt", "chains of names"),
+        ("ruler_fwe", "the most frequent words"),
+    ):
         told = [
             "; ".join(f"{scores[task, length, variant]:.2f}" for length in (8192, 32768))
             for variant in ("full attention", "default, 2%", "exact Top-K, 2%")

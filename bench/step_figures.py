@@ -1,8 +1,9 @@
 """Tables of time: whole steps, layers, and what they take of a device's memory."""
 
+import json
 from typing import Any
 
-from bench.records import Case, measured, only
+from bench.records import RESULTS, Case, measured, only
 
 STEPS = "decode-steps-h200.json"
 MODELS, LAYER, LATENTS = "models-h200.json", "layer-h200.json", "latents-h200.json"
@@ -151,4 +152,20 @@ def split() -> list[str]:
             cells += [f"{milliseconds(of[1]) / milliseconds(of[4]):.2f}" if 1 in of else "–"]
             cells += [f"{of[4]['hbm_bytes'] / 1e9:.1f}", f"{100 * of[4]['of_bound']:.0f} %"]
             lines.append(f"| {what}, `{placement}` | {' | '.join(cells)} |")
+    return lines
+
+
+def few_bits() -> list[str]:
+    """A step of a model of 1.5B on two CPU cores, by what its weights are kept in."""
+    sizes = 2, 4, 8, 16
+    lines = [
+        f"| ms a step | 1 request | {' | '.join(map(str, sizes))} | 64 tokens of a question |",
+        "|---|" + "---:|" * (len(sizes) + 2),
+    ]
+    for name in ("bfloat16", "fp8", "int4"):
+        steps = json.loads((RESULTS / f"serve-step-1.5b-{name}.json").read_text())["steps"]
+        decode = {step["rows"]: step["p50_ms"] for step in steps if step["requests"] == step["rows"]}
+        [question] = [step["p50_ms"] for step in steps if step["rows"] == 64 and not step["all_ask"]]
+        times = " | ".join(f"{decode[size]:.0f}" for size in (1, *sizes))
+        lines.append(f"| {name} | {times} | {question:.0f} |")
     return lines

@@ -10,10 +10,11 @@ from csattn.lightning.checks import require_array
 
 def test_arrays_on_another_device_than_the_current_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels would read them on a stream that does not wait for what writes them."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with FakeTensorMode():  # so that no device is needed
-        here, there = (torch.empty(2, 3, device=device) for device in ("cuda:0", "cuda:1"))
-    require_array("q", here, (2, 3))
-    says = r'q is on cuda:1, and torch\'s current device is cuda:0; call this within torch.cuda.device\("cuda:1"\)'
+        array = torch.empty(2, 3, device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    require_array("q", array, (2, 3))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    says = r'q is on cuda:0, and torch\'s current device is cuda:1; call this within torch.cuda.device\("cuda:0"\)'
     with pytest.raises(ArrayError, match=says):
-        require_array("q", there, (2, 3))
+        require_array("q", array, (2, 3))

@@ -147,10 +147,11 @@ def test_weights_in_few_bits_are_decoded_in_products(kind: tuple[WeightFormat, i
 
 
 def test_few_bits_that_products_cannot_have_are_read_decoded() -> None:
-    """Inputs in another order than their groups'; and gates and ups of different kinds."""
+    """Inputs in another order than their groups', MXFP4; and gates and ups of different kinds."""
     plain, other = make_quantized(40, 256, "int4", 64, True), make_quantized(40, 256, "int4", 128, True)
     reordered = replace(plain, order=torch.randperm(256))
-    for parts in ([plain, other], [plain, None], [reordered]):
+    fp4 = make_quantized(40, 256, "fp4", 32, False)
+    for parts in ([plain, other], [plain, None], [reordered], [fp4]):
         linears = [Linear(torch.ones(40, 256), None, part) for part in parts]
         weights, scales, format, _ = weights_of_product(linears)
         assert format == FLOATS

@@ -301,7 +301,8 @@ def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Te
 
     In few bits, where all of them are kept in such, and alike; else as floats.
     """
-    kept = [x.quantized for x in linears if x.quantized is not None and x.quantized.order is None]
+    kept = [x.quantized for x in linears if x.quantized is not None]
+    kept = [x for x in kept if x.format in FORMATS and x.order is None]
     kinds = {(x.format, x.group_size) for x in kept}
     if len(kept) < len(linears) or len(kinds) > 1:
         return [x.weight for x in linears], [None for _ in linears], FLOATS, 0

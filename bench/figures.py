@@ -30,7 +30,19 @@ from bench.quality_figures import (
 )
 from bench.records import measured
 from bench.search_figures import search, search_log
-from bench.step_figures import case, few_bits, full, latents, layer, milliseconds, models, shared, split, steps
+from bench.step_figures import (
+    beside_llama_cpp,
+    case,
+    few_bits,
+    full,
+    latents,
+    layer,
+    milliseconds,
+    models,
+    shared,
+    split,
+    steps,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -181,6 +193,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/log.md", "quality"): quality_log,
     ("bench/log.md", "builds"): builds,
     ("bench/log.md", "search"): search_log,
+    ("docs/compare.md", "llama-cpp"): beside_llama_cpp,
     ("docs/use.md", "search"): search,
     ("docs/use.md", "few-bits"): few_bits,
     ("docs/operate.md", "plan"): capacity,

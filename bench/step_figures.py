@@ -169,3 +169,13 @@ def few_bits() -> list[str]:
         times = " | ".join(f"{decode[size]:.0f}" for size in (1, *sizes))
         lines.append(f"| {name} | {times} | {question:.0f} |")
     return lines
+
+
+def beside_llama_cpp() -> list[str]:
+    """Prefill and decoding on a CPU."""
+    lines = ["| tokens of context | | prefill, s | ms a token | MB stored |", "|---:|---|---:|---:|---:|"]
+    for of in measured("llama-cpp.json"):
+        who = f"llama.cpp, {of['weights']}" if of["by"] == "llama.cpp" else f"csattn, {of['by']}, {of['keep']:.0%}"
+        figures = f"{of['prefill_s']:.0f} | {of['step_p50_ms']:.0f} | {of['stored_bytes'] / 1e6:.0f}"
+        lines.append(f"| {of['context_len']:,} | {who} | {figures} |")
+    return lines

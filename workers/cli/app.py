@@ -123,7 +123,10 @@ def generate(
     search_period: SearchPeriod = _SEARCH.search_period,
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option(callback=named, help="Model directory, .gguf file or hub id.", show_default="the artifact's"),
+    ] = None,
     weights: Weights = None,
     threads: Threads = None,
     placement: Placement = None,

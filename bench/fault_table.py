@@ -96,7 +96,7 @@ def unverified(outcomes: dict[str, int]) -> list[str]:
     return [
         f"Of {damaged} damaged artifacts, verifying refused all that would have given another answer. Opened "
         f"unverified, {other} gave another answer, because sizes and headers do not show a changed byte of KV. "
-        "`csattn generate` and a service open what was built or registered in that way. A forged artifact answers as "
+        "That is how `csattn generate` and a service open what was built or registered. A forged artifact answers as "
         "its forger wanted; it ends no process.",
     ]
 

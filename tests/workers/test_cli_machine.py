@@ -290,7 +290,8 @@ def test_help_tells_defaults_that_are_chosen_later(capsys, monkeypatch, verb) ->
     """In square brackets within a help text they would vanish, taken for markup."""
     monkeypatch.setenv("COLUMNS", "200")
     told = in_process(verb, "--help", capsys=capsys).stdout
-    assert "the installed SmolLM2-135M" in told and "all cores" in told
+    model = "the artifact's" if verb == "generate" else "the installed SmolLM2-135M"
+    assert f"[default: ({model})]" in told and "all cores" in told
 
 
 def test_help_tells_where_layers_are_searched_ahead(capsys, monkeypatch) -> None:

@@ -123,7 +123,10 @@ def generate(
     search_period: SearchPeriod = _SEARCH.search_period,
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option(callback=named, help="Model directory, .gguf file or hub id.", show_default="the artifact's"),
+    ] = None,
     weights: Weights = None,
     threads: Threads = None,
     placement: Placement = None,
@@ -186,7 +189,7 @@ def evaluate(
     kv_codec: KvCodec = None,
     json: Json = False,
 ) -> None:
-    """Compare sparse with full attention on a text's next tokens, teacher-forced, in every layer."""
+    """Compare attention that is sparse in every layer with full attention, on a text's next tokens, teacher-forced."""
     from offload.codecs.formats import KvFormat
     from workers.cli import asking, comparing, terminal
 
@@ -308,7 +311,7 @@ def serve(
     selector: Annotated[
         str | None, typer.Option(help="Selector for requests that name none; full: all rows.", show_default="csattn")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads for searches.", show_default="all cores")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
     keep: Annotated[
         float | None,
         typer.Option(help=KEEP_HELP, show_default=str(_SEARCH.keep)),

@@ -39,7 +39,8 @@ Model = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Weights = Annotated[
-    str | None, typer.Option(help="Round linear layers' weights to fp8 or int4.", show_default="as they are")
+    str | None,
+    typer.Option(help="Round weights of linear layers and experts to fp8 or int4.", show_default="as they are"),
 ]
 Store = Annotated[
     Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")

@@ -203,7 +203,9 @@ class EngineSettings(_Part):
         lowest=1,
     )
     num_devices: int = setting(1, "GPUs that share out the model's heads, each with its part of all.", lowest=1)
-    num_threads: int | None = setting(None, "That search on the CPU. Not set: one for each CPU.", lowest=1)
+    num_threads: int | None = setting(
+        None, "CPU threads: of searches, and in placement cpu of a whole step. Not set: one for each CPU.", lowest=1
+    )
     num_search_workers: int = setting(0, "Processes of their own that search on the CPU. 0: threads do.", lowest=0)
 
     def __post_init__(self) -> None:

@@ -101,9 +101,21 @@ def first_screen() -> list[str]:
         "With a context of a million tokens (137 GB of KV, in host memory), csattn decodes "
         f"{1e3 / milliseconds(million):.0f} tokens per second.",
         "",
+        on_a_cpu(),
+        "",
         *ruler(),
     ]
     return lines
+
+
+def on_a_cpu() -> str:
+    longest = max(of["context_len"] for of in measured("llama-cpp.json"))
+    ms = {of["by"]: of["step_p50_ms"] for of in measured("llama-cpp.json") if of["context_len"] == longest}
+    return (
+        f"On two CPU cores, with Qwen2.5-Coder-1.5B and a context of {longest // 1024}K, a token takes "
+        f"{ms['int4']:.0f} ms with weights in 4 bits and {ms['fp8']:.0f} in FP8; llama.cpp (Q4_K_M) takes "
+        f"{ms['llama.cpp']:.0f} ([more](docs/compare.md#llamacpp-on-a-cpu))."
+    )
 
 
 def quality_log() -> list[str]:

@@ -39,6 +39,7 @@ from bench.step_figures import (
     layer,
     milliseconds,
     models,
+    rounding_kl,
     shared,
     split,
     steps,
@@ -111,10 +112,12 @@ def first_screen() -> list[str]:
 def on_a_cpu() -> str:
     longest = max(of["context_len"] for of in measured("llama-cpp.json"))
     ms = {of["by"]: of["step_p50_ms"] for of in measured("llama-cpp.json") if of["context_len"] == longest}
+    kl = rounding_kl()
     return (
         f"On two CPU cores, with Qwen2.5-Coder-1.5B and a context of {longest // 1024}K, a token takes "
-        f"{ms['int4']:.0f} ms with weights in 4 bits and {ms['fp8']:.0f} in FP8; llama.cpp (Q4_K_M) takes "
-        f"{ms['llama.cpp']:.0f} ([more](docs/compare.md#llamacpp-on-a-cpu))."
+        f"{ms['fp8']:.0f} ms with weights rounded to FP8 (KL {kl['fp8']:.3f}) and {ms['int4']:.0f} with 4 bits "
+        f"({kl['int4']:.2f}); llama.cpp (Q4_K_M) takes {ms['llama.cpp']:.0f} "
+        "([more](docs/compare.md#llamacpp-on-a-cpu))."
     )
 
 

@@ -178,4 +178,11 @@ def beside_llama_cpp() -> list[str]:
         who = f"llama.cpp, {of['weights']}" if of["by"] == "llama.cpp" else f"csattn, {of['by']}, {of['keep']:.0%}"
         figures = f"{of['prefill_s']:.0f} | {of['step_p50_ms']:.0f} | {of['stored_bytes'] / 1e6:.0f}"
         lines.append(f"| {of['context_len']:,} | {who} | {figures} |")
-    return lines
+    kl = rounding_kl()
+    told = f"KL {kl['fp8']:.3f} in `fp8`, {kl['int4']:.3f} in `int4` (Python, `python -m bench.rounding`)"
+    return [*lines, "", f"Rounding changes the predictions of the file's model: {told}."]
+
+
+def rounding_kl() -> dict[str, float]:
+    """By format, of the model of 1.5B."""
+    return {of["weights"]: of["kl"] for of in measured("rounding-1.5b.json")}

@@ -54,7 +54,7 @@ def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
 def forget_changed(model: Any) -> None:
     """Have products read a linear layer's matrix where it is not what its few bits decode to, by some of its rows.
 
-    Adapters that were merged, edits and other dtypes change it; a head that is tied is an embedding.
+    Adapters that were merged, edits and another dtype change it.
     """
     for module in model.modules():
         kept = getattr(module, "quantized", None)

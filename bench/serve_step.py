@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.records import called
 from bench.timing import finish, gate
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
@@ -79,7 +80,7 @@ def main() -> None:
             f"{step['search_ms']:.1f}, attention {step['attend_ms']:.1f}), {step['tokens_per_s']:6.1f} tokens/s, "
             f"{step.get('times_one_row')} x one row (by CPU time {step.get('times_one_row_by_cpu')})"
         )
-    of = {"model": loaded.name, "dtype": args.dtype, "weights": args.weights}
+    of = {"model": called(loaded.name), "dtype": args.dtype, "weights": args.weights}
     finish({"bench": "serve_step", **of, "threads": args.threads, "steps": steps}, args.json)
 
 

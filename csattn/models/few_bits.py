@@ -12,6 +12,7 @@ from csattn.models.spec import ExpertsSpec
 # where checkpoints have a matrix for each expert: layer, expert, matrix
 _OF_EXPERT = re.compile(r"^model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
 _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
+_SAMPLED_ROWS = 8
 
 
 def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
@@ -48,6 +49,23 @@ def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
         kept = _experts_in_one(name, spec, quantized) or _experts_by_one(name.split(".")[2], spec, parts)
         if kept is not None:
             module.quantized = kept
+
+
+def forget_changed(model: Any) -> None:
+    """Have products read a linear layer's matrix where it is not what its few bits decode to, by some of its rows.
+
+    Adapters that were merged, edits and another dtype change it.
+    """
+    for module in model.modules():
+        kept = getattr(module, "quantized", None)
+        if isinstance(kept, QuantizedWeight) and not _is_decoded(module.weight.data, kept, model.dtype):
+            del module.quantized
+
+
+def _is_decoded(weight: torch.Tensor, kept: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """dtype: of the model, in which some matrices are float32."""
+    rows = torch.arange(0, len(kept), max(1, len(kept) // _SAMPLED_ROWS))
+    return dtype == torch.bfloat16 and torch.equal(weight[rows].to("cpu", dtype), kept.outputs(rows).decoded(dtype))
 
 
 def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:

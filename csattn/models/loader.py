@@ -19,7 +19,7 @@ from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models.families import CHOICE_BIAS, FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
-from csattn.models.few_bits import keep, round_weights
+from csattn.models.few_bits import forget_changed, keep, round_weights
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
@@ -252,13 +252,15 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     """
     if any(".base_layer." in parameter for parameter, _ in model.named_parameters()):
         raise ModelError(f"{name} has an adapter in its layers, {_MERGE}")
-    return LoadedModel(
+    loaded = LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
         geometry=geometry_of(describe(model.config)),
         fingerprint=_fingerprint(model),
     )
+    forget_changed(model)
+    return loaded
 
 
 def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding | None, is_part: bool) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from csattn.errors import ConfigError, ModelError
 from csattn.models import load_model
-from csattn.models.loader import read_config
+from csattn.models.loader import read_config, wrap_model
 from csattn.models.quantized import read_state
 from csattn.models.weight_sizes import device_bytes, weight_bytes
 from tests.tiny import save
@@ -357,6 +357,20 @@ def test_weights_can_be_rounded_as_they_are_loaded(rounding: str, most: float, p
     saved = sum(before[name].weight.nbytes - after[name].quantized.nbytes for name in names)
     assert device_bytes(exact.model) == sum(parameter.nbytes for parameter in exact.model.parameters())
     assert device_bytes(rounded.model) == device_bytes(exact.model) - saved
+
+
+def test_few_bits_that_a_matrix_is_no_longer_are_forgotten(plain: Path) -> None:
+    """An adapter was merged into it: the model is another, and both its prefill and its steps read what it is now."""
+    loaded = load_model(str(plain), "bfloat16", weights="int4")
+    layers = loaded.model.model.layers
+    up, down = layers[0].mlp.up_proj, layers[1].mlp.down_proj
+    merged = torch.outer(torch.randn(len(up.weight)), torch.randn(up.in_features))
+    up.weight.data += (0.1 * merged).bfloat16()
+    wrap_model(loaded.model, loaded.tokenizer, "merged")
+    linears = {name: module for name, module in layers.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert [name for name, linear in linears.items() if not hasattr(linear, "quantized")] == ["0.mlp.up_proj"]
+    wrap_model(loaded.model.float(), loaded.tokenizer, "wider")
+    assert not hasattr(down, "quantized")
 
 
 def test_what_cannot_be_rounded_is_a_sentence(plain: Path, tmp_path: Path, rng) -> None:

@@ -100,7 +100,7 @@ class CpuEngine:
         self.max_positions, self.num_layers = loaded.geometry.max_positions, len(loaded.geometry.indexed_layers)
         self.tail_capacity = min(tail_capacity or _most_tokens(loaded, num_slots), self.max_positions)
         self._kv_format, self._host_budget = kv_format, host_budget
-        self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity)
+        self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity, threads)
         self._scale = self._model.shape.softmax_scale
         indexed = [self._model.shape.layers[layer_idx] for layer_idx in self._model.shape.indexed_layers]
         self._cap = indexed[0].attention.logit_cap if indexed else None

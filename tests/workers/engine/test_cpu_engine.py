@@ -383,6 +383,15 @@ def test_an_engine_of_nothing_is_refused() -> None:
         CpuEngine(loaded(), max_rows=0)
 
 
+def test_linear_layers_are_cut_into_pieces_by_the_engines_threads() -> None:
+    """However many CPUs there are: a few large ones for one thread, of 16 outputs each for many."""
+    pieces = []
+    for num_threads in (1, 64):
+        with make_engine([], num_threads=num_threads) as engine:
+            pieces.append(int(engine._model.logits_tape([0]).pieces.max()))
+    assert pieces == [4, -(-engine.loaded.geometry.vocab_size // 16)]
+
+
 def test_searches_are_kept_as_long_as_the_same_requests_are_open(store, monkeypatch) -> None:
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
         for slot in range(6):

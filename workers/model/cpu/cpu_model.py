@@ -34,7 +34,7 @@ class CpuModel:
     layer of that number among those that have an index, once the layer two before it is done.
     """
 
-    def __init__(self, model: Any, max_rows: int, num_tails: int, tail_capacity: int) -> None:
+    def __init__(self, model: Any, max_rows: int, num_tails: int, tail_capacity: int, num_threads: int = 1) -> None:
         self._weights = weights_of(model)
         self.kind = str(model.dtype).removeprefix("torch.")
         if self.kind not in DTYPES or model.device.type != "cpu":
@@ -62,7 +62,7 @@ class CpuModel:
         # rows that a request can go on from without others: of layers that attend to everything
         self.whole_tails = self.indexed_tails if indexed else other_tails
         self.sinks = [layer.sinks for layer in self._weights.layers]
-        self._ops = TapeOps(self.kind, self.num_rows)
+        self._ops = TapeOps(self.kind, self.num_rows, num_threads)
         # of each request the version of its states that it reads, where it has any
         self._turns = np.zeros(num_tails, np.int64)
         self.states = [None if x.delta is None else _make_state(x.delta, self._turns) for x in shape.layers]

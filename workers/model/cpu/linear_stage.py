@@ -11,7 +11,6 @@ from csattn.cpu.floats import exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
-from csattn.cpus import available_cpus
 from workers.model.cpu.few_bits import FLOATS, FP8, INT4, coded_products
 from workers.model.cpu.linear import TILE, products
 
@@ -37,7 +36,7 @@ LINEAR = (
 )
 _linear_at = words_at(LINEAR)
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped")
-MOST_GROUPS, PIECES_OF_CPU = 16, 4
+MOST_GROUPS, PIECES_OF_THREAD = 16, 4
 NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED = range(7)
 
 
@@ -46,9 +45,9 @@ def num_groups(num_out: int) -> int:
     return -(-num_out // LANES)
 
 
-def groups_of_piece(num_out: int) -> int:
-    """Weights are asked for ahead within a piece: it has many groups, but every CPU some pieces."""
-    return max(1, min(MOST_GROUPS, num_groups(num_out) // (PIECES_OF_CPU * available_cpus())))
+def groups_of_piece(num_out: int, num_threads: int) -> int:
+    """Weights are asked for ahead within a piece: it has many groups, but every thread some pieces."""
+    return max(1, min(MOST_GROUPS, num_groups(num_out) // (PIECES_OF_THREAD * num_threads)))
 
 
 def linear_stage(arguments: int, piece: int, thread: int, like: Any) -> int:

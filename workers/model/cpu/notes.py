@@ -22,9 +22,9 @@ class Notes:
     side by side.
     """
 
-    def __init__(self, kind: str, num_rows: NDArray[np.int64]) -> None:
-        """kind: dtype of the model's weights. num_rows: [1], of the next tape."""
-        self._kind, self._num_rows = kind, num_rows
+    def __init__(self, kind: str, num_rows: NDArray[np.int64], num_threads: int = 1) -> None:
+        """kind: dtype of the model's weights. num_rows: [1], of the next tape. num_threads: that share out pieces."""
+        self._kind, self._num_rows, self._num_threads = kind, num_rows, num_threads
         self._noted: list[_Stage] = []
         self._numbers: dict[float, NDArray[np.float64]] = {}
         self._levels = _Levels()

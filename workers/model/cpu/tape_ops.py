@@ -253,7 +253,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
         num_out, num_in = linear.weight.shape
         both = (linear,) if up is None else (linear, up)
         weights, scales, format, group_size = weights_of_product(both)
-        groups = groups_of_piece(num_out)
+        groups = groups_of_piece(num_out, self._num_threads)
         self._note(
             KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # not all are of the model's
             LINEAR,

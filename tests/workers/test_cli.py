@@ -411,9 +411,9 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
     assert "rounded to int4" in inspected and "float32" in inspected
     plain = last_line(told := in_process("inspect", artifact, "--json", capsys=capsys))
     assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none") and "as they are" in told.stdout
-    refused = in_process("generate", built, "--prompt", "x", capsys=capsys)
+    refused = in_process("generate", built, "--prompt", "x", "--weights", "fp8", capsys=capsys)
     assert refused.returncode == 1 and "weights rounded to int4 (add --weights int4" in refused.stderr
-    assert last_line(in_process("generate", built, "--prompt", "x", "--weights", "int4", "--json", capsys=capsys))
+    assert last_line(in_process("generate", built, "--prompt", "x", "--json", capsys=capsys))
 
 
 def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_path: Path) -> None:

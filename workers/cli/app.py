@@ -127,7 +127,12 @@ def generate(
         str | None,
         typer.Option(callback=named, help="Model directory, .gguf file or hub id.", show_default="the artifact's"),
     ] = None,
-    weights: Weights = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Round weights of linear layers and experts to fp8 or int4.", show_default="as the artifact's were"
+        ),
+    ] = None,
     threads: Threads = None,
     placement: Placement = None,
     devices: Devices = None,

@@ -10,6 +10,7 @@ from typing import Any, cast
 from numba.core.event import TimingListener, install_listener
 
 from csattn.artifact import Artifact, open_artifact
+from csattn.artifact.manifest import AS_THEY_ARE
 from csattn.config import RestKind, SearchConfig
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName, selector_named
@@ -46,7 +47,7 @@ class AskOptions:
     max_new_tokens: int = 128
     compare: bool = False  # full attention's answer beside it
     model: str | None = None  # None: the artifact's
-    weights: str | None = None  # what they were rounded to, if they were
+    weights: str | None = None  # what they are rounded to; None: as the artifact's were
     threads: int | None = None  # None: all cores
     placement: str = "cpu"  # or where index and KV lie for a GPU
     num_devices: int = 1  # GPUs that share out the model's heads
@@ -72,9 +73,11 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
     with open_artifact(place) as artifact:
         resolve_rest(config, selector_named(options.selector), artifact.spec.index_config.layout)  # before a load
         name, dtype = options.model or artifact.spec.model_name, artifact.spec.kv_dtype
+        then = artifact.manifest.weights
+        weights = options.weights or (None if then == AS_THEY_ARE else then)
         if options.placement != "cpu" and options.num_devices == 1:
-            require_weights(name, dtype, options.weights, options.placement)
-        loaded = show_loading(name, dtype, weights=options.weights)
+            require_weights(name, dtype, weights, options.placement)
+        loaded = show_loading(name, dtype, weights=weights)
         with install_listener("numba:compile", TimingListener()) as compiling:
             sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
         compile_s = compiling.duration if compiling.done else 0.0

@@ -196,11 +196,12 @@ async def _slow_client(target: Target, stop: asyncio.Event, outcome: Outcome) ->
 
 
 def probe(host: str, port: int, begun: Event, stop: Event, latencies: Any) -> None:
-    """In a process of its own: how long /health takes, with a connection for each time."""
+    """In a process of its own: how long /health takes, with a connection for each time; once more behind the end."""
     found: list[tuple[float, float]] = []  # when, and milliseconds
     request = f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
-    while not stop.is_set():
-        started_at = time.perf_counter()
+    is_last = False
+    while not is_last:
+        is_last, started_at = stop.is_set(), time.perf_counter()
         try:
             with socket.create_connection((host, port), timeout=10) as connection:
                 connection.sendall(request)

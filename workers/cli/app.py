@@ -12,6 +12,8 @@ from csattn.selector_names import ABOUT, described, selector_named
 from workers.cli.configuring import config
 from workers.cli.options import (
     KEEP_HELP,
+    MODEL_HELP,
+    WEIGHTS_HELP,
     ArtifactPath,
     Devices,
     Dtype,
@@ -123,16 +125,8 @@ def generate(
     search_period: SearchPeriod = _SEARCH.search_period,
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
-    model: Annotated[
-        str | None,
-        typer.Option(callback=named, help="Model directory, .gguf file or hub id.", show_default="the artifact's"),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="Round weights of linear layers and experts to fp8 or int4.", show_default="as the artifact's were"
-        ),
-    ] = None,
+    model: Annotated[str | None, typer.Option(callback=named, help=MODEL_HELP, show_default="the artifact's")] = None,
+    weights: Annotated[str | None, typer.Option(help=WEIGHTS_HELP, show_default="as the artifact's were")] = None,
     threads: Threads = None,
     placement: Placement = None,
     devices: Devices = None,

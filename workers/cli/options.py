@@ -31,16 +31,16 @@ def named(model: str | None) -> str | None:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+MODEL_HELP = "Model directory, .gguf file or hub id."
 Model = Annotated[
     str | None,
-    typer.Option(
-        callback=named, help="Model directory, .gguf file or hub id.", show_default="the installed SmolLM2-135M"
-    ),
+    typer.Option(callback=named, help=MODEL_HELP, show_default="the installed SmolLM2-135M"),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+WEIGHTS_HELP = "Round weights of linear layers and experts to fp8 or int4."
 Weights = Annotated[
     str | None,
-    typer.Option(help="Round weights of linear layers and experts to fp8 or int4.", show_default="as they are"),
+    typer.Option(help=WEIGHTS_HELP, show_default="as they are"),
 ]
 Store = Annotated[
     Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")

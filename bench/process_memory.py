@@ -17,11 +17,6 @@ def small_pages_only() -> None:
         raise OSError("this system cannot do without huge pages, so that memory cannot be compared")
 
 
-def return_freed_memory() -> None:
-    """What was freed and is kept for later goes back: how much that is differs from run to run."""
-    ctypes.CDLL(None).malloc_trim(0)
-
-
 def resident_bytes() -> dict[str, int]:
     """Memory of its own, of mapped files, and shared: `anon`, `file`, `shmem`."""
     lines = Path("/proc/self/status").read_text().splitlines()

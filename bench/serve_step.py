@@ -25,6 +25,7 @@ from csattn.config import SearchConfig, preset
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import context_ids
+from csattn.models.weight_sizes import device_bytes
 from index_build.pipeline import build_artifact
 from workers.engine.cpu_engine import CpuEngine
 from workers.serving.step_engine import StepRow
@@ -81,6 +82,7 @@ def main() -> None:
             f"{step.get('times_one_row')} x one row (by CPU time {step.get('times_one_row_by_cpu')})"
         )
     of = {"model": called(loaded.name), "dtype": args.dtype, "weights": args.weights}
+    of |= {"weights_bytes": device_bytes(loaded.model)}  # that steps read: of those in few bits no others
     finish({"bench": "serve_step", **of, "threads": args.threads, "steps": steps}, args.json)
 
 

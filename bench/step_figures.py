@@ -159,15 +159,16 @@ def few_bits() -> list[str]:
     """A step of a model of 1.5B on two CPU cores, by what its weights are kept in."""
     sizes = 2, 4, 8, 16
     lines = [
-        f"| ms a step | 1 request | {' | '.join(map(str, sizes))} | 64 tokens of a question |",
-        "|---|" + "---:|" * (len(sizes) + 2),
+        f"| ms a step | weights, GB | 1 request | {' | '.join(map(str, sizes))} | 64 tokens of a question |",
+        "|---|" + "---:|" * (len(sizes) + 3),
     ]
     for name in ("bfloat16", "fp8", "int4"):
-        steps = json.loads((RESULTS / f"serve-step-1.5b-{name}.json").read_text())["steps"]
+        told = json.loads((RESULTS / f"serve-step-1.5b-{name}.json").read_text())
+        steps, weights = told["steps"], told["weights_bytes"] / 1e9
         decode = {step["rows"]: step["p50_ms"] for step in steps if step["requests"] == step["rows"]}
         [question] = [step["p50_ms"] for step in steps if step["rows"] == 64 and not step["all_ask"]]
         times = " | ".join(f"{decode[size]:.0f}" for size in (1, *sizes))
-        lines.append(f"| {name} | {times} | {question:.0f} |")
+        lines.append(f"| {name} | {weights:.1f} | {times} | {question:.0f} |")
     return lines
 
 

@@ -1,6 +1,5 @@
 """Large host memory: pages of its own, touched by several threads so that the system maps them quickly."""
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -34,15 +33,6 @@ def copy_rows(layers: Sequence[Tensor]) -> list[Tensor]:
 
     _in_pieces(fill, copies)
     return [torch.from_numpy(c).view(s.dtype).view(s.shape) for c, s in zip(copies, layers, strict=True)]
-
-
-def trim_heap() -> None:
-    """Give what the allocator keeps for later back to the system, whose account else does not show what was freed.
-
-    It keeps blocks of up to 32 MiB. Does nothing where the C library is not GNU's.
-    """
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 def sparse_zeros(num_bytes: int) -> NDArray[np.uint8]:

@@ -4,10 +4,11 @@ import mmap
 
 from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
 from csattn.artifact.layout import file_names, kv_file, plan
+from csattn.cache import cache_dir
 from csattn.config import preset
 from csattn.models.loader import DTYPES, are_copied, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
-from csattn.models.weight_sizes import conversion_bytes, weight_bytes
+from csattn.models.weight_sizes import conversion_bytes, is_converted_aside, weight_bytes
 from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots
@@ -85,7 +86,14 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
         remedy += "; in bfloat16, as its files have it, it is mapped: --dtype bfloat16, of a service build.dtype"
     what = f"the model, its weights {'converted' if is_converted else 'copied'} to {dtype},"
     item_bytes = DTYPES[dtype].itemsize
-    needed = conversion_bytes(config, item_bytes) if is_converted else weight_bytes(config, item_bytes)[0]
+    size = weight_bytes(config, item_bytes, weights)
+    needed = size.on_host if dtype == "bfloat16" else size.decoded
+    if is_converted:
+        needed = conversion_bytes(config, item_bytes)  # and then it is mapped
+        if not is_converted_aside(size.decoded):
+            remedy += f"; with more room in {cache_dir()} it takes less"
+    elif getattr(config, "dtype", None) not in (None, DTYPES[dtype]):
+        needed = max(needed, size.decoded)  # all are cast before they are rounded
     require_host_memory(what, needed, remedy)
 
 

@@ -8,7 +8,6 @@ bits, by the dimension's range: a layer of SmolLM2 takes 3 MB at 8K tokens and 2
 heads of a larger shape out of them.
 """
 
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.timing import gate
+from csattn.cache import cache_dir
 
 TEXT, CONTEXT_LEN, NUM_STEPS = "novel", 7680, 256
 LAYERS = (3, 10, 17, 24)  # of 30
@@ -67,8 +67,7 @@ class Recording:
 
 
 def default_path() -> Path:
-    cache = Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()
-    return cache / "bench" / "recorded.npz"
+    return cache_dir() / "bench" / "recorded.npz"
 
 
 def record_demo(path: Path) -> None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from bench.lightning.measure import measure
-from bench.process_memory import Watch, resident_bytes, return_freed_memory
+from bench.process_memory import Watch, resident_bytes
 from bench.records import Case, Records
 from bench.timing import finish, gate
+from csattn.cpu.heap import trim_heap
 from csattn.lightning import causal_lens
 from csattn.lightning.compressed import CompressedAttention, CompressedWeights
 
@@ -157,7 +158,7 @@ def _measure(run: Callable[[], object], device: str) -> dict[str, Any]:
         return measure(run, device)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    return_freed_memory()
+    trim_heap()  # how much it keeps differs from run to run
     before = resident_bytes()["anon"]
     resource.setrlimit(resource.RLIMIT_AS, (address_space + psutil.virtual_memory().available, limits[1]))
     try:

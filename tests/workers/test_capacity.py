@@ -7,6 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from csattn.models import weight_sizes
+from csattn.models.loader import read_config
+from csattn.models.weight_sizes import weight_bytes
 from offload import budget
 from offload.errors import MemoryPlanError
 from tests.models.test_gguf_file import gguf_of, write_gguf
@@ -48,14 +51,38 @@ def test_a_gguf_file_is_not_converted_without_room(
     file = str(write_gguf(tmp_path / "model.gguf", tensors, **its))
     sizes = [parameter.numel() for parameter in model.parameters()]
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 2 * sum(sizes) + 11 * max(sizes))
-    with pytest.raises(MemoryPlanError, match=r"converted to float32, needs .* takes less: --dtype bfloat16"):
-        building.show_loading(file, "float32")
-    assert not (tmp_path / "models").exists()
+    with monkeypatch.context() as of_test:  # the disk is full
+        of_test.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
+        with pytest.raises(MemoryPlanError, match=r"converted to float32, needs .* takes less: --dtype bfloat16"):
+            building.show_loading(file, "float32")
+        assert not (tmp_path / "models").exists()
+        with pytest.raises(MemoryPlanError, match=rf"converted to bfloat16, .*; with more room in {tmp_path} it takes"):
+            building.show_loading(file, "bfloat16")
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 12 * max(sizes) - 1)
     with pytest.raises(MemoryPlanError, match=r"converted to bfloat16, needs .* take a smaller model$"):
         building.show_loading(file, "bfloat16")
-    monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1 << 34)
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 12 * max(sizes))
     assert building.show_loading(file, "bfloat16").dtype == torch.bfloat16
-    assert capsys.readouterr().err.count("converted to bfloat16 once") == 2
+    assert capsys.readouterr().err.count("converted to bfloat16 once") == 3
+
+
+def test_decoded_weights_beside_few_bits_count_where_they_cannot_be_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = save(tmp_path) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
+    monkeypatch.setattr(building, "load_model", lambda *_, **__: "loaded")
+    size = weight_bytes(read_config(str(tmp_path), "bfloat16"), 2, "int4")
+    assert 0 < size.few_bits < size.linears and not size.experts
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + size.on_gpu)
+    assert building.show_loading(str(tmp_path), "bfloat16", weights="int4") == "loaded"
+    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
+    with pytest.raises(MemoryPlanError, match=f"needs {size.decoded + size.few_bits:,} bytes"):
+        building.show_loading(str(tmp_path), "bfloat16", weights="int4")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
+    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
+    with pytest.raises(MemoryPlanError, match=f"needs {size.decoded:,} bytes"):  # all are cast before they are rounded
+        building.show_loading(str(tmp_path), "bfloat16", weights="int4")
 
 
 def test_the_text_model_of_one_that_sees_images_is_mapped_in_the_dtype_of_the_whole(

@@ -11,6 +11,7 @@ import torch
 from transformers import MambaConfig
 
 from csattn.artifact.manifest import FORMAT_VERSION
+from csattn.models import weight_sizes
 from csattn.models.families import describe
 from csattn.models.loader import geometry_of, read_config
 from csattn.models.weight_sizes import weight_bytes
@@ -377,36 +378,48 @@ def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path
     geometry = geometry_of(describe(tiny_config("gemma2", **sizes)))
     kv, sketch = context_bytes(spec_of(geometry, 32_768))
     assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 24 * 2 < 3 * 8192 and 0 < sketch < kv
-    left = machine().probes["memory"]["available_bytes"] - weight_bytes(read_config(str(tmp_path)), 2)[0]
+    left = machine().probes["memory"]["available_bytes"] - weight_bytes(read_config(str(tmp_path)), 2).decoded
     assert f"this machine has room for: {left // (kv + sketch)} of 32,768." in found[0].text
     assert "1 layers that see everything and 2 that do not" in found[0].text
     assert "multiples of 16" in found[1].text and "capped" in found[2].text
     small = machine(probed={"memory": {"available_bytes": 1000, "total_bytes": 1000, "locked_limit_bytes": 0}})
     assert one(examine_model(str(tmp_path), small)[:1], "model").status == "warning"
-    weights = weight_bytes(read_config(str(tmp_path)), 2)[0]
+    weights = weight_bytes(read_config(str(tmp_path)), 2).decoded
     narrow = {"available_bytes": 2 * weights - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
     told = examine_model(str(tmp_path), machine(probed={"memory": narrow}))[0]
     assert told.status == "warning" and "--dtype bfloat16" in told.remedy and "in float32, the default" in told.text
     assert "float32" not in examine_model(str(tmp_path), gpu_machine())[0].text
 
 
-def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path) -> None:
+def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config("llama", hidden_size=1024, intermediate_size=3072, num_hidden_layers=20, vocab_size=1000)
     config.save_pretrained(tmp_path)
     matrices = 20 * 1024 * (3 * 3072 + 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim)
-    plain, same = weight_bytes(config, 2)
-    assert plain == same > 2 * matrices
-    assert weight_bytes(config, 2, "fp8")[1] == pytest.approx(plain - matrices, rel=0.01)
-    assert weight_bytes(config, 2, "int4")[1] == plain - 2 * matrices + matrices // 2 + matrices // 128 * 4
+    plain = weight_bytes(config, 2).decoded
+    assert weight_bytes(config, 2) == (plain, 0, 0, 0) and plain > 2 * matrices
+    assert weight_bytes(config, 2, "fp8").on_gpu == pytest.approx(plain - matrices, rel=0.01)
+    in_4_bits = matrices // 2 + matrices // 128 * 4
+    size = weight_bytes(config, 2, "int4")
+    assert size == (plain, in_4_bits, 2 * matrices, 0)
+    assert size.on_gpu == size.on_host == plain - 2 * matrices + in_4_bits
     (found, *_) = examine_model(str(tmp_path), machine(), "int4")
+    assert f"weights take {gib(plain)} in bfloat16, {gib(2 * plain)} in float32, the default." in found.text
     assert (
-        f"weights take {gib(plain)} in bfloat16, {gib(2 * plain)} in float32, the default. A GPU keeps them in"
-        in found.text
+        f"There, with few bits, host memory has {gib(size.on_host)}, and {gib(2 * matrices)} of disk for them decoded; "
+        f"a GPU has {gib(size.on_gpu)}." in found.text
+    )
+    little = {"available_bytes": plain - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
+    small = machine(probed={"memory": little})
+    assert "--weights int4 --dtype bfloat16" in examine_model(str(tmp_path), small)[0].remedy
+    assert "this machine has room for" in examine_model(str(tmp_path), small, "int4")[0].text
+    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
+    assert (
+        size.on_host == plain + in_4_bits and "of disk" not in examine_model(str(tmp_path), machine(), "int4")[0].text
     )
     config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 64}
-    assert weight_bytes(config, 2) == (plain, plain - 2 * matrices + matrices // 2 + matrices // 64 * 4)
+    assert weight_bytes(config, 2) == (plain, matrices // 2 + matrices // 64 * 4, 2 * matrices, 0)
     config.quantization_config = {"quant_method": "gptq", "bits": 8, "group_size": 64}
-    assert weight_bytes(config, 2) == (plain, plain)
+    assert weight_bytes(config, 2) == (plain, 0, 0, 0)
 
 
 def test_a_model_that_chooses_by_itself_is_told_where(tmp_path: Path) -> None:

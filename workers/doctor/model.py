@@ -9,7 +9,7 @@ from csattn.errors import ConfigError
 from csattn.models.families import describe
 from csattn.models.loader import geometry_of, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
-from csattn.models.weight_sizes import weight_bytes
+from csattn.models.weight_sizes import WeightBytes, weight_bytes
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
 from workers.doctor.facts import Facts
 from workers.doctor.findings import Finding, gib
@@ -32,15 +32,14 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
     except Exception as error:  # a config may have anything in it
         said = str(error) if name in str(error) else f"{name}: {error}"
         return [Finding("model", "problem", said, _MODELS)]
-    return [*_needs(name, spec, geometry_of(spec), *size, facts), *_refusals(spec)]
+    return [*_needs(name, spec, geometry_of(spec), size, facts), *_refusals(spec)]
 
 
 def _needs(
     name: str,
     model: ModelSpec,
     geometry: ModelGeometry,
-    weights: int,
-    kept: int,  # of them, on a GPU
+    size: WeightBytes,
     facts: Facts,
 ) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
@@ -49,10 +48,11 @@ def _needs(
     if not indexed:
         layers = f"{local} layers of latents, which it chooses from itself"
     devices = facts.probes["torch"].get("devices") or []
-    wide = "" if devices else f", {gib(2 * weights)} in float32, the default"
-    text = f"{name} has {layers}; its weights take {gib(weights)} in bfloat16{wide}."
-    if kept != weights:
-        text += f" A GPU keeps them in {gib(kept)}."
+    wide = "" if devices else f", {gib(2 * size.decoded)} in float32, the default"
+    text = f"{name} has {layers}; its weights take {gib(size.decoded)} in bfloat16{wide}."
+    if size.few_bits:
+        aside = f", and {gib(size.linears)} of disk for them decoded" if size.on_host < size.decoded else ""
+        text += f" There, with few bits, host memory has {gib(size.on_host)}{aside}; a GPU has {gib(size.on_gpu)}."
     if is_to_be_converted(name, "bfloat16"):
         text += " The file is converted once for a dtype, which takes that on the disk ($CSATTN_CACHE), too."
     memory = facts.probes["memory"].get("available_bytes", 0)
@@ -65,21 +65,24 @@ def _needs(
     kv, sketch = context_bytes(specs[0])
     key_share = index_key_share(model)
     leaves_kv = bool(indexed or key_share)  # in host memory
-    if devices and kept + (sketch + int(key_share * kv) if leaves_kv else kv) > free:
+    if devices and size.on_gpu + (sketch + int(key_share * kv) if leaves_kv else kv) > free:
         text += f" The device has {gib(free)} free."
         remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
-        if kept == weights:
+        if not size.few_bits:
             remedy = f"Keep its weights in 4 bits, by --weights int4; or {remedy[0].lower()}{remedy[1:]}"
         return [Finding("model", "warning", text, remedy)]
-    if not devices and weights > memory:
-        return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", "Take a smaller model.")]
+    if not devices and size.on_host > memory:
+        remedy = "Take a smaller model."
+        if not size.few_bits and not any(layer.experts for layer in model.layers):
+            remedy = "Keep its weights in 4 bits, by --weights int4 --dtype bfloat16; or take a smaller model."
+        return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", remedy)]
     engine = EngineSettings(placement="cpu" if not devices else "hybrid" if leaves_kv else "device")
-    host_bytes, device_bytes = memory if devices else memory - weights, free - kept
+    host_bytes, device_bytes = memory if devices else memory - size.on_host, free - size.on_gpu
     room = partial(room_for_contexts, engine=engine, host_bytes=host_bytes, device_bytes=device_bytes, model=model)
     rooms = [f"{room(spec)} of {spec.context_len:,}" for spec in specs]
     placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
     text += f" Contexts that {placed} has room for: {', '.join(rooms)}."
-    if not devices and 2 * weights > memory:
+    if not devices and 2 * size.decoded > memory:
         remedy = "Give --dtype bfloat16, for a service --set build.dtype=bfloat16: in float32 it has no room."
         return [Finding("model", "warning", text, remedy)]
     return [Finding("model", "ok", text)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig, SketchConfig
+from csattn.cpu.heap import trim_heap
 from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
@@ -26,7 +27,6 @@ from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth
 from offload.budget import host_memory_bytes
 from offload.codecs.formats import KvFormat
-from offload.host_memory import trim_heap
 from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, no_context, open_context
 from workers.engine.fidelity import Observer
 from workers.engine.looks import Looks

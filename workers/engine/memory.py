@@ -91,14 +91,14 @@ def require_weights(
     spec = describe(config)
     require_latents_placed(spec, placement)
     require_heads(spec, DTYPES[dtype])
-    decoded_bytes, kept_bytes = weight_bytes(config, DTYPES[dtype].itemsize, weights)
-    if dtype != "bfloat16" and kept_bytes < decoded_bytes:
+    size = weight_bytes(config, DTYPES[dtype].itemsize, weights)
+    if dtype != "bfloat16" and size.few_bits:
         raise ConfigError(
             f"a GPU multiplies weights of 8 or 4 bits with bfloat16, not with {dtype}; "
             "build the context with --dtype bfloat16, and serve with --set build.dtype=bfloat16"
         )
     require_device()
-    needed = {"the model's weights": kept_bytes, "kernels and their workspace": KERNELS_BYTES}
+    needed = {"the model's weights": size.on_gpu, "kernels and their workspace": KERNELS_BYTES}
     parts = tuple(MemoryPart(name=part, device_bytes=size) for part, size in needed.items())
     MemoryPlan(parts, 0).require(available_memory(torch.device("cuda")))
 

@@ -1,0 +1,158 @@
+"""Weights in files without a name: the same numbers, which take no memory of their own."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from csattn.models import aside as aside_module
+from csattn.models import load_model
+from csattn.models.aside import CastAside, aside, has_room_aside
+from tests.models.test_gguf_file import gguf_of, write_gguf
+from tests.models.test_quantized import quantize, save
+from tests.tiny import make_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(aside_module, "_LEAST_BYTES", 1)
+    return tmp_path / "cache"
+
+
+def is_aside(tensor: Tensor, cache: Path) -> bool:
+    """Whether its numbers lie in a file of the cache directory that has no name."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return str(cache) in line and line.endswith("(deleted)")
+    return False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16])
+@pytest.mark.parametrize("shape", [(5, 7), (1,), (3, 1, 4099)])
+def test_the_numbers_stay_and_may_be_changed(dtype: torch.dtype, shape: tuple[int, ...], cache: Path) -> None:
+    here = torch.randn(shape).mul(100).to(dtype)
+    there = aside(here.T.contiguous().T if here.ndim == 2 else here)  # also where they do not lie in order
+    assert is_aside(there, cache) and not is_aside(here, cache) and not list(cache.iterdir())
+    assert torch.equal(there, here) and there.dtype == dtype and there.is_contiguous()
+    there += 1
+    assert torch.equal(there, here + 1)
+
+
+def test_where_there_is_no_file_they_stay_where_they_are(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.arange(40)
+    assert is_aside(aside(here), cache)
+
+    class Full:
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def write(self, data: memoryview) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as of_test:
+        of_test.setattr("tempfile.TemporaryFile", lambda **_: Full())
+        assert aside(here) is here
+    with monkeypatch.context() as of_test:
+        of_test.setattr(aside_module, "_LEAST_BYTES", here.nbytes + 1)
+        assert aside(here) is here
+    nowhere = cache / "file"
+    nowhere.write_text("no directory")
+    monkeypatch.setenv("CSATTN_CACHE", str(nowhere))
+    assert aside(here) is here
+
+
+def test_a_write_may_be_short(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = aside_module.tempfile.TemporaryFile
+
+    def short(**how: Any) -> Any:
+        file = make(**how)
+        whole = file.write
+
+        class Short:
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *error: object) -> None:
+                file.close()
+
+            def write(self, data: memoryview) -> int:
+                return int(whole(data[:100]))
+
+            def fileno(self) -> int:
+                return int(file.fileno())
+
+        return Short()
+
+    monkeypatch.setattr("tempfile.TemporaryFile", short)
+    here = torch.randn(333)
+    assert is_aside(there := aside(here), cache) and torch.equal(there, here)
+
+
+@pytest.mark.parametrize(("free", "has_room"), [(None, False), (199, False), (200, True)])
+def test_half_of_the_disk_is_left(free: int | None, has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside_module, "available_bytes", lambda path: free)
+    assert has_room_aside(100) == has_room
+
+
+def test_what_is_cast_meanwhile_is_put_aside(cache: Path) -> None:
+    here = torch.randn(6, 8)
+    with CastAside():
+        cast, added, module = here.to(torch.bfloat16), here + 1, torch.nn.Linear(3, 2).to(torch.bfloat16)
+        with pytest.raises(RuntimeError):
+            here.to("no device")
+    assert is_aside(cast, cache) and torch.equal(cast, here.bfloat16())
+    assert not is_aside(added, cache) and module.weight.dtype == torch.bfloat16
+    assert not is_aside(here.to(torch.bfloat16), cache)
+
+
+@pytest.mark.parametrize("how", ["rounded", "published"])
+def test_decoded_weights_lie_aside_where_products_read_few_bits(
+    how: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    folder, given = tmp_path / "plain", {"weights": "int4"} if how == "rounded" else {}
+    save(folder, "llama")
+    if how == "published":
+        quantize(folder, tmp_path / "quantized", "gptq", rng)
+        folder = tmp_path / "quantized"
+    loaded = load_model(folder, "bfloat16", **given)
+    coded = {name: x.weight for name, x in loaded.model.named_modules() if hasattr(x, "quantized")}
+    assert coded and all(is_aside(weight, cache) for weight in coded.values())
+    others = [x for name, x in loaded.model.named_parameters() if name.removesuffix(".weight") not in coded]
+    assert not any(is_aside(parameter, cache) for parameter in others)
+    wide = load_model(folder, **given)
+    assert not any(is_aside(parameter, cache) for parameter in wide.model.parameters())
+    monkeypatch.setattr("csattn.models.loader.has_room_aside", lambda num_bytes: False)
+    full = load_model(folder, "bfloat16", **given)
+    assert not any(is_aside(parameter, cache) for parameter in full.model.parameters())
+    assert full.fingerprint == loaded.fingerprint
+    assert all(torch.equal(a, b) for a, b in zip(full.model.parameters(), loaded.model.parameters(), strict=True))
+    down = loaded.model.model.layers[0].mlp.down_proj
+    down.weight.data[::2] += 1
+    assert torch.equal(down.weight[::2], full.model.model.layers[0].mlp.down_proj.weight[::2] + 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_conversion_puts_aside_what_it_makes(
+    dtype: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, its = gguf_of(make_model("llama"))
+    file, made = write_gguf(tmp_path / "model.gguf", tensors, **its), []
+    monkeypatch.setattr(aside_module, "aside", lambda tensor: made.append(tensor.nbytes) or aside(tensor))
+    there = load_model(file, dtype)
+    parameters = sum(parameter.nbytes for parameter in there.model.parameters())
+    assert sum(made) >= parameters, "every weight is cast once by transformers' loader"
+    made.clear()
+    cache.rename(tmp_path / "before")
+    monkeypatch.setattr("csattn.models.gguf_file.is_converted_aside", lambda num_bytes: False)
+    full = load_model(file, dtype)
+    assert not made and full.fingerprint == there.fingerprint

@@ -1,5 +1,6 @@
 """What contexts take, and how many a machine has room for: the arithmetic of doctor, service, residency and plans."""
 
+import logging
 import mmap
 
 from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
@@ -9,12 +10,13 @@ from csattn.config import preset
 from csattn.models.loader import DTYPES, are_copied, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import conversion_bytes, is_converted_aside, weight_bytes
-from offload.budget import require_host_memory
+from offload.budget import GIB, host_memory_bytes, require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots
 from workers.engine.own_choice import index_key_share, latents_of, least_slots
 from workers.settings.parts import EngineSettings
 
+_log = logging.getLogger(__name__)
 CONTEXT_LENS = (32_768, 131_072, 1_048_576)  # that are told, as far as the model has positions
 
 
@@ -76,6 +78,10 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
     """All as `load_model` takes them. Raises MemoryPlanError before weights are loaded that host memory has no room
     for: the system would end the process in the middle of it. Those that are mapped from their files need none."""
     config = read_config(name, dtype)
+    item_bytes = DTYPES[dtype].itemsize
+    size = weight_bytes(config, item_bytes, weights)
+    needed = size.on_host if dtype == "bfloat16" else size.decoded
+    _tell_beyond_memory(needed, size.few_bits > 0)
     is_converted = is_to_be_converted(name, dtype)
     if not (is_converted or are_copied(config, dtype, weights)):
         return
@@ -85,9 +91,6 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
     elif are_copied(config, dtype) and not are_copied(config, "bfloat16"):
         remedy += "; in bfloat16, as its files have it, it is mapped: --dtype bfloat16, of a service build.dtype"
     what = f"the model, its weights {'converted' if is_converted else 'copied'} to {dtype},"
-    item_bytes = DTYPES[dtype].itemsize
-    size = weight_bytes(config, item_bytes, weights)
-    needed = size.on_host if dtype == "bfloat16" else size.decoded
     if is_converted:
         needed = conversion_bytes(config, item_bytes)  # and then it is mapped
         if not is_converted_aside(size.decoded):
@@ -95,6 +98,17 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
     elif getattr(config, "dtype", None) not in (None, DTYPES[dtype]):
         needed = max(needed, size.decoded)  # all are cast before they are rounded
     require_host_memory(what, needed, remedy)
+
+
+def _tell_beyond_memory(needed: int, are_few_bits: bool) -> None:
+    """Files that are mapped have room in any memory, and a CPU would be slow without a word."""
+    if needed <= (free := host_memory_bytes()):
+        return
+    remedy = "take a smaller model" if are_few_bits else "keep them in 4 bits (weights int4, dtype bfloat16)"
+    _log.warning(
+        f"the model's weights take {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB of memory is free: what has no room "
+        f"there is read from the disk whenever it is needed, on a CPU for each token; {remedy}"
+    )
 
 
 def told_lens(geometry: ModelGeometry) -> list[int]:

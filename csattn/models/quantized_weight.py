@@ -21,6 +21,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 FP4_EXPONENT_BIAS = 127
 FP4_MOST_EXPONENT = 128  # of a scale, by which a GPU multiplies codes as bfloat16
 _WORD_BITS, _GROUP_SIZE, _ZERO_BITS = 16, 128, 15
+_AT_ONCE = 2**19  # weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,13 @@ class QuantizedWeight:
     @classmethod
     def rounded(cls, weight: Tensor, format: Rounding) -> "QuantizedWeight":
         """The nearest codes to weights: in 8 bits of a row's scale, in 4 of those of groups of 128."""
+        rows = _rows_at_once(weight.shape[1])
+        whole = joined([cls._rounded(weight[i : i + rows], format) for i in range(0, len(weight), rows)])
+        assert whole is not None, "they are of a kind"
+        return whole
+
+    @classmethod
+    def _rounded(cls, weight: Tensor, format: Rounding) -> "QuantizedWeight":
         num_in = weight.shape[1]
         group_size = cls.group_size_of(format)
         grouped = _grouped(weight.float(), group_size)
@@ -115,6 +123,13 @@ class QuantizedWeight:
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The matrix, by float32; without gaps, also where the last group was filled up."""
+        whole = torch.empty(len(self), self.num_in, dtype=dtype, device=self.words.device)
+        rows = _rows_at_once(self.num_in)
+        for first in range(0, len(self), rows):
+            whole[first : first + rows] = self.outputs(slice(first, first + rows))._decoded(dtype)
+        return whole
+
+    def _decoded(self, dtype: torch.dtype) -> Tensor:
         parts = CODES[self.format]
         bits = _WORD_BITS // parts
         runs = self.words.int().view(len(self), -1, 1, RUN // parts)
@@ -132,7 +147,7 @@ class QuantizedWeight:
         grouped = _grouped(numbers, self.group_size)
         if self.format == "int4":
             grouped = grouped - (bits_of & _ZERO_BITS).float()[..., None]
-        decoded = (grouped * scales[..., None]).flatten(1)[:, : self.num_in].to(dtype).contiguous()
+        decoded = (grouped * scales[..., None]).flatten(1)[:, : self.num_in].to(dtype)
         return decoded if self.order is None else decoded[:, self.order.argsort()]
 
 
@@ -170,6 +185,11 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
             return None
     words, scales = torch.cat([part.words for part in parts]), torch.cat([part.scales for part in parts], dim=1)
     return replace(first, words=words, scales=scales, has_zeros=any(part.has_zeros for part in parts))
+
+
+def _rows_at_once(num_in: int) -> int:
+    """So many that what is made of them on the way stays in caches: pages of large tensors are made anew each time."""
+    return max(1, _AT_ONCE // num_in)
 
 
 def rounding_named(name: str) -> Rounding:

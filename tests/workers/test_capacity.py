@@ -14,24 +14,31 @@ from offload import budget
 from offload.errors import MemoryPlanError
 from tests.models.test_gguf_file import gguf_of, write_gguf
 from tests.tiny import byte_tokenizer, make_model, save, tiny_config
+from workers import capacity
 from workers.cli import building
 from workers.service import making
 from workers.settings import load_settings
 
 
-def test_weights_that_memory_has_no_room_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_memory_has_no_room_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = str(save(tmp_path))  # its files have float32
     monkeypatch.setattr(building, "load_model", lambda *_, **__: "loaded")
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(capacity, "host_memory_bytes", lambda: 1000)
     assert building.show_loading(model, "float32") == "loaded", "files that are mapped need no memory"
+    assert "is read from the disk whenever it is needed, on a CPU for each token; keep them in 4 bits" in caplog.text
     for dtype, weights in (("bfloat16", None), ("float32", "fp8")):
         with pytest.raises(MemoryPlanError, match=rf"copied to {dtype}, needs .* take a smaller model"):
             building.show_loading(model, dtype, weights=weights)
     settings = load_settings(None, {}, {"model.name": model, "build.dtype": "bfloat16"}).settings
     with pytest.raises(MemoryPlanError, match="copied to bfloat16"):
         making.make_backend(settings, lambda *_: pytest.fail("a search worker is started"))
-    monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1 << 34)
-    assert building.show_loading(model, "bfloat16") == "loaded"
+    for of in (budget, capacity):
+        monkeypatch.setattr(of, "host_memory_bytes", lambda: 1 << 34)
+    caplog.clear()
+    assert building.show_loading(model, "bfloat16") == "loaded" and not caplog.records
 
 
 def test_what_a_narrower_dtype_needs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

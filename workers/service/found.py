@@ -7,6 +7,7 @@ import torch
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
 from csattn.models.families import describe
+from csattn.models.weight_sizes import device_bytes as weights_on_device
 from offload.budget import host_memory_bytes
 from workers.capacity import room_for_contexts, spec_of, told_lens
 from workers.doctor.facts import Gpu, visible_gpus
@@ -18,8 +19,7 @@ def found_here(settings: Settings, loaded: LoadedModel, num_workers: int = 1) ->
     """By the process that decodes, once its model is loaded; so many of the service's share the machine's memory."""
     device_bytes, host_bytes = 0, host_memory_bytes()
     if settings.engine.placement != "cpu":
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
-        device_bytes = torch.cuda.mem_get_info()[0] - weights
+        device_bytes = torch.cuda.mem_get_info()[0] - weights_on_device(loaded.model)
     rooms, model = [], describe(loaded.model.config)
     for context_len in told_lens(loaded.geometry):
         spec = spec_of(loaded.geometry, context_len, settings.build.dtype, settings.build.preset)

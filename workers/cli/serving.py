@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, redirect_stdout, suppress
+from contextlib import ExitStack, closing, redirect_stdout, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from csattn.selector_names import SELECTOR_NAMES
 from csattn.signals import ending_signals
 from workers.cli import ending
 from workers.cli.terminal import err, out, print_json
-from workers.service.addresses import listen
+from workers.service.addresses import held, listen
 from workers.settings import EngineSettings, Settings, load_settings
 
 _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # whatever serves
@@ -124,13 +124,14 @@ def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callab
     from workers.service.ray_app import DRAIN_S, Stopped, service_on_ray
 
     port = settings.server.port
-    if settings.ray.address is None or port == 0:  # else Serve may listen there already, since the service before
-        with closing(listen(settings.server)) as listener:
-            port = listener.getsockname()[1]  # free; Serve opens it itself
     told = Event()
     _on_signal(told.set)  # an exception would surface anywhere in Ray
-    err.print("starting Ray and the workers")
-    with suppress(Stopped), service_on_ray(settings, named, port, told) as (url, found):
+    with ExitStack() as undo:
+        if settings.ray.address is None or port == 0:  # else Serve may listen there already, since the service before
+            port = undo.enter_context(held(settings.server)).getsockname()[1]
+        err.print("starting Ray and the workers")
+        undo.enter_context(suppress(Stopped))
+        url, found = undo.enter_context(service_on_ray(settings, named, port, told))
         on_ready(url, found)
         with redirect_stdout(sys.stderr):  # where Ray tells of processes that died
             told.wait()

@@ -24,6 +24,18 @@ def listen(server: ServerSettings) -> socket.socket:
     return listener
 
 
+def held(server: ServerSettings) -> socket.socket:
+    """A socket bound to the address, too, where it does not listen: no other program is given the port while Ray
+    starts, whose Serve shares it. Raises ConfigError as `listen` does.
+    """
+    with listen(server) as free:  # which shares nothing: it is refused where another program listens
+        holder = socket.socket(free.family, socket.SOCK_STREAM)
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            holder.setsockopt(socket.SOL_SOCKET, option, 1)
+        holder.bind(free.getsockname())
+    return holder
+
+
 def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from csattn.errors import ConfigError
-from workers.service.addresses import listen, url_of
+from workers.service.addresses import held, listen, url_of
 from workers.settings import Secret, ServerSettings
 
 
@@ -21,6 +21,24 @@ def test_a_port_in_use_is_a_sentence() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} of 127.0.0.1 is in use; name another with --port"):
             listen(ServerSettings(port=port))
+
+
+def test_a_port_that_is_held_is_given_to_nobody_but_who_shares_it() -> None:
+    with held(ServerSettings(port=0)) as holder, socket.socket() as serve, socket.socket() as other:
+        address = holder.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        with pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as Ray's proxies open it
+            serve.setsockopt(socket.SOL_SOCKET, option, 1)
+        serve.bind(address)
+        serve.listen()
+        for _ in range(20):  # none is lost to the holder
+            with socket.create_connection(address, timeout=5) as client, serve.accept()[0] as accepted:
+                assert accepted.getpeername() == client.getsockname()
+        with pytest.raises(ConfigError, match="is in use"):
+            held(ServerSettings(port=address[1]))
 
 
 def test_an_address_of_another_machine_is_a_sentence() -> None:

@@ -97,7 +97,7 @@ class Followers:
         for child in self._children:
             child.kill()
         with suppress(OSError):
-            self._meeting.unlink()
+            self._meeting.unlink(missing_ok=True)  # a group that ends takes it with it
             self._meeting.parent.rmdir()  # if it was made for that
         _log.critical("%s; this process ends, for its device may wait for the other: start it again", why)
         sys.stderr.flush()

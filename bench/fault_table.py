@@ -61,10 +61,9 @@ def table() -> list[str]:
 def replies(hostile: dict[str, Any], kinds: tuple[str, ...]) -> tuple[int, str]:
     """How many there were of these kinds, and how many of them had a reply."""
     came = sum((Counter(hostile["by_kind"][kind]) for kind in kinds), Counter())
-    num_left = came["left"] + came["closed"]  # earlier runs called both so, and read no reply to who hangs up
+    num_left = came["left"] + came["closed"]
     told = [f"{came.total() - num_left} replies with a status"] * (came.total() > num_left)
     told += [f"{num_left} clients left before one"] * bool(num_left)
-    told += ["of a service that asked for no key"] * (kinds == ("bad key",) and not hostile.get("asked_for_a_key"))
     return came.total(), "; ".join(told)
 
 

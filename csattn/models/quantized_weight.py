@@ -20,7 +20,7 @@ ZERO = 8  # a zero point unless said
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP4_EXPONENT_BIAS = 127
 FP4_MOST_EXPONENT = 128  # of a scale, by which a GPU multiplies codes as bfloat16
-_WORD_BITS, _GROUP_SIZE, _ZERO_BITS = 16, 128, 15
+_WORD_BITS, _GROUP_SIZE, _ZERO_BITS, _MOST_CODE = 16, 128, 15, 15
 _AT_ONCE = 2**19  # weights
 
 
@@ -85,16 +85,16 @@ class QuantizedWeight:
         num_in = weight.shape[1]
         group_size = cls.group_size_of(format)
         grouped = _grouped(weight.float(), group_size)
-        at = grouped.abs().argmax(-1, keepdim=True)
-        extreme = grouped.gather(-1, at)  # [num_out, num_groups, 1], with its sign
-        extreme = torch.where(extreme == 0, torch.ones_like(extreme), extreme)
+        low, high = grouped.amin(-1, keepdim=True).clamp(max=0), grouped.amax(-1, keepdim=True).clamp(min=0)
         if format == "fp8":
-            scale = extreme.abs() / torch.finfo(torch.float8_e4m3fn).max
-            codes = (grouped / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-        else:
-            scale = extreme / -ZERO  # the lowest code is the one without a counterpart: the extreme takes it
-            codes = (grouped / scale).round_().add_(ZERO).clamp_(0, 2 * ZERO - 1).to(torch.uint8)
-        return cls.pack(format, codes.flatten(1)[:, :num_in], scale[..., 0], group_size)
+            scale = _or_one(torch.maximum(-low, high) / torch.finfo(torch.float8_e4m3fn).max)
+            codes, zeros = (grouped / scale).to(torch.float8_e4m3fn).view(torch.uint8), None
+        else:  # codes from the least to the greatest of a group: cutting extremes off costs more than it brings
+            scale = _or_one(high / _MOST_CODE - low / _MOST_CODE)
+            zero = (-low / scale).round()
+            codes = (grouped / scale).round_().add_(zero).clamp_(0, _MOST_CODE).to(torch.uint8)
+            zeros = zero[..., 0]
+        return cls.pack(format, codes.flatten(1)[:, :num_in], scale[..., 0], group_size, zeros)
 
     @staticmethod
     def group_size_of(rounding: Rounding) -> int:
@@ -198,6 +198,11 @@ def rounding_named(name: str) -> Rounding:
         if rounding == name:
             return rounding
     raise ConfigError(f"weights can be rounded to {' or '.join(ROUNDINGS)}, not to {name!r}")
+
+
+def _or_one(scales: Tensor) -> Tensor:
+    """1 for groups of zeros."""
+    return torch.where(scales == 0, 1.0, scales)
 
 
 def _grouped(numbers: Tensor, group_size: int) -> Tensor:

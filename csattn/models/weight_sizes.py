@@ -20,14 +20,24 @@ class WeightBytes(NamedTuple):
     experts: int  # likewise of experts
 
     @property
+    def others(self) -> int:
+        """Without few bits."""
+        return self.decoded - self.linears - self.experts
+
+    @property
+    def aside(self) -> int:
+        """In bfloat16, on a host: of decoded linear layers, for which the disk has room."""
+        return self.linears * has_room_aside(self.linears)
+
+    @property
     def on_gpu(self) -> int:
         """It keeps few bits alone."""
-        return self.decoded - self.linears - self.experts + self.few_bits
+        return self.others + self.few_bits
 
     @property
     def on_host(self) -> int:
-        """In bfloat16. Decoded linear layers are put aside where the disk has room."""
-        return self.decoded + self.few_bits - self.linears * has_room_aside(self.linears)
+        """In bfloat16, beside what is put aside."""
+        return self.decoded + self.few_bits - self.aside
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> WeightBytes:

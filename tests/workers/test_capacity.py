@@ -74,18 +74,25 @@ def test_a_gguf_file_is_not_converted_without_room(
 
 
 def test_decoded_weights_beside_few_bits_count_where_they_cannot_be_put_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = save(tmp_path) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
     monkeypatch.setattr(building, "load_model", lambda *_, **__: "loaded")
     size = weight_bytes(read_config(str(tmp_path), "bfloat16"), 2, "int4")
     assert 0 < size.few_bits < size.linears and not size.experts
-    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + size.on_gpu)
-    assert building.show_loading(str(tmp_path), "bfloat16", weights="int4") == "loaded"
-    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
-    with pytest.raises(MemoryPlanError, match=f"needs {size.decoded + size.few_bits:,} bytes"):
-        building.show_loading(str(tmp_path), "bfloat16", weights="int4")
+    monkeypatch.setattr(capacity, "host_memory_bytes", lambda: 0)
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + size.few_bits)
+    assert building.show_loading(str(tmp_path), "bfloat16", weights="int4") == "loaded", "embeddings stay mapped"
+    assert "read from the disk" in caplog.text
+    caplog.clear()
+    with pytest.raises(MemoryPlanError, match=f"needs {2 * size.decoded + size.few_bits:,} bytes"):
+        building.show_loading(str(tmp_path), "float32", weights="int4")
+    with monkeypatch.context() as of_test:
+        of_test.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
+        with pytest.raises(MemoryPlanError, match=f"needs {size.linears + size.few_bits:,} bytes"):
+            building.show_loading(str(tmp_path), "bfloat16", weights="int4")
+    assert not caplog.records, "what is refused is not read from the disk"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
     monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
     with pytest.raises(MemoryPlanError, match=f"needs {size.decoded:,} bytes"):  # all are cast before they are rounded

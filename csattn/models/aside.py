@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from csattn.artifact.durable import available_bytes
 from csattn.cache import cache_dir
+from csattn.cpu.heap import trim_heap
 
 _LEAST_BYTES = 2**20  # of a tensor: smaller ones stay where they are
 _MOST_SHARE = 0.5  # of what the disk has free: contexts are built there, too
@@ -45,4 +46,7 @@ class CastAside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return aside(made) if func is Tensor.to and isinstance(made, Tensor) else made
+        if func is not Tensor.to or not isinstance(made, Tensor):
+            return made
+        trim_heap()  # of what the tensors before were made of
+        return aside(made)

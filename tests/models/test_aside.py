@@ -148,7 +148,10 @@ def test_a_conversion_puts_aside_what_it_makes(
     tensors, its = gguf_of(make_model("llama"))
     file, made = write_gguf(tmp_path / "model.gguf", tensors, **its), []
     monkeypatch.setattr(aside_module, "aside", lambda tensor: made.append(tensor.nbytes) or aside(tensor))
+    trims = list[None]()
+    monkeypatch.setattr(aside_module, "trim_heap", lambda: trims.append(None))
     there = load_model(file, dtype)
+    assert len(trims) == len(made), "else the heap keeps what tensors were made of"
     parameters = sum(parameter.nbytes for parameter in there.model.parameters())
     assert sum(made) >= parameters, "every weight is cast once by transformers' loader"
     made.clear()

@@ -57,7 +57,7 @@ def test_a_gguf_file_is_not_converted_without_room(
     tensors, its = gguf_of(model)
     file = str(write_gguf(tmp_path / "model.gguf", tensors, **its))
     sizes = [parameter.numel() for parameter in model.parameters()]
-    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 2 * sum(sizes) + 11 * max(sizes))
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 2 * sum(sizes) + 13 * max(sizes))
     with monkeypatch.context() as of_test:  # the disk is full
         of_test.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
         with pytest.raises(MemoryPlanError, match=r"converted to float32, needs .* takes less: --dtype bfloat16"):
@@ -65,10 +65,10 @@ def test_a_gguf_file_is_not_converted_without_room(
         assert not (tmp_path / "models").exists()
         with pytest.raises(MemoryPlanError, match=rf"converted to bfloat16, .*; with more room in {tmp_path} it takes"):
             building.show_loading(file, "bfloat16")
-    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 12 * max(sizes) - 1)
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 14 * max(sizes) - 1)
     with pytest.raises(MemoryPlanError, match=r"converted to bfloat16, needs .* take a smaller model$"):
         building.show_loading(file, "bfloat16")
-    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 12 * max(sizes))
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 14 * max(sizes))
     assert building.show_loading(file, "bfloat16").dtype == torch.bfloat16
     assert capsys.readouterr().err.count("converted to bfloat16 once") == 3
 

@@ -22,6 +22,7 @@ from tests.tiny import make_model
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(aside_module, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(aside_module, "_IN_MEMORY", set())  # temporary directories may be
     return tmp_path / "cache"
 
 
@@ -102,6 +103,21 @@ def test_a_write_may_be_short(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_half_of_the_disk_is_left(free: int | None, has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aside_module, "available_bytes", lambda path: free)
     assert has_room_aside(100) == has_room
+
+
+def test_where_nothing_can_be_written_is_no_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_room_aside(1)
+    cache.mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != cache or not mode & os.W_OK)  # of root, too
+    assert not has_room_aside(1)
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory is known here")
+def test_files_in_memory_are_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", "/dev/shm/csattn")
+    assert has_room_aside(1)
+    monkeypatch.setattr(aside_module, "_IN_MEMORY", {"tmpfs"})
+    assert not has_room_aside(1)
 
 
 def test_what_is_cast_meanwhile_is_put_aside(cache: Path) -> None:

@@ -1,6 +1,7 @@
 """Weights in files without a name: the same numbers, which take no memory of their own."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor
 from csattn.models import aside as aside_module
 from csattn.models import load_model
 from csattn.models.aside import CastAside, aside, has_room_aside
+from csattn.models.quantized import read_state
 from tests.models.test_gguf_file import gguf_of, write_gguf
-from tests.models.test_quantized import quantize, save
-from tests.tiny import make_model
+from tests.models.test_quantized import in_mxfp4, quantize
+from tests.tiny import make_model, save
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +157,21 @@ def test_decoded_weights_lie_aside_where_products_read_few_bits(
     down = loaded.model.model.layers[0].mlp.down_proj
     down.weight.data[::2] += 1
     assert torch.equal(down.weight[::2], full.model.model.layers[0].mlp.down_proj.weight[::2] + 1)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_experts_are_not_put_aside(family: str, tmp_path: Path, cache: Path, rng: np.random.Generator) -> None:
+    folder, made = tmp_path / "quantized", list[Tensor]()
+    plain = save(tmp_path / "plain", family, **({"intermediate_size": 96} if family == "gpt_oss" else {}))
+    if family == "gpt_oss":
+        in_mxfp4(plain, folder, rng)
+    else:
+        quantize(plain, folder, "awq", rng)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    state, kept = read_state(folder, config, torch.bfloat16, beside=lambda decoded: made.append(decoded) or decoded)
+    of_experts = [name for name in kept if ".experts." in name]
+    assert of_experts and len(made) == len(kept) - len(of_experts)
+    assert not {id(state[name]) for name in of_experts} & {id(tensor) for tensor in made}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -2,6 +2,7 @@
 
 import logging
 import mmap
+from typing import Any
 
 from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
 from csattn.artifact.layout import file_names, kv_file, plan
@@ -9,7 +10,7 @@ from csattn.cache import cache_dir
 from csattn.config import preset
 from csattn.models.loader import DTYPES, are_copied, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
-from csattn.models.weight_sizes import conversion_bytes, is_converted_aside, weight_bytes
+from csattn.models.weight_sizes import WeightBytes, conversion_bytes, is_converted_aside, weight_bytes
 from offload.budget import GIB, host_memory_bytes, require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots
@@ -78,24 +79,28 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
     """All as `load_model` takes them. Raises MemoryPlanError before weights are loaded that host memory has no room
     for: the system would end the process in the middle of it. Those that are mapped from their files need none."""
     config = read_config(name, dtype)
-    item_bytes = DTYPES[dtype].itemsize
-    size = weight_bytes(config, item_bytes, weights)
-    needed = size.on_host if dtype == "bfloat16" else size.decoded
-    _tell_beyond_memory(needed, size.few_bits > 0)
-    is_converted = is_to_be_converted(name, dtype)
-    if not (is_converted or are_copied(config, dtype, weights)):
-        return
+    size = weight_bytes(config, DTYPES[dtype].itemsize, weights)
+    if is_to_be_converted(name, dtype) or are_copied(config, dtype, weights):
+        _require_room_for_copies(name, config, size, dtype, weights)
+    _tell_beyond_memory(size.on_host if dtype == "bfloat16" else size.decoded, size.few_bits > 0)
+
+
+def _require_room_for_copies(name: str | None, config: Any, size: WeightBytes, dtype: str, weights: str | None) -> None:
     remedy = "end other programs, or take a smaller model"
+    is_converted = is_to_be_converted(name, dtype)
     if is_converted and dtype == "float32":
         remedy += "; in bfloat16 it takes less: --dtype bfloat16, of a service build.dtype"
     elif are_copied(config, dtype) and not are_copied(config, "bfloat16"):
         remedy += "; in bfloat16, as its files have it, it is mapped: --dtype bfloat16, of a service build.dtype"
     what = f"the model, its weights {'converted' if is_converted else 'copied'} to {dtype},"
+    needed = size.decoded + size.few_bits - (size.aside if dtype == "bfloat16" else 0)
     if is_converted:
-        needed = conversion_bytes(config, item_bytes)  # and then it is mapped
+        needed = conversion_bytes(config, DTYPES[dtype].itemsize)  # and then it is mapped
         if not is_converted_aside(size.decoded):
             remedy += f"; with more room in {cache_dir()} it takes less"
-    elif getattr(config, "dtype", None) not in (None, DTYPES[dtype]):
+    elif getattr(config, "dtype", None) in (None, DTYPES[dtype]):
+        needed -= size.others  # which are mapped
+    else:
         needed = max(needed, size.decoded)  # all are cast before they are rounded
     require_host_memory(what, needed, remedy)
 

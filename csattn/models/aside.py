@@ -1,7 +1,10 @@
 """Weights that are seldom read, in files without a name: the system may drop them from memory, and reads them again."""
 
 import mmap
+import os
 import tempfile
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,15 +13,31 @@ from torch.overrides import TorchFunctionMode
 
 from csattn.artifact.durable import available_bytes
 from csattn.cache import cache_dir
+from csattn.cpu.heap import trim_heap
 
 _LEAST_BYTES = 2**20  # of a tensor: smaller ones stay where they are
+_IN_MEMORY = {"ramfs", "tmpfs"}
 _MOST_SHARE = 0.5  # of what the disk has free: contexts are built there, too
 
 
 def has_room_aside(num_bytes: int) -> bool:
-    """Whether the disk has room for so much to be put aside."""
-    free = available_bytes(cache_dir())
+    """Whether the disk has room for so much to be put aside, and files may be written there."""
+    place = next(path for path in (cache_dir(), *cache_dir().absolute().parents) if os.path.isdir(path))
+    if _lies_in_memory(place) or not os.access(place, os.W_OK | os.X_OK):
+        return False
+    free = available_bytes(place)
     return free is not None and num_bytes <= _MOST_SHARE * free
+
+
+def _lies_in_memory(place: Path) -> bool:
+    """Whether files there take memory that cannot be dropped."""
+    device = place.stat().st_dev
+    with suppress(OSError):  # no Linux
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                return kind.split()[0] in _IN_MEMORY
+    return False
 
 
 def aside(tensor: Tensor) -> Tensor:
@@ -45,4 +64,7 @@ class CastAside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return aside(made) if func is Tensor.to and isinstance(made, Tensor) else made
+        if func is not Tensor.to or not isinstance(made, Tensor):
+            return made
+        trim_heap()  # of what the tensors before were made of
+        return aside(made)

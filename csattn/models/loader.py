@@ -202,7 +202,7 @@ def read_config(name: str | None, dtype: str = "float32") -> Any:
 
 
 def is_to_be_converted(name: str | None, dtype: str) -> bool:
-    """Whether `load_model` would have to convert a GGUF file first, which has all weights in memory."""
+    """Whether `load_model` would have to convert a GGUF file first."""
     return _to_convert(model_name(name), DTYPES[dtype]) is not None
 
 

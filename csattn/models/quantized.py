@@ -151,7 +151,7 @@ def read_state(
     quantization_config: Mapping[str, Any],
     dtype: torch.dtype,
     named: Callable[[str], str | None] = str,  # what the model calls a tensor; None: it has no such
-    beside: Callable[[Tensor], Tensor] = lambda decoded: decoded,  # where those that few bits are kept of are decoded
+    beside: Callable[[Tensor], Tensor] = lambda decoded: decoded,  # where linear layers have what is decoded
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """A checkpoint's tensors, by the names that the model has for them, in `dtype`; and of which
     matrices a GPU may keep the few bits; of experts that are one tensor, they are one below the other.
@@ -196,7 +196,9 @@ def read_state(
         place = named(name) or name
         state[place] = tensor.to(dtype) if tensor.is_floating_point() else tensor
         if kept is not None:
-            state[place], quantized[place] = beside(state[place]), kept
+            quantized[place] = kept
+            if ".experts." not in place:  # which are read for each token, and not counted on the disk
+                state[place] = beside(state[place])
     return state, quantized
 
 

@@ -20,14 +20,24 @@ class WeightBytes(NamedTuple):
     experts: int  # likewise of experts
 
     @property
+    def others(self) -> int:
+        """Without few bits."""
+        return self.decoded - self.linears - self.experts
+
+    @property
+    def aside(self) -> int:
+        """In bfloat16, on a host: of decoded linear layers, for which the disk has room."""
+        return self.linears * has_room_aside(self.linears)
+
+    @property
     def on_gpu(self) -> int:
         """It keeps few bits alone."""
-        return self.decoded - self.linears - self.experts + self.few_bits
+        return self.others + self.few_bits
 
     @property
     def on_host(self) -> int:
-        """In bfloat16. Decoded linear layers are put aside where the disk has room."""
-        return self.decoded + self.few_bits - self.linears * has_room_aside(self.linears)
+        """In bfloat16, beside what is put aside."""
+        return self.decoded + self.few_bits - self.aside
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> WeightBytes:
@@ -64,11 +74,11 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
 
 
 def conversion_bytes(config: Any, item_bytes: int) -> int:
-    """Host memory while a GGUF file becomes the model that a config describes: some tensors are float32 at a time, and
-    all are in memory where the disk has no room to put them aside."""
+    """Host memory while a GGUF file becomes the model that a config describes: the largest tensor is float32 three
+    times, in pieces that take more besides, and all are in memory where the disk has no room to put them aside."""
     sizes: list[int] = [parameter.numel() for parameter in _without_memory(config).parameters()]
     all_bytes = sum(sizes) * item_bytes
-    return all_bytes * (not is_converted_aside(all_bytes)) + 3 * max(sizes) * torch.float32.itemsize
+    return all_bytes * (not is_converted_aside(all_bytes)) + 7 * max(sizes) * torch.float32.itemsize // 2
 
 
 def is_converted_aside(all_bytes: int) -> bool:

@@ -1,6 +1,7 @@
 """Weights in files without a name: the same numbers, which take no memory of their own."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ from torch import Tensor
 from csattn.models import aside as aside_module
 from csattn.models import load_model
 from csattn.models.aside import CastAside, aside, has_room_aside
+from csattn.models.quantized import read_state
 from tests.models.test_gguf_file import gguf_of, write_gguf
-from tests.models.test_quantized import quantize, save
-from tests.tiny import make_model
+from tests.models.test_quantized import in_mxfp4, quantize
+from tests.tiny import make_model, save
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(aside_module, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(aside_module, "_IN_MEMORY", set())  # temporary directories may be
     return tmp_path / "cache"
 
 
@@ -104,6 +107,21 @@ def test_half_of_the_disk_is_left(free: int | None, has_room: bool, monkeypatch:
     assert has_room_aside(100) == has_room
 
 
+def test_where_nothing_can_be_written_is_no_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_room_aside(1)
+    cache.mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != cache or not mode & os.W_OK)  # of root, too
+    assert not has_room_aside(1)
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory is known here")
+def test_files_in_memory_are_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", "/dev/shm/csattn")
+    assert has_room_aside(1)
+    monkeypatch.setattr(aside_module, "_IN_MEMORY", {"tmpfs"})
+    assert not has_room_aside(1)
+
+
 def test_what_is_cast_meanwhile_is_put_aside(cache: Path) -> None:
     here = torch.randn(6, 8)
     with CastAside():
@@ -141,6 +159,21 @@ def test_decoded_weights_lie_aside_where_products_read_few_bits(
     assert torch.equal(down.weight[::2], full.model.model.layers[0].mlp.down_proj.weight[::2] + 1)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_experts_are_not_put_aside(family: str, tmp_path: Path, cache: Path, rng: np.random.Generator) -> None:
+    folder, made = tmp_path / "quantized", list[Tensor]()
+    plain = save(tmp_path / "plain", family, **({"intermediate_size": 96} if family == "gpt_oss" else {}))
+    if family == "gpt_oss":
+        in_mxfp4(plain, folder, rng)
+    else:
+        quantize(plain, folder, "awq", rng)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    state, kept = read_state(folder, config, torch.bfloat16, beside=lambda decoded: made.append(decoded) or decoded)
+    of_experts = [name for name in kept if ".experts." in name]
+    assert of_experts and len(made) == len(kept) - len(of_experts)
+    assert not {id(state[name]) for name in of_experts} & {id(tensor) for tensor in made}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_conversion_puts_aside_what_it_makes(
     dtype: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +181,10 @@ def test_a_conversion_puts_aside_what_it_makes(
     tensors, its = gguf_of(make_model("llama"))
     file, made = write_gguf(tmp_path / "model.gguf", tensors, **its), []
     monkeypatch.setattr(aside_module, "aside", lambda tensor: made.append(tensor.nbytes) or aside(tensor))
+    trims = list[None]()
+    monkeypatch.setattr(aside_module, "trim_heap", lambda: trims.append(None))
     there = load_model(file, dtype)
+    assert len(trims) == len(made), "else the heap keeps what tensors were made of"
     parameters = sum(parameter.nbytes for parameter in there.model.parameters())
     assert sum(made) >= parameters, "every weight is cast once by transformers' loader"
     made.clear()

@@ -14,7 +14,8 @@ from csattn.artifact.manifest import FORMAT_VERSION
 from csattn.models import weight_sizes
 from csattn.models.families import describe
 from csattn.models.loader import geometry_of, read_config
-from csattn.models.weight_sizes import weight_bytes
+from csattn.models.weight_sizes import conversion_bytes, weight_bytes
+from offload.budget import SPARE_BYTES
 from tests.models.test_gguf_file import write_gguf
 from tests.tiny import save, tiny_config
 from workers.capacity import context_bytes, spec_of
@@ -422,6 +423,14 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
     assert weight_bytes(config, 2) == (plain, 0, 0, 0)
 
 
+def test_disk_is_told_also_where_experts_few_bits_take_more(tmp_path: Path) -> None:
+    config = tiny_config("mixtral", hidden_size=256, intermediate_size=8192, num_local_experts=8)
+    config.save_pretrained(tmp_path)
+    size = weight_bytes(config, 2, "int4")
+    assert 0 < size.aside < size.few_bits
+    assert f"and {gib(size.aside)} of disk for them decoded" in examine_model(str(tmp_path), machine(), "int4")[0].text
+
+
 def test_a_model_that_chooses_by_itself_is_told_where(tmp_path: Path) -> None:
     tiny_config("deepseek_v32", max_position_embeddings=65_536).save_pretrained(tmp_path)
     found = needs, on_gpu, stream = examine_model(str(tmp_path), machine())
@@ -452,5 +461,11 @@ def test_a_model_that_is_refused_is_a_problem(tmp_path: Path) -> None:
 
 def test_a_gguf_file_is_looked_at_and_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
-    finding = examine_model(str(write_gguf(tmp_path / "model.gguf")), machine())[0]
-    assert "converted once" in finding.text and not (tmp_path / "models").exists()
+    file = str(write_gguf(tmp_path / "model.gguf"))
+    needed = conversion_bytes(read_config(file), 2)
+    finding = examine_model(file, machine())[0]
+    assert "converted once" in finding.text and f"meanwhile {gib(needed)} of memory." in finding.text
+    assert finding.status == "ok" and not (tmp_path / "models").exists()
+    little = {"available_bytes": needed + SPARE_BYTES - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
+    finding = examine_model(file, machine(probed={"memory": little}))[0]
+    assert finding.status == "warning" and finding.remedy.startswith("End other programs while it is converted")

@@ -9,7 +9,8 @@ from csattn.errors import ConfigError
 from csattn.models.families import describe
 from csattn.models.loader import geometry_of, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
-from csattn.models.weight_sizes import WeightBytes, weight_bytes
+from csattn.models.weight_sizes import WeightBytes, conversion_bytes, weight_bytes
+from offload.budget import SPARE_BYTES
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
 from workers.doctor.facts import Facts
 from workers.doctor.findings import Finding, gib
@@ -27,12 +28,13 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
         config = read_config(name)
         spec = describe(config)
         size = weight_bytes(config, _ITEM_BYTES, weights)
+        converting = conversion_bytes(config, _ITEM_BYTES) if is_to_be_converted(name, "bfloat16") else 0
     except ConfigError:
         raise
     except Exception as error:  # a config may have anything in it
         said = str(error) if name in str(error) else f"{name}: {error}"
         return [Finding("model", "problem", said, _MODELS)]
-    return [*_needs(name, spec, geometry_of(spec), size, facts), *_refusals(spec)]
+    return [*_needs(name, spec, geometry_of(spec), size, converting, facts), *_refusals(spec)]
 
 
 def _needs(
@@ -40,6 +42,7 @@ def _needs(
     model: ModelSpec,
     geometry: ModelGeometry,
     size: WeightBytes,
+    converting: int,  # bytes of memory that it takes first
     facts: Facts,
 ) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
@@ -51,10 +54,13 @@ def _needs(
     wide = "" if devices else f", {gib(2 * size.decoded)} in float32, the default"
     text = f"{name} has {layers}; its weights take {gib(size.decoded)} in bfloat16{wide}."
     if size.few_bits:
-        aside = f", and {gib(size.linears)} of disk for them decoded" if size.on_host < size.decoded else ""
+        aside = f", and {gib(size.aside)} of disk for them decoded" if size.aside else ""
         text += f" There, with few bits, host memory has {gib(size.on_host)}{aside}; a GPU has {gib(size.on_gpu)}."
-    if is_to_be_converted(name, "bfloat16"):
-        text += " The file is converted once for a dtype, which takes that on the disk ($CSATTN_CACHE), too."
+    if converting:
+        text += (
+            " The file is converted once for a dtype, which takes that on the disk ($CSATTN_CACHE), too, and meanwhile "
+            f"{gib(converting)} of memory."
+        )
     memory = facts.probes["memory"].get("available_bytes", 0)
     free = max((device["free_bytes"] for device in devices), default=0)
     specs = [spec_of(geometry, context_len) for context_len in told_lens(geometry)]
@@ -75,6 +81,9 @@ def _needs(
         remedy = "Take a smaller model."
         if not size.few_bits and not any(layer.experts for layer in model.layers):
             remedy = "Keep its weights in 4 bits, by --weights int4 --dtype bfloat16; or take a smaller model."
+        return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", remedy)]
+    if converting and converting + SPARE_BYTES > memory:
+        remedy = "End other programs while it is converted, or take the model's directory instead of the file."
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", remedy)]
     engine = EngineSettings(placement="cpu" if not devices else "hybrid" if leaves_kv else "device")
     host_bytes, device_bytes = memory if devices else memory - size.on_host, free - size.on_gpu

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
+from csattn.models.few_bits import drop_few_bits
 from index_build.board import BuildProgress, BuildState, Outcome
 from index_build.inputs import choose_device, read_text
 from index_build.job_list import Job
@@ -142,6 +143,7 @@ def _run_group(
     try:
         require_room(options)
         loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_lend=True)
+        drop_few_bits(loaded.model)
     except Exception as error:
         fault = sentence(error)
     left: dict[int, Plan | None] = dict.fromkeys(group)

@@ -11,6 +11,7 @@ from csattn.artifact import RemoteStore
 from csattn.build_options import BuildOptions
 from csattn.errors import ArtifactError
 from csattn.models import LoadedModel, load_model
+from csattn.models.few_bits import drop_few_bits
 from index_build.batch import JobResult, build_job, plan_job
 from index_build.board import BuildState
 from index_build.job_list import Job
@@ -68,4 +69,5 @@ def _model(options: BuildOptions, device: str) -> LoadedModel:
     if key not in _loaded:
         _loaded.clear()  # first: there is room for one
         _loaded[key] = load_model(*key[:3], weights=options.weights, may_lend=True)
+        drop_few_bits(_loaded[key].model)
     return _loaded[key]

@@ -64,6 +64,13 @@ def forget_changed(model: Any) -> None:
             del module.quantized
 
 
+def drop_few_bits(model: Any) -> None:
+    """Of a model that only prefills, which multiplies with decoded weights: its few bits take memory for nothing."""
+    for module in model.modules():
+        if hasattr(module, "quantized"):
+            del module.quantized
+
+
 def _is_decoded(weight: Tensor, kept: QuantizedWeight, dtype: torch.dtype) -> bool:
     """dtype: of the model, in which some matrices are float32."""
     rows = torch.arange(0, len(kept), max(1, len(kept) // _SAMPLED_ROWS))

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from csattn.artifact.lock import BuildLock
+from csattn.build_options import BuildOptions
+from csattn.models import LoadedModel, load_model
+from index_build import batch, tasks
 from tests.artifact.faults import reseal
 from tests.tiny import byte_tokenizer, save
 from workers.cli import building, main, terminal
@@ -414,6 +417,29 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
     refused = in_process("generate", built, "--prompt", "x", "--weights", "fp8", capsys=capsys)
     assert refused.returncode == 1 and "weights rounded to int4 (add --weights int4" in refused.stderr
     assert last_line(in_process("generate", built, "--prompt", "x", "--json", capsys=capsys))
+
+
+def test_what_builds_does_not_hold_few_bits(
+    capsys, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill multiplies with decoded weights."""
+    models: list[Any] = []
+
+    def loading(*given: Any, **options: Any) -> LoadedModel:
+        models.append((loaded := load_model(*given, **options)).model)
+        assert any(hasattr(module, "quantized") for module in loaded.model.modules())
+        return loaded
+
+    for user in (building, batch, tasks):
+        monkeypatch.setattr(user, "load_model", loading)
+    options = {"model": str(place / "model"), "weights": "fp8", "dtype": "bfloat16"}
+    (tmp_path / "jobs").write_text(json.dumps({"context": str(place / "text.txt"), **options}))
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    where = "--store", tmp_path / "store"
+    last_line(in_process("build", "--context", place / "text.txt", *flags, *where, "--json", capsys=capsys))
+    last_line(in_process("build", "--jobs", tmp_path / "jobs", *where, "--json", capsys=capsys))
+    assert tasks._model(BuildOptions(**options), "cpu").model is models[2]
+    assert not [module for model in models for module in model.modules() if hasattr(module, "quantized")]
 
 
 def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_path: Path) -> None:

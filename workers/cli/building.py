@@ -11,6 +11,7 @@ from csattn.build_options import BuildOptions
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
+from csattn.models.few_bits import drop_few_bits
 from csattn.models.loader import is_to_be_converted, model_name, require_numbers
 from csattn.models.prompt import num_special, require_not_far_too_long
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
@@ -39,6 +40,7 @@ def build(
     ids = None if tokens is None else read_tokens(tokens)
     text = "" if context is None else read_text(context)
     loaded = show_loading(options.model, options.dtype, device, weights=options.weights)
+    drop_few_bits(loaded.model)
     if ids is not None:
         plan = plan_tokens(ids, options, loaded, device)
     else:

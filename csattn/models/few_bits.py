@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from csattn.cpu.heap import trim_heap
 from csattn.models.families import FAMILIES, describe
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, Rounding, joined
 from csattn.models.spec import ExpertsSpec
@@ -69,6 +70,7 @@ def drop_few_bits(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "quantized"):
             del module.quantized
+    trim_heap()
 
 
 def _is_decoded(weight: Tensor, kept: QuantizedWeight, dtype: torch.dtype) -> bool:

@@ -126,6 +126,13 @@ def sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def model_for_builds(options: BuildOptions, device: str) -> LoadedModel:
+    """As `load_model`; it has no few bits."""
+    loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_lend=True)
+    drop_few_bits(loaded.model)
+    return loaded
+
+
 def _run_group(
     jobs: Sequence[Job],
     group: list[int],
@@ -142,8 +149,7 @@ def _run_group(
     fault = ""
     try:
         require_room(options)
-        loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_lend=True)
-        drop_few_bits(loaded.model)
+        loaded = model_for_builds(options, device)
     except Exception as error:
         fault = sentence(error)
     left: dict[int, Plan | None] = dict.fromkeys(group)

@@ -10,9 +10,8 @@ import torch
 from csattn.artifact import RemoteStore
 from csattn.build_options import BuildOptions
 from csattn.errors import ArtifactError
-from csattn.models import LoadedModel, load_model
-from csattn.models.few_bits import drop_few_bits
-from index_build.batch import JobResult, build_job, plan_job
+from csattn.models import LoadedModel
+from index_build.batch import JobResult, build_job, model_for_builds, plan_job
 from index_build.board import BuildState
 from index_build.job_list import Job
 
@@ -68,6 +67,5 @@ def _model(options: BuildOptions, device: str) -> LoadedModel:
     key = options.model, options.dtype, device, options.weights
     if key not in _loaded:
         _loaded.clear()  # first: there is room for one
-        _loaded[key] = load_model(*key[:3], weights=options.weights, may_lend=True)
-        drop_few_bits(_loaded[key].model)
+        _loaded[key] = model_for_builds(options, device)
     return _loaded[key]

@@ -11,9 +11,10 @@ from csattn.config import preset
 from csattn.models.loader import DTYPES, are_copied, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import WeightBytes, conversion_bytes, is_converted_aside, weight_bytes
-from offload.budget import GIB, host_memory_bytes, require_host_memory
+from offload.budget import host_memory_bytes, require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots
+from workers.doctor.findings import gib
 from workers.engine.own_choice import index_key_share, latents_of, least_slots
 from workers.settings.parts import EngineSettings
 
@@ -80,14 +81,14 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
     for: the system would end the process in the middle of it. Those that are mapped from their files need none."""
     config = read_config(name, dtype)
     size = weight_bytes(config, DTYPES[dtype].itemsize, weights)
-    if is_to_be_converted(name, dtype) or are_copied(config, dtype, weights):
-        _require_room_for_copies(name, config, size, dtype, weights)
+    is_converted = is_to_be_converted(name, dtype)
+    if is_converted or are_copied(config, dtype, weights):
+        _require_room_for_copies(config, size, dtype, is_converted)
     _tell_beyond_memory(size.on_host if dtype == "bfloat16" else size.decoded, size.few_bits > 0)
 
 
-def _require_room_for_copies(name: str | None, config: Any, size: WeightBytes, dtype: str, weights: str | None) -> None:
+def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_converted: bool) -> None:
     remedy = "end other programs, or take a smaller model"
-    is_converted = is_to_be_converted(name, dtype)
     if is_converted and dtype == "float32":
         remedy += "; in bfloat16 it takes less: --dtype bfloat16, of a service build.dtype"
     elif are_copied(config, dtype) and not are_copied(config, "bfloat16"):
@@ -111,8 +112,8 @@ def _tell_beyond_memory(needed: int, are_few_bits: bool) -> None:
         return
     remedy = "take a smaller model" if are_few_bits else "keep them in 4 bits (weights int4, dtype bfloat16)"
     _log.warning(
-        f"the model's weights take {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB of memory is free: what has no room "
-        f"there is read from the disk whenever it is needed, on a CPU for each token; {remedy}"
+        f"the model's weights take {gib(needed)} and {gib(free)} of memory is free: what has no room there is read "
+        f"from the disk whenever it is needed, on a CPU for each token; {remedy}"
     )
 
 

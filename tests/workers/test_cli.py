@@ -430,7 +430,7 @@ def test_what_builds_does_not_hold_few_bits(
         assert any(hasattr(module, "quantized") for module in loaded.model.modules())
         return loaded
 
-    for user in (building, batch, tasks):
+    for user in (building, batch):
         monkeypatch.setattr(user, "load_model", loading)
     options = {"model": str(place / "model"), "weights": "fp8", "dtype": "bfloat16"}
     (tmp_path / "jobs").write_text(json.dumps({"context": str(place / "text.txt"), **options}))

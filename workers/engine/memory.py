@@ -99,7 +99,7 @@ def require_weights(
         )
     require_device()
     needed = {"the model's weights": size.on_gpu, "kernels and their workspace": KERNELS_BYTES}
-    parts = tuple(MemoryPart(name=part, device_bytes=size) for part, size in needed.items())
+    parts = tuple(MemoryPart(name=part, device_bytes=num_bytes) for part, num_bytes in needed.items())
     MemoryPlan(parts, 0).require(available_memory(torch.device("cuda")))
 
 

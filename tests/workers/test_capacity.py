@@ -65,6 +65,7 @@ def test_a_gguf_file_is_not_converted_without_room(
         assert not (tmp_path / "models").exists()
         with pytest.raises(MemoryPlanError, match=rf"converted to bfloat16, .*; with more room in {tmp_path} it takes"):
             building.show_loading(file, "bfloat16")
+    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 14 * max(sizes) - 1)
     with pytest.raises(MemoryPlanError, match=r"converted to bfloat16, needs .* take a smaller model$"):
         building.show_loading(file, "bfloat16")
@@ -79,6 +80,7 @@ def test_decoded_weights_beside_few_bits_count_where_they_cannot_be_put_aside(
     config = save(tmp_path) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
     monkeypatch.setattr(building, "load_model", lambda *_, **__: "loaded")
+    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
     size = weight_bytes(read_config(str(tmp_path), "bfloat16"), 2, "int4")
     assert 0 < size.few_bits < size.linears and not size.experts
     monkeypatch.setattr(capacity, "host_memory_bytes", lambda: 0)
@@ -94,7 +96,6 @@ def test_decoded_weights_beside_few_bits_count_where_they_cannot_be_put_aside(
             building.show_loading(str(tmp_path), "bfloat16", weights="int4")
     assert not caplog.records, "what is refused is not read from the disk"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
-    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
     with pytest.raises(MemoryPlanError, match=f"needs {size.decoded:,} bytes"):  # all are cast before they are rounded
         building.show_loading(str(tmp_path), "bfloat16", weights="int4")
 

@@ -393,6 +393,7 @@ def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path
 
 
 def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
     config = tiny_config("llama", hidden_size=1024, intermediate_size=3072, num_hidden_layers=20, vocab_size=1000)
     config.save_pretrained(tmp_path)
     matrices = 20 * 1024 * (3 * 3072 + 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim)
@@ -423,7 +424,8 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
     assert weight_bytes(config, 2) == (plain, 0, 0, 0)
 
 
-def test_disk_is_told_also_where_experts_few_bits_take_more(tmp_path: Path) -> None:
+def test_disk_is_told_also_where_experts_few_bits_take_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
     config = tiny_config("mixtral", hidden_size=256, intermediate_size=8192, num_local_experts=8)
     config.save_pretrained(tmp_path)
     size = weight_bytes(config, 2, "int4")

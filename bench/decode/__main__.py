@@ -7,10 +7,10 @@
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE]
 
 `op` is one layer's attention, `e2e` the whole model (`host+2`: with two search workers); with `--shared` all requests
-of a batch continue one context. `full` is torch's fastest way, `all` the engine's own. What a file holds already is
-not measured again. Rows and queries are a small model's,
-recorded (see recording.py) and brought to the shape and length (see widened.py). `lists+moments`, `default+none`:
-another way to go about the rows that are not chosen.
+of a batch continue one context. `full` is torch's fastest way, `all` the engine's own; `kivi-2`, `kivi-4`,
+`turboquant-3.5` and `q4_0` read all rows in few bits (see low_bit_rows.py). What a file holds already is not measured
+again. Rows and queries are a small model's, recorded (see recording.py) and brought to the shape and length (see
+widened.py). `lists+moments`, `default+none`: another way to go about the rows that are not chosen.
 """
 
 import argparse

@@ -14,6 +14,7 @@ from torch import Tensor
 from bench.decode import other_methods, sampled
 from bench.decode.gpu_timing import time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
+from bench.decode.low_bit_rows import FORMATS, low_bit_rows
 from bench.decode.options import Options
 from bench.decode.other_layers import other_bytes, with_other_layers
 from bench.decode.other_steps import by_other_method
@@ -40,7 +41,9 @@ def run_end_to_end(
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
-    variants: list[str],  # "full", "all", "streamed", "window", other methods, or as `variants.of_variant` reads them
+    variants: list[
+        str
+    ],  # "full", "all", "streamed", "window", `FORMATS`, other methods, or as `variants.of_variant` reads them
     placements: list[str],  # of the latter
     formats: list[str],  # of weights: "bf16", or as `Few` has them
 ) -> None:
@@ -96,12 +99,13 @@ def _cases(
     work: Workload, options: Options, variants: list[str], placements: list[str]
 ) -> Iterator[tuple[Case, Callable[[], Prepared]]]:
     baselines = {"full": full_attention, "all": all_rows, "streamed": streamed, "window": window_only}
+    baselines |= {name: partial(low_bit_rows, name=name) for name in FORMATS}
     key = _key(work, options)
     codec = {} if options.kv_format is None else {"kv_codec": str(options.kv_format)}
     for variant in variants:
         if variant in sampled.TABLES:
             continue
-        of = {**key, **({} if variant in ("full", "window") else codec), "variant": variant}
+        of = {**key, **({} if variant in ("full", "window", *FORMATS) else codec), "variant": variant}
         if variant in baselines:
             place = "host" if variant == "streamed" else "device"
             yield {**of, "placement": place, "schedule": "none"}, partial(baselines[variant], work, options)

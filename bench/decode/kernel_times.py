@@ -33,6 +33,7 @@ PURPOSES = {
     "look_up_rows": "gather",
     "gather_rows": "gather",
     "attend_step": "attend",
+    "low_bit": "attend",
 }
 
 

@@ -23,7 +23,7 @@ def test_levels_are_those_of_the_normal_distribution():
 def test_q4_0_keeps_the_largest_number_of_a_block(rng):
     rows = torch.from_numpy(rng.standard_normal((3, 64), dtype=np.float32))
     rows[1] = 0.0
-    coded = low_bit._q4_0(rows)
+    coded = low_bit.decoded_q4_0(*low_bit.coded_q4_0(rows))
     largest = rows[[0, 2]].unflatten(1, (2, 32)).abs().argmax(2, keepdim=True)
     kept, was = (t[[0, 2]].unflatten(1, (2, 32)).gather(2, largest) for t in (coded, rows))
     torch.testing.assert_close(kept, was, rtol=2e-3, atol=0)

@@ -27,14 +27,14 @@ class LowBitRows(Codes):
     fixed_bytes = 0
 
     def __init__(self, k: Tensor, v: Tensor, bytes_per_key: float):
-        self._k, self._v = k, v
+        self.k, self.v = k, v
         self.bytes_per_key = bytes_per_key
 
     def logits(self, q: Tensor) -> Tensor:
-        return q @ self._k.mT
+        return q @ self.k.mT
 
     def weighted_values(self, weights: Tensor, q: Tensor) -> Tensor:
-        return weights @ self._v
+        return weights @ self.v
 
 
 def kivi(bits: int) -> Callable[[ContextLayer], Codes]:
@@ -57,38 +57,49 @@ def turbo_quant(*bits: int) -> Callable[[ContextLayer], Codes]:
 
 
 def q4_0(layer: ContextLayer) -> Codes:
-    k, v = (_q4_0(rows) for rows in (layer.k, layer.v))
+    k, v = (decoded_q4_0(*coded_q4_0(rows)) for rows in (layer.k, layer.v))
     return LowBitRows(k, v, 2 * layer.k.shape[2] * (4 / 8 + _HALF_BYTES / _GROUP))
 
 
 def _by_range(rows: Tensor, bits: int) -> Tensor:
-    """Coded in groups along the last axis, the last of which may be shorter: evenly from its least to its largest."""
-    length = rows.shape[-1]
-    padded = torch.nn.functional.pad(rows, (0, -length % _GROUP), mode="replicate").unflatten(-1, (-1, _GROUP))
+    codes, low, scale = coded_by_range(rows, bits)
+    return (low + codes * scale).flatten(-2)[..., : rows.shape[-1]]
+
+
+def coded_by_range(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [..., num_groups, _GROUP], and of each group the least number and a code's worth [..., num_groups, 1].
+
+    In groups along the last axis, the last of which may be shorter: evenly from its least to its largest.
+    """
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % _GROUP), mode="replicate").unflatten(-1, (-1, _GROUP))
     low, high = padded.amin(-1, keepdim=True), padded.amax(-1, keepdim=True)
     low, scale = low.half().float(), ((high - low) / (2**bits - 1)).half().float()
-    codes = ((padded - low) / scale.clamp_min(1e-12)).round().clamp(0, 2**bits - 1)
-    return (low + codes * scale).flatten(-2)[..., :length]
+    return ((padded - low) / scale.clamp_min(1e-12)).round().clamp(0, 2**bits - 1), low, scale
 
 
 def _turned(rows: Tensor, bits: tuple[int, ...]) -> Tensor:
-    order = rows.square().mean(1).argsort(dim=-1, descending=True)[:, None].expand_as(rows)
-    parts = zip(rows.gather(2, order).chunk(len(bits), dim=2), bits, strict=True)
-    return torch.empty_like(rows).scatter_(2, order, torch.cat([_turned_part(*part) for part in parts], dim=2))
+    order, parts = largest_channels(rows), []
+    for num, (codes, norm, turn) in zip(bits, coded_turned(rows, order, bits), strict=True):
+        parts.append(normal_levels(num).to(rows)[codes] / len(turn) ** 0.5 @ turn.T * norm)
+    return torch.empty_like(rows).scatter_(2, order.expand_as(rows), torch.cat(parts, dim=2))
 
 
-def _turned_part(rows: Tensor, bits: int) -> Tensor:
-    width = rows.shape[2]
-    random = torch.randn(width, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    turn = torch.linalg.qr(random)[0].float().to(rows.device)
-    norm = rows.norm(dim=-1, keepdim=True).half().float()
-    scaled = rows / norm.clamp_min(1e-12) @ turn * width**0.5
-    return _nearest(scaled, bits) / width**0.5 @ turn.T * norm
+def largest_channels(rows: Tensor) -> Tensor:
+    """The channels of each head, the largest first: [num_heads, 1, width]. rows: [num_heads, num_rows, width]."""
+    return rows.square().mean(1).argsort(dim=-1, descending=True)[:, None]
 
 
-def _nearest(numbers: Tensor, bits: int) -> Tensor:
-    levels = normal_levels(bits).to(numbers.device)
-    return levels[torch.bucketize(numbers.contiguous(), (levels[1:] + levels[:-1]) / 2)]
+def coded_turned(rows: Tensor, order: Tensor, bits: tuple[int, ...]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each share of the channels: numbers of levels, norms [num_heads, num_rows, 1], and the rotation before it."""
+    parts = []
+    for part, num in zip(rows.gather(2, order.expand_as(rows)).chunk(len(bits), dim=2), bits, strict=True):
+        width, levels = part.shape[2], normal_levels(num).to(rows.device)
+        random = torch.randn(width, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        turn = torch.linalg.qr(random)[0].float().to(rows.device)
+        norm = part.norm(dim=-1, keepdim=True).half().float()
+        scaled = part / norm.clamp_min(1e-12) @ turn * width**0.5
+        parts.append((torch.bucketize(scaled.contiguous(), (levels[1:] + levels[:-1]) / 2), norm, turn))
+    return parts
 
 
 @cache
@@ -104,11 +115,17 @@ def normal_levels(bits: int) -> Tensor:
     return levels.float()
 
 
-def _q4_0(rows: Tensor) -> Tensor:
-    """As llama.cpp: the number with the largest magnitude of a block becomes -8."""
+def coded_q4_0(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [..., num_blocks, _GROUP] around 8, and their worth [..., num_blocks, 1].
+
+    As llama.cpp: the number with the largest magnitude of a block becomes -8.
+    """
     blocks = rows.unflatten(-1, (-1, _GROUP))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = (largest / -8).half().float()
     inverse = torch.where(scale != 0, 1 / scale, 0.0)
-    codes = (blocks * inverse + 8.5).floor().clamp(0, 15) - 8
-    return (codes * scale).flatten(-2)
+    return (blocks * inverse + 8.5).floor().clamp(0, 15), scale
+
+
+def decoded_q4_0(codes: Tensor, scale: Tensor) -> Tensor:
+    return ((codes - 8) * scale).flatten(-2)

@@ -1,0 +1,244 @@
+"""Full attention over KV in few bits on a device, which reads all of it: KIVI, TurboQuant and q4_0.
+
+What rows are coded as is defined in `bench.accuracy.attending.low_bit`; attention to codes is a kernel of this folder
+(low_bit_rows.cu). What is left out is to their advantage: TurboQuant's rotation of queries and outputs, and each
+method's coding of new rows, whose attention in full precision is left out, too. Scales and zero points are bfloat16
+here, not float16: as many bytes, and only the time is measured.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.accuracy.attending.low_bit import (
+    coded_by_range,
+    coded_q4_0,
+    coded_turned,
+    largest_channels,
+    normal_levels,
+)
+from bench.decode.options import Options
+from bench.decode.prepared import Prepared, make_tails, require_memory
+from bench.decode.widened import NUM_WIDE_LAYERS, Heads
+from bench.decode.workload import Workload
+from csattn.batch import StepRows
+from csattn.cuda import cuda_kernel, limits, num_multiprocessors
+from csattn.errors import ConfigError
+from workers.model.attention import StepAttention
+
+SOURCE = Path(__file__).with_name("low_bit_rows.cu")
+TILE_LEN = 32  # rows
+NUM_WARPS, MAX_STAGES = 8, 4
+OTHER_BYTES = 2 << 10  # of shared memory, that a block has besides tiles
+TURNED_BITS = 4, 3  # of the two halves of the channels
+
+
+@dataclass(frozen=True, slots=True)
+class LowBitFormat:
+    """What rows are coded as. bits: of a code; None: TURNED_BITS."""
+
+    bits: int | None
+    block: int  # dimensions of a row that share a scale
+    by_channel: bool = False  # keys by dimension, and zero points
+    middle: int = 0  # the code of zero
+    num_blocks: int = 2  # of a multiprocessor: what is fastest
+
+    def tile_bytes(self, head_dim: int) -> int:
+        code_bits = sum(TURNED_BITS) / len(TURNED_BITS) if self.bits is None else self.bits
+        scales = 4 * TILE_LEN * head_dim // self.block  # of keys and values, two bytes each
+        return round(TILE_LEN * head_dim * code_bits / 4) + scales * (2 if self.by_channel else 1)
+
+
+FORMATS: Mapping[str, LowBitFormat] = {
+    "kivi-2": LowBitFormat(2, 32, by_channel=True),
+    "kivi-4": LowBitFormat(4, 32, by_channel=True),
+    "turboquant-3.5": LowBitFormat(None, 64),
+    "q4_0": LowBitFormat(4, 32, middle=8, num_blocks=1),
+}
+
+
+def coded_tiles(rows: Tensor, of: LowBitFormat) -> Tensor:
+    """[num_kv_heads, num_tiles, tile_bytes] uint8, as the kernel takes them.
+
+    rows: [num_kv_heads, context_len, 2, head_dim], whole tiles. TurboQuant's channels are in its own order, rotated.
+    """
+    if rows.shape[1] % TILE_LEN:
+        raise ConfigError(f"rows in few bits are measured in whole tiles of {TILE_LEN}, not {rows.shape[1]} rows")
+    parts = list[Tensor]()
+    for which, part in enumerate(rows.float().unbind(2)):
+        codes, scales, zeros = _coded(part, of, by_channel=of.by_channel and which == 0)
+        tiles = codes.unflatten(1, (-1, TILE_LEN))
+        parts.append(_packed(tiles if which == 0 else tiles.mT, of, is_transposed=which == 1))
+        place = _by_dimension if scales.shape[1] < rows.shape[1] else _beside_keys if which == 0 else _beside_values
+        parts += [place(numbers) for numbers in (scales, zeros) if numbers is not None]
+    return torch.cat(parts, dim=2)
+
+
+def _coded(rows: Tensor, of: LowBitFormat, by_channel: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes like rows, int32, and scales and zero points: [num_kv_heads, num_rows, num_blocks].
+
+    by_channel: [num_kv_heads, num_tiles, head_dim].
+    """
+    if of.bits is None:
+        halves = coded_turned(rows, largest_channels(rows), TURNED_BITS)
+        codes = torch.cat([numbers for numbers, _, _ in halves], dim=2).int()
+        return codes, torch.cat([norm / len(turn) ** 0.5 for _, norm, turn in halves], dim=2), None
+    if not of.by_channel:
+        codes, scale = coded_q4_0(rows)
+        return codes.flatten(2).int(), scale[..., 0], None
+    codes, low, scale = coded_by_range(rows.mT if by_channel else rows, of.bits)
+    if by_channel:
+        return codes.flatten(2).mT.int(), scale[..., 0].mT, low[..., 0].mT
+    return codes.flatten(2).int(), scale[..., 0], low[..., 0]
+
+
+def _packed(tiles: Tensor, of: LowBitFormat, is_transposed: bool) -> Tensor:
+    """Codes in pairs, as a lane has them of operand `a` of mma.m16n8k16: [num_kv_heads, num_tiles, bytes].
+
+    tiles: [num_kv_heads, num_tiles, TILE_LEN, head_dim]; is_transposed: the two last the other way round.
+    """
+    if is_transposed:  # 16 dimensions by 16 rows of half a tile
+        steps = tiles.unflatten(2, (-1, 16)).unflatten(4, (2, 16)).permute(0, 1, 4, 2, 3, 5)
+    else:
+        steps = tiles.unflatten(2, (2, 16)).unflatten(4, (-1, 16)).permute(0, 1, 2, 4, 3, 5)
+    # [heads, tiles, halves, steps, 16, 16]; a lane: row lane / 4 (+ 8), columns 2 (lane % 4) and the next (+ 8)
+    parts = steps.unflatten(4, (2, 8)).unflatten(6, (2, 4, 2))
+    pairs = parts.permute(0, 1, 2, 5, 7, 3, 6, 4, 8).flatten(3, 4).flatten(4, 6)  # [..., 32 lanes, pairs, 2]
+    words = _level_words(pairs) if of.bits is None else [_number_words(pairs, of.bits)]
+    by_four = [part for word in words for part in word.split(4, dim=-1)]
+    whole = [part if part.shape[-1] == 4 else part.mT for part in by_four]  # four words of a lane side by side, or one
+    return torch.cat([part.flatten(3) for part in whole], dim=3).flatten(2).contiguous().view(torch.uint8)
+
+
+def _number_words(pairs: Tensor, bits: int) -> Tensor:
+    """The pairs of a word from its lowest bits up: the first of each in the low half, the second in the high one."""
+    places = bits * torch.arange(16 // bits, device=pairs.device)[:, None] + 16 * torch.arange(2, device=pairs.device)
+    return _as_words((pairs.unflatten(-2, (-1, 16 // bits)).long() << places).sum((-2, -1)))
+
+
+def _level_words(pairs: Tensor) -> list[Tensor]:
+    """Of the first half of the dimensions three words of levels' sizes and one of signs, of the second three of levels.
+
+    Codes are in nibbles of three bits each; what three words have left over of their nibbles are eight codes more.
+    """
+    first, second = pairs.chunk(2, dim=-2)
+    is_positive = first >= 8
+    sizes = torch.where(is_positive, first - 8, 7 - first)
+    places = torch.arange(16, device=pairs.device)[:, None] + 16 * torch.arange(2, device=pairs.device)
+    signs = ((~is_positive).long() << places).sum((-2, -1))
+    return [torch.cat([_three_bits(sizes), _as_words(signs)[..., None]], dim=-1), _three_bits(second)]
+
+
+def _three_bits(pairs: Tensor) -> Tensor:
+    nibbles = 4 * torch.arange(8, device=pairs.device)
+    *own, more = pairs.flatten(-2).long().unflatten(-1, (4, 8)).unbind(-2)
+    words = [(codes << nibbles).sum(-1) + ((more >> i & 1) << nibbles + 3).sum(-1) for i, codes in enumerate(own)]
+    return _as_words(torch.stack(words, dim=-1))
+
+
+def _as_words(numbers: Tensor) -> Tensor:
+    """int32 with the bits of what fits into 32."""
+    return torch.where(numbers >= 2**31, numbers - 2**32, numbers).int()
+
+
+def _by_dimension(numbers: Tensor) -> Tensor:
+    """[num_kv_heads, num_tiles, head_dim]: a lane's of each step of 16 side by side."""
+    return _as_bytes(numbers.unflatten(2, (-1, 2, 4, 2)).permute(0, 1, 4, 2, 3, 5))
+
+
+def _beside_keys(numbers: Tensor) -> Tensor:
+    """[num_kv_heads, num_rows, num_blocks]: for row lane / 4 of the tile each eighth row from there on."""
+    return _as_bytes(numbers.unflatten(1, (-1, 4, 8)).permute(0, 1, 3, 4, 2))
+
+
+def _beside_values(numbers: Tensor) -> Tensor:
+    """Likewise: for lane % 4 two rows of each eight."""
+    return _as_bytes(numbers.unflatten(1, (-1, 4, 4, 2)).permute(0, 1, 3, 5, 2, 4))
+
+
+def _as_bytes(numbers: Tensor) -> Tensor:
+    return numbers.bfloat16().flatten(2).contiguous().view(torch.uint8)
+
+
+def level_table(device: torch.device) -> Tensor:
+    """[2, 4] int32, of the first and the second half: low bytes of eight bfloat16 levels, then high bytes."""
+    halves = [normal_levels(bits)[-8:].bfloat16().view(torch.int16).int() & 0xFFFF for bits in TURNED_BITS]
+    table = [torch.stack([half & 0xFF, half >> 8]).to(torch.uint8).flatten().view(torch.int32) for half in halves]
+    return torch.stack(table).to(device)
+
+
+class LowBitAttention:
+    """Attention to all rows of each request's context. Launches share a workspace, so they must be ordered."""
+
+    def __init__(self, of: LowBitFormat, heads: Heads, context_len: int, batch_size: int, device: torch.device) -> None:
+        self._num_tiles, self._batch_size, self._heads = context_len // TILE_LEN, batch_size, heads
+        tile_bytes = of.tile_bytes(heads.head_dim)
+        room = limits().block_bytes // of.num_blocks - OTHER_BYTES
+        num_stages = max(1, min(MAX_STAGES, room // (NUM_WARPS * tile_bytes)))
+        num_blocks = of.num_blocks * num_multiprocessors(device)
+        self._num_splits = max(1, num_blocks // (heads.num_kv_heads * batch_size))
+        defines = {
+            "HEAD_DIM": heads.head_dim,
+            "GROUP": heads.group_size,
+            "NUM_KV_HEADS": heads.num_kv_heads,
+            "THREADS": 32 * NUM_WARPS,
+            "STAGES": num_stages,
+            "NUM_SPLITS": self._num_splits,
+            "BLOCKS_OF_MULTIPROCESSOR": of.num_blocks,
+            "LEVELS": int(of.bits is None),
+            "BITS": of.bits or 4,
+            "BLOCK": of.block,
+            "BY_CHANNEL": int(of.by_channel),
+            "MIDDLE": of.middle,
+        }
+        shared_bytes = NUM_WARPS * num_stages * tile_bytes
+        self._attend = cuda_kernel(SOURCE, "attend_low_bit_rows", defines, shared_bytes, early_start=True)
+        of_joining = {**defines, "THREADS": heads.head_dim}
+        self._join = cuda_kernel(SOURCE, "join_low_bit_parts", of_joining, early_start=True)
+        sizes = batch_size, heads.num_kv_heads, self._num_splits, heads.group_size, heads.head_dim + 2
+        self._parts = torch.empty(sizes, device=device)
+        self._levels = level_table(device)
+
+    def attend(self, q: Tensor, tiles: Tensor, out: Tensor) -> None:
+        """q, out: [batch_size, num_q_heads, head_dim] bfloat16; tiles: [batch_size, num_kv_heads, num_tiles, bytes]."""
+        assert q.is_contiguous() and out.is_contiguous() and tiles.is_contiguous() and q.dtype == torch.bfloat16
+        heads, scale = self._heads, np.float32(self._heads.softmax_scale * log2(np.e))
+        grid = self._num_splits, heads.num_kv_heads, self._batch_size
+        places = q, tiles, self._levels, self._parts
+        self._attend.launch(grid, 32 * NUM_WARPS, *places, np.int32(self._num_tiles), scale)
+        joining = heads.group_size, heads.num_kv_heads * self._batch_size, 1
+        self._join.launch(joining, heads.head_dim, self._parts, out)
+
+
+class LowBitSteps(StepAttention):
+    """Of the tail it reads nothing."""
+
+    def __init__(self, tails: Tensor, tiles: list[Tensor], attention: LowBitAttention) -> None:
+        """tiles: of each layer, as `LowBitAttention.attend` takes them."""
+        self.tails = tails
+        self._tiles = tiles
+        self._attention = attention
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        self._attention.attend(q, self._tiles[layer_idx], out)
+
+
+def low_bit_rows(work: Workload, options: Options, name: str) -> Prepared:
+    """Every request's context on the device, in few bits."""
+    if work.is_shared:
+        raise ConfigError(f"{name} is measured for requests with contexts of their own")
+    of, heads = FORMATS[name], work.heads
+    of_layer = work.num_contexts * heads.num_kv_heads * work.context_len * of.tile_bytes(heads.head_dim) // TILE_LEN
+    require_memory(options.num_layers * of_layer, "the KV of all contexts in few bits")
+    attention = LowBitAttention(of, heads, work.context_len, work.batch_size, work.device)
+    first = list[Tensor]()
+    for layer_idx in range(min(NUM_WIDE_LAYERS, options.num_layers)):
+        tiles = coded_tiles(work.rows(layer_idx), of)
+        first.append(tiles[None].expand(work.num_contexts, -1, -1, -1).contiguous())
+    layers = first + [first[i % len(first)].clone() for i in range(len(first), options.num_layers)]
+    return Prepared(LowBitSteps(make_tails(work, options), layers, attention), options.num_layers * of_layer)

@@ -198,7 +198,7 @@ def _attend(args: Any, piece: int, like: Any) -> None:
         _score(floats_of(args.q, q_head, head_dim), rows, room, number_at(args.softmax_scale), weights, like)
         _add_log_weights(args, q_head, of_rows, room, weights)
         weigh(weights, 0, count, room, part, head_dim)
-        mix(weights, 0, rows, room, head_dim, like, head_dim, part)
+        _mix(weights, rows, room, part, like)
 
 
 @exact_kernel
@@ -266,15 +266,31 @@ def _score(
     scores: NDArray[np.float32],
     like: Any,
 ) -> None:
-    """Keys and values come early: by what is left to do with the keys before them."""
     head_dim = len(q)
     for block in range(-EARLY_ROWS, room, LANES):
-        for i in range(block + EARLY_ROWS, min(block + EARLY_ROWS + LANES, room)):
-            row = array_at(rows[i], 2 * head_dim, like)
-            for line in range(0, 2 * head_dim, LINE_BYTES // 2):
-                prefetch(row, line)
+        _ask_for_halves(rows, block + EARLY_ROWS, room, 0, head_dim, like)
         if block >= 0:
             score_16(q, rows, block, like, head_dim, 1, softmax_scale, scores, block, room)
+
+
+@exact_kernel
+def _mix(
+    weights: NDArray[np.float32], rows: NDArray[np.int64], room: int, part: NDArray[np.float32], like: Any
+) -> None:
+    head_dim = len(part) - 2
+    for block in range(-EARLY_ROWS, room, LANES):
+        _ask_for_halves(rows, block + EARLY_ROWS, room, head_dim, head_dim, like)
+        if block >= 0:
+            mix(weights, block, rows[block:], LANES, head_dim, like, head_dim, part)
+
+
+@exact_kernel
+def _ask_for_halves(rows: NDArray[np.int64], first: int, room: int, start: int, width: int, like: Any) -> None:
+    """The keys or the values of the next rows: what begins there, and is that wide."""
+    for i in range(first, min(first + LANES, room)):
+        row = array_at(rows[i], start + width, like)
+        for line in range(start, start + width, LINE_BYTES // 2):
+            prefetch(row, line)
 
 
 @exact_kernel

@@ -70,7 +70,7 @@ def hash_layer(rows: Tensor, tables: Tables) -> HashedLayer:
     for first in range(0, context_len, KEYS_PER_BLOCK):
         block = slice(first, first + KEYS_PER_BLOCK)
         keys = rows[:, block, 0].float() - mean
-        codes[:, :, block] = hash_codes(keys, there, tables.number).transpose(1, 2).cpu()
+        codes[:, :, block] = hash_codes(keys, there, tables.number).transpose(1, 2).contiguous().cpu()
         norms[:, block] = keys.norm(dim=2).clamp_min(LEAST_NORM).reciprocal().cpu()
     starts = torch.empty(num_kv_heads, tables.number, (1 << tables.num_bits) + 1, dtype=torch.int32)
     filed = torch.empty(codes.shape, dtype=torch.int32)

@@ -26,7 +26,6 @@ RANGE_WORDS = 32
 STEPS = 8192  # of the table of log weights
 AHEAD = 8  # buckets that are asked for early
 EARLY_ROWS = 2 * LANES  # that are asked for early
-READ_BYTES = 1 << 18
 
 # "by context" is the address of an int64 array with an address for each context
 ARGUMENTS = (
@@ -89,29 +88,6 @@ def join_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     lse = np.float32(joined[args.head_dim] + np.log(total)) if total > 0 else np.float32(-np.inf)
     floats_of(args.lse, piece, 1)[0] = lse
     return 0
-
-
-def read_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """Read a piece of memory, READ_BYTES of it; its sum, for which it has to be read. arguments: where it begins."""
-    memory = array_at(array_at(arguments, 1, np.int64(0))[0] + piece * READ_BYTES, READ_BYTES // 8, np.int64(0))
-    return memory.sum()
-
-
-@exact_kernel
-def file_rows(codes: NDArray[np.int16], starts: NDArray[np.int32], rows: NDArray[np.int32]) -> None:
-    """A hash table: rows by code and then ascending, those of code c are rows[starts[c] : starts[c + 1]].
-
-    codes: [context_len], from 0; starts: [num_codes + 1] and rows: [context_len], written.
-    """
-    starts[:] = 0
-    for code in codes:
-        starts[code + 1] += 1
-    for code in range(1, len(starts)):
-        starts[code] += starts[code - 1]
-    free = starts.copy()
-    for row in range(len(codes)):
-        rows[free[codes[row]]] = row
-        free[codes[row]] += 1
 
 
 @exact_kernel

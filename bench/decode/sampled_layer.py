@@ -5,22 +5,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.decode.sampled_kernels import (
     ARGUMENTS,
     NUM_PARTS,
     RANGE_WORDS,
-    READ_BYTES,
     STEPS,
     WORD,
     attend_stage,
-    file_rows,
     join_stage,
     meet_stage,
-    read_stage,
 )
+from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import words_of
+from csattn.cpu.jit import exact_kernel
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
@@ -30,6 +30,7 @@ from offload.host_memory import copy_rows
 
 KEYS_PER_BLOCK = 2048
 LEAST_NORM = 1e-8
+READ_BYTES = 1 << 18  # a piece
 MOST_BYTES = 1 << 30  # far more than any cache
 
 
@@ -78,6 +79,23 @@ def hash_layer(rows: Tensor, tables: Tables) -> HashedLayer:
         each = (array.flatten(0, 1).numpy() for array in (codes, starts, filed))
         list(threads.map(file_rows, *each))
     return HashedLayer(tables, rows.bfloat16().cpu(), norms, filed, starts, mean[:, 0].cpu(), projections)
+
+
+@exact_kernel
+def file_rows(codes: NDArray[np.int16], starts: NDArray[np.int32], rows: NDArray[np.int32]) -> None:
+    """A hash table: rows by code and then ascending, those of code c are rows[starts[c] : starts[c + 1]].
+
+    codes: [context_len], from 0; starts: [num_codes + 1] and rows: [context_len], written.
+    """
+    starts[:] = 0
+    for code in codes:
+        starts[code + 1] += 1
+    for code in range(1, len(starts)):
+        starts[code] += starts[code - 1]
+    free = starts.copy()
+    for row in range(len(codes)):
+        rows[free[codes[row]]] = row
+        free[codes[row]] += 1
 
 
 class SampledAttention:
@@ -172,6 +190,12 @@ class OtherLayers:
         """As many, or enough to leave nothing else in any cache."""
         self._tape.pieces[0] = min(num_bytes, MOST_BYTES) // READ_BYTES
         self._team.run(self._tape)
+
+
+def read_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """Read a piece of memory, READ_BYTES of it; its sum, for which it has to be read. arguments: where it begins."""
+    memory = array_at(array_at(arguments, 1, np.int64(0))[0] + piece * READ_BYTES, READ_BYTES // 8, np.int64(0))
+    return memory.sum()
 
 
 def log_weights(tables: Tables) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.accuracy.long_report import table as long_table
-from bench.length_figures import kl_lengths, lengths, published, share_range, shares
+from bench.length_figures import as_fast_as, kl_lengths, lengths, published, share_range, shares
 from bench.quality_figures import (
     QUALITY,
     kl_range,
@@ -184,6 +184,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/README.md", "quality"): quality_means,
     ("bench/README.md", "steps"): steps,
     ("bench/README.md", "published"): published,
+    ("bench/README.md", "as-fast-as"): as_fast_as,
     ("bench/README.md", "shared"): shared,
     ("bench/README.md", "models"): models,
     ("bench/README.md", "layer"): layer,

@@ -80,9 +80,3 @@ def only(name: str, **wanted: Any) -> Case:
     """The one case of a result file that has all these."""
     [found] = [of for of in measured(name) if all(of.get(field) == value for field, value in wanted.items())]
     return found
-
-
-@cache
-def header_of(name: str) -> Case:
-    """What holds for all of its cases."""
-    return {key: value for key, value in json.loads((RESULTS / name).read_text()).items() if key != "cases"}

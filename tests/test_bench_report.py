@@ -1,16 +1,18 @@
 """Tables and files of the decode benchmark."""
 
 import json
+from typing import Any
 
 import pytest
 
+from bench import length_figures
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from bench.length_figures import share_at
 from bench.timing import GateError
 
 
-def make_content() -> dict[str, object]:
+def make_content() -> dict[str, Any]:
     """A file's content with a case of every kind."""
     machine = dict.fromkeys(("gpu", "driver", "cuda", "cpu", "torch", "triton"), "x") | {"cpus": 1}
     ceilings = {"read_gbps": 4000.0, "copy_gbps": 4000.0, "h2d_gbps": 50.0}
@@ -39,6 +41,14 @@ def test_tables_give_ratios_and_say_what_was_refused():
     assert all("| 20.0 | 10.0 | 4.0 |" in line for line in ours)
     assert "requests that share one context, µs" in text
     assert text.count("no room for it") == 8
+
+
+def test_magicpigs_steps_are_told_without_what_a_gpu_does_in_them():
+    content = make_content()
+    key = {"kind": "e2e", "context_len": 8192, "batch_size": 1, "placement": "host", "schedule": "every step"}
+    figures = {"p50_us": 5000.0, "tokens_per_s": 200.0, "p99_us": 6000.0, "hbm_bytes": 10**9}
+    text = tables({**content, "cases": [*content["cases"], {**key, "variant": "magicpig-300", **figures}]})
+    assert "| host | MagicPIG, 300 tables | 5.00 | 6.00 | 200 | 0.02 |" in text
 
 
 def test_results_outlive_the_run_and_are_not_measured_twice(tmp_path):

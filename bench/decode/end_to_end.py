@@ -92,7 +92,7 @@ def _run_with(
                 gc.collect()  # graphs and what they hold
                 torch.cuda.empty_cache()
             key = _key(work, options) | ({} if few is None else {"weights": few})
-            sampled.add_bounds(results, work, options, variants, key)
+            sampled.add_sampled(results, work, options, variants, key)
 
 
 def _cases(

@@ -86,10 +86,6 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
         if "refused" in case:
             lines.append(f"{start} {case['refused']} |" + " |" * 13)
             continue
-        if case.get("is_bound"):
-            bound = case["p50_us"] / 1e3, case["tokens_per_s"]
-            lines.append(f"{start} at least {bound[0]:.2f} | | at most {bound[1]:.0f} |" + " |" * 11)
-            continue
         parts = case.get("parts_us", {})
         link, hits = case.get("link_bytes"), case.get("hit_rate")
         lines.append(

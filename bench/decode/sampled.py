@@ -1,8 +1,9 @@
-"""MagicPIG's step, as fast as its bytes allow: it samples rows by hash tables in host memory, and the CPU attends.
+"""MagicPIG's step: it samples rows by hash tables in host memory, and the CPU attends to them.
 
-Not an implementation, but a bound in its favour: the step of sinks and window alone, whose attention a GPU does
-meanwhile, and in each layer what the CPU has to read for the queries, at the rate at which this CPU reads memory. How
-many rows that is follows from recorded queries and keys; rows that several query heads of a group sample count once.
+Put together from two parts of a run: the step of sinks and window alone, by the GPU, and what all CPUs take for a layer
+after the other, each of which needs both parts of the layer before. While the CPU is at work, the GPU attends to sinks,
+window and tail. All else counts nothing, to MagicPIG's advantage: hashing the queries, bringing them to the host and
+what comes of them back, starting the CPU's part and joining it with the GPU's, and hashing the rows of answers.
 """
 
 import time
@@ -10,100 +11,131 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from bench.decode.options import Options
 from bench.decode.results import Results
 from bench.decode.roofline import row_bytes
+from bench.decode.sampled_layer import HashedLayer, OtherLayers, SampledAttention, Tables, hash_layer
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import Workload
 from bench.records import Case
 from bench.timing import gate
-from csattn.config import SearchConfig
+from csattn.attention import reference
+from csattn.cpu.team import Team
+from csattn.cpus import available_cpus
 from csattn.selectors.base import ContextView
-from csattn.selectors.magicpig import hash_codes, make_projections
-
-
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Of hashes, as published."""
-
-    num_bits: int
-    number: int
-
+from csattn.selectors.magicpig import hash_codes, sampling_probability
 
 TABLES = {"magicpig": Tables(10, 150), "magicpig-300": Tables(11, 300)}
 ALIKE = "kind", "shape", "context_len", "batch_size", "weights"  # of cases of a batch
-KEYS_PER_BLOCK = 2048
-NUM_QUERIES = 4  # recorded steps that are sampled for
+NUM_STEPS = 40  # that are timed, of each layer
 PROBE_BYTES, PROBES = 4 << 30, 5
+NUMBER_BYTES = 4  # of a row's number in a bucket, and of a key's norm
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """For one request's step in a layer, the mean over some steps and all KV heads."""
+    """Of a batch in a layer, for each timed step."""
 
-    rows: float  # that any query head of a KV head's group samples
-    met: float  # entries of the buckets that these query heads fall into, all tables
-
-
-def sample(work: Workload, tables: Tables, search: SearchConfig) -> Sampled:
-    """What the tables have for recorded queries, the mean over layers that differ."""
-    layers = [_of_layer(work, layer_idx, tables, search) for layer_idx in range(NUM_WIDE_LAYERS)]
-    return Sampled(*(sum(counts) / len(layers) for counts in zip(*layers, strict=True)))
+    us: NDArray[np.float64]  # that the CPU takes
+    rows: NDArray[np.int64]  # that are read: what any query head of a KV head's group samples counts once
+    met: NDArray[np.int64]  # entries of the buckets that query heads fall into, all tables
 
 
-def _of_layer(work: Workload, layer_idx: int, tables: Tables, search: SearchConfig) -> tuple[float, float]:
-    heads, keys, steps = work.heads, work.keys(layer_idx), work.queries(layer_idx)
-    middle = ContextView(work.context_len, heads.softmax_scale, search).middle
-    projections = make_projections(heads.head_dim, tables.num_bits, tables.number).to(work.device)
-    mean = keys.float().mean(1, keepdim=True)
-    step_ids = torch.linspace(0, len(steps) - 1, NUM_QUERIES).long()
-    queries = steps[step_ids, 0].float().view(NUM_QUERIES, heads.num_kv_heads, heads.group_size, heads.head_dim)
-    asked = hash_codes(queries, projections, tables.number)  # [NUM_QUERIES, num_kv_heads, group_size, number]
-    num_rows = num_met = 0
-    for first in range(0, work.context_len, KEYS_PER_BLOCK):
-        block = keys[:, first : first + KEYS_PER_BLOCK].float()
-        codes = hash_codes(block - mean, projections, tables.number)  # [num_kv_heads, num_keys, number]
-        rows = torch.arange(first, first + block.shape[1], device=work.device)
-        is_far = (rows >= middle.start) & (rows < middle.stop)
-        for of_step in asked:
-            meetings = (of_step[:, :, None] == codes[:, None]).sum(-1)
-            num_met += int(meetings.sum())
-            num_rows += int(((meetings >= 2).any(1) & is_far).sum())
-    num_heads = NUM_QUERIES * heads.num_kv_heads
-    return num_rows / num_heads, num_met / num_heads
-
-
-def add_bounds(results: Results, work: Workload, options: Options, variants: list[str], key: Case) -> None:
+def add_sampled(results: Results, work: Workload, options: Options, variants: list[str], key: Case) -> None:
     """Those that are asked for, of a batch. key: of its cases; that of sinks and window alone was measured."""
     for variant in (variant for variant in variants if variant in TABLES):
         wanted = {"variant": "window", **{name: key.get(name) for name in ALIKE}}
         alone = [case for case in results.cases if all(case.get(name) == value for name, value in wanted.items())]
-        gate(bool(alone), f"{variant} is a bound above sinks and window alone; ask for the variant window before it")
+        gate(
+            bool(alone), f"{variant}'s step begins with that of sinks and window; ask for the variant window before it"
+        )
         found: Case = {**key, "variant": variant, "placement": "host", "schedule": "every step"}
         if not results.has(**found):
-            results.add({**found, "data": work.data, **bound_case(work, options, variant, alone[0], host_read_gbps())})
+            started = time.perf_counter()
+            case = sampled_case(work, options, variant, alone[0])
+            results.add({**found, "data": work.data, **case, "case_s": round(time.perf_counter() - started, 1)})
 
 
-def bound_case(work: Workload, options: Options, variant: str, window: Case, read_gbps: float) -> dict[str, Any]:
-    """What a step of the batch takes at least. window: the case of sinks and window alone; read_gbps: of the host."""
-    tables = TABLES[variant]
-    sampled = sample(work, tables, options.search)
-    of_head = row_bytes(options.shape) // work.heads.num_kv_heads
-    heads = options.num_layers * work.heads.num_kv_heads
-    step_bytes = heads * work.batch_size * (of_head * sampled.rows + 4 * sampled.met)
-    us = window["p50_us"] - options.num_layers * window["attention_us"] + step_bytes / read_gbps / 1e3
+def sampled_case(work: Workload, options: Options, variant: str, window: Case) -> dict[str, Any]:
+    """A step of the batch. window: the case of sinks and window alone."""
+    tables, num_kv_heads = TABLES[variant], work.heads.num_kv_heads
+    read_gbps = host_read_gbps()
+    layers = sample(work, options, tables)
+    cpu_us, rows, met = (np.mean([getattr(of, name) for of in layers], axis=0) for name in ("us", "rows", "met"))
+    longer_us = [np.maximum(of.us - window["attention_us"], 0) for of in layers]
+    times_us = window["p50_us"] + options.num_layers * np.mean(longer_us, axis=0)
+    p50, p99 = (float(x) for x in np.percentile(times_us, [50, 99]))
+    mean = float(times_us.mean())
+    of_row = row_bytes(options.shape) // num_kv_heads + NUMBER_BYTES
+    step_bytes = options.num_layers * (of_row * rows.mean() + NUMBER_BYTES * met.mean())
+    bound_us = step_bytes / options.num_layers / read_gbps / 1e3
+    index_rows = options.num_layers * num_kv_heads * work.num_contexts * work.context_len
     return {
-        "is_bound": True,
-        "p50_us": round(us, 1),
-        "mean_us": round(us, 1),
-        "tokens_per_s": round(work.batch_size / us * 1e6, 1),
-        "rows_share": round(sampled.rows / work.context_len, 4),
+        "p50_us": round(p50, 1),
+        "p99_us": round(p99, 1),
+        "mean_us": round(mean, 1),
+        "num_samples": len(times_us),
+        "tokens_per_s": round(work.batch_size / mean * 1e6, 1),
+        "cpu_us": round(float(np.median(cpu_us)), 1),  # of a layer
+        "rows_share": round(float(rows.mean()) / (work.batch_size * num_kv_heads * work.context_len), 4),
         "host_bytes_read": round(step_bytes),
         "host_gbps": round(read_gbps, 1),
-        "index_bytes": heads * work.num_contexts * 4 * tables.number * work.context_len,
+        "of_bound": round(bound_us / float(np.median(cpu_us)), 3),  # of these bytes at that rate
+        "index_bytes": index_rows * NUMBER_BYTES * tables.number,
+        "hbm_bytes": window["hbm_bytes"],
     }
+
+
+def sample(work: Workload, options: Options, tables: Tables) -> list[Sampled]:
+    """In the layers that differ, which are in memory one at a time."""
+    num_layers = min(NUM_WIDE_LAYERS, options.num_layers)
+    with Team(available_cpus()) as team:
+        others = OtherLayers(team)
+        return [_of_layer(work, options, tables, layer_idx, team, others) for layer_idx in range(num_layers)]
+
+
+def _of_layer(
+    work: Workload, options: Options, tables: Tables, layer_idx: int, team: Team, others: OtherLayers
+) -> Sampled:
+    view = ContextView(work.context_len, work.heads.softmax_scale, options.search)
+    layer = hash_layer(work.rows(layer_idx), tables)
+    attention = SampledAttention(team, layer, work.num_contexts, work.batch_size, options.shape.num_q_heads, view)
+    queries = work.queries(layer_idx).float().cpu()
+    attention.ask(queries[0])
+    attention.attend()
+    _check(layer, attention, queries[0, 0, 0], view)
+    us, rows, met = [], [], []
+    for step in range(1, 1 + NUM_STEPS):
+        read = row_bytes(options.shape) // work.heads.num_kv_heads * attention.num_rows
+        attention.ask(queries[step % len(queries)])
+        others.read((options.num_layers - 1) * (read + NUMBER_BYTES * attention.num_met))
+        started = time.perf_counter()
+        attention.attend()
+        us.append((time.perf_counter() - started) * 1e6)
+        rows.append(attention.num_rows)
+        met.append(attention.num_met)
+    return Sampled(np.array(us), np.array(rows), np.array(met))
+
+
+def _check(layer: HashedLayer, attention: SampledAttention, q: Tensor, view: ContextView) -> None:
+    """Refuse attention of the first request's first head that is not the definition's. q: [head_dim]."""
+    tables, rows, starts = layer.tables, layer.rows[0], layer.starts[0].tolist()
+    codes = hash_codes(q, layer.projections, tables.number).tolist()
+    buckets = [of[at[code] : at[code + 1]] for of, at, code in zip(rows, starts, codes, strict=True)]
+    meetings = torch.bincount(torch.cat(buckets).long(), minlength=view.context_len)
+    taken = view.middle.start + (meetings[view.middle] >= 2).nonzero()[:, 0]
+    k, v = layer.kv[0, taken].float().unbind(1)
+    cosines = torch.cosine_similarity(k - layer.key_mean[0], q, dim=-1)
+    log_weights = -sampling_probability(cosines, tables.num_bits, tables.number).log().float()
+    wanted = reference.attend(q[None, None, None], k[None, None], v[None, None], view.softmax_scale, None, log_weights)
+    for got, want in zip((attention.out[0, 0], attention.lse[0, 0]), wanted, strict=True):
+        off = (got - want.view(got.shape)).nan_to_num().abs().max()  # of no rows, both are -inf
+        gate(float(off) < 1e-3, f"attention to sampled rows is off by {float(off):.2e}")
 
 
 @cache

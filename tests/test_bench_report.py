@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from bench import length_figures
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from bench.length_figures import share_at

@@ -271,7 +271,7 @@ def as_fast_as() -> list[str]:
         lines.append(f"| {name} | the source | {' | '.join(f'{ratio:.2f}' for ratio in told)} |")
         of_host = {"placement": "hybrid", "keep": 0.02} if variant == "pqcache" else {}
         theirs = [of_length(size, variant=variant, **of_host)[0]["mean_us"] for size in sizes]
-        places = ("device", "device") if variant == "full" else ("host", "hybrid")
+        places = ("hybrid", "device") if variant == "full" else ("host", "hybrid")
         for preset, placement in zip(("lists", "default"), places, strict=True):
             ours = [best_us(size, preset, placement) for size in sizes]
             cells = [f"{them / us:.2f}" for them, us in zip(theirs, ours, strict=True)]

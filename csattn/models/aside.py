@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,16 @@ def aside(tensor: Tensor) -> Tensor:
     return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
 
 
-class CastAside(TorchFunctionMode):
-    """Meanwhile what this thread casts by `Tensor.to` is put aside: the weights that a loader makes, one by one."""
+class MadeAside(TorchFunctionMode):
+    """Meanwhile what this thread makes by these functions is put aside: the weights that a loader makes, one by one."""
+
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        super().__init__()
+        self._functions = functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is not Tensor.to or not isinstance(made, Tensor):
+        if func not in self._functions or not isinstance(made, Tensor):
             return made
         trim_heap()  # of what the tensors before were made of
         return aside(made)

@@ -29,7 +29,7 @@ def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
 
 
 def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
-    """Of layers, the modules that have all experts' matrices, which a GPU may keep in few bits."""
+    """Of layers, the modules that have all experts' matrices, which may be kept in few bits."""
     spec, family = describe(model.config), FAMILIES[model.config.model_type]
     block = "experts" if family.experts_beside else f"{family.mlp}.experts"
     return [
@@ -55,13 +55,25 @@ def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
 
 
 def forget_changed(model: Any) -> None:
-    """Have products read a linear layer's matrix where it is not what its few bits decode to, by some of its rows.
+    """Have products read matrices where they are not what their few bits decode to, by some of their rows.
 
-    Adapters that were merged, edits and another dtype change it.
+    Adapters that were merged, edits and another dtype change them.
     """
     for module in model.modules():
         kept = getattr(module, "quantized", None)
-        if isinstance(kept, QuantizedWeight) and not _is_decoded(module.weight.data, kept, model.dtype):
+        if isinstance(kept, QuantizedWeight) and not _is_decoded(module.weight.data[None], kept, model.dtype):
+            del module.quantized
+    inputs_first = FAMILIES[model.config.model_type].inputs_first
+    for _, module, spec in experts_of_layers(model):
+        if not hasattr(module, "quantized"):
+            continue
+        kept, gates_ups, downs = module.quantized, module.gate_up_proj.data, module.down_proj.data
+        if inputs_first:
+            gates_ups, downs = gates_ups.mT, downs.mT
+        places = _gates_then_ups(spec) if spec.activation == "clamped" else None
+        if not _is_decoded(gates_ups, kept.gate_up, model.dtype, places) or not _is_decoded(
+            downs, kept.down, model.dtype
+        ):
             del module.quantized
 
 
@@ -73,10 +85,17 @@ def drop_few_bits(model: Any) -> None:
     trim_heap()
 
 
-def _is_decoded(weight: Tensor, kept: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """dtype: of the model, in which some matrices are float32."""
-    rows = torch.arange(0, len(kept), max(1, len(kept) // _SAMPLED_ROWS))
-    return dtype == torch.bfloat16 and torch.equal(weight[rows].to("cpu", dtype), kept.outputs(rows).decoded(dtype))
+def _is_decoded(
+    weight: Tensor,  # [num_matrices, num_out, num_in], which are kept one below the other
+    kept: QuantizedWeight,
+    dtype: torch.dtype,  # of the model, in which some matrices are float32
+    places: Tensor | None = None,  # [num_matrices * num_out]: which row of the weight each that is kept is, if not its
+) -> bool:
+    num_matrices, num_out, _ = weight.shape
+    rows = torch.arange(0, len(kept), max(1, len(kept) // max(_SAMPLED_ROWS, 2 * num_matrices)))
+    at = rows if places is None else places[rows]
+    there = weight[at // num_out, at % num_out]
+    return dtype == torch.bfloat16 and torch.equal(there.to("cpu", dtype), kept.outputs(rows).decoded(dtype))
 
 
 def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:
@@ -114,7 +133,7 @@ def _gates_then_ups(spec: ExpertsSpec) -> Tensor:
 def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Tensor] = lambda decoded: decoded) -> None:
     """Round the weights of its layers' linear modules and experts to few bits.
 
-    beside: where linear modules have their decoded weights.
+    beside: where they have their decoded weights.
     """
     quantized = {}
     for name, module in linears_of_layers(model):
@@ -124,11 +143,11 @@ def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Ten
     inputs_first = FAMILIES[model.config.model_type].inputs_first
     for name, module, _ in experts_of_layers(model):
         for part in ("gate_up_proj", "down_proj"):
-            matrices = getattr(module, part).data.mT if inputs_first else getattr(module, part).data
-            rounded = [QuantizedWeight.rounded(matrix, rounding) for matrix in matrices]
-            for matrix, weight in zip(matrices, rounded, strict=True):
-                matrix.copy_(weight.decoded(matrix.dtype))
-            whole = joined(rounded)
+            parameter = getattr(module, part)
+            matrices = parameter.data.mT if inputs_first else parameter.data
+            whole = joined([QuantizedWeight.rounded(matrix, rounding) for matrix in matrices])
             assert whole is not None, "they are of a kind"
+            decoded = whole.decoded(matrices.dtype).view(matrices.shape)
+            parameter.data = beside(decoded.mT if inputs_first else decoded)
             quantized[f"{name}.{part}"] = whole
     keep(model, quantized)

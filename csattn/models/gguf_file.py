@@ -20,7 +20,7 @@ from torch import Tensor
 from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
 from csattn.cache import cache_dir
 from csattn.errors import ModelError
-from csattn.models.aside import CastAside
+from csattn.models.aside import MadeAside
 from csattn.models.families import describe, rope_parameters
 from csattn.models.hub import first_line
 from csattn.models.text_part import require_whole
@@ -180,7 +180,7 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
             "CSATTN_CACHE"
         )
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
-    with CastAside() if is_converted_aside(needed) else nullcontext():
+    with MadeAside(Tensor.to) if is_converted_aside(needed) else nullcontext():
         dequantised, found = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,

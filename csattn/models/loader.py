@@ -5,7 +5,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from math import gcd, prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
-from csattn.models.aside import aside, has_room_aside
+from csattn.models.aside import MadeAside, aside
 from csattn.models.families import CHOICE_BIAS, FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
 from csattn.models.few_bits import forget_changed, keep, round_weights
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
@@ -290,7 +290,9 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     try:
         quantization = getattr(config, "quantization_config", None)
         if quantization is None:
-            model, found = AutoModelForCausalLM.from_pretrained(source, **how)
+            beside = None if weights is None else _beside(config, dtype, weights)
+            with _joined_aside(beside):
+                model, found = AutoModelForCausalLM.from_pretrained(source, **how)
         else:
             folder = folder if folder.is_dir() else Path(fetched(source))
             if weights is not None:
@@ -298,10 +300,12 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
                     f"its weights are in few bits as published; load it without rounding them to {weights}"
                 )
             named = named_or_beside if is_part else str
-            state, quantized = read_state(folder, quantization, dtype, named, _beside(config, dtype))
+            beside = _beside(config, dtype)
+            state, quantized = read_state(folder, quantization, dtype, named, beside)
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
-            model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
+            with _joined_aside(beside):
+                model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
             # AutoGPTQ writes biases of zeros, which no model misses
             zeros = {x for x, tensor in state.items() if x.endswith(".bias") and not tensor.any()}
             found["unexpected_keys"] = set(found["unexpected_keys"]) - zeros
@@ -314,16 +318,19 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     model.generation_config.cache_implementation = None  # likewise
     keep(model, quantized)
     if weights is not None:
-        round_weights(model, weights, _beside(config, dtype, weights))
+        round_weights(model, weights, beside or (lambda decoded: decoded))
     return model
 
 
-def _beside(config: Any, dtype: torch.dtype, weights: Rounding | None = None) -> Callable[[Tensor], Tensor]:
-    """Where decoded weights are that few bits are kept of: aside if products read those, and the disk has room."""
+def _beside(config: Any, dtype: torch.dtype, weights: Rounding | None = None) -> Callable[[Tensor], Tensor] | None:
+    """Where decoded weights go that few bits are kept of: aside if steps read those, and the disk has room."""
     is_seldom_read = dtype == torch.bfloat16
-    if is_seldom_read and has_room_aside(weight_bytes(config, dtype.itemsize, weights).linears):
-        return aside
-    return lambda decoded: decoded
+    return aside if is_seldom_read and weight_bytes(config, dtype.itemsize, weights).aside else None
+
+
+def _joined_aside(beside: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[Any]:
+    """Meanwhile experts' matrices, which `transformers` joins, go aside if what is decoded of them does."""
+    return nullcontext() if beside is None else MadeAside(torch.stack, torch.cat)
 
 
 def _resolve(name: str, dtype: torch.dtype) -> str:

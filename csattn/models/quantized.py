@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from csattn.cpu.heap import trim_heap
 from csattn.errors import ModelError
 from csattn.models.quantized_weight import FP4_MOST_EXPONENT, QuantizedWeight, WeightFormat, joined
 
@@ -151,7 +152,7 @@ def read_state(
     quantization_config: Mapping[str, Any],
     dtype: torch.dtype,
     named: Callable[[str], str | None] = str,  # what the model calls a tensor; None: it has no such
-    beside: Callable[[Tensor], Tensor] = lambda decoded: decoded,  # where linear layers have what is decoded
+    beside: Callable[[Tensor], Tensor] | None = None,  # where what is decoded goes if few bits are kept of it
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """A checkpoint's tensors, by the names that the model has for them, in `dtype`; and of which
     matrices a GPU may keep the few bits; of experts that are one tensor, they are one below the other.
@@ -161,6 +162,7 @@ def read_state(
     quantization, files = Quantization.read(quantization_config), _Tensors(folder)
     state: dict[str, Tensor] = {}
     quantized: dict[str, QuantizedWeight] = {}
+    apart = None if beside is None else _Apart(state, beside)
     for name in files.names:
         module, _, last = name.rpartition(".")
         if last in _PARTS and any(f"{module}.{kind}" in files for kind in ("weight", "qweight", "weight_packed")):
@@ -197,9 +199,42 @@ def read_state(
         state[place] = tensor.to(dtype) if tensor.is_floating_point() else tensor
         if kept is not None:
             quantized[place] = kept
-            if ".experts." not in place:  # which are read for each token, and not counted on the disk
-                state[place] = beside(state[place])
+            if apart is not None:
+                apart.put(place)
+    if apart is not None:
+        apart.end()
     return state, quantized
+
+
+class _Apart:
+    """Has decoded tensors of a state elsewhere; a layer's experts together, as each place may be a file held open."""
+
+    def __init__(self, state: dict[str, Tensor], beside: Callable[[Tensor], Tensor]) -> None:
+        self._state, self._beside = state, beside
+        self._block, self._places = "", list[str]()  # of the experts that wait
+
+    def put(self, place: str) -> None:
+        """place: its name. Those of a block of experts follow each other."""
+        block, is_of_experts, _ = place.partition(".experts.")
+        if not is_of_experts:
+            self._state[place] = self._beside(self._state[place])
+            return
+        if block != self._block:
+            self.end()
+        self._block = block
+        self._places.append(place)
+
+    def end(self) -> None:
+        if not self._places:
+            return
+        tensors = [self._state[place] for place in self._places]
+        together = self._beside(torch.cat([tensor.flatten() for tensor in tensors]))
+        parts = torch.split(together, [tensor.numel() for tensor in tensors])
+        for place, tensor, part in zip(self._places, tensors, parts, strict=True):
+            self._state[place] = part.view(tensor.shape)
+        self._places.clear()
+        del tensors, tensor
+        trim_heap()
 
 
 def _matrix(files: "_Tensors", name: str, quantization: Quantization) -> _Matrix | None:

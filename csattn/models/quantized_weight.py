@@ -1,4 +1,4 @@
-"""A matrix of weights in 8 or 4 bits, as a GPU keeps it and decodes it in its products."""
+"""A matrix of weights in 8 or 4 bits, as products read it and decode it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

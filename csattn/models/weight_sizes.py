@@ -26,8 +26,9 @@ class WeightBytes(NamedTuple):
 
     @property
     def aside(self) -> int:
-        """In bfloat16, on a host: of decoded linear layers, for which the disk has room."""
-        return self.linears * has_room_aside(self.linears)
+        """In bfloat16, on a host: of what is decoded beside few bits, if the disk has room."""
+        decoded = self.linears + self.experts
+        return decoded * has_room_aside(decoded)
 
     @property
     def on_gpu(self) -> int:

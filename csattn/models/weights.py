@@ -3,6 +3,7 @@
 Nothing is copied but norms, and the few bits of an expert that all tokens share.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,9 +60,10 @@ class Frequencies:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """An MLP for each expert, and what tells which are a token's. A row of a matrix lies without a hole.
+    """An MLP for each expert, and what tells which are a token's.
 
-    Where matrices are kept in few bits, on a GPU, they are words.
+    A row of a matrix lies without a hole, unless it is kept in few bits: then steps read those, and on a GPU the
+    matrices are words.
     """
 
     router: Linear  # [num_experts, hidden_size]
@@ -74,7 +76,7 @@ class ExpertWeights:
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
     scales: Tensor | None = None  # [num_experts] float32
     norms: "ExpertNorms | None" = None  # where they are apart
-    quantized: QuantizedExperts | None = None  # the same matrices, as a GPU may keep them
+    quantized: QuantizedExperts | None = None  # the same matrices, as steps read them
 
     def plain(self, dtype: torch.dtype) -> "ExpertWeights":
         """Decoded where they are kept in few bits."""
@@ -374,7 +376,10 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
         router = router.proj
     of_choice = next((x for x in (router, block) if hasattr(x, CHOICE_BIAS)), getattr(router, "moe_statics", None))
     bias = getattr(of_choice, CHOICE_BIAS, None)
-    rows = _rows_first if family.inputs_first else torch.Tensor.detach
+    quantized = getattr(experts, "quantized", None)
+    rows: Callable[[Any], Tensor] = torch.Tensor.detach
+    if family.inputs_first:
+        rows = _rows_first if quantized is None else _with_rows
     gates_ups, biases = rows(experts.gate_up_proj), _or_none(experts, "gate_up_proj_bias")
     alternate = spec.activation == "clamped"
     middle = spec.intermediate_size
@@ -390,7 +395,7 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
         down_bias=_or_none(experts, "down_proj_bias"),
         scales=None if scales is None else scales.detach().float(),
         norms=norms,
-        quantized=getattr(experts, "quantized", None),
+        quantized=quantized,
     )
 
 
@@ -411,6 +416,10 @@ def _rows_first(weight: torch.nn.Parameter) -> Tensor:
     """A row for each output, of weights [num_experts, num_in, num_out], which stay the same and lie differently."""
     if not weight.data.mT.is_contiguous():
         weight.data = weight.data.mT.contiguous().mT
+    return _with_rows(weight)
+
+
+def _with_rows(weight: torch.nn.Parameter) -> Tensor:
     return weight.detach().mT
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from csattn.models import aside as aside_module
 from csattn.models import load_model
-from csattn.models.aside import CastAside, aside, has_room_aside
+from csattn.models.aside import MadeAside, aside, has_room_aside
+from csattn.models.few_bits import experts_of_layers, forget_changed, round_weights
 from csattn.models.quantized import read_state
 from tests.models.test_gguf_file import gguf_of, write_gguf
 from tests.models.test_quantized import in_mxfp4, quantize
@@ -124,7 +125,7 @@ def test_files_in_memory_are_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_cast_meanwhile_is_put_aside(cache: Path) -> None:
     here = torch.randn(6, 8)
-    with CastAside():
+    with MadeAside(Tensor.to):
         cast, added, module = here.to(torch.bfloat16), here + 1, torch.nn.Linear(3, 2).to(torch.bfloat16)
         with pytest.raises(RuntimeError):
             here.to("no device")
@@ -149,7 +150,7 @@ def test_decoded_weights_lie_aside_where_products_read_few_bits(
     assert not any(is_aside(parameter, cache) for parameter in others)
     wide = load_model(folder, **given)
     assert not any(is_aside(parameter, cache) for parameter in wide.model.parameters())
-    monkeypatch.setattr("csattn.models.loader.has_room_aside", lambda num_bytes: False)
+    monkeypatch.setattr("csattn.models.weight_sizes.has_room_aside", lambda num_bytes: False)
     full = load_model(folder, "bfloat16", **given)
     assert not any(is_aside(parameter, cache) for parameter in full.model.parameters())
     assert full.fingerprint == loaded.fingerprint
@@ -159,19 +160,49 @@ def test_decoded_weights_lie_aside_where_products_read_few_bits(
     assert torch.equal(down.weight[::2], full.model.model.layers[0].mlp.down_proj.weight[::2] + 1)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
-def test_experts_are_not_put_aside(family: str, tmp_path: Path, cache: Path, rng: np.random.Generator) -> None:
-    folder, made = tmp_path / "quantized", list[Tensor]()
+@pytest.mark.parametrize(("family", "how"), [("gpt_oss", "mxfp4"), ("mixtral", "awq"), ("mixtral", "int4")])
+def test_decoded_experts_lie_aside_however_they_come(
+    family: str, how: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """In one tensor, or in a matrix for each, which are in one file for a layer until they are joined."""
+    folder, given = tmp_path / "quantized", {"weights": how} if how == "int4" else {}
     plain = save(tmp_path / "plain", family, **({"intermediate_size": 96} if family == "gpt_oss" else {}))
-    if family == "gpt_oss":
+    if how == "mxfp4":
         in_mxfp4(plain, folder, rng)
-    else:
+    elif how == "awq":
         quantize(plain, folder, "awq", rng)
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    state, kept = read_state(folder, config, torch.bfloat16, beside=lambda decoded: made.append(decoded) or decoded)
-    of_experts = [name for name in kept if ".experts." in name]
-    assert of_experts and len(made) == len(kept) - len(of_experts)
-    assert not {id(state[name]) for name in of_experts} & {id(tensor) for tensor in made}
+    loaded = load_model(plain if given else folder, "bfloat16", **given)
+    modules = [module for _, module, _ in experts_of_layers(loaded.model)]
+    assert all(hasattr(module, "quantized") for module in modules)
+    assert all(is_aside(x, cache) for module in modules for x in (module.gate_up_proj, module.down_proj))
+    monkeypatch.setattr("csattn.models.weight_sizes.has_room_aside", lambda num_bytes: False)
+    full = load_model(plain if given else folder, "bfloat16", **given)
+    assert not any(is_aside(parameter, cache) for parameter in full.model.parameters())
+    assert full.fingerprint == loaded.fingerprint
+    assert all(torch.equal(a, b) for a, b in zip(full.model.parameters(), loaded.model.parameters(), strict=True))
+    if how == "awq":
+        config, made = json.loads((folder / "config.json").read_text())["quantization_config"], list[Tensor]()
+        _, kept = read_state(folder, config, torch.bfloat16, beside=lambda decoded: made.append(decoded) or decoded)
+        layers = {name.partition(".experts.")[0] for name in kept if ".experts." in name}
+        others = [name for name in kept if ".experts." not in name]
+        assert len(made) == len(layers) + len(others)
+
+
+@pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_experts_that_were_changed_are_read_decoded(family: str, part: str) -> None:
+    model = make_model(family).bfloat16()
+    round_weights(model, "int4")
+    (_, module, spec), *_ = experts_of_layers(model)
+    forget_changed(model)
+    assert hasattr(module, "quantized")
+    getattr(module, part).data[spec.num_experts - 1] += 1
+    forget_changed(model)
+    assert not hasattr(module, "quantized")
+    assert all(hasattr(x, "quantized") for _, x, _ in experts_of_layers(model)[1:])
+    model.float()
+    forget_changed(model)
+    assert not any(hasattr(x, "quantized") for x in model.modules())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -424,13 +424,17 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
     assert weight_bytes(config, 2) == (plain, 0, 0, 0)
 
 
-def test_disk_is_told_also_where_experts_few_bits_take_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_is_told_of_experts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
     config = tiny_config("mixtral", hidden_size=256, intermediate_size=8192, num_local_experts=8)
     config.save_pretrained(tmp_path)
     size = weight_bytes(config, 2, "int4")
-    assert 0 < size.aside < size.few_bits
+    assert size.aside == size.linears + size.experts > size.experts > 3 * size.few_bits
+    assert size.on_host == size.on_gpu == size.others + size.few_bits
     assert f"and {gib(size.aside)} of disk for them decoded" in examine_model(str(tmp_path), machine(), "int4")[0].text
+    little = {"available_bytes": size.decoded - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
+    small = machine(probed={"memory": little})
+    assert "--weights int4 --dtype bfloat16" in examine_model(str(tmp_path), small)[0].remedy
 
 
 def test_a_model_that_chooses_by_itself_is_told_where(tmp_path: Path) -> None:

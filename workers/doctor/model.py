@@ -79,7 +79,7 @@ def _needs(
         return [Finding("model", "warning", text, remedy)]
     if not devices and size.on_host > memory:
         remedy = "Take a smaller model."
-        if not size.few_bits and not any(layer.experts for layer in model.layers):
+        if not size.few_bits:
             remedy = "Keep its weights in 4 bits, by --weights int4 --dtype bfloat16; or take a smaller model."
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", remedy)]
     if converting and converting + SPARE_BYTES > memory:

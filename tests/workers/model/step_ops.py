@@ -3,13 +3,29 @@
 import torch
 
 from csattn.batch import StepRows, make_step_rows
+from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear
-from workers.model.ops import Normed, Readers, Rotation, Stream, num_squares
+from workers.model.ops import ExpertRoom, Normed, Readers, Rotation, Stream, num_squares
 from workers.model.torch_ops import TorchOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32, torch.float16]
 EPS = 1e-5
+EXPERTS = {
+    "plain": ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=33, scores="softmax", normed=True),
+    "one": ExpertsSpec(num_experts=1, num_chosen=1, intermediate_size=40, scores="sigmoid"),
+    "all": ExpertsSpec(num_experts=3, num_chosen=3, intermediate_size=32, scores="sigmoid", on_input=True),
+    "groups": ExpertsSpec(
+        num_experts=12, num_chosen=3, intermediate_size=20, scores="sigmoid", has_choice_bias=True, groups=(4, 2),
+        normed=True, scale=1.5,
+    ),
+    "clamped": ExpertsSpec(
+        num_experts=7, num_chosen=4, intermediate_size=65, scores="softmax_of_chosen", activation="clamped", bias=True
+    ),
+    "scaled": ExpertsSpec(
+        num_experts=7, num_chosen=3, intermediate_size=33, scores="softmax", normed=True, has_scales=True
+    ),
+}  # fmt: skip
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
@@ -65,6 +81,18 @@ def readers(kind: str, hidden_size: int) -> Readers:
 def make_linear(num_out: int, num_in: int, dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> Linear:
     weight = randn(num_out, num_in, dtype=dtype, scale=scale * num_in**-0.5)
     return Linear(weight, randn(num_out, dtype=dtype) if bias else None)
+
+
+def make_room(
+    spec: ExpertsSpec, batch_size: int, hidden_size: int, dtype: torch.dtype, logits: torch.Tensor
+) -> ExpertRoom:
+    """What is to be written is NaN, or no expert."""
+
+    def nan(*sizes: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.full((batch_size, spec.num_chosen, *sizes), torch.nan, dtype=of, device=DEVICE)
+
+    chosen = torch.full((batch_size, spec.num_chosen), -1, dtype=torch.int32, device=DEVICE)
+    return ExpertRoom(logits, chosen, nan(of=torch.float32), nan(spec.intermediate_size), nan(hidden_size))
 
 
 def make_rotation(batch_size: int, half: int, interleaved: bool = False) -> Rotation:

@@ -13,9 +13,11 @@ from tests.cuda_on_cpu.emulated import crossed
 from tests.workers.model.step_ops import (
     DEVICE,
     DTYPES,
+    EXPERTS,
     assert_same_stream,
     copy_of,
     make_linear,
+    make_room,
     make_stream,
     normed,
     prepared,
@@ -24,24 +26,8 @@ from tests.workers.model.step_ops import (
     tolerance,
 )
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import ExpertRoom, Normed
+from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
-
-EXPERTS = {
-    "plain": ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=33, scores="softmax", normed=True),
-    "one": ExpertsSpec(num_experts=1, num_chosen=1, intermediate_size=40, scores="sigmoid"),
-    "all": ExpertsSpec(num_experts=3, num_chosen=3, intermediate_size=32, scores="sigmoid", on_input=True),
-    "groups": ExpertsSpec(
-        num_experts=12, num_chosen=3, intermediate_size=20, scores="sigmoid", has_choice_bias=True, groups=(4, 2),
-        normed=True, scale=1.5,
-    ),
-    "clamped": ExpertsSpec(
-        num_experts=7, num_chosen=4, intermediate_size=65, scores="softmax_of_chosen", activation="clamped", bias=True
-    ),
-    "scaled": ExpertsSpec(
-        num_experts=7, num_chosen=3, intermediate_size=33, scores="softmax", normed=True, has_scales=True
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
@@ -76,18 +62,6 @@ def test_shares_of_nothing_are_none() -> None:
         room = make_room(spec, 2, 1, torch.float32, logits)
         ops.choose_experts(None, None, spec, room)
         assert room.shares[0].tolist() == [0.0, 0.0, 0.0] and room.shares[1].tolist() == [1.5, 0.0, 0.0]
-
-
-def make_room(
-    spec: ExpertsSpec, batch_size: int, hidden_size: int, dtype: torch.dtype, logits: torch.Tensor
-) -> ExpertRoom:
-    """What is to be written is NaN, or no expert."""
-
-    def nan(*sizes: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.full((batch_size, spec.num_chosen, *sizes), torch.nan, dtype=of, device=DEVICE)
-
-    chosen = torch.full((batch_size, spec.num_chosen), -1, dtype=torch.int32, device=DEVICE)
-    return ExpertRoom(logits, chosen, nan(of=torch.float32), nan(spec.intermediate_size), nan(hidden_size))
 
 
 def make_experts(spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype) -> ExpertWeights:

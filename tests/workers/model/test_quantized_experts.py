@@ -8,12 +8,19 @@ import torch
 pytest.importorskip("triton", reason="Triton, whose interpreter runs the other kernels on a CPU, is not installed")
 
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, WeightFormat
-from csattn.models.spec import ExpertsSpec
-from csattn.models.weights import ExpertWeights, by_expert
 from tests.cuda_on_cpu.emulated import crossed
-from tests.workers.model.quantized import make_quantized
-from tests.workers.model.step_ops import DEVICE, copy_of, make_stream, normed, prepared, randn, readers
-from tests.workers.model.test_expert_ops import EXPERTS, make_room
+from tests.workers.model.quantized import KINDS_OF_EXPERTS, choose, make_quantized_experts
+from tests.workers.model.step_ops import (
+    DEVICE,
+    EXPERTS,
+    copy_of,
+    make_room,
+    make_stream,
+    normed,
+    prepared,
+    randn,
+    readers,
+)
 from tests.workers.model.test_quantized_products import CLOSE
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import Normed
@@ -21,40 +28,10 @@ from workers.model.torch_ops import TorchOps
 
 pytestmark = pytest.mark.usefixtures("two_multiprocessors")
 
-# experts, format, inputs of a group, whether there are zero points
-KINDS: list[tuple[str, WeightFormat, int, bool]] = [
-    ("clamped", "fp4", 32, False), ("plain", "fp8", 128, False), ("all", "int4", 128, True),
-    ("one", "fp8", 0, False), ("groups", "int4", 32, True),
-]  # fmt: skip
-
-
-def make_experts(spec: ExpertsSpec, hidden_size: int, kind: tuple[WeightFormat, int, bool]) -> ExpertWeights:
-    num, width, dtype = spec.num_experts, spec.intermediate_size, torch.bfloat16
-    gate_up = make_quantized(num * 2 * width, hidden_size, *kind)
-    down = make_quantized(num * hidden_size, width, *kind)
-    gates, ups, downs = by_expert(gate_up.words, down.words, num)
-    biases = randn(num, 2 * width, dtype=dtype).chunk(2, dim=1) if spec.bias else (None, None)
-    return ExpertWeights(
-        router=None,  # type: ignore[arg-type]
-        gates=gates,
-        ups=ups,
-        down=downs,
-        gate_bias=biases[0],
-        up_bias=biases[1],
-        down_bias=randn(num, hidden_size, dtype=dtype) if spec.bias else None,
-        quantized=QuantizedExperts(gate_up, down),
-    )
-
-
-def choose(spec: ExpertsSpec, batch_size: int) -> torch.Tensor:
-    """Without the last expert, where there are others."""
-    several = max(spec.num_chosen, spec.num_experts - 1)
-    return torch.stack([torch.randperm(several)[: spec.num_chosen] for _ in range(batch_size)]).int()
-
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [*crossed([(kind,) for kind in KINDS], [(1, 128), (3, 260), (17, 70)]), (KINDS[0], (64, 33))],
+    [*crossed([(kind,) for kind in KINDS_OF_EXPERTS], [(1, 128), (3, 260), (17, 70)]), (KINDS_OF_EXPERTS[0], (64, 33))],
 )
 def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, int]) -> None:
     """Of rows that share experts, more than go together of them, and of experts that no row has.
@@ -63,7 +40,7 @@ def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, in
     """
     batch_size, hidden_size = sizes
     spec, dtype = EXPERTS[kind[0]], torch.bfloat16
-    weights, stream = make_experts(spec, hidden_size, kind[1:]), prepared(batch_size, hidden_size, dtype)
+    weights, stream = make_quantized_experts(spec, hidden_size, kind[1:]), prepared(batch_size, hidden_size, dtype)
     shares, logits = torch.rand(batch_size, spec.num_chosen, device=DEVICE), randn(batch_size, spec.num_experts)
     got = make_room(spec, batch_size, hidden_size, dtype, logits)
     want = make_room(spec, batch_size, hidden_size, torch.float32, logits)
@@ -85,11 +62,14 @@ def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, in
     torch.testing.assert_close(got_stream.hidden.float(), added, rtol=8e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
+@pytest.mark.parametrize("kind", KINDS_OF_EXPERTS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightFormat, int, bool]) -> None:
     """Nor, then, on which tiles a block has before its own."""
     spec, hidden_size, batch_size = EXPERTS[kind[0]], 700, 12
-    weights, x = make_experts(spec, hidden_size, kind[1:]), randn(batch_size, hidden_size, dtype=torch.bfloat16)
+    weights, x = (
+        make_quantized_experts(spec, hidden_size, kind[1:]),
+        randn(batch_size, hidden_size, dtype=torch.bfloat16),
+    )
     chosen, shares = choose(spec, batch_size), torch.rand(batch_size, spec.num_chosen, device=DEVICE)
     results = []
     for parts in ([list(range(batch_size))], [[0], [1, 2], [3, 4, 5, 6, 7], list(range(8, batch_size))]):
@@ -111,7 +91,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightForm
 def test_what_lies_beside_an_expert_is_not_read() -> None:
     """The scales of all experts but those that are chosen are NaN, and so is what lies behind a row."""
     spec = EXPERTS["plain"]
-    weights = make_experts(spec, 200, ("fp8", 64, False))
+    weights = make_quantized_experts(spec, 200, ("fp8", 64, False))
     assert weights.quantized is not None
     chosen = torch.tensor([[1, 3]], dtype=torch.int32, device=DEVICE)
 

@@ -202,17 +202,22 @@ def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None
 
 
 @pytest.mark.parametrize("rounding", ["int4", "fp8"])
-def test_weights_in_few_bits_are_read_instead_of_the_decoded_ones(rounding: Rounding) -> None:
-    model = make_model("qwen2", intermediate_size=200).bfloat16()
-    round_weights(model, rounding)
-    linears = [module for module in model.modules() if hasattr(module, "quantized")]
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "gpt_oss"])
+def test_weights_in_few_bits_are_read_instead_of_the_decoded_ones(family: str, rounding: Rounding) -> None:
+    """They are what they are decoded to in float32, to the bit."""
+    model = make_model(family, intermediate_size=200).bfloat16()
+    wide = make_model(family, intermediate_size=200).bfloat16().float()
+    for each in (model, wide):
+        round_weights(each, rounding)
+    kept_in = [module for module in model.modules() if hasattr(module, "quantized")]
+    assert any(hasattr(module, "gate_up_proj") for module in kept_in) == (family != "qwen2")
     read = run_tapes(CpuModel(model, 7, 5, 9), list(range(5)), False)[2]
-    kept = [vars(module).pop("quantized") for module in linears]
-    decoded = run_tapes(CpuModel(model, 7, 5, 9), list(range(5)), False)[2]
-    np.testing.assert_allclose(read, decoded, atol=0.02 * np.abs(decoded).max())  # which were rounded to bfloat16
-    for module, quantized in zip(linears, kept, strict=True):
-        module.quantized = quantized
-        module.weight.data.fill_(torch.nan)
+    assert not any(hasattr(module, "quantized") for module in wide.modules())
+    np.testing.assert_array_equal(read, run_tapes(CpuModel(wide, 7, 5, 9), list(range(5)), False)[2])
+    for module in kept_in:
+        for name in ("weight", "gate_up_proj", "down_proj"):
+            if isinstance(parameter := getattr(module, name, None), torch.nn.Parameter):
+                parameter.data.fill_(torch.nan)
     np.testing.assert_array_equal(run_tapes(CpuModel(model, 7, 5, 9), list(range(5)), False)[2], read)
 
 

@@ -13,7 +13,8 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.simd import LANES
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
-from workers.model.cpu.linear import TILE, products
+from workers.model.cpu.few_bits import FLOATS, FORMATS, multiply
+from workers.model.cpu.linear import TILE
 from workers.model.cpu.linear_stage import ACTIVATIONS, activate, num_groups
 from workers.model.cpu.notes import Notes
 from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
@@ -40,10 +41,16 @@ EXPERTS = (
     "chosen",
     "shares",  # of x; or 0
     "num_chosen",
-    "gates",  # of the model's dtype; rows of num_out, row_stride apart
+    "format",  # of gates and ups, one of FORMATS
+    "group_size",  # of those in few bits
+    "gates",  # of the model's dtype, or words; the first expert's
     "ups",
-    "expert_stride",  # elements
-    "row_stride",
+    "gate_scales",  # of those in few bits, or 0
+    "up_scales",
+    "num_weights",  # outputs of all experts' gates and ups
+    "expert_bytes",  # from an expert to the next; in few bits 0
+    "expert_outputs",  # likewise in few bits, else 0
+    "row_stride",  # elements
     "gate_bias",  # elements bias_step apart, or 0
     "up_bias",
     "bias_stride",
@@ -58,7 +65,11 @@ ADD_EXPERTS = (
     "chosen",
     "shares",  # of outputs; or 0
     "num_chosen",
-    "down",  # of the model's dtype, [num_experts, num_out, num_in]
+    "format",  # of weights, one of FORMATS
+    "group_size",
+    "down",  # of the model's dtype, [num_experts, num_out, num_in], or words
+    "scales",  # of those in few bits, or 0
+    "num_weights",  # outputs of all experts
     "bias",  # [num_experts, num_out], or 0
     "num_out",
     "out",  # [num_rows, num_out]: this is added to it, times
@@ -94,7 +105,6 @@ class TapeExpertOps(Notes):
 
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         bias = weights.gate_bias
-        assert weights.gates.stride() == weights.ups.stride() and weights.gates.stride(2) == 1
         self._note(
             KindStage(experts_stage, self._kind),
             EXPERTS,
@@ -106,10 +116,7 @@ class TapeExpertOps(Notes):
             chosen=room.chosen,
             shares=room.shares if spec.on_input else None,
             num_chosen=spec.num_chosen,
-            gates=weights.gates.data_ptr(),
-            ups=weights.ups.data_ptr(),
-            expert_stride=weights.gates.stride(0),
-            row_stride=weights.gates.stride(1),
+            **_gates_and_ups(weights, spec),
             gate_bias=0 if bias is None else bias.data_ptr(),
             up_bias=0 if weights.up_bias is None else weights.up_bias.data_ptr(),
             bias_stride=0 if bias is None else bias.stride(0),
@@ -143,6 +150,7 @@ class TapeExpertOps(Notes):
         multiplier: float | None,  # None: nothing is added to
     ) -> None:
         hidden_size = out.shape[1]
+        kept = None if weights.quantized is None else weights.quantized.down
         self._note(
             KindStage(add_experts_stage, self._kind),
             ADD_EXPERTS,
@@ -154,13 +162,51 @@ class TapeExpertOps(Notes):
             chosen=room.chosen,
             shares=None if spec.on_input else room.shares,
             num_chosen=spec.num_chosen,
-            down=weights.down,
+            format=FLOATS if kept is None else FORMATS.index(kept.format),
+            group_size=0 if kept is None else kept.group_size,
+            down=weights.down if kept is None else kept.words,
+            scales=None if kept is None else kept.scales.contiguous(),
+            num_weights=spec.num_experts * hidden_size,
             bias=weights.down_bias,
             num_out=hidden_size,
             out=out,
             multiplier=self._number(1.0 if multiplier is None else multiplier),
             adds=multiplier is not None,
         )
+
+
+def _gates_and_ups(weights: ExpertWeights, spec: ExpertsSpec) -> dict[str, Any]:
+    """Where they are, as `EXPERTS` says."""
+    num_weights = 2 * spec.num_experts * spec.intermediate_size
+    if weights.quantized is None:
+        gates, ups = weights.gates, weights.ups
+        assert gates.stride() == ups.stride() and gates.stride(2) == 1
+        return {
+            "format": FLOATS,
+            "group_size": 0,
+            "gates": gates.data_ptr(),
+            "ups": ups.data_ptr(),
+            "gate_scales": None,
+            "up_scales": None,
+            "num_weights": num_weights,
+            "expert_bytes": gates.stride(0) * gates.itemsize,
+            "expert_outputs": 0,
+            "row_stride": gates.stride(1),
+        }
+    kept = weights.quantized.gate_up
+    scales = kept.scales.contiguous()
+    return {
+        "format": FORMATS.index(kept.format),
+        "group_size": kept.group_size,
+        "gates": kept.words,
+        "ups": kept.words[spec.intermediate_size :].data_ptr(),
+        "gate_scales": scales,
+        "up_scales": scales[:, spec.intermediate_size :].data_ptr(),
+        "num_weights": num_weights,
+        "expert_bytes": 0,
+        "expert_outputs": 2 * spec.intermediate_size,
+        "row_stride": 0,
+    }
 
 
 def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
@@ -251,11 +297,15 @@ def experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
     share = np.float32(1.0) if args.shares == 0 else array_at(args.shares + 4 * pair, 1, np.float32(0))[0]
     x = floats_of(args.x, row, num_in)
     gates, ups = np.empty(LANES + TILE, np.float32), np.empty(LANES + TILE, np.float32)
-    for sums, matrix, bias in ((gates, args.gates, args.gate_bias), (ups, args.ups, args.up_bias)):
-        weight = array_at(
-            matrix + expert * args.expert_stride * itemsize, (num_out - 1) * args.row_stride + num_in, like
-        )
-        products(x, 1, weight, args.row_stride, first, count, num_in, sums)
+    at, of_all = expert * args.expert_bytes, expert * args.expert_outputs + first
+    for sums, matrix, scales, bias in (
+        (gates, args.gates, args.gate_scales, args.gate_bias),
+        (ups, args.ups, args.up_scales, args.up_bias),
+    ):
+        multiply(
+            x, 1, args.format, args.group_size, matrix + at, scales, args.num_weights, args.row_stride, of_all, count,
+            num_in, like, sums,
+        )  # fmt: skip
         for i in range(count):
             sums[i] *= share
         if bias != 0:
@@ -281,9 +331,11 @@ def add_experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int
         pair = row * num_chosen + k
         expert = np.int64(array_at(args.chosen + 4 * pair, 1, np.int32(0))[0])
         share = np.float32(1.0) if args.shares == 0 else array_at(args.shares + 4 * pair, 1, np.float32(0))[0]
-        weight = array_at(args.down + expert * num_out * num_in * itemsize, num_out * num_in, like)
         x = floats_of(args.x, pair, num_in)
-        products(x, 1, weight, num_in, first, count, num_in, sums)
+        multiply(
+            x, 1, args.format, args.group_size, args.down, args.scales, args.num_weights, num_in,
+            expert * num_out + first, count, num_in, like, sums,
+        )  # fmt: skip
         if args.bias != 0:
             bias = array_at(args.bias + expert * num_out * itemsize, num_out, like)
             for i in range(count):

@@ -3,19 +3,54 @@
 For one or two rows weights are decoded in registers, for each anew; for more once, four outputs' at a time.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.addresses import array_at
 from csattn.cpu.floats import F32x4, sums_of_4, sums_of_16
-from csattn.cpu.jit import inlined_kernel
+from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.lanes import fma, part
 from csattn.cpu.simd import LANES, F32x16, I32x16, U16x16, as_bits, convert, fill, load, prefetch_early, store
 from csattn.models.quantized_weight import RUN
 from workers.model.cpu.linear import TILE, products
 
-FORMATS = ("floats", "int4", "fp8")
-FLOATS, INT4, FP8 = range(3)
-_SIGN_AND_CODE, _E4M3_TO_FLOAT = 0x87F00000 - 2**32, 2.0**120
+FORMATS = ("floats", "int4", "fp8", "fp4")
+FLOATS, INT4, FP8, FP4 = range(4)
+_SIGN, _SIGN_AND_CODE, _E4M3_TO_FLOAT = -(2**31), 0x87F00000 - 2**32, 2.0**120
+_TWICE_E2M1 = 0xC8643210 - 2**32  # by its lowest three bits, four bits each
+_HALF_OF_LEAST_E8M0 = 0x00200000  # 2**-128
+
+
+@exact_kernel
+def multiply(
+    x: NDArray[np.float32],  # [num_rows * num_in]
+    num_rows: int,
+    format: int,  # of FORMATS
+    group_size: int,  # of those in few bits
+    weight: int,  # address of rows of num_in floats, row_stride apart; in few bits, of a `QuantizedWeight`'s words
+    scales: int,  # and of its scales
+    num_weights: int,  # outputs that it has, by which scales of groups are apart
+    row_stride: int,
+    first: int,  # outputs first, first + 1, ... of which there are
+    num_out: int,  # 1 to 16
+    num_in: int,
+    like: Any,  # an element of the floats
+    sums: NDArray[np.float32],  # [num_rows, rounded up to TILE, * 16], written
+) -> None:
+    """sums[row * 16 + i] = x[row] @ weight[first + i]"""
+    if format == FLOATS:
+        products(x, num_rows, array_at(weight, num_in, like), row_stride, first, num_out, num_in, sums)
+        return
+    words, of_words = array_at(weight, num_in, np.uint16(0)), array_at(scales, num_weights, np.int32(0))
+    if format == INT4:
+        coded_products(x, num_rows, words, of_words, INT4, group_size, num_weights, first, num_out, num_in, sums)
+    elif format == FP8:
+        coded_products(x, num_rows, words, of_words, FP8, group_size, num_weights, first, num_out, num_in, sums)
+    else:
+        exponents = array_at(scales, num_weights, np.uint8(0))
+        coded_products(x, num_rows, words, exponents, FP4, group_size, num_weights, first, num_out, num_in, sums)
 
 
 @inlined_kernel
@@ -23,8 +58,8 @@ def coded_products(
     x: NDArray[np.float32],  # [num_rows * num_in]
     num_rows: int,
     words: NDArray[np.uint16],  # of a `QuantizedWeight`, of num_weights outputs
-    scales: NDArray[np.int32],  # likewise, their bits
-    format: int,  # INT4 or FP8: a literal, which the code is made for
+    scales: NDArray[Any],  # likewise: of FP4 uint8, of others their bits as int32
+    format: int,  # INT4, FP8 or FP4: a literal, which the code is made for
     group_size: int,
     num_weights: int,
     first: int,  # outputs first, first + 1, ... of which there are
@@ -33,7 +68,7 @@ def coded_products(
     sums: NDArray[np.float32],  # [num_rows, rounded up to TILE, * 16], written
 ) -> None:
     """sums[row * 16 + i] = x[row] @ weight[first + i]"""
-    in_registers = num_rows <= 2 and num_in % RUN == 0 and group_size % RUN == 0
+    in_registers = num_rows <= 2 and num_in % LANES == 0
     decoded = np.empty(0 if in_registers else TILE * -(-num_in // RUN) * RUN, np.float32)
     for out in range(0, num_out, TILE):
         count = min(TILE, num_out - out)
@@ -52,38 +87,60 @@ def coded_products(
 @inlined_kernel
 def _words_of_run(format):  # type: ignore[no-untyped-def]
     """As many neighbouring inputs, a part of the run, have their codes in the same bits of words."""
-    return RUN // 4 if format == INT4 else RUN // 2
+    return RUN // 2 if format == FP8 else RUN // 4
 
 
 @inlined_kernel
 def _one_row(x, at_x, words, scales, format, group_size, num_weights, first, last, num_in, sums, to):  # type: ignore[no-untyped-def]
     """sums[to : to + 4] of the row at `at_x`; outputs behind the last are taken for the last."""
-    num_words, num_runs, zero = _words_of_run(format), num_in // RUN, fill(F32x16, 0.0)
+    zero, rest = fill(F32x16, 0.0), num_in % RUN
     o1, o2, o3 = first + min(1, last), first + min(2, last), first + min(3, last)
-    width = num_runs * num_words
-    a, b, c, d = zero, zero, zero, zero
-    for run in range(num_runs):
-        at = (run * RUN // group_size if group_size else 0) * num_weights
-        s0, z0 = _scale(scales[at + first], format)
-        s1, z1 = _scale(scales[at + o1], format)
-        s2, z2 = _scale(scales[at + o2], format)
-        s3, z3 = _scale(scales[at + o3], format)
-        w0, w1 = first * width + run * num_words, o1 * width + run * num_words
-        w2, w3 = o2 * width + run * num_words, o3 * width + run * num_words
-        for j in range(0, num_words, LANES):
-            prefetch_early(words, w0 + j + TILE * width)
-            prefetch_early(words, w1 + j + TILE * width)
-            prefetch_early(words, w2 + j + TILE * width)
-            prefetch_early(words, w3 + j + TILE * width)
-        for p in range(RUN // num_words):
-            for j in range(0, num_words, LANES):
-                xs = load(F32x16, x, at_x + run * RUN + p * num_words + j)
-                v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
-                v2, v3 = convert(I32x16, load(U16x16, words, w2 + j)), convert(I32x16, load(U16x16, words, w3 + j))
-                a, b = fma(xs, _weights(v0, p, format, s0, z0), a), fma(xs, _weights(v1, p, format, s1, z1), b)
-                c, d = fma(xs, _weights(v2, p, format, s2, z2), c), fma(xs, _weights(v3, p, format, s3, z3), d)
+    run, a, b, c, d = 0, zero, zero, zero, zero
+    while run < num_in // RUN:
+        a, b, c, d = _add_run(
+            x, at_x, words, scales, format, group_size, num_weights, first, o1, o2, o3, num_in, run, RUN, a, b, c, d
+        )
+        run += 1
+    if rest != 0:
+        a, b, c, d = _add_run(
+            x, at_x, words, scales, format, group_size, num_weights, first, o1, o2, o3, num_in, run, rest, a, b, c, d
+        )
     four = sums_of_4(a, b, c, d)
     store(sums, to, part(F32x4, sums_of_16(four, four, four, four), 0))
+
+
+@inlined_kernel
+def _add_run(x, at_x, words, scales, format, group_size, num_weights, o0, o1, o2, o3, num_in, run, size, a, b, c, d):  # type: ignore[no-untyped-def]
+    """What four outputs' sums are with `size` inputs of a run more, a multiple of 16."""
+    num_words, has_parts = _words_of_run(format), group_size % RUN != 0
+    per_run = RUN // group_size if has_parts else 0  # groups
+    width = -(-num_in // RUN) * num_words
+    group = run * per_run if has_parts else run * RUN // group_size if group_size else 0
+    s0, z0 = _scale(scales[group * num_weights + o0], format)
+    s1, z1 = _scale(scales[group * num_weights + o1], format)
+    s2, z2 = _scale(scales[group * num_weights + o2], format)
+    s3, z3 = _scale(scales[group * num_weights + o3], format)
+    w0, w1 = o0 * width + run * num_words, o1 * width + run * num_words
+    w2, w3 = o2 * width + run * num_words, o3 * width + run * num_words
+    for j in range(0, num_words, LANES):
+        prefetch_early(words, w0 + j + TILE * width)
+        prefetch_early(words, w1 + j + TILE * width)
+        prefetch_early(words, w2 + j + TILE * width)
+        prefetch_early(words, w3 + j + TILE * width)
+    for p in range(-(-size // num_words)):
+        if has_parts:
+            at = (group + p * num_words * per_run // RUN) * num_weights
+            s0, z0 = _scale(scales[at + o0], format)
+            s1, z1 = _scale(scales[at + o1], format)
+            s2, z2 = _scale(scales[at + o2], format)
+            s3, z3 = _scale(scales[at + o3], format)
+        for j in range(0, min(num_words, size - p * num_words), LANES):
+            xs = load(F32x16, x, at_x + run * RUN + p * num_words + j)
+            v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
+            v2, v3 = convert(I32x16, load(U16x16, words, w2 + j)), convert(I32x16, load(U16x16, words, w3 + j))
+            a, b = fma(xs, _weights(v0, p, format, s0, z0), a), fma(xs, _weights(v1, p, format, s1, z1), b)
+            c, d = fma(xs, _weights(v2, p, format, s2, z2), c), fma(xs, _weights(v3, p, format, s3, z3), d)
+    return a, b, c, d
 
 
 @inlined_kernel
@@ -111,10 +168,17 @@ def _decode(words, scales, format, group_size, num_weights, weight, num_in, deco
 
 @inlined_kernel
 def _scale(bits, format):  # type: ignore[no-untyped-def]
-    """A group's scale, and what is added for its zero point, which is in an int4's scale's lowest bits."""
+    """A group's scale, and what is added for its zero point, which is in an int4's scale's lowest bits.
+
+    FP4's is half: it is of twice the numbers, which are whole.
+    """
     if format == INT4:
         scale = as_bits(F32x16, fill(I32x16, bits & ~15))
         return scale, scale * fill(F32x16, -np.float32(bits & 15))
+    if format == FP4:
+        exponent = np.int32(bits)
+        of_half = (exponent - 1) << 23 if exponent > 1 else _HALF_OF_LEAST_E8M0 << exponent
+        return as_bits(F32x16, fill(I32x16, of_half)), fill(F32x16, 0.0)
     return as_bits(F32x16, fill(I32x16, bits)), fill(F32x16, 0.0)
 
 
@@ -124,6 +188,11 @@ def _weights(word, part_of_run, format, scale, offset):  # type: ignore[no-untyp
     if format == INT4:
         code = (word >> fill(I32x16, 4 * part_of_run)) & fill(I32x16, 15)
         return fma(convert(F32x16, code), scale, offset)
+    if format == FP4:
+        shift = ((word << fill(I32x16, 2)) >> fill(I32x16, 4 * part_of_run)) & fill(I32x16, 28)
+        twice = convert(F32x16, (fill(I32x16, _TWICE_E2M1) >> shift) & fill(I32x16, 15))
+        sign = (word << fill(I32x16, 28 - 4 * part_of_run)) & fill(I32x16, _SIGN)
+        return as_bits(F32x16, as_bits(I32x16, twice) | sign) * scale
     # e4m3's sign goes where float32 has it, its exponent to the end of float32's, whose bias is another
     bits = ((word << fill(I32x16, 24 - 8 * part_of_run)) >> fill(I32x16, 4)) & fill(I32x16, _SIGN_AND_CODE)
     return as_bits(F32x16, bits) * fill(F32x16, _E4M3_TO_FLOAT) * scale

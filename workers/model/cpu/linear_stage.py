@@ -11,8 +11,8 @@ from csattn.cpu.floats import exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
-from workers.model.cpu.few_bits import FLOATS, FP8, INT4, coded_products
-from workers.model.cpu.linear import TILE, products
+from workers.model.cpu.few_bits import multiply
+from workers.model.cpu.linear import TILE
 
 # arguments: addresses, sizes, and what is done with the product
 LINEAR = (
@@ -69,13 +69,19 @@ def _write_group(args, first, like):  # type: ignore[no-untyped-def]
     out = array_at(args.out, num_rows * width, np.float32(0))
     room = (num_rows + TILE) * LANES
     sums = np.empty(room, np.float32)
-    _multiply(x, num_rows, args, args.weight, args.scales, first, count, like, sums)
+    format, group_size = args.format, args.group_size
+    multiply(
+        x, num_rows, format, group_size, args.weight, args.scales, num_out, num_in, first, count, num_in, like, sums
+    )
     if args.bias != 0:
         _add_bias(sums, num_rows, array_at(args.bias, num_out, like), first, count)
     if args.activation != NONE:
         factors = np.empty(room, np.float32)
         if args.up_weight != 0:
-            _multiply(x, num_rows, args, args.up_weight, args.up_scales, first, count, like, factors)
+            multiply(
+                x, num_rows, format, group_size, args.up_weight, args.up_scales, num_out, num_in, first, count, num_in,
+                like, factors,
+            )  # fmt: skip
             if args.up_bias != 0:
                 _add_bias(factors, num_rows, array_at(args.up_bias, num_out, like), first, count)
         else:
@@ -84,20 +90,6 @@ def _write_group(args, first, like):  # type: ignore[no-untyped-def]
             activate(args.activation, sums, factors, row * LANES, count)
     for row in range(num_rows):
         _write(sums, row * LANES, out, row * width + first, count, args.multiplier)
-
-
-@exact_kernel
-def _multiply(x, num_rows, args, weight, scales, first, count, like, sums):  # type: ignore[no-untyped-def]
-    """sums[row * 16 + i] = x[row] @ weight[first + i]. weight, scales: their addresses."""
-    num_in, num_out = args.num_in, args.num_out
-    if args.format == FLOATS:
-        products(x, num_rows, array_at(weight, num_out * num_in, like), num_in, first, count, num_in, sums)
-        return
-    words, of_words = array_at(weight, num_out * num_in, np.uint16(0)), array_at(scales, num_out, np.int32(0))
-    if args.format == INT4:
-        coded_products(x, num_rows, words, of_words, INT4, args.group_size, num_out, first, count, num_in, sums)
-    else:
-        coded_products(x, num_rows, words, of_words, FP8, args.group_size, num_out, first, count, num_in, sums)
 
 
 @exact_kernel

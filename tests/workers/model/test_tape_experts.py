@@ -1,0 +1,135 @@
+"""Experts on tapes: in few bits they give the bits that they give decoded to float32, and read no others."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.cpu.team import Team
+from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, WeightFormat
+from csattn.models.spec import ExpertsSpec
+from csattn.models.weights import ExpertWeights, by_expert
+from tests.workers.model.quantized import KINDS, choose, make_quantized_experts
+from tests.workers.model.step_ops import EXPERTS, make_room
+from tests.workers.model.test_linear import poisoned
+from workers.model.cpu.tape_ops import TapeOps
+from workers.model.ops import ExpertRoom, Normed
+from workers.model.torch_ops import TorchOps
+
+NAN = float("nan")
+FORMATS = [*KINDS, ("fp4", 32, False)]
+SIZES = [(1, 128), (2, 256), (3, 260), (5, 33), (1, 336), (17, 70)]  # rows, hidden_size
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what these make is on the GPU if there is one")
+
+
+def decoded(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    """The same numbers, which nothing is kept of in few bits."""
+    assert weights.quantized is not None
+    matrices = weights.quantized.gate_up.decoded(dtype), weights.quantized.down.decoded(dtype)
+    gates, ups, down = by_expert(*matrices, len(weights.gates))
+    return replace(weights, gates=gates, ups=ups, down=down, quantized=None)
+
+
+def run(
+    weights: ExpertWeights, spec: ExpertsSpec, x: torch.Tensor, room: ExpertRoom, kind: str, num_threads: int = 1
+) -> torch.Tensor:
+    """What experts give; it is in the room what they give on the way."""
+    out, ops = torch.full_like(x, NAN), TapeOps(kind, np.array([len(x)]))
+    ops.experts(Normed(x), weights, spec, room)
+    ops.experts_out(weights, spec, room, out)
+    tape = ops.cut()
+    tape.set_rows(len(x))
+    with Team(num_threads) as team:
+        team.run(tape.tape)
+    return out
+
+
+def rooms(spec: ExpertsSpec, chosen: torch.Tensor, hidden_size: int, number: int) -> list[ExpertRoom]:
+    shares, made = torch.rand(len(chosen), spec.num_chosen), []
+    for _ in range(number):
+        logits = torch.zeros(len(chosen), spec.num_experts)
+        made.append(make_room(spec, len(chosen), hidden_size, torch.float32, logits))
+        made[-1].chosen.copy_(chosen)
+        made[-1].shares.copy_(shares)
+    return made
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_in_few_bits_give_the_bits_of_decoded_ones(name: str, kind: tuple[WeightFormat, int, bool]) -> None:
+    spec = EXPERTS[name]
+    for number, (num_rows, hidden_size) in enumerate(SIZES):
+        of = replace(spec, intermediate_size=(spec.intermediate_size, 128, 208)[number % 3])
+        weights = make_quantized_experts(of, hidden_size, kind, torch.float32)
+        x, chosen = poisoned(num_rows, hidden_size), choose(of, num_rows)
+        got, want, defined = rooms(of, chosen, hidden_size, 3)
+        outs = (
+            run(weights, of, x, got, "float32", 1 + num_rows % 3),
+            run(decoded(weights, torch.float32), of, x, want, "float32"),
+        )
+        assert torch.equal(got.gated, want.gated) and torch.equal(*outs)
+        out = torch.full_like(x, NAN)
+        TorchOps().experts(Normed(x), decoded(weights, torch.float32), of, defined)
+        TorchOps().experts_out(decoded(weights, torch.float32), of, defined, out)
+        torch.testing.assert_close(outs[0], out, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_biases_are_of_the_models_dtype(dtype: torch.dtype) -> None:
+    """And what is decoded is not rounded to it."""
+    spec, kind = EXPERTS["clamped"], str(dtype).removeprefix("torch.")
+    weights = make_quantized_experts(spec, 96, ("fp4", 32, False), dtype)
+    wide = {name: getattr(weights, name).float() for name in ("gate_bias", "up_bias", "down_bias")}
+    got, want = rooms(spec, choose(spec, 3), 96, 2)
+    x = torch.randn(3, 96)
+    out = run(weights, spec, x, got, kind)
+    assert torch.equal(out, run(replace(decoded(weights, torch.float32), **wide), spec, x, want, "float32"))
+
+
+@pytest.mark.parametrize("kind", [("int4", 32, True), ("fp8", 0, False), ("fp4", 32, False)], ids=lambda kind: kind[0])
+def test_a_row_has_the_bits_it_has_alone(kind: tuple[WeightFormat, int, bool]) -> None:
+    spec = EXPERTS["plain"]
+    weights, x = make_quantized_experts(spec, 176, kind, torch.float32), torch.randn(9, 176)
+    chosen = choose(spec, 9)
+    [together] = rooms(spec, chosen, 176, 1)
+    out = run(weights, spec, x, together, "float32", 3)
+    for row in range(9):
+        [alone] = rooms(spec, chosen[row : row + 1], 176, 1)
+        alone.shares.copy_(together.shares[row : row + 1])
+        assert torch.equal(run(weights, spec, x[row : row + 1], alone, "float32")[0], out[row])
+
+
+@pytest.mark.parametrize("kind", [("int4", 128, True), ("fp8", 64, False)], ids=lambda kind: kind[0])
+def test_what_lies_beside_an_expert_is_not_read(kind: tuple[WeightFormat, int, bool]) -> None:
+    """The scales of all experts but those that are chosen are NaN."""
+    spec = EXPERTS["plain"]
+    weights = make_quantized_experts(spec, 200, kind, torch.float32)
+    assert weights.quantized is not None
+
+    def poisoned(matrix: QuantizedWeight) -> QuantizedWeight:
+        scales = torch.full_like(matrix.scales, NAN).view(len(matrix.scales), spec.num_experts, -1)
+        scales[:, [1, 3]] = matrix.scales.view(scales.shape)[:, [1, 3]]
+        return replace(matrix, scales=scales.view(matrix.scales.shape))
+
+    kept = weights.quantized
+    poison = replace(weights, quantized=QuantizedExperts(poisoned(kept.gate_up), poisoned(kept.down)))
+    got, want = rooms(spec, torch.tensor([[1, 3], [3, 1]]), 200, 2)
+    x = torch.randn(2, 200)
+    out = run(poison, spec, x, got, "float32")
+    assert torch.equal(out, run(weights, spec, x, want, "float32")) and not out.isnan().any()
+
+
+def test_the_smallest_and_largest_scales_of_mxfp4() -> None:
+    spec = EXPERTS["one"]
+    weights = make_quantized_experts(spec, 64, ("fp4", 32, False), torch.float32)
+    assert weights.quantized is not None
+    for exponents in ([0, 1, 2], [128, 127, 126]):
+        scales = torch.tensor(exponents, dtype=torch.uint8)[torch.arange(160) % 3].view(2, 80)
+        kept = replace(weights.quantized, gate_up=replace(weights.quantized.gate_up, scales=scales))
+        of, x = replace(weights, quantized=kept), torch.randn(1, 64) * 2.0 ** (120 if exponents[0] == 0 else -3)
+        got, want = rooms(spec, torch.zeros(1, 1), 64, 2)
+        run(of, spec, x, got, "float32")
+        run(decoded(of, torch.float32), spec, x, want, "float32")
+        assert torch.equal(got.gated, want.gated) and got.gated.count_nonzero() == 40

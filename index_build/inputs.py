@@ -23,6 +23,10 @@ _DOCUMENTS = {
     b"PK\x03\x04": "it is a ZIP archive, as DOCX, ODT and EPUB are: save it as plain text in UTF-8",
     b"\xd0\xcf\x11\xe0": "it is a document of an older Office: save it as plain text in UTF-8",
     b"{\\rtf": "it is RTF: save it as plain text in UTF-8",
+    b"\x89PNG": "it is an image: write its text into a file in UTF-8",
+    b"\xff\xd8\xff": "it is an image: write its text into a file in UTF-8",
+    b"\x1f\x8b": "it is compressed by gzip: decompress it by gunzip",
+    b"GGUF": "it is a model, for --model: write a text into a file in UTF-8",
 }
 _TO_KANJI = b"\x1b$B", b"\x1b$@"  # of ISO-2022-JP, all of whose bytes are ASCII
 

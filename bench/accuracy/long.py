@@ -152,7 +152,12 @@ def read_text(name: str, tokenizer: Any, context_len: int, eval_len: int) -> tup
         ids = context[: context_len + eval_len + 1]
     else:
         ids = np.concatenate([context[:context_len], following[: eval_len + 1]])
-    gate(len(ids) >= _LEAST_CONTEXT + eval_len + 1, f"{name} has {len(ids)} tokens only, which is no long context")
+    least = _LEAST_CONTEXT + eval_len + 1
+    gate(
+        len(ids) >= least,
+        f"{len(ids)} tokens of {name} are no long context: at least {least} are needed; give a longer text, or a "
+        "larger --context-len",
+    )
     return ids, sha256
 
 

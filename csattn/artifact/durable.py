@@ -147,6 +147,15 @@ def available_bytes(path: Path) -> int | None:
     return None
 
 
+def make_store(path: Path) -> None:
+    """Make the directory of a store, if it is not there. Raises ArtifactError where it cannot be."""
+    with store_errors(f"make the store {path}", path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ArtifactError(f"cannot make the store {path}: a file is in its place; name a directory") from error
+
+
 @contextmanager
 def store_errors(action: str, place: Path, needed_bytes: int | None = None) -> Iterator[None]:
     """Turn the system's refusal into a sentence."""

@@ -21,6 +21,8 @@ def resolve_artifact(path: Path) -> Path:
         raise ArtifactNotFoundError(
             f"there is no artifact at {str(path)[:60]!r}: {error.strerror}; give its directory, or STORE/start-of-id"
         ) from error
+    if path.is_file():
+        raise ArtifactNotFoundError(f"{path} is a file; an artifact is a directory: give that, or STORE/start-of-id")
     return path if is_there else find_artifact(path.parent, path.name)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.artifact.durable import FileRecord, fsync_dir, require_space, store_errors, write_bytes
+from csattn.artifact.durable import FileRecord, fsync_dir, make_store, require_space, store_errors, write_bytes
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
@@ -70,8 +70,7 @@ class ArtifactWriter:
         if self._is_published():
             self._tidy_up()
             return self
-        with store_errors(f"make the store {self._store}", self._store):
-            self._store.mkdir(parents=True, exist_ok=True)
+        make_store(self._store)
         self._lock.acquire(self._on_wait)
         self._locked = True
         try:

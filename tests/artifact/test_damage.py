@@ -356,6 +356,8 @@ def test_no_artifact_here(tmp_path: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="holds no finished artifact"):
         open_artifact(tmp_path / "empty")
     (tmp_path / "file").touch()
+    with pytest.raises(ArtifactNotFoundError, match="file is a file; an artifact is a directory: give that, or STORE"):
+        open_artifact(tmp_path / "file")
     with pytest.raises(ArtifactNotFoundError, match="is a file, not a store"):
         open_artifact(tmp_path / "file" / "abc")
 

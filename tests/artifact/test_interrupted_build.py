@@ -184,6 +184,13 @@ def test_a_store_that_may_not_be_written() -> None:
         assert [entry.name for entry in place.iterdir()] == [SPEC.artifact_id]
 
 
+@pytest.mark.parametrize("inside", ["", "store"])
+def test_a_store_where_a_file_is_is_a_sentence(inside: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ArtifactError, match=r"cannot make the store .*: a file is in its place; name a directory"):
+        build(tmp_path / "notes.txt" / inside, SPEC)
+
+
 def test_a_store_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As some file systems of a network: there two builders would remove each other's work."""
     finished = build(tmp_path, SPEC)

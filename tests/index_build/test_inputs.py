@@ -45,6 +45,10 @@ def test_a_text_is_the_same_whoever_wrote_it_and_however_it_comes(data, tmp_path
         (b"%PDF-1.4\n\xe2\xe3", r"is not UTF-8 text \(byte 9\); it is a PDF"),
         (b"PK\x03\x04\x14\0word/document.xml", "is no plain text; it is a ZIP archive, as DOCX"),
         (rb"{\rtf1\ansi hello}", "is no plain text; it is RTF"),
+        (b"\x89PNG\r\n\x1a\n\0\0", r"is not UTF-8 text \(byte 0\); it is an image"),
+        (b"\xff\xd8\xff\xe0\0\x10JFIF", r"is not UTF-8 text \(byte 0\); it is an image"),
+        (b"\x1f\x8b\x08\0", r"is not UTF-8 text \(byte 1\); it is compressed by gzip"),
+        (b"GGUF\x03\0\0\0", "is no plain text; it is a model, for --model"),
         ("one".encode("utf-16-le"), "is no plain text; if it is UTF-16, .*-f UTF-16LE -t UTF-8"),
         ("one: \u2026".encode("utf-16-be") * 9, "if it is UTF-16, .*-f UTF-16BE -t UTF-8"),
         (

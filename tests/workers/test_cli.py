@@ -468,6 +468,9 @@ def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_pa
 def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: str) -> None:
     done = in_process(verb, "--store", place / "stroe", capsys=capsys)
     assert done.returncode == 1 and f"there is no store at {place}/stroe; `csattn build` makes one" in done.stderr
+    (place / "notes.txt").touch()
+    done = in_process(verb, "--store", place / "notes.txt", capsys=capsys)
+    assert done.returncode == 1 and f"{place}/notes.txt is a file, not a store; give a directory with" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,11 @@ def test_an_empty_model_is_not_the_demo_model(capsys, arguments) -> None:
     assert done.returncode == 1 and "a hub id, got ''; give one, or leave it out" in done.stderr
 
 
+def test_doctor_refuses_weights_of_no_model(capsys) -> None:
+    done = in_process("doctor", "--weights", "int4", capsys=capsys)
+    assert done.returncode == 1 and "no model was given; name one, or leave it out" in done.stderr
+
+
 def test_what_is_shown_is_what_is_said(capsys) -> None:
     said = "pip install 'csattn[serve]' [/x] :smile:"
     for show in (terminal.out.print, lambda text: terminal.out.print(terminal.table(text, [text], [[text]]))):

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from csattn.errors import ConfigError
 from workers.cli.terminal import out
 from workers.doctor import Finding, examine, gather_facts
 from workers.words import counted, harmless
@@ -16,6 +17,8 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 def doctor(store: Path, model: str | None, weights: str | None) -> dict[str, Any]:
     """Show, and return the verb's JSON object."""
+    if weights is not None and model is None:
+        raise ConfigError("--weights says how a model is rounded, and no model was given; name one, or leave it out")
     facts = gather_facts(store)
     findings = examine(facts)
     if model is not None:

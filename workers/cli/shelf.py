@@ -196,6 +196,8 @@ def _told(store: Path | str, kept: KeptFiles) -> str:
 
 
 def require_store(place: Path) -> None:
+    if place.is_file():
+        raise ArtifactNotFoundError(f"{place} is a file, not a store; give a directory with --store")
     if not place.is_dir():
         raise ArtifactNotFoundError(f"there is no store at {place}; `csattn build` makes one, --store names another")
 

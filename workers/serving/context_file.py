@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from csattn.artifact.durable import store_errors, write_bytes
+from csattn.artifact.durable import make_store, store_errors, write_bytes
 from csattn.artifact.find import is_artifact_id
 from csattn.artifact.lock import BuildLock
 from csattn.errors import ArtifactCorruptError
@@ -66,8 +66,7 @@ class ContextFile:
 
     def change(self, edit: Callable[[dict[str, Record]], T]) -> T:
         """Let `edit` change the records, and write them if it did."""
-        with store_errors(f"make the store {self._store}", self._store):
-            self._store.mkdir(parents=True, exist_ok=True)
+        make_store(self._store)
         with BuildLock(self._store / LOCK_NAME).acquire():
             records = self.read()
             before = dict(records)

@@ -26,7 +26,8 @@ _DOCUMENTS = {
     b"\x89PNG": "it is an image: write its text into a file in UTF-8",
     b"\xff\xd8\xff": "it is an image: write its text into a file in UTF-8",
     b"\x1f\x8b": "it is compressed by gzip: decompress it by gunzip",
-    b"GGUF": "it is a model, for --model: write a text into a file in UTF-8",
+    b"GGUF\x02\0": "it is a model, for --model: write a text into a file in UTF-8",
+    b"GGUF\x03\0": "it is a model, for --model: write a text into a file in UTF-8",
 }
 _TO_KANJI = b"\x1b$B", b"\x1b$@"  # of ISO-2022-JP, all of whose bytes are ASCII
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,15 +41,24 @@ def turns(rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("num_tiles", "batch_size"), [(1, 1), (7, 2), (67, 1)])
-def test_attention_to_codes_is_attention_to_what_they_stand_for(kernels, rng, name, num_tiles, batch_size):
-    heads = Heads(2, 4, 128, 128**-0.5)
+@pytest.mark.parametrize(("num_tiles", "batch_size", "group_size"), [(1, 1, 8), (7, 2, 4), (67, 1, 3)])
+def test_attention_to_codes_is_attention_to_what_they_stand_for(kernels, rng, name, num_tiles, batch_size, group_size):
+    require_attention(rng, name, num_tiles, batch_size, group_size)
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "turboquant-3.5"])
+def test_what_warps_have_added_up_may_take_more_than_their_tiles(kernels, as_ampere, rng, name):
+    require_attention(rng, name, 9, 1, 8)
+
+
+def require_attention(rng: np.random.Generator, name: str, num_tiles: int, batch_size: int, group_size: int) -> None:
+    heads, num_q_heads = Heads(2, group_size, 128, 128**-0.5), 2 * group_size
     shape = batch_size, 2, num_tiles * TILE_LEN, 2, 128
     rows = torch.from_numpy(rng.standard_normal(shape)).float()
     rows[..., 5] *= 6.0
     rows[:, :, :3] *= 3.0  # some rows that matter
-    q = torch.from_numpy(rng.standard_normal((batch_size, 8, 128))).bfloat16()
-    asked, want = q.clone(), torch.empty(batch_size, 8, 128)
+    q = torch.from_numpy(rng.standard_normal((batch_size, num_q_heads, 128))).bfloat16()
+    asked, want = q.clone(), torch.empty(batch_size, num_q_heads, 128)
     for request, of in enumerate(rows):
         k, v = (part.contiguous() for part in of.unbind(2))
         coded = DEFINED[name](ContextLayer(torch.zeros(0), k, v, heads.softmax_scale, predictor=None))
@@ -57,17 +67,19 @@ def test_attention_to_codes_is_attention_to_what_they_stand_for(kernels, rng, na
         q_of = q[request : request + 1, :, None].float()
         want[request] = reference_attention(q_of, coded.k[None], coded.v[None])[0, :, 0]
         if name == "turboquant-3.5":
-            asked[request] = (q[request].float().view(2, 4, 128) @ turns(k)).view(8, 128).bfloat16()
+            asked[request] = (q[request].float().view(2, group_size, 128) @ turns(k)).view(num_q_heads, 128).bfloat16()
     attention = LowBitAttention(FORMATS[name], heads, shape[2], batch_size, DEVICE)
     tiles = torch.stack([coded_tiles(of.to(DEVICE), FORMATS[name]) for of in rows])
     assert tiles.shape[3] == FORMATS[name].tile_bytes(128)
-    out = torch.full((batch_size, 8, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.full((batch_size, num_q_heads, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     attention._parts.fill_(torch.nan)
     attention.attend(asked.to(DEVICE), tiles, out)
     got = out.float().cpu()
     if name == "turboquant-3.5":
         back = [turns(of[:, :, 1].contiguous()).mT for of in rows]
-        got = torch.stack([(of.view(2, 4, 128) @ turn).view(8, 128) for of, turn in zip(got, back, strict=True)])
+        got = torch.stack(
+            [(of.view(2, group_size, 128) @ turn).view(num_q_heads, 128) for of, turn in zip(got, back, strict=True)]
+        )
     assert relative_error(got, want) < 0.02
 
 
@@ -88,5 +100,8 @@ def test_what_the_kernel_does_not_take_is_refused(recording):  # noqa: F811
     options = Options(shape=FEW, search=SearchConfig(), ceilings={}, seconds=0.0)
     with pytest.raises(ConfigError, match="contexts of their own"):
         low_bit_rows.low_bit_rows(Workload(recording, FEW_HEADS, 128, 2, DEVICE, is_shared=True), options, "q4_0")
+    wide = Workload(recording, replace(FEW_HEADS, group_size=9), 128, 1, DEVICE)
+    with pytest.raises(ConfigError, match=r"8 query heads of a KV head at most, .* not 9 of 128"):
+        low_bit_rows.low_bit_rows(wide, options, "kivi-4")
     with pytest.raises(ConfigError, match="whole tiles of 32, not 100 rows"):
         coded_tiles(torch.zeros(1, 100, 2, 128), FORMATS["q4_0"])

@@ -84,7 +84,8 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
     is_converted = is_to_be_converted(name, dtype)
     if is_converted or are_copied(config, dtype, weights):
         _require_room_for_copies(config, size, dtype, is_converted)
-    _tell_beyond_memory(size.on_host if dtype == "bfloat16" else size.decoded, size.few_bits > 0)
+    can_be_rounded = weights is None and getattr(config, "quantization_config", None) is None
+    _tell_beyond_memory(size.on_host if dtype == "bfloat16" else size.decoded, can_be_rounded)
 
 
 def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_converted: bool) -> None:
@@ -106,11 +107,11 @@ def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_conv
     require_host_memory(what, needed, remedy)
 
 
-def _tell_beyond_memory(needed: int, are_few_bits: bool) -> None:
+def _tell_beyond_memory(needed: int, can_be_rounded: bool) -> None:
     """Files that are mapped have room in any memory, and a CPU would be slow without a word."""
     if needed <= (free := host_memory_bytes()):
         return
-    remedy = "take a smaller model" if are_few_bits else "keep them in 4 bits (weights int4, dtype bfloat16)"
+    remedy = "keep them in 4 bits (weights int4, dtype bfloat16)" if can_be_rounded else "take a smaller model"
     _log.warning(
         f"the model's weights take {gib(needed)} and {gib(free)} of memory is free: what has no room there is read "
         f"from the disk whenever it is needed, on a CPU for each token; {remedy}"

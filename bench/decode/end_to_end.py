@@ -41,9 +41,7 @@ def run_end_to_end(
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
-    variants: list[
-        str
-    ],  # "full", "all", "streamed", "window", `FORMATS`, other methods, or as `variants.of_variant` reads them
+    variants: list[str],  # "full", "all", "streamed", "window", `FORMATS`, other methods, or as `of_variant` reads them
     placements: list[str],  # of the latter
     formats: list[str],  # of weights: "bf16", or as `Few` has them
 ) -> None:

@@ -2,10 +2,10 @@
 // multiply from. A tile is 32 rows of a KV head; all that is known of it lies side by side, as lanes take it.
 //
 // Compiled for HEAD_DIM, GROUP (query heads of a KV head, 8 at most), NUM_KV_HEADS, THREADS, STAGES (tiles of a warp on
-// their way, or attended to), NUM_SPLITS, BLOCKS_OF_MULTIPROCESSOR, and for a format: LEVELS (codes are of levels in a table, 4 bits of the first
-// half of the dimensions and 3 of the second; else they are numbers of BITS), BLOCK (dimensions of a row that share a
-// scale), BY_CHANNEL (keys' scales and zero points are each dimension's, for the tile, and values have zero points too),
-// MIDDLE (the code of zero).
+// their way, or attended to), NUM_SPLITS, BLOCKS_OF_MULTIPROCESSOR, and for a format: LEVELS (codes are of levels in a
+// table, 4 bits of the first half of the dimensions and 3 of the second; else they are numbers of BITS), BLOCK
+// (dimensions of a row that share a scale), BY_CHANNEL (keys' scales and zero points are each dimension's, for the tile,
+// and values have zero points too), MIDDLE (the code of zero).
 
 #include "../../csattn/cuda/warps.cuh"
 
@@ -23,7 +23,8 @@ constexpr int VALUE_SCALES = VALUES + CODE_BYTES, VALUE_ZEROS = VALUE_SCALES + V
 constexpr int TILE_BYTES = VALUE_ZEROS + (BY_CHANNEL ? VALUE_SCALE_BYTES : 0);
 constexpr int PART = HEAD_DIM + 2;  // of a query: its output, unnormalised, the maximum of its logits, the sum of its weights
 // of two bfloat16 numbers side by side; a code in the last bits of 128 is that much more
-constexpr u32 ONE = 0x3f803f80u, HUNDRED_TWENTY_EIGHT = 0x43004300u, MINUS_128 = 0xc300c300u, MINUS_MIDDLE = MINUS_128 + MIDDLE * 0x10001u;
+constexpr u32 ONE = 0x3f803f80u, HUNDRED_TWENTY_EIGHT = 0x43004300u;
+constexpr u32 MINUS_128 = 0xc300c300u, MINUS_MIDDLE = MINUS_128 + MIDDLE * 0x10001u;
 static_assert(GROUP <= 8 && HEAD_DIM % BLOCK == 0 && BLOCK % 16 == 0, "a column for each head, a scale for whole products");
 static_assert(!LEVELS || (HEAD_DIM == 128 && BLOCK == 64), "words of levels are for halves of 64");
 

@@ -33,6 +33,7 @@ from workers.model.attention import StepAttention
 
 SOURCE = Path(__file__).with_name("low_bit_rows.cu")
 TILE_LEN = 32  # rows
+HEAD_DIM = 128  # for which the kernel was tried
 NUM_WARPS, MAX_STAGES = 8, 4
 OTHER_BYTES = 2 << 10  # of shared memory, that a block has besides tiles
 TURNED_BITS = 4, 3  # of the two halves of the channels
@@ -196,11 +197,13 @@ class LowBitAttention:
             "BY_CHANNEL": int(of.by_channel),
             "MIDDLE": of.middle,
         }
-        shared_bytes = NUM_WARPS * num_stages * tile_bytes
+        part_len = heads.head_dim + 2
+        added_up = NUM_WARPS * heads.group_size * (part_len + heads.head_dim // of.block)  # float32, where tiles were
+        shared_bytes = max(NUM_WARPS * num_stages * tile_bytes, 4 * added_up)
         self._attend = cuda_kernel(SOURCE, "attend_low_bit_rows", defines, shared_bytes, early_start=True)
         of_joining = {**defines, "THREADS": heads.head_dim}
         self._join = cuda_kernel(SOURCE, "join_low_bit_parts", of_joining, early_start=True)
-        sizes = batch_size, heads.num_kv_heads, self._num_splits, heads.group_size, heads.head_dim + 2
+        sizes = batch_size, heads.num_kv_heads, self._num_splits, heads.group_size, part_len
         self._parts = torch.empty(sizes, device=device)
         self._levels = level_table(device)
 
@@ -233,6 +236,11 @@ def low_bit_rows(work: Workload, options: Options, name: str) -> Prepared:
     if work.is_shared:
         raise ConfigError(f"{name} is measured for requests with contexts of their own")
     of, heads = FORMATS[name], work.heads
+    if heads.group_size > 8 or heads.head_dim != HEAD_DIM:
+        raise ConfigError(
+            f"{name} is measured for 8 query heads of a KV head at most, of {HEAD_DIM} dimensions, not "
+            f"{heads.group_size} of {heads.head_dim}; leave it out"
+        )
     of_layer = work.num_contexts * heads.num_kv_heads * work.context_len * of.tile_bytes(heads.head_dim) // TILE_LEN
     require_memory(options.num_layers * of_layer, "the KV of all contexts in few bits")
     attention = LowBitAttention(of, heads, work.context_len, work.batch_size, work.device)

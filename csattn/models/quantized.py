@@ -1,4 +1,4 @@
-"""Published checkpoints whose weights are in 8 or 4 bits: what they are, and how a GPU may keep them.
+"""Published checkpoints whose weights are in 8 or 4 bits: what they are, and what products may read of them.
 
 By `quant_method` of the `quantization_config`:
 
@@ -101,7 +101,7 @@ class Quantization:
 
     @property
     def kept(self) -> tuple[WeightFormat, int] | None:
-        """The format and the group size in which a GPU keeps its linear layers; None where it decodes them."""
+        """The format and the group size in which products read its linear layers; None where they are decoded."""
         is_fp8 = self.method in ("fp8", "fbgemm_fp8") or (self.num_bits == 8 and self.is_float)
         format: WeightFormat = "fp8" if is_fp8 else "int4"
         group_size = (self.block[1] if self.block else self.group_size) or 0
@@ -127,7 +127,7 @@ class _Matrix:
         return numbers * self.scales[:, self.groups]
 
     def kept(self) -> QuantizedWeight | None:
-        """As a GPU keeps it; None where it cannot."""
+        """As products read it; None where they cannot."""
         is_fp8 = self.numbers.dtype == torch.float8_e4m3fn
         if not is_fp8 and (self.numbers.dtype != torch.uint8 or self.num_bits != 4):
             return None
@@ -154,8 +154,8 @@ def read_state(
     named: Callable[[str], str | None] = str,  # what the model calls a tensor; None: it has no such
     beside: Callable[[Tensor], Tensor] | None = None,  # where what is decoded goes if few bits are kept of it
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
-    """A checkpoint's tensors, by the names that the model has for them, in `dtype`; and of which
-    matrices a GPU may keep the few bits; of experts that are one tensor, they are one below the other.
+    """A checkpoint's tensors, by the names that the model has for them, in `dtype`; and the few bits of the
+    matrices that products read so; of experts that are one tensor, they are one below the other.
 
     Raises ModelError where a tensor is missing, has another shape than its scales say, or cannot be read.
     """

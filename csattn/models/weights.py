@@ -22,7 +22,7 @@ class Linear:
 
     weight: Tensor  # [num_out, num_in]; where they are kept in few bits, on a GPU, their words
     bias: Tensor | None = None  # [num_out]
-    quantized: QuantizedWeight | None = None  # the same weights, as a GPU may keep them and a CPU's products read them
+    quantized: QuantizedWeight | None = None  # the same weights, as products read them
 
     @property
     def num_in(self) -> int:

@@ -71,6 +71,11 @@ def test_what_is_no_plain_text_is_refused_with_a_way_to_make_it_one(data, words,
         read_text(str(tmp_path / "text"))
 
 
+def test_a_text_about_models_is_a_text(tmp_path) -> None:
+    (tmp_path / "text").write_bytes(b"GGUF is a file format")
+    assert read_text(str(tmp_path / "text")) == "GGUF is a file format"
+
+
 def test_kmeans_follows_the_device_unless_it_was_given() -> None:
     made = [make_config("lists", {"kmeans": None}, device) for device in ("cpu", "cuda")]
     assert [config.kmeans for config in made if isinstance(config, ListConfig)] == [KMEANS_ON_CPU, "torch"]

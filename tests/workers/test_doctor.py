@@ -425,6 +425,18 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
     assert weight_bytes(config, 2) == (plain, 0, 0, 0)
 
 
+@pytest.mark.parametrize("devices", [[], [{**DEVICE, "free_bytes": 1000}]], ids=["cpu", "gpu"])
+def test_what_is_published_in_8_bits_is_not_to_be_rounded(devices: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Nor can it be: `load_model` refuses that."""
+    config = tiny_config("llama")
+    config.quantization_config = {"quant_method": "gptq", "bits": 8, "group_size": 128}
+    config.save_pretrained(tmp_path)
+    little = {"available_bytes": 1000, "total_bytes": GIB, "locked_limit_bytes": 0}
+    small = machine(probed={"memory": little, "torch": {"version": "2.13.0", "cuda": "12.8", "devices": devices}})
+    found = examine_model(str(tmp_path), small)[0]
+    assert found.status == "warning" and "smaller model" in found.remedy and "--weights" not in found.remedy
+
+
 def test_disk_is_told_of_experts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
     config = tiny_config("mixtral", hidden_size=256, intermediate_size=8192, num_local_experts=8)

@@ -34,7 +34,8 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
     except Exception as error:  # a config may have anything in it
         said = str(error) if name in str(error) else f"{name}: {error}"
         return [Finding("model", "problem", said, _MODELS)]
-    return [*_needs(name, spec, geometry_of(spec), size, converting, facts), *_refusals(spec)]
+    can_be_rounded = weights is None and getattr(config, "quantization_config", None) is None
+    return [*_needs(name, spec, geometry_of(spec), size, can_be_rounded, converting, facts), *_refusals(spec)]
 
 
 def _needs(
@@ -42,6 +43,7 @@ def _needs(
     model: ModelSpec,
     geometry: ModelGeometry,
     size: WeightBytes,
+    can_be_rounded: bool,
     converting: int,  # bytes of memory that it takes first
     facts: Facts,
 ) -> list[Finding]:
@@ -74,12 +76,12 @@ def _needs(
     if devices and size.on_gpu + (sketch + int(key_share * kv) if leaves_kv else kv) > free:
         text += f" The device has {gib(free)} free."
         remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
-        if not size.few_bits:
+        if can_be_rounded:
             remedy = f"Keep its weights in 4 bits, by --weights int4; or {remedy[0].lower()}{remedy[1:]}"
         return [Finding("model", "warning", text, remedy)]
     if not devices and size.on_host > memory:
         remedy = "Take a smaller model."
-        if not size.few_bits:
+        if can_be_rounded:
             remedy = "Keep its weights in 4 bits, by --weights int4 --dtype bfloat16; or take a smaller model."
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", remedy)]
     if converting and converting + SPARE_BYTES > memory:

@@ -6,7 +6,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from csattn.models.few_bits import HEAD_ROUNDINGS
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
 from csattn.models.rope import model_frequencies
 from csattn.models.share import require_shares, share_of_head, share_of_layer, share_of_spec
@@ -170,12 +169,7 @@ def random_weights(
 
     def own_head() -> Linear:
         bias = torch.zeros(spec.vocab_size, dtype=dtype, device=device) if spec.head_bias else None
-        weight = embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)
-        whole = Linear(weight, bias)
-        of_head = None if few is None or few == "mxfp4" else HEAD_ROUNDINGS.get(few)
-        if of_head is not None:
-            quantized = QuantizedWeight.rounded(weight, of_head)
-            return Linear(quantized.words, bias, quantized)
+        whole = Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size), bias)
         if share is None:
             return whole
         part = share_of_head(whole, share)

@@ -14,7 +14,6 @@ from csattn.models.spec import ExpertsSpec
 
 # where checkpoints have a matrix for each expert: layer, expert, matrix
 _OF_EXPERT = re.compile(r"^model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
-HEAD_ROUNDINGS: dict[Rounding, Rounding] = {"int4": "fp8"}  # of an output head, where it is rounded too
 _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 _SAMPLED_ROWS = 8
 
@@ -132,9 +131,9 @@ def _gates_then_ups(spec: ExpertsSpec) -> Tensor:
 
 
 def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Tensor] = lambda decoded: decoded) -> None:
-    """Round the weights of its layers' linear modules and experts to few bits, and its output head to HEAD_ROUNDINGS.
+    """Round the weights of its layers' linear modules and experts to few bits.
 
-    beside: where they have their decoded weights. An embedding that is the output head as well stays as it is.
+    beside: where they have their decoded weights.
     """
     quantized = {}
     for name, module in linears_of_layers(model):
@@ -151,9 +150,4 @@ def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Ten
             decoded = whole.decoded(matrices.dtype).view(matrices.shape)
             parameter.data = beside(decoded.mT if inputs_first else decoded)
             quantized[f"{name}.{part}"] = whole
-    if rounding in HEAD_ROUNDINGS:
-        head = QuantizedWeight.rounded(model.lm_head.weight.data, HEAD_ROUNDINGS[rounding])
-        decoded = beside(head.decoded(model.lm_head.weight.dtype))
-        model.lm_head.weight = torch.nn.Parameter(decoded, requires_grad=False)  # not the embedding's any more
-        quantized["lm_head.weight"] = head
     keep(model, quantized)

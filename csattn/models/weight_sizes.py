@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 
 from csattn.models.aside import has_room_aside
-from csattn.models.few_bits import HEAD_ROUNDINGS, experts_of_layers, linears_of_layers
+from csattn.models.few_bits import experts_of_layers, linears_of_layers
 from csattn.models.quantized import Quantization
-from csattn.models.quantized_weight import QuantizedWeight, Rounding, WeightFormat, rounding_named
+from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, rounding_named
 from csattn.models.text_part import named_as_text
 
 
@@ -16,7 +16,7 @@ class WeightBytes(NamedTuple):
 
     decoded: int  # all of them
     few_bits: int
-    linears: int  # decoded, of linear layers, and an output head, that have few bits
+    linears: int  # decoded, of linear layers that have few bits
     experts: int  # likewise of experts
 
     @property
@@ -49,7 +49,6 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
     model = _without_memory(config)
     kept: tuple[WeightFormat, int] | None = None
     of_experts: tuple[WeightFormat, int] | None = None
-    of_head: Rounding | None = None
     skipped: list[str] = []
     if (published := getattr(config, "quantization_config", None)) is not None:
         quantization, left_out = Quantization.read(published), published.get("modules_to_not_convert") or []
@@ -57,7 +56,6 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         kept, of_experts = quantization.kept, quantization.kept_experts
     elif weights is not None:
         kept = of_experts = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
-        of_head = HEAD_ROUNDINGS.get(rounding)
     few_bits = linears = experts = 0
     for name, linear in linears_of_layers(model):
         if kept is not None and not any(part in name for part in skipped):
@@ -73,12 +71,6 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
             few_bits += QuantizedWeight.size(*of_experts, of.num_experts * num_out, num_in)
             experts += of.num_experts * num_out * num_in * item_bytes
     decoded = sum(parameter.numel() for parameter in model.parameters()) * item_bytes
-    if of_head is not None:
-        head = model.lm_head.weight
-        few_bits += QuantizedWeight.size(of_head, QuantizedWeight.group_size_of(of_head), *head.shape)
-        linears += head.numel() * item_bytes
-        if head is model.get_input_embeddings().weight:  # of which it is no longer the same
-            decoded += head.numel() * item_bytes
     return WeightBytes(decoded, few_bits, linears, experts)
 
 

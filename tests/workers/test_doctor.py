@@ -401,15 +401,14 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
     assert weight_bytes(config, 2) == (plain, 0, 0, 0) and plain > 2 * matrices
     assert weight_bytes(config, 2, "fp8").on_gpu == pytest.approx(plain - matrices, rel=0.01)
     in_4_bits = matrices // 2 + matrices // 128 * 4
-    head = 1000 * 1024  # in 8 bits, with a scale for each output
-    size, in_few_bits = weight_bytes(config, 2, "int4"), in_4_bits + head + 1000 * 4
-    assert size == (plain, in_few_bits, 2 * (matrices + head), 0)
-    assert size.on_gpu == size.on_host == plain - 2 * (matrices + head) + in_few_bits
+    size = weight_bytes(config, 2, "int4")
+    assert size == (plain, in_4_bits, 2 * matrices, 0)
+    assert size.on_gpu == size.on_host == plain - 2 * matrices + in_4_bits
     (found, *_) = examine_model(str(tmp_path), machine(), "int4")
     assert f"weights take {gib(plain)} in bfloat16, {gib(2 * plain)} in float32, the default." in found.text
     assert (
-        f"There, with few bits, host memory has {gib(size.on_host)}, and {gib(2 * (matrices + head))} of disk for them "
-        f"decoded; a GPU has {gib(size.on_gpu)}." in found.text
+        f"There, with few bits, host memory has {gib(size.on_host)}, and {gib(2 * matrices)} of disk for them decoded; "
+        f"a GPU has {gib(size.on_gpu)}." in found.text
     )
     little = {"available_bytes": plain - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
     small = machine(probed={"memory": little})
@@ -417,7 +416,7 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
     assert "this machine has room for" in examine_model(str(tmp_path), small, "int4")[0].text
     monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
     assert (
-        size.on_host == plain + in_few_bits and "of disk" not in examine_model(str(tmp_path), machine(), "int4")[0].text
+        size.on_host == plain + in_4_bits and "of disk" not in examine_model(str(tmp_path), machine(), "int4")[0].text
     )
     config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 64}
     assert weight_bytes(config, 2) == (plain, matrices // 2 + matrices // 64 * 4, 2 * matrices, 0)

@@ -19,8 +19,10 @@ _SAMPLED_ROWS = 8
 
 
 def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
-    """Of layers, those that may be kept in few bits: not what chooses experts, nor what loses its mean there."""
-    others = ("gate", "router", "router.proj", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
+    """Of layers, those that may be kept in few bits: not what chooses experts, nor what loses its mean there, nor what
+    steps multiply latents with, in parts."""
+    centred = ("o_proj", "down_proj") if describe(model.config).centred else ()
+    others = ("gate", "router", "router.proj", "kv_b_proj", *centred)
     return [
         (name, module)
         for name, module in model.model.layers.named_modules(prefix="model.layers")

@@ -27,8 +27,8 @@ class WeightBytes(NamedTuple):
     @property
     def aside(self) -> int:
         """In bfloat16, on a host: of what is decoded beside few bits, if the disk has room."""
-        decoded = self.linears + self.experts
-        return decoded * has_room_aside(decoded)
+        most = self.linears + 2 * self.experts  # while they are loaded: experts lie there in parts, and joined
+        return (self.linears + self.experts) * has_room_aside(most)
 
     @property
     def on_gpu(self) -> int:

@@ -93,54 +93,48 @@ def _words_of_run(format):  # type: ignore[no-untyped-def]
 @inlined_kernel
 def _one_row(x, at_x, words, scales, format, group_size, num_weights, first, last, num_in, sums, to):  # type: ignore[no-untyped-def]
     """sums[to : to + 4] of the row at `at_x`; outputs behind the last are taken for the last."""
-    zero, rest = fill(F32x16, 0.0), num_in % RUN
+    zero, num_words = fill(F32x16, 0.0), _words_of_run(format)
     o1, o2, o3 = first + min(1, last), first + min(2, last), first + min(3, last)
-    run, a, b, c, d = 0, zero, zero, zero, zero
-    while run < num_in // RUN:
-        a, b, c, d = _add_run(
-            x, at_x, words, scales, format, group_size, num_weights, first, o1, o2, o3, num_in, run, RUN, a, b, c, d
-        )
-        run += 1
-    if rest != 0:
-        a, b, c, d = _add_run(
-            x, at_x, words, scales, format, group_size, num_weights, first, o1, o2, o3, num_in, run, rest, a, b, c, d
-        )
-    four = sums_of_4(a, b, c, d)
-    store(sums, to, part(F32x4, sums_of_16(four, four, four, four), 0))
-
-
-@inlined_kernel
-def _add_run(x, at_x, words, scales, format, group_size, num_weights, o0, o1, o2, o3, num_in, run, size, a, b, c, d):  # type: ignore[no-untyped-def]
-    """What four outputs' sums are with `size` inputs of a run more, a multiple of 16."""
-    num_words, has_parts = _words_of_run(format), group_size % RUN != 0
-    per_run = RUN // group_size if has_parts else 0  # groups
-    width = -(-num_in // RUN) * num_words
-    group = run * per_run if has_parts else run * RUN // group_size if group_size else 0
-    s0, z0 = _scale(scales[group * num_weights + o0], format)
-    s1, z1 = _scale(scales[group * num_weights + o1], format)
-    s2, z2 = _scale(scales[group * num_weights + o2], format)
-    s3, z3 = _scale(scales[group * num_weights + o3], format)
-    w0, w1 = o0 * width + run * num_words, o1 * width + run * num_words
-    w2, w3 = o2 * width + run * num_words, o3 * width + run * num_words
-    for j in range(0, num_words, LANES):
-        prefetch_early(words, w0 + j + TILE * width)
-        prefetch_early(words, w1 + j + TILE * width)
-        prefetch_early(words, w2 + j + TILE * width)
-        prefetch_early(words, w3 + j + TILE * width)
-    for p in range(-(-size // num_words)):
-        if has_parts:
-            at = (group + p * num_words * per_run // RUN) * num_weights
-            s0, z0 = _scale(scales[at + o0], format)
+    num_runs, is_whole = -(-num_in // RUN), group_size % RUN == 0
+    width = num_runs * num_words
+    a, b, c, d = zero, zero, zero, zero
+    for run in range(num_runs):
+        size = min(RUN, num_in - run * RUN)
+        w0, w1 = first * width + run * num_words, o1 * width + run * num_words
+        w2, w3 = o2 * width + run * num_words, o3 * width + run * num_words
+        for j in range(0, num_words, LANES):
+            prefetch_early(words, w0 + j + TILE * width)
+            prefetch_early(words, w1 + j + TILE * width)
+            prefetch_early(words, w2 + j + TILE * width)
+            prefetch_early(words, w3 + j + TILE * width)
+        if size == RUN and is_whole:  # one group: what is counted is known beforehand
+            at = (run * RUN // group_size if group_size else 0) * num_weights
+            s0, z0 = _scale(scales[at + first], format)
             s1, z1 = _scale(scales[at + o1], format)
             s2, z2 = _scale(scales[at + o2], format)
             s3, z3 = _scale(scales[at + o3], format)
-        for j in range(0, min(num_words, size - p * num_words), LANES):
-            xs = load(F32x16, x, at_x + run * RUN + p * num_words + j)
-            v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
-            v2, v3 = convert(I32x16, load(U16x16, words, w2 + j)), convert(I32x16, load(U16x16, words, w3 + j))
-            a, b = fma(xs, _weights(v0, p, format, s0, z0), a), fma(xs, _weights(v1, p, format, s1, z1), b)
-            c, d = fma(xs, _weights(v2, p, format, s2, z2), c), fma(xs, _weights(v3, p, format, s3, z3), d)
-    return a, b, c, d
+            for p in range(RUN // num_words):
+                for j in range(0, num_words, LANES):
+                    xs = load(F32x16, x, at_x + run * RUN + p * num_words + j)
+                    v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
+                    v2, v3 = convert(I32x16, load(U16x16, words, w2 + j)), convert(I32x16, load(U16x16, words, w3 + j))
+                    a, b = fma(xs, _weights(v0, p, format, s0, z0), a), fma(xs, _weights(v1, p, format, s1, z1), b)
+                    c, d = fma(xs, _weights(v2, p, format, s2, z2), c), fma(xs, _weights(v3, p, format, s3, z3), d)
+            continue
+        for p in range(-(-size // num_words)):
+            at = ((run * RUN + p * num_words) // group_size if group_size else 0) * num_weights
+            s0, z0 = _scale(scales[at + first], format)
+            s1, z1 = _scale(scales[at + o1], format)
+            s2, z2 = _scale(scales[at + o2], format)
+            s3, z3 = _scale(scales[at + o3], format)
+            for j in range(0, min(num_words, size - p * num_words), LANES):
+                xs = load(F32x16, x, at_x + run * RUN + p * num_words + j)
+                v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
+                v2, v3 = convert(I32x16, load(U16x16, words, w2 + j)), convert(I32x16, load(U16x16, words, w3 + j))
+                a, b = fma(xs, _weights(v0, p, format, s0, z0), a), fma(xs, _weights(v1, p, format, s1, z1), b)
+                c, d = fma(xs, _weights(v2, p, format, s2, z2), c), fma(xs, _weights(v3, p, format, s3, z3), d)
+    four = sums_of_4(a, b, c, d)
+    store(sums, to, part(F32x4, sums_of_16(four, four, four, four), 0))
 
 
 @inlined_kernel

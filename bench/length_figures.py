@@ -47,7 +47,7 @@ class Way:
 
 def of_length(context_len: int, **wanted: Any) -> list[Case]:
     """Of one request and of four; without a time, where they do not fit."""
-    wanted = {"kv_codec": None, **wanted, "context_len": context_len}
+    wanted["context_len"] = context_len
     cases = [of for of in measured(STEPS) if all(of.get(name) == value for name, value in wanted.items())]
     return sorted(cases, key=lambda of: int(of["batch_size"]))
 

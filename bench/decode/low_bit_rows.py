@@ -72,10 +72,11 @@ def coded_tiles(rows: Tensor, of: LowBitFormat) -> Tensor:
         raise ConfigError(f"rows in few bits are measured in whole tiles of {TILE_LEN}, not {rows.shape[1]} rows")
     parts = list[Tensor]()
     for which, part in enumerate(rows.float().unbind(2)):
-        codes, scales, zeros = _coded(part, of, by_channel=of.by_channel and which == 0)
+        by_channel = of.by_channel and which == 0
+        codes, scales, zeros = _coded(part, of, by_channel)
         tiles = codes.unflatten(1, (-1, TILE_LEN))
         parts.append(_packed(tiles if which == 0 else tiles.mT, of, is_transposed=which == 1))
-        place = _by_dimension if scales.shape[1] < rows.shape[1] else _beside_keys if which == 0 else _beside_values
+        place = _by_dimension if by_channel else _beside_keys if which == 0 else _beside_values
         parts += [place(numbers) for numbers in (scales, zeros) if numbers is not None]
     return torch.cat(parts, dim=2)
 

@@ -132,11 +132,12 @@ def _gates_then_ups(spec: ExpertsSpec) -> Tensor:
     return (torch.arange(spec.num_experts)[:, None] * len(rows) + in_order).flatten()
 
 
-def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Tensor] = lambda decoded: decoded) -> None:
+def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Tensor] | None = None) -> None:
     """Round the weights of its layers' linear modules and experts to few bits.
 
-    beside: where they have their decoded weights.
+    beside: where they have their decoded weights; None: in memory.
     """
+    beside = beside or (lambda decoded: decoded)
     quantized = {}
     for name, module in linears_of_layers(model):
         weight = QuantizedWeight.rounded(module.weight.data, rounding)

@@ -246,8 +246,12 @@ def are_copied(config: Any, dtype: str, weights: str | None = None) -> bool:
 
     Where the config does not tell of which dtype they are, they count as mapped: for that nothing is refused.
     """
-    has_few_bits = getattr(config, "quantization_config", None) is not None
-    return has_few_bits or weights is not None or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
+    return have_few_bits(config, weights) or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
+
+
+def have_few_bits(config: Any, weights: str | None) -> bool:
+    """Whether weights are in few bits as published, or rounded to them: then they cannot be rounded."""
+    return weights is not None or getattr(config, "quantization_config", None) is not None
 
 
 def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
@@ -318,7 +322,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     model.generation_config.cache_implementation = None  # likewise
     keep(model, quantized)
     if weights is not None:
-        round_weights(model, weights, beside or (lambda decoded: decoded))
+        round_weights(model, weights, beside)
     return model
 
 

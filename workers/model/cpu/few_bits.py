@@ -107,34 +107,46 @@ def _one_row(x, at_x, words, scales, format, group_size, num_weights, first, las
             prefetch_early(words, w1 + j + TILE * width)
             prefetch_early(words, w2 + j + TILE * width)
             prefetch_early(words, w3 + j + TILE * width)
-        if size == RUN and is_whole:  # one group: what is counted is known beforehand
+        if size == RUN and is_whole:  # one group: how much is added up is known beforehand
             at = (run * RUN // group_size if group_size else 0) * num_weights
-            s0, z0 = _scale(scales[at + first], format)
-            s1, z1 = _scale(scales[at + o1], format)
-            s2, z2 = _scale(scales[at + o2], format)
-            s3, z3 = _scale(scales[at + o3], format)
+            s0, z0, s1, z1, s2, z2, s3, z3 = _four_scales(scales, at, first, o1, o2, o3, format)
             for p in range(RUN // num_words):
-                for j in range(0, num_words, LANES):
-                    xs = load(F32x16, x, at_x + run * RUN + p * num_words + j)
-                    v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
-                    v2, v3 = convert(I32x16, load(U16x16, words, w2 + j)), convert(I32x16, load(U16x16, words, w3 + j))
-                    a, b = fma(xs, _weights(v0, p, format, s0, z0), a), fma(xs, _weights(v1, p, format, s1, z1), b)
-                    c, d = fma(xs, _weights(v2, p, format, s2, z2), c), fma(xs, _weights(v3, p, format, s3, z3), d)
+                at_part = at_x + run * RUN + p * num_words
+                a, b, c, d = _add_part(
+                    x, at_part, words, w0, w1, w2, w3, p, num_words, format, s0, z0, s1, z1, s2, z2, s3, z3, a, b, c, d
+                )
             continue
         for p in range(-(-size // num_words)):
             at = ((run * RUN + p * num_words) // group_size if group_size else 0) * num_weights
-            s0, z0 = _scale(scales[at + first], format)
-            s1, z1 = _scale(scales[at + o1], format)
-            s2, z2 = _scale(scales[at + o2], format)
-            s3, z3 = _scale(scales[at + o3], format)
-            for j in range(0, min(num_words, size - p * num_words), LANES):
-                xs = load(F32x16, x, at_x + run * RUN + p * num_words + j)
-                v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
-                v2, v3 = convert(I32x16, load(U16x16, words, w2 + j)), convert(I32x16, load(U16x16, words, w3 + j))
-                a, b = fma(xs, _weights(v0, p, format, s0, z0), a), fma(xs, _weights(v1, p, format, s1, z1), b)
-                c, d = fma(xs, _weights(v2, p, format, s2, z2), c), fma(xs, _weights(v3, p, format, s3, z3), d)
+            s0, z0, s1, z1, s2, z2, s3, z3 = _four_scales(scales, at, first, o1, o2, o3, format)
+            at_part, count = at_x + run * RUN + p * num_words, min(num_words, size - p * num_words)
+            a, b, c, d = _add_part(
+                x, at_part, words, w0, w1, w2, w3, p, count, format, s0, z0, s1, z1, s2, z2, s3, z3, a, b, c, d
+            )
     four = sums_of_4(a, b, c, d)
     store(sums, to, part(F32x4, sums_of_16(four, four, four, four), 0))
+
+
+@inlined_kernel
+def _four_scales(scales, at, o0, o1, o2, o3, format):  # type: ignore[no-untyped-def]
+    """`_scale` of four outputs' groups, in turn."""
+    s0, z0 = _scale(scales[at + o0], format)
+    s1, z1 = _scale(scales[at + o1], format)
+    s2, z2 = _scale(scales[at + o2], format)
+    s3, z3 = _scale(scales[at + o3], format)
+    return s0, z0, s1, z1, s2, z2, s3, z3
+
+
+@inlined_kernel
+def _add_part(x, at_x, words, w0, w1, w2, w3, p, count, format, s0, z0, s1, z1, s2, z2, s3, z3, a, b, c, d):  # type: ignore[no-untyped-def]
+    """What four outputs' sums a, b, c, d are with the first `count` inputs of the p-th part of a run more."""
+    for j in range(0, count, LANES):
+        xs = load(F32x16, x, at_x + j)
+        v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
+        v2, v3 = convert(I32x16, load(U16x16, words, w2 + j)), convert(I32x16, load(U16x16, words, w3 + j))
+        a, b = fma(xs, _weights(v0, p, format, s0, z0), a), fma(xs, _weights(v1, p, format, s1, z1), b)
+        c, d = fma(xs, _weights(v2, p, format, s2, z2), c), fma(xs, _weights(v3, p, format, s3, z3), d)
+    return a, b, c, d
 
 
 @inlined_kernel

@@ -4,7 +4,8 @@
 
 A process for each GPU, which holds its share of the weights, and the whole only while one GPU is timed. What has no
 room is `refused`. Where one GPU has room, it is seen that the logits of one step are those of one GPU, up to the order
-of sums; both are timed in the same run. `--devices 4` leaves one GPU out.
+of sums; both are timed in the same run. `--devices 4` leaves one GPU out. In `host` a layer's rows are searched for
+while the layer before it is computed, by as many threads of each process as it has of the CPUs.
 Rows and queries are those of `bench.decode`, and so is what is counted as a step: the captured graph and the feeding of
 its tokens. `add_us` is one sum over devices, in a graph of as many as a step has. `least_us` is what the bytes that a
 device must read (`moved_bytes`, at `read_gbps` of the run) and the sums take, `bound_us` all of it, or more where the
@@ -31,7 +32,7 @@ from torch import Tensor
 from bench.decode.end_to_end import WARM_UP_STEPS, make_runner, roofline, time_steps
 from bench.decode.gpu_timing import ceilings, device_machine
 from bench.decode.options import Options
-from bench.decode.placements import placed
+from bench.decode.placements import placed, schedules
 from bench.decode.prepared import TooLargeError, require_memory
 from bench.decode.recording import default_path, load_recording
 from bench.decode.roofline import weight_bytes
@@ -42,6 +43,7 @@ from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.timing import end_as_interrupted, finish, gate, numbers
 from csattn.config import IndexConfig, SearchConfig
+from csattn.cpus import available_cpus
 from csattn.errors import DevicesError
 from csattn.models.share import share_of_spec
 from csattn.share import Share
@@ -181,8 +183,10 @@ class _Bench:
         device, is_split = self._devices.device, share.num_devices > 1
         what = "each device's share of the weights" if is_split else "the whole model"
         work = ShareOfWorkload(self._recording, Heads.of(self._shape), context_len, batch_size, device, share=share)
-        spec, search = share_of_spec(self._shape, share.num_devices), SearchConfig(lookahead=0)
-        options = Options(shape=spec, search=search, ceilings=self.ceilings, seconds=0.3)
+        spec = share_of_spec(self._shape, share.num_devices)
+        [(_, search), *_] = schedules(SearchConfig(lookahead=0), placement)
+        threads = max(1, available_cpus() // share.num_devices)
+        options = Options(shape=spec, search=search, ceilings=self.ceilings, seconds=0.3, num_threads=threads)
         with self._devices.together() if is_split else nullcontext():
             require_memory(weight_bytes(spec), what)
             weights = random_weights(self._shape, device, DTYPE, share=share if is_split else None)

@@ -43,7 +43,7 @@ def main(kernels: str, recording: str, meeting: str, rank: str) -> None:
         recording=Path(recording),
         contexts="300",
         batches="2",
-        placements="device,hybrid",
+        placements="device,hybrid,host",
         variant="default",
         steps=1,
     )

@@ -142,9 +142,11 @@ def test_two_devices_and_one_make_the_same_step_and_the_report_says_what_bounds_
         ["device", 2],
         ["hybrid", 1],
         ["hybrid", 2],
+        ["host", 1],
+        ["host", 2],
     ]
-    assert [case["num_devices"] for case in others] == [2, 2]
-    for one, two in (cases[:2], cases[2:]):
+    assert [case["num_devices"] for case in others] == [2, 2, 2]
+    for one, two in (cases[:2], cases[2:4], cases[4:]):
         assert two["logits_apart"] < 1e-3 and two["same_tokens"] == 1.0
         for part, read_us in one["least_us"].items():
             assert read_us == pytest.approx(2 * two["least_us"][part], rel=1e-2)

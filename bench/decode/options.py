@@ -25,6 +25,7 @@ class Options:
     slots: float | None = None  # of a context; None: SLOTS
     kv_format: KvFormat | None = None  # of contexts' rows, in whole steps of ours
     is_shared: bool = False  # one context for all requests of a batch
+    num_threads: int | None = None  # that search on the CPU, where threads do; None: one for each CPU
     as_ampere: bool = False  # the GPU is taken for an older and smaller one: see tests/ampere.py
 
     def of_layers(self, num_layers: int) -> "Options":

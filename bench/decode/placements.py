@@ -143,7 +143,7 @@ def _on_host(
         )
     far = CachedRows(engine, round(share * work.context_len), work.device)
     kv, index = host_rows(work, engine), work.host_indexes(options.num_layers, config)
-    pool = SearchPool(available_cpus())
+    pool = SearchPool(options.num_threads or available_cpus())
     searcher: StepSearcher = StepSearches(pool)
     if num_workers:
         searcher = forked_searcher(MadeContext(shape, index), num_workers, work.num_contexts)

@@ -19,7 +19,7 @@ from workers.engine.cpu_context import WITHOUT_ALL_KEYS, HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine, require_selector
 from workers.engine.memory import PLACEMENTS, Placement
-from workers.engine.split_engine import SplitEngine, require_tried
+from workers.engine.split_engine import SplitEngine
 
 _ALIASES = {"kv_codec": "kv_format"}  # of the command line, which are not much alike
 _DOCUMENTED = {  # of `csattn_session`
@@ -128,8 +128,6 @@ def require_together(
     if placement not in PLACEMENTS:
         raise ConfigError(f"unknown placement {placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
     require_selector(selector, placement, kv_format)
-    if num_devices > 1:
-        require_tried(placement, selector, kv_format)
     if host_budget_bytes is not None:
         raise ConfigError(
             "a host budget is for decoding on the CPU; leave out the host budget, or choose placement cpu"

@@ -70,14 +70,12 @@ def all_are_faster(shape: EngineShape, contexts: Sequence[tuple[int, int]], own_
     return more < CHOOSING_BYTES
 
 
-def require_both(
-    placement: str, selector: str, search: SearchConfig, kv_format: KvFormat | None, num_devices: int = 1
-) -> None:
+def require_both(placement: str, selector: str, search: SearchConfig, kv_format: KvFormat | None) -> None:
     """Raise ConfigError where steps cannot be of both kinds, whatever the model."""
-    if placement != "device" or selector != "csattn" or num_devices > 1:
+    if placement != "device" or selector != "csattn":
         raise ConfigError(
-            "all_where_faster is for placement device, selector csattn and one GPU, which has all rows and their "
-            f"index, not for placement {placement}, selector {selector} and num_devices {num_devices}; leave it out"
+            "all_where_faster is for placement device, where the GPU has all rows, and selector csattn, not for "
+            f"placement {placement} and selector {selector}; leave it out"
         )
     if search.lookahead or search.search_period > 1:
         raise ConfigError(

@@ -17,17 +17,16 @@ from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
+from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, DevicesError
 from csattn.models import LoadedModel
 from csattn.models.share import require_shares
 from csattn.share import Share
-from offload.codecs.formats import KvFormat
 from workers.engine.follower import EXPECTED, FollowerSpec
 from workers.engine.followers import GRACE_S, MODULE, STEP_S, Followers
 from workers.engine.gpu_engine import GpuEngine
-from workers.engine.memory import Placement, placement_named
+from workers.engine.memory import Placement
 from workers.engine.slots import require_new_context
-from workers.engine.some_or_all import require_both
 from workers.engine.step_model import first_share, handed_share, step_model
 from workers.model.deadline import ends_within
 from workers.model.devices import Devices, require_device, require_devices
@@ -55,14 +54,10 @@ class SplitEngine:
         device: torch.device | None = None,  # the first, the others are those after it; the CPU to try it out
         on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
         module: str = MODULE,  # whose main the other processes run
-        **options: Any,  # of `GpuEngine`, but for a searcher
+        **options: Any,  # of `GpuEngine`, but for a searcher; the processes share out num_threads
     ) -> None:
         if options.pop("searcher", None) is not None:
-            raise ConfigError("search workers serve one device, in placement host; leave them out")
-        selector, kv_format = options.get("selector", "csattn"), options.get("kv_format")
-        require_tried(placement_named(placement), selector, kv_format)
-        if options.get("all_where_faster"):
-            require_both(placement, selector, config, kv_format, num_devices)
+            raise ConfigError("search workers serve one device; leave them out: threads of each process search then")
         require_device()
         require_shares(step_model(loaded).spec, num_devices)
         if any(hasattr(module, "quantized") for module in loaded.model.modules()):
@@ -72,6 +67,7 @@ class SplitEngine:
             require_devices(num_devices)
         places = [torch.device(kind, rank) if kind == "cuda" else torch.device(kind) for rank in range(num_devices)]
         model = handed_share(loaded, num_devices)
+        options["num_threads"] = max(1, (options.get("num_threads") or available_cpus()) // num_devices)
         # before any process is there: this one refuses what the others would
         self._engine = GpuEngine(model, config, placement, device=places[0], on_progress=on_progress, **options)
         # which others may have other memory for
@@ -205,16 +201,6 @@ class SplitEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def require_tried(placement: str, selector: str, kv_format: KvFormat | None) -> None:
-    """Raise ConfigError for what has not run on several GPUs yet."""
-    if placement == "host" or selector != "csattn" or kv_format is not None:
-        of_rows = "" if kv_format is None else ", and KV in another format"
-        raise ConfigError(
-            f"placement {placement} with selector {selector}{of_rows} has not been tried on several devices; choose "
-            "one device, or placement device or hybrid with selector csattn and KV as it was built"
-        )
 
 
 def _mean(seen: Sequence[Fidelity]) -> Fidelity:

@@ -100,7 +100,7 @@ def _require_engine(settings: Settings) -> None:
     require_together(engine.placement, engine.selector, None, engine.num_devices, engine.kv_format)
     resolve_rest(settings.search, engine.selector, preset(settings.build.preset).layout)
     if engine.all_where_faster:
-        require_both(engine.placement, engine.selector, settings.search, engine.kv_format, engine.num_devices)
+        require_both(engine.placement, engine.selector, settings.search, engine.kv_format)
         require_model(describe(read_config(settings.model.name, settings.build.dtype)), DTYPES[settings.build.dtype])
     if engine.placement == "cpu":
         return
@@ -112,4 +112,9 @@ def _require_engine(settings: Settings) -> None:
         raise ConfigError(
             f"engine.num_search_workers is {engine.num_search_workers}, engine.placement {engine.placement} and "
             f"engine.selector {engine.selector}, where {searches}; search workers serve the placements cpu and host"
+        )
+    if engine.num_search_workers and engine.num_devices > 1:
+        raise ConfigError(
+            f"engine.num_search_workers is {engine.num_search_workers}, engine.num_devices {engine.num_devices}: "
+            "search workers serve one GPU; leave them out, and threads of each GPU's process search"
         )

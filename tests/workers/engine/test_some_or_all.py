@@ -179,8 +179,8 @@ def test_what_is_faster() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"selector": "full"}, "not for placement device, selector full and num_devices 1;"),
-        ({"placement": "hybrid"}, "not for placement hybrid, selector csattn and num_devices 1;"),
+        ({"selector": "full"}, "not for placement device and selector full;"),
+        ({"placement": "hybrid"}, "not for placement hybrid and selector csattn;"),
         ({"config": SearchConfig(lookahead=1)}, "decides at each step, but lookahead is 1 and search_period 1"),
         ({"config": SearchConfig(search_period=4)}, "lookahead is 0 and search_period 4"),
         ({"kv_format": KvFormat.parse("fp8")}, "leave the KV codec out"),

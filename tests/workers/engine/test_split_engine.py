@@ -29,6 +29,7 @@ from csattn.share import Share
 from csattn.sketch.own import Growth
 from index_build.pipeline import build_artifact
 from offload.budget import AvailableMemory
+from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError
 from tests.cuda_on_cpu import emulated
 from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
@@ -38,6 +39,7 @@ from workers.engine import followers, step_model
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.split_engine import SplitEngine
 from workers.model.devices import Devices
+from workers.serving.messages import Selector
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 ON_GPUS = torch.cuda.device_count() > 1
@@ -113,12 +115,14 @@ def logits_of(engine: StepEngine, slot: int, tokens: list[int]) -> np.ndarray:
     return result.logits.copy()
 
 
-def talk(engine: StepEngine, artifacts: list[Artifact]) -> tuple[list[list[int]], np.ndarray]:
+def talk(
+    engine: StepEngine, artifacts: list[Artifact], config: SearchConfig = CONFIG, selector: Selector = "csattn"
+) -> tuple[list[list[int]], np.ndarray]:
     """Two requests over two contexts, in one step where they fit; then the first is kept and goes on elsewhere."""
     for context_id, artifact in enumerate(artifacts):
         engine.add_context(context_id, artifact)
     for slot in range(2):
-        engine.open(slot, slot, CONFIG, "csattn")
+        engine.open(slot, slot, config, selector)
     engine.step([StepRow(0, token) for token in QUESTIONS[0][:4]])
     last = engine.step([StepRow(0, QUESTIONS[0][4]), *(StepRow(1, token) for token in QUESTIONS[1])]).next_ids
     said = [[int(last[0])], [int(last[-1])]]
@@ -129,7 +133,7 @@ def talk(engine: StepEngine, artifacts: list[Artifact]) -> tuple[list[list[int]]
     rows = engine.read_rows(0, 0, 8)()
     engine.close_slot(1)
     engine.remove_context(1)
-    engine.open(1, 0, CONFIG, "csattn")
+    engine.open(1, 0, config, selector)
     engine.write_rows(1, rows)
     return said, np.concatenate([logits_of(engine, 0, said[0][3:]), logits_of(engine, 1, said[0][3:])])
 
@@ -198,6 +202,41 @@ def test_two_devices_say_what_one_says(artifacts, placement) -> None:
     assert counts.slot_lookups - before.slot_lookups == want_counts.slot_lookups
 
 
+@pytest.mark.parametrize(
+    ("placement", "options"),
+    [
+        pytest.param("host", {"config": replace(CONFIG, lookahead=1)}, id="searched by the CPU"),
+        pytest.param("hybrid", {"kv_format": KvFormat.parse("fp8")}, id="rows in fewer bits"),
+        pytest.param("hybrid", {"selector": "full"}, id="all rows, streamed"),
+        pytest.param("device", {"selector": "full"}, id="all rows"),
+        pytest.param("device", {"selector": "exact"}, id="exact"),
+        pytest.param("device", {"config": replace(CONFIG, search_period=4)}, id="searched for at every fourth token"),
+    ],
+)
+def test_they_say_it_in_every_placement_with_every_selector(artifacts, placement, options) -> None:
+    config, selector = options.get("config", CONFIG), options.get("selector", "csattn")
+    of_one = of_two = None
+    for make in (one, two):
+        with make(placement, **options) as engine:
+            of_one, of_two = of_two, talk(engine, artifacts, config, selector)
+    assert of_one is not None and of_two is not None
+    assert of_one[0] == of_two[0]
+    np.testing.assert_allclose(of_two[1], of_one[1], rtol=CLOSE, atol=CLOSE)
+
+
+def test_they_read_all_rows_where_that_is_faster(tmp_path) -> None:
+    half = wrap_model(make_model("llama").bfloat16(), byte_tokenizer(), "half")
+    said = []
+    with open_artifact(build_artifact(half, token_ids(300), preset("default"), tmp_path).path) as artifact:
+        for make in (one, two):
+            with make("device", half, all_where_faster=True) as engine:
+                engine.add_context(0, artifact)
+                engine.open(0, 0, CONFIG, "csattn")
+                said.append(logits_of(engine, 0, [5]))
+                assert engine.reading(0).rows == 301
+    np.testing.assert_allclose(said[1], said[0], rtol=0, atol=0.05 * said[0].std())
+
+
 def tidy(engine: SplitEngine) -> None:
     for slot in range(2):
         engine.close_slot(slot)
@@ -246,8 +285,6 @@ def test_what_cannot_be_shared_out_is_a_sentence() -> None:
         SplitEngine(loaded(), CONFIG, "hybrid", 3, **OPTIONS)
     with pytest.raises(ConfigError, match="layers of experts, which are not shared out"):
         SplitEngine(loaded("mixtral"), CONFIG, "hybrid", 2, **OPTIONS)
-    with pytest.raises(ConfigError, match="placement host with selector csattn has not been tried on several"):
-        SplitEngine(loaded(), CONFIG, "host", 2, **OPTIONS)
     with pytest.raises(ConfigError, match="search workers serve one device"):
         SplitEngine(loaded(), CONFIG, "hybrid", 2, searcher=object(), **OPTIONS)
     with pytest.raises(ConfigError, match="weights of 8 or 4 bits are not shared out"):

@@ -73,18 +73,18 @@ def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch)
         make_backend(too_many, Threads())
 
 
-@pytest.mark.parametrize("settings", [{"placement": "host"}, {"selector": "full"}, {"kv_codec": "q8_0"}])
-def test_what_was_not_tried_on_several_devices_is_refused(settings: dict[str, str]) -> None:
-    engine = EngineSettings(**{"placement": "hybrid", "num_devices": 2, **settings})
-    with pytest.raises(ConfigError, match=r"has not been tried on several devices; .* device or hybrid with"):
+def test_search_workers_for_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("require_device", "require_devices"):
+        monkeypatch.setattr(making, name, lambda *_: None)
+    engine = EngineSettings(placement="host", num_devices=2, num_search_workers=3)
+    with pytest.raises(ConfigError, match=r"num_search_workers is 3, engine\.num_devices 2: search workers"):
         make_backend(Settings(engine=engine), Threads())
 
 
 @pytest.mark.parametrize(
     ("engine", "search", "message"),
     [
-        ({"placement": "cpu"}, {}, "not for placement cpu, selector csattn and num_devices 1;"),
-        ({"placement": "device", "num_devices": 2}, {}, "not for placement device, selector csattn and num_devices 2;"),
+        ({"placement": "cpu"}, {}, "not for placement cpu and selector csattn;"),
         ({"placement": "device"}, {"lookahead": 1}, "but lookahead is 1"),
     ],
 )

@@ -14,8 +14,7 @@ PURPOSES = {
     "score_codes": "search",
     "choose_codes": "select",
     "match_centroids": "search",
-    "clear_scores": "search",
-    "add_list": "search",
+    "score_lists": "search",
     "score_pages": "search",  # of other methods
     "score_components": "search",
     "multiply_centroids": "search",

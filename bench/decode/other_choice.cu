@@ -8,6 +8,27 @@
 
 static_assert(CROWDED <= MAX_CANDIDATES, "there is room for so many");
 
+// Before `combine`: what lists have when their scores are made.
+extern "C" __global__ void __launch_bounds__(THREADS) sum_tiles(
+    const int* context_lens, const int* context_ids, double softmax_scale,
+    const float* scores, long long max_keys,
+    TileStatistics* statistics  // [batch_size, num_index_heads, GROUP_SIZE, max_keys / TILE_KEYS], written
+) {
+    const int slot = blockIdx.z * gridDim.y + blockIdx.y, context_id = context_ids[blockIdx.z];
+    const float slope = static_cast<float>(softmax_scale * LOG2_E);
+    wait_then_let_next_start();
+    if (context_id < 0) return;
+    const int num_tiles = (context_lens[context_id] + TILE_KEYS - 1) / TILE_KEYS;
+    for (int work = blockIdx.x * WARPS + threadIdx.x / 32; work < num_tiles * GROUP_SIZE; work += gridDim.x * WARPS) {
+        const size_t row = static_cast<size_t>(slot) * GROUP_SIZE + work % GROUP_SIZE;
+        const int tile = work / GROUP_SIZE;
+        float mine[TILE_KEYS / 32];
+        for (int i = 0; i < TILE_KEYS / 32; ++i) mine[i] = scores[row * max_keys + tile * TILE_KEYS + 32 * i + threadIdx.x % 32];
+        const TileStatistics all = tile_statistics(mine, slope);
+        if (threadIdx.x % 32 == 0) statistics[row * (max_keys / TILE_KEYS) + tile] = all;
+    }
+}
+
 // Where the top_k-th group score lies: its bin among those of `combine`, or among NUM_BINS of that one.
 struct Place {
     Range range;

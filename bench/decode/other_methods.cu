@@ -6,8 +6,7 @@
 
 #include "../../csattn/search/device/choice.cuh"
 
-constexpr float NOT_LISTED = -0.0f;  // of lists.cu
-constexpr int CHANNELS = 8;          // that are read at once: 16 bytes of 16-bit keys
+constexpr int CHANNELS = 8;  // that are read at once: 16 bytes of 16-bit keys
 
 struct alignas(16) Eight {
     QUERY values[CHANNELS];
@@ -15,7 +14,7 @@ struct alignas(16) Eight {
 
 // Where a context's parts of a layer's index lie.
 struct Parts {
-    const void *first, *second, *third;
+    const void *first, *second, *third, *fourth;
     long long length;  // keys, or pages
 };
 

@@ -40,15 +40,15 @@ def components(head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MethodIndex:
-    """What a method's search reads of one layer of a context. As of `DeviceLists`, the table has three addresses."""
+    """What a method's search reads of one layer of a context. As of `DeviceLists`, the table has four addresses."""
 
-    parts: tuple[Tensor, Tensor, Tensor]
+    parts: tuple[Tensor, Tensor, Tensor, Tensor]
     length: int  # keys, or pages
 
 
 def _padded(*parts: Tensor, length: int) -> MethodIndex:
-    first, second, third = (*parts, *2 * parts)[:3]
-    return MethodIndex((first, second, third), length)
+    first, second, third, fourth = (*parts, *3 * parts)[:4]
+    return MethodIndex((first, second, third, fourth), length)
 
 
 def quest_index(keys: Tensor) -> MethodIndex:
@@ -172,7 +172,9 @@ class MethodSearch(ListsPass):
             self._score("add_products", self.max_keys // 4, table, context_ids, self._products, *scores)
         if self.shape.group_size > 1:
             statistics = self._scores, self.max_keys, self._statistics
-            self._launch("sum_tiles", indexes.context_lens, context_ids, self._softmax_scale, *statistics)
+            grid = self._blocks, self.shape.num_index_heads, self._batch_size
+            places = indexes.context_lens, context_ids, self._softmax_scale
+            self._choice("sum_tiles").launch(grid, THREADS, *places, *statistics)
 
     def _mark(self, places: tuple[Tensor | int | None, ...], out: DeviceSelection) -> None:
         """See `ListsPass._mark`: with passes over bins that are crowded."""

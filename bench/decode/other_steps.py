@@ -72,5 +72,5 @@ def _clone(index: MethodIndex) -> MethodIndex:
     copies = dict[int, Tensor]()
     for part in index.parts:
         copies.setdefault(part.data_ptr(), part.clone())
-    first, second, third = (copies[part.data_ptr()] for part in index.parts)
-    return MethodIndex((first, second, third), index.length)
+    first, second, third, fourth = (copies[part.data_ptr()] for part in index.parts)
+    return MethodIndex((first, second, third, fourth), index.length)

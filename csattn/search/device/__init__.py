@@ -6,6 +6,7 @@ from csattn.search.device.indexes import (
     DeviceLayerIndex,
     DeviceLists,
     DeviceSketch,
+    lists_by_key,
     place_codes,
     to_device,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "SketchShape",
     "exact_bytes",
     "index_shape",
+    "lists_by_key",
     "place_codes",
     "to_device",
     "workspace_bytes",

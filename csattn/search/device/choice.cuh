@@ -16,6 +16,29 @@ constexpr u32 ALONE = 0xffffffffu;   // as a quota: one block has chosen by itse
 constexpr int UNIT_KEYS = 4;         // group scores are read and written four at a time
 constexpr int CHUNK_KEYS = 1024;     // the blocks of a slot share out whole chunks
 
+constexpr int TILE_KEYS = CHUNK_KEYS;  // of which a warp makes the statistics
+constexpr float NOT_LISTED = -0.0f;    // in place of a score: no list holds the key; no sum of scores is -0.0
+
+__device__ __forceinline__ bool is_listed(float score) { return __float_as_uint(score) != 0x80000000u; }
+
+struct TileStatistics {
+    float top;    // largest score of a listed key
+    float total;  // sum over listed keys of 2 ** (slope * (score - top))
+};
+
+// For the whole warp, of the lanes' scores.
+template <int NUM> __device__ __forceinline__ TileStatistics tile_statistics(const float (&scores)[NUM], float slope) {
+    float top = -1.0f / 0.0f, total = 0;
+#pragma unroll
+    for (int i = 0; i < NUM; ++i)
+        if (is_listed(scores[i])) top = fmaxf(top, scores[i]);
+    for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+#pragma unroll
+    for (int i = 0; i < NUM; ++i)
+        if (is_listed(scores[i])) total += exp2_approx(slope * (scores[i] - top));
+    return {top, sum_over_warp(total)};
+}
+
 // What the launches of one slot leave for each other. The first one clears the counts.
 struct alignas(16) Choice {
     u32 bins[NUM_BINS];

@@ -2,7 +2,7 @@
 // bfloat16 and (QUERY_IS_HALF) float16. GROUP_SIZE queries share an index head.
 //
 // The launches of a search follow each other: of a sketch project_queries, score_codes, choose_codes; of lists
-// match_centroids, add_list, combine_lists, find_keys, write_keys. What one leaves for the next lies in memory of the
+// match_centroids, score_lists, combine_lists, find_keys, write_keys. What one leaves for the next lies in memory of the
 // search, for each index head of each row of the batch: its number is the `slot`.
 
 #pragma once

@@ -1,6 +1,8 @@
 """The indexes of the loaded contexts in device memory, found by kernels through a table of addresses."""
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch import Tensor
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
+from csattn.search.device.compiling import CHUNK_KEYS
 from csattn.sketch import SketchIndex
 from csattn.sketch.index import marks_heeded_from
 from csattn.table.lists import ListTable
@@ -23,13 +26,18 @@ class DeviceLists:
     """What a search on the device reads of one layer's lists. See `LayerIndex` and `ListTable` for the layouts."""
 
     codebooks: Tensor  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
-    scores: Tensor  # [num_index_heads, num_subspaces, num_centroids, list_len] float16
-    indices: Tensor  # likewise, int32
+    scores: Tensor  # [num_index_heads, num_subspaces, num_centroids, list_len] float16, in the order of keys
+    listed: (
+        Tensor  # [num_index_heads, num_subspaces, num_centroids, num_chunks, CHUNK_KEYS / 32] int32: a bit for each key
+    )
+    starts: (
+        Tensor  # [num_index_heads, num_subspaces, num_centroids, num_chunks] int32: of a chunk's scores in their list
+    )
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """In the order of their addresses in the table: struct ListIndex of list_index.cuh."""
-        return self.codebooks, self.scores, self.indices
+        return self.codebooks, self.scores, self.listed, self.starts
 
     @property
     def length(self) -> int:
@@ -84,10 +92,7 @@ def place_codes(codes: Tensor) -> Tensor:
 
 def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLayerIndex:
     """Copy one layer's index."""
-
-    def copy(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.require(array, requirements=["C", "W"])).to(device)
-
+    copy = partial(_copied, device=device)
     if isinstance(index, SketchIndex):
         return DeviceSketch(
             codes=place_codes(copy(index.codes.view(np.int32))),
@@ -99,7 +104,36 @@ def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLa
             marks=copy(index.marks.view(np.int32)),
         )
     assert isinstance(index.table, ListTable)
-    return DeviceLists(copy(index.codebooks), copy(index.table.scores), copy(index.table.indices))
+    return lists_by_key(copy(index.codebooks), index.table.scores, index.table.indices, index.context_len)
+
+
+def lists_by_key(
+    codebooks: Tensor,  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32, on the device
+    scores: Tensor | NDArray[np.float16],  # [num_index_heads, num_subspaces, num_centroids, list_len], in any order
+    indices: Tensor | NDArray[np.int32],  # likewise: their keys
+    context_len: int,
+) -> DeviceLists:
+    """Some lists at a time: in between they take several times as much."""
+    device, num_chunks = codebooks.device, -(-context_len // CHUNK_KEYS)
+    of_lists = codebooks.shape[:3]
+    by_key = torch.empty(*of_lists, scores.shape[3], dtype=torch.float16, device=device)
+    listed = torch.zeros(*of_lists, num_chunks, CHUNK_KEYS // 32, dtype=torch.int32, device=device)
+    counts = torch.zeros(*of_lists, num_chunks, dtype=torch.int32, device=device)
+    bits = torch.bitwise_left_shift(1, torch.arange(32, device=device)).to(torch.int32)
+    for head, subspace in product(*map(range, of_lists[:2])):
+        here = head, subspace
+        keys, order = _copied(indices[here], device).sort(dim=1)
+        by_key[here] = _copied(scores[here], device).gather(1, order)
+        listed[here].flatten(1).scatter_add_(1, (keys // 32).long(), bits[keys % 32])
+        counts[here].scatter_add_(1, (keys // CHUNK_KEYS).long(), torch.ones_like(keys))
+    starts = counts.cumsum(3, dtype=torch.int32) - counts
+    return DeviceLists(codebooks, by_key, listed, starts)
+
+
+def _copied(part: Tensor | NDArray[Any], device: torch.device) -> Tensor:
+    if isinstance(part, Tensor):
+        return part.to(device)
+    return torch.from_numpy(np.require(part, requirements=["C", "W"])).to(device)
 
 
 class DeviceIndexes:
@@ -117,7 +151,7 @@ class DeviceIndexes:
         max_segments: int = 0,  # of a sketch
     ) -> None:
         self.config, self.max_segments = config, max_segments
-        num_addresses = 7 if max_segments else 3  # and a length
+        num_addresses = 7 if max_segments else 4  # and a length
         self.tables = torch.zeros(num_layers, num_contexts, num_addresses + 1, dtype=torch.int64, device=device)
         self.context_lens = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self.top_ks = torch.zeros(num_contexts, dtype=torch.int32, device=device)

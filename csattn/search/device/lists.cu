@@ -1,89 +1,69 @@
-// Scores of the keys that the chosen lists hold, summed by key in global memory, one launch for each subspace.
+// Scores of the keys that the chosen lists hold, summed by key, and group scores of the sums, counted in bins.
 //
-// A key occurs once in a list, so the additions of one launch never meet, and launches follow each other: every sum is
-// built in the order of the subspaces. -0.0 marks a key that no list holds; no stored score is -0.0. `combine_lists` makes
-// group scores of the sums, counted in bins.
+// A list is a bit for each key of the context, and the scores of those whose bit is set, in the order of keys. A warp has a
+// query's chunk of CHUNK_KEYS keys; a lane has one key of each word of 32, and adds up, in a register, what each subspace's
+// list has of it: every sum is built in the order of the subspaces.
 
 #include "list_index.cuh"
 
-constexpr u32 NOT_LISTED = 0x80000000u;
-constexpr int TILE_KEYS = 1024;  // keys of which a warp makes the statistics
-static_assert(TILE_KEYS == CHUNK_KEYS, "tiles end where chunks do");
+constexpr int CHUNK_WORDS = CHUNK_KEYS / 32;
+static_assert(CHUNK_WORDS == 32, "a lane loads one");
 
-struct TileStatistics {
-    float top;    // largest score of a listed key
-    float total;  // sum over listed keys of 2 ** (slope * (score - top))
-};
-
-__device__ __forceinline__ bool is_listed(float score) { return __float_as_uint(score) != NOT_LISTED; }
-
-extern "C" __global__ void __launch_bounds__(THREADS) clear_scores(
-    const int* context_lens, const int* context_ids,
-    float* scores,     // [batch_size, num_index_heads, GROUP_SIZE, max_keys], written
-    long long max_keys
-) {
-    const int slot = blockIdx.z * gridDim.y + blockIdx.y, context_id = context_ids[blockIdx.z];
-    wait_then_let_next_start();
-    if (context_id < 0) return;
-    const int num_keys = (context_lens[context_id] + CHUNK_KEYS - 1) / CHUNK_KEYS * CHUNK_KEYS;
-    for (int g = 0; g < GROUP_SIZE; ++g)
-        for (int key = blockIdx.x * THREADS + threadIdx.x; key < num_keys; key += gridDim.x * THREADS)
-            scores[(static_cast<size_t>(slot) * GROUP_SIZE + g) * max_keys + key] = -0.0f;
+__device__ __forceinline__ void add_list(const ListIndex& index, size_t list, int chunk, int num_chunks, float weight,
+                                         float (&sums)[CHUNK_WORDS]) {
+    const int lane = threadIdx.x % 32;
+    const size_t place = list * num_chunks + chunk;
+    const u32 listed = index.listed[place * CHUNK_WORDS + lane], before = sum_up_to_lane(__popc(listed)) - __popc(listed);
+    const u16* scores = index.scores + list * index.list_len + index.starts[place];
+    u16 halves[CHUNK_WORDS];  // all are asked for before the first is needed
+#pragma unroll
+    for (int word = 0; word < CHUNK_WORDS; ++word) {
+        const u32 bits = __shfl_sync(ALL_LANES, listed, word), first = __shfl_sync(ALL_LANES, before, word);
+        halves[word] = NO_SCORE;
+        if (bits >> lane & 1) halves[word] = __ldg(scores + first + lanes_before(bits, lane));
+    }
+#pragma unroll
+    for (int word = 0; word < CHUNK_WORDS; ++word) {
+        // two roundings, as the definition has them: product, then sum; adding 0.0 turns a product of -0.0 into 0.0
+        const float product = __fadd_rn(__fmul_rn(weight, half_as_float(halves[word])), 0.0f);
+        if (halves[word] != NO_SCORE) sums[word] = __fadd_rn(sums[word], product);
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) add_list(
+extern "C" __global__ void __launch_bounds__(THREADS) score_lists(
     const ListIndex* indexes,  // [num_contexts], of this layer
-    const int* context_ids,    // [batch_size], -1: idle
-    const Match* matches,      // as match_centroids writes them
-    long long subspace,
-    float* scores, long long max_keys
+    const int* context_lens,
+    const int* context_ids,  // [batch_size], -1: idle
+    const Match* matches,    // as match_centroids writes them
+    double softmax_scale,
+    float* scores,  // [batch_size, num_index_heads, GROUP_SIZE, max_keys], written
+    long long max_keys,
+    TileStatistics* statistics  // [batch_size, num_index_heads, GROUP_SIZE, max_keys / TILE_KEYS], written
 ) {
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_then_let_next_start();
     const ListIndex index = indexes[context_id];
-    const int list_len = static_cast<int>(index.list_len);
-    wait_then_let_next_start();
-    for (int g = 0; g < GROUP_SIZE; ++g) {
-        const Match match = matches[(slot * GROUP_SIZE + g) * SUBSPACES + subspace];
-        const float weight = static_cast<float>(match.weight);
-        const size_t list = (static_cast<size_t>(head * SUBSPACES + subspace) * CENTROIDS + match.centroid) * list_len;
-        const int* indices = index.indices + list;
-        const u16* halves = index.scores + list;
-        float* row = scores + (static_cast<size_t>(slot) * GROUP_SIZE + g) * max_keys;
-        for (int i = blockIdx.x * THREADS + threadIdx.x; i < list_len; i += gridDim.x * THREADS) {
-            // two roundings, as the definition has them: product, then sum; adding 0.0 turns a product of -0.0 into 0.0
-            const float product = __fadd_rn(__fmul_rn(weight, half_as_float(halves[i])), 0.0f);
-            row[indices[i]] = __fadd_rn(row[indices[i]], product);
-        }
-    }
-}
-
-// For the whole warp: scores start, start + 32, ... of a tile.
-__device__ TileStatistics tile_statistics(const float* tile, float slope) {
-    float top = -1.0f / 0.0f, total = 0;
-    for (int key = threadIdx.x % 32; key < TILE_KEYS; key += 32)
-        if (is_listed(tile[key])) top = fmaxf(top, tile[key]);
-    for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
-    for (int key = threadIdx.x % 32; key < TILE_KEYS; key += 32)
-        if (is_listed(tile[key])) total += exp2_approx(slope * (tile[key] - top));
-    return {top, sum_over_warp(total)};
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) sum_tiles(
-    const int* context_lens, const int* context_ids, double softmax_scale,
-    const float* scores, long long max_keys,
-    TileStatistics* statistics  // [batch_size, num_index_heads, GROUP_SIZE, max_keys / TILE_KEYS], written
-) {
-    const int slot = blockIdx.z * gridDim.y + blockIdx.y, context_id = context_ids[blockIdx.z];
+    const int num_chunks = (context_lens[context_id] + CHUNK_KEYS - 1) / CHUNK_KEYS;
     const float slope = static_cast<float>(softmax_scale * LOG2_E);
-    wait_then_let_next_start();
-    if (context_id < 0) return;
-    const int num_tiles = (context_lens[context_id] + TILE_KEYS - 1) / TILE_KEYS;
-    for (int work = blockIdx.x * WARPS + threadIdx.x / 32; work < num_tiles * GROUP_SIZE; work += gridDim.x * WARPS) {
-        const size_t row = static_cast<size_t>(slot) * GROUP_SIZE + work % GROUP_SIZE;
-        const int tile = work / GROUP_SIZE;
-        const TileStatistics mine = tile_statistics(scores + row * max_keys + tile * TILE_KEYS, slope);
-        if (threadIdx.x % 32 == 0) statistics[row * (max_keys / TILE_KEYS) + tile] = mine;
+    wait_then_let_next_start(static_cast<u32>(index.list_len) + num_chunks);
+    for (int work = blockIdx.x * WARPS + threadIdx.x / 32; work < num_chunks * GROUP_SIZE; work += gridDim.x * WARPS) {
+        const int chunk = work % num_chunks;
+        const size_t row = static_cast<size_t>(slot) * GROUP_SIZE + work / num_chunks;
+        float sums[CHUNK_WORDS];
+#pragma unroll
+        for (int word = 0; word < CHUNK_WORDS; ++word) sums[word] = NOT_LISTED;
+#pragma unroll 1
+        for (int b = 0; b < SUBSPACES; ++b) {
+            const Match match = matches[row * SUBSPACES + b];
+            const size_t list = static_cast<size_t>(head * SUBSPACES + b) * CENTROIDS + match.centroid;
+            add_list(index, list, chunk, num_chunks, static_cast<float>(match.weight), sums);
+        }
+        float* to = scores + row * max_keys + chunk * CHUNK_KEYS + threadIdx.x % 32;
+#pragma unroll
+        for (int word = 0; word < CHUNK_WORDS; ++word) to[32 * word] = sums[word];
+        if (GROUP_SIZE == 1) continue;
+        const TileStatistics tile = tile_statistics(sums, slope);
+        if (threadIdx.x % 32 == 0) statistics[row * (max_keys / TILE_KEYS) + chunk] = tile;
     }
 }
 
@@ -108,7 +88,7 @@ __device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float
 __device__ __forceinline__ u32 list_score(const float* scores, long long plane, float slope, const Softmax* rows) {
     if (GROUP_SIZE == 1) {
         const u32 bits = __float_as_uint(*scores);
-        if (bits == NOT_LISTED) return 0;
+        if (!is_listed(*scores)) return 0;
         return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     }
     float group_score = 0;
@@ -124,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len,
     double softmax_scale,
-    const float* scores,               // as add_list leaves them
-    const TileStatistics* statistics,  // as sum_tiles writes them; of no interest to a single query row
+    const float* scores,               // as score_lists leaves them
+    const TileStatistics* statistics,  // likewise; of no interest to a single query row
     uint4* group_scores,               // [batch_size, num_index_heads, max_keys / UNIT_KEYS], written
     long long max_keys,                // whole chunks
     Choice* choices                    // [batch_size, num_index_heads], counted up

@@ -7,13 +7,21 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel
-from csattn.search.device.compiling import CHUNK_KEYS, THREADS, blocks_of_slot, compiled, require_queries
+from csattn.search.device.compiling import (
+    CHUNK_KEYS,
+    THREADS,
+    blocks_of_slot,
+    compiled,
+    multiprocessors,
+    require_queries,
+)
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import ListsShape
 
 MATCH_BYTES, STATISTICS_BYTES = 16, 8  # of structs Match and TileStatistics
 CHOICE_BYTES = 4 * (4096 + 3 + 256 + 2 * 512 + 1)  # of struct Choice
 MAX_MATCH_WARPS = 8
+SCORING_THREADS, SCORING_BLOCKS = 128, 8  # of a multiprocessor
 
 
 class ListsPass:
@@ -35,8 +43,8 @@ class ListsPass:
         self.shape = shape
         self._softmax_scale, self._query_dtype = float(softmax_scale), query_dtype
         self.max_keys = -(-max_context_len // CHUNK_KEYS) * CHUNK_KEYS
-        slots = batch_size * shape.num_index_heads
-        queries = slots * shape.group_size
+        self._num_slots = slots = batch_size * shape.num_index_heads
+        queries, self._multiprocessors = slots * shape.group_size, multiprocessors(device)
         self._batch_size, self._blocks = batch_size, blocks_of_slot(device, slots, self.max_keys, 4)
         self._matches = torch.zeros(queries * shape.num_subspaces, MATCH_BYTES, dtype=torch.uint8, device=device)
         self._scores = torch.zeros(queries * self.max_keys, dtype=torch.float32, device=device)
@@ -45,7 +53,6 @@ class ListsPass:
         self._group_scores = torch.zeros(slots, self.max_keys, dtype=torch.int32, device=device)
         self._marks = torch.zeros(slots, self.max_keys // 32, dtype=torch.int32, device=device)
         self._choices = torch.zeros(slots, CHOICE_BYTES, dtype=torch.uint8, device=device)
-        self._kernels: dict[str, CudaKernel] = {}
 
     def run(
         self,
@@ -60,12 +67,9 @@ class ListsPass:
         grid = shape.num_subspaces, shape.num_index_heads, self._batch_size
         matching = q, table, context_ids, int(shape.weigh_by_norm), self._matches, self._choices
         self._match.launch(grid, self._match_threads, *matching)
-        scores = self._scores, self.max_keys
-        self._launch("clear_scores", lens, context_ids, *scores)
-        for subspace in range(shape.num_subspaces):
-            self._launch("add_list", table, context_ids, self._matches, subspace, *scores)
-        if shape.group_size > 1:
-            self._launch("sum_tiles", lens, context_ids, self._softmax_scale, *scores, self._statistics)
+        found = self._scores, self.max_keys, self._statistics
+        places = table, lens, context_ids, self._matches, self._softmax_scale
+        self._scoring.launch(self._scoring_grid, SCORING_THREADS, *places, *found)
 
     def choose(
         self,
@@ -79,7 +83,8 @@ class ListsPass:
         config, max_keys = indexes.config, self.max_keys
         places = indexes.context_lens, indexes.top_ks, context_ids, top_ks, config.sink_len, config.window_len
         read = self._softmax_scale, self._scores, self._statistics
-        self._launch("combine_lists", *places, *read, self._group_scores, max_keys, self._choices)
+        grid = self._blocks, self.shape.num_index_heads, self._batch_size
+        self._combine.launch(grid, THREADS, *places, *read, self._group_scores, max_keys, self._choices)
         self._mark(places, out)
         written = self._choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
         self._write.launch(self._choosing_grid, THREADS, *places, self._marks, max_keys, *written)
@@ -89,12 +94,6 @@ class ListsPass:
         read = self._group_scores, self.max_keys
         marked = self._marks, self._choices, out.kv_indices, out.kv_indices.shape[2]
         self._find.launch(self._choosing_grid, THREADS, *places, *read, *marked)
-
-    def _launch(self, name: str, *args: Tensor | float | None) -> None:
-        if name not in self._kernels:
-            self._kernels[name] = compiled("lists.cu", name, self.shape)
-        grid = self._blocks, self.shape.num_index_heads, self._batch_size
-        self._kernels[name].launch(grid, THREADS, *args)
 
     @property
     def _choosing_grid(self) -> tuple[int, int, int]:
@@ -107,6 +106,21 @@ class ListsPass:
     @cached_property
     def _match(self) -> CudaKernel:
         return compiled("match.cu", "match_centroids", self.shape, self._query_dtype, self._match_threads)
+
+    @property
+    def _scoring_grid(self) -> tuple[int, int, int]:
+        """A warp for each query's chunk, as far as there is room for so many."""
+        warps = self.shape.group_size * (self.max_keys // CHUNK_KEYS)
+        blocks = min(-(-warps * 32 // SCORING_THREADS), SCORING_BLOCKS * self._multiprocessors // self._num_slots)
+        return max(1, blocks), self.shape.num_index_heads, self._batch_size
+
+    @cached_property
+    def _scoring(self) -> CudaKernel:
+        return compiled("lists.cu", "score_lists", self.shape, threads=SCORING_THREADS)
+
+    @cached_property
+    def _combine(self) -> CudaKernel:
+        return compiled("lists.cu", "combine_lists", self.shape)
 
     @cached_property
     def _find(self) -> CudaKernel:

@@ -19,6 +19,7 @@ from csattn.sketch.index import marks_heeded_from
 from csattn.table.lists import ListTable
 
 PIECE_KEYS = 4  # whose codes of a word are 16 bytes
+SCORE_UNIT = 8  # scores of a list are copied so many at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class DeviceLists:
     """What a search on the device reads of one layer's lists. See `LayerIndex` and `ListTable` for the layouts."""
 
     codebooks: Tensor  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
-    scores: Tensor  # [num_index_heads, num_subspaces, num_centroids, list_len] float16, in the order of keys
+    # [num_index_heads, num_subspaces, num_centroids, list_len] float16, in the order of keys, filled up to whole units
+    scores: Tensor
     listed: (
         Tensor  # [num_index_heads, num_subspaces, num_centroids, num_chunks, CHUNK_KEYS / 32] int32: a bit for each key
     )
@@ -41,7 +43,7 @@ class DeviceLists:
 
     @property
     def length(self) -> int:
-        """What the table has behind the addresses: list_len."""
+        """What the table has behind the addresses: list_len, filled up."""
         return int(self.scores.shape[3])
 
 
@@ -116,14 +118,15 @@ def lists_by_key(
     """Some lists at a time: in between they take several times as much."""
     device, num_chunks = codebooks.device, -(-context_len // CHUNK_KEYS)
     of_lists = codebooks.shape[:3]
-    by_key = torch.empty(*of_lists, scores.shape[3], dtype=torch.float16, device=device)
+    list_len = scores.shape[3]
+    by_key = torch.zeros(*of_lists, list_len + -list_len % SCORE_UNIT, dtype=torch.float16, device=device)
     listed = torch.zeros(*of_lists, num_chunks, CHUNK_KEYS // 32, dtype=torch.int32, device=device)
     counts = torch.zeros(*of_lists, num_chunks, dtype=torch.int32, device=device)
     bits = torch.bitwise_left_shift(1, torch.arange(32, device=device)).to(torch.int32)
     for head, subspace in product(*map(range, of_lists[:2])):
         here = head, subspace
         keys, order = _copied(indices[here], device).sort(dim=1)
-        by_key[here] = _copied(scores[here], device).gather(1, order)
+        by_key[here][:, :list_len] = _copied(scores[here], device).gather(1, order)
         listed[here].flatten(1).scatter_add_(1, (keys // 32).long(), bits[keys % 32])
         counts[here].scatter_add_(1, (keys // CHUNK_KEYS).long(), torch.ones_like(keys))
     starts = counts.cumsum(3, dtype=torch.int32) - counts

@@ -4,16 +4,16 @@
 #include "choice.cuh"
 
 constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;
-constexpr u16 NO_SCORE = 0x8000;  // -0.0, which no stored score is
+constexpr int SCORE_UNIT = 8;  // scores that are copied together: 16 bytes
 
 // Where a context's lists of one layer lie. Addresses come from a table in device memory, so that a captured graph follows
 // them when another context takes the place.
 struct ListIndex {
     const float* codebooks;    // [num_index_heads, SUBSPACES, CENTROIDS, SUBSPACE_DIM]
-    const u16* scores;         // [num_index_heads, SUBSPACES, CENTROIDS, list_len] halves, in the order of keys
+    const u16* scores;         // [num_index_heads, SUBSPACES, CENTROIDS, list_len] halves, in the order of keys; filled up
     const u32* listed;         // [num_index_heads, SUBSPACES, CENTROIDS, num_chunks, CHUNK_KEYS / 32]: a bit for each key
     const int* starts;         // [num_index_heads, SUBSPACES, CENTROIDS, num_chunks]: of a chunk's scores in their list
-    long long list_len;
+    long long list_len;        // whole units
 };
 
 // What a subspace's nearest centroid is to a query.

@@ -116,11 +116,11 @@ class ListsPass:
 
     @cached_property
     def _scoring(self) -> CudaKernel:
-        return compiled("lists.cu", "score_lists", self.shape, threads=SCORING_THREADS)
+        return compiled("score_lists.cu", "score_lists", self.shape, threads=SCORING_THREADS, MIN_BLOCKS=SCORING_BLOCKS)
 
     @cached_property
     def _combine(self) -> CudaKernel:
-        return compiled("lists.cu", "combine_lists", self.shape)
+        return compiled("combine_lists.cu", "combine_lists", self.shape)
 
     @cached_property
     def _find(self) -> CudaKernel:

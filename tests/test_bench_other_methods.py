@@ -61,7 +61,7 @@ def test_they_choose_as_they_are_defined(kernels, recording, monkeypatch, method
     keys, values = (part.contiguous() for part in kv.unbind(2))
     defined = prepare(ContextLayer(keys, values, FEW.num_q_heads, lambda: torch.zeros(0)))
     if method == "pqcache":  # whose centroids are of some of the keys here, and as wide as these
-        codes, centroids, _ = pqcache_index(work.keys(1)).parts
+        codes, centroids, *_ = pqcache_index(work.keys(1)).parts
         defined.codes, defined.centroids = codes.cpu(), centroids.float().cpu()
     view, num_rows = ContextView(context_len, FEW.softmax_scale, SEARCH), SEARCH.top_k(context_len)
     if method == "quest":  # which chooses whole pages

@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) refine_bins(
     wait_then_let_next_start();
     const int wanted = num_wanted(context, choices[slot]);
     if (wanted == 0) return;
-    Place place{first_range(context), find_bin(choices[slot].bins, wanted, scratch)};
+    Place place{first_range(context, choices[slot].top), find_bin(choices[slot].bins, wanted, scratch)};
     if (!place.is_crowded()) return;
     place.look_closer();
     group_scores += slot * (max_keys / UNIT_KEYS) + part.first_key / UNIT_KEYS;
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) refine_bins(
 // The place among the finer bins, where the first is crowded. wanted: keys in all.
 __device__ __forceinline__ Place find_place(const Context& context, const Choice& coarse, const Choice& fine, u32 wanted,
                                             u32* scratch) {
-    Place place{first_range(context), find_bin(coarse.bins, wanted, scratch)};
+    Place place{first_range(context, coarse.top), find_bin(coarse.bins, wanted, scratch)};
     if (!place.is_crowded()) return place;
     const u32 higher = place.boundary.above;
     place.look_closer();
@@ -78,7 +78,7 @@ __device__ __forceinline__ Place find_place(const Context& context, const Choice
 }
 
 // What is still crowded counts as equal, and the first are taken: scores that tie, or differ by less than 16 units in the
-// last place where shares of a group are added up, of a single query by less than 256. Counts those of each part.
+// last place where shares of a group are added up, of a single query by less than two. Counts those of each part.
 extern "C" __global__ void __launch_bounds__(THREADS) count_ties(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len, const uint4* group_scores, long long max_keys,

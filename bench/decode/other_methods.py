@@ -170,11 +170,10 @@ class MethodSearch(ListsPass):
             products = SUBSPACES * CENTROIDS * 32
             self._score("multiply_centroids", products, q, table, context_ids, self._products, self._choices)
             self._score("add_products", self.max_keys // 4, table, context_ids, self._products, *scores)
-        if self.shape.group_size > 1:
-            statistics = self._scores, self.max_keys, self._statistics
-            grid = self._blocks, self.shape.num_index_heads, self._batch_size
-            places = indexes.context_lens, context_ids, self._softmax_scale
-            self._choice("sum_tiles").launch(grid, THREADS, *places, *statistics)
+        statistics = self._scores, self.max_keys, self._statistics
+        grid = self._blocks, self.shape.num_index_heads, self._batch_size
+        places = indexes.context_lens, context_ids, self._softmax_scale
+        self._choice("sum_tiles").launch(grid, THREADS, *places, *statistics)
 
     def _mark(self, places: tuple[Tensor | int | None, ...], out: DeviceSelection) -> None:
         """See `ListsPass._mark`: with passes over bins that are crowded."""

@@ -13,7 +13,15 @@ from csattn.models.families import describe
 from csattn.models.loader import DTYPES, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import weight_bytes
-from csattn.search.device import ListsPass, SketchPass, SketchShape, exact_bytes, index_shape, workspace_bytes
+from csattn.search.device import (
+    ListsPass,
+    SketchPass,
+    SketchShape,
+    exact_bytes,
+    index_shape,
+    list_bytes,
+    workspace_bytes,
+)
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import attend_all_bytes, streamed_bytes
@@ -127,8 +135,18 @@ def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -
     kv = {"device_bytes": kv_bytes} if placement == "device" else {"pinned_bytes": kv_bytes}
     parts = [MemoryPart(name="the context's KV", **kv)]
     if index_is_on_device(shape, placement):
-        parts.append(MemoryPart(name="the index", device_bytes=artifact.index_bytes))
+        parts.append(MemoryPart(name="the index", device_bytes=index_bytes_on_device(artifact)))
     return MemoryPlan(tuple(parts), shape.max_context_len)
+
+
+def index_bytes_on_device(artifact: Artifact) -> int:
+    """Lists take less there than in files."""
+    spec, config = artifact.spec, artifact.spec.index_config
+    if isinstance(config, SketchConfig):
+        return artifact.index_bytes
+    lists = spec.num_index_heads * config.num_subspaces * config.num_centroids
+    each = list_bytes(config, spec.context_len) + 4 * spec.model.head_dim // config.num_subspaces  # and its centroid
+    return len(spec.model.indexed_layers) * lists * each
 
 
 def index_is_on_device(shape: EngineShape, placement: Placement) -> bool:

@@ -45,6 +45,7 @@ struct alignas(16) Choice {
     u32 num_listed;  // keys that may be chosen
     u32 num_candidates;
     u32 quota;               // how many of the candidates fit
+    u32 top;                 // of a single query: the largest group score
     u32 above[MAX_BLOCKS];   // keys above the bin, by block
     u32 group_scores[MAX_CANDIDATES];
     u32 keys[MAX_CANDIDATES];
@@ -83,13 +84,14 @@ struct Range {
 // Where the top_k-th group score is looked for first; if it is not there, one block looks further.
 //
 // Of a group, the group scores of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
-// below that, in bins of 1/128 octave. Of a single query: the bits of floats.
-__device__ __forceinline__ Range first_range(const Context& context) {
+// below that, in bins of 1/128 octave. Of a single query: four octaves below the largest, in bins of 1/1024.
+__device__ __forceinline__ Range first_range(const Context& context, u32 top) {
     if (GROUP_SIZE > 1) {
         const u32 largest = __float_as_uint(exp2f(HEADROOM) * (1.01f * GROUP_SIZE) / context.top_k);
         return {((largest >> 16) - (NUM_BINS - 2)) << 16, 0xffffffffu, 16};
     }
-    return {1, 0xffffffffu, 20};
+    constexpr u32 SHIFT = 13, WIDTH = (NUM_BINS - 1) << SHIFT;
+    return {top > WIDTH ? top - WIDTH : 1, 0xffffffffu, SHIFT};
 }
 
 // Group scores, with 0 for keys that may not be chosen; key: the first of the four, in the context.

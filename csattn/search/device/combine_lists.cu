@@ -18,14 +18,15 @@ __device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float
     return {top, HEADROOM - log2f(sum_over_warp(total))};
 }
 
-// The group score of a key: 0 where no row lists it. Of a single row's scores, positive ones order like their bits and negative
-// ones backwards.
+// Of a single row's scores, positive ones order like their bits and negative ones backwards.
+__device__ __forceinline__ u32 ordered_bits(float score) {
+    const u32 bits = __float_as_uint(score);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The group score of a key: 0 where no row lists it.
 __device__ __forceinline__ u32 list_score(const float* scores, long long plane, float slope, const Softmax* rows) {
-    if (GROUP_SIZE == 1) {
-        const u32 bits = __float_as_uint(*scores);
-        if (!is_listed(*scores)) return 0;
-        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    }
+    if (GROUP_SIZE == 1) return is_listed(*scores) ? ordered_bits(*scores) : 0;
     float group_score = 0;
     for (int g = 0; g < GROUP_SIZE; ++g) {
         const float score = scores[g * plane];
@@ -40,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     long long window_len,
     double softmax_scale,
     const float* scores,               // as score_lists leaves them
-    const TileStatistics* statistics,  // likewise; of no interest to a single query row
+    const TileStatistics* statistics,  // likewise
     uint4* group_scores,               // [batch_size, num_index_heads, max_keys / UNIT_KEYS], written
     long long max_keys,                // whole chunks
     Choice* choices                    // [batch_size, num_index_heads], counted up
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     wait_then_let_next_start();
     if (context.top_k == 0) return;
     const int num_tiles = (context.num_keys + TILE_KEYS - 1) / TILE_KEYS;
-    for (int g = threadIdx.x / 32; GROUP_SIZE > 1 && g < GROUP_SIZE; g += WARPS) {
+    for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         const TileStatistics* tiles = statistics + (static_cast<size_t>(slot) * GROUP_SIZE + g) * (max_keys / TILE_KEYS);
         const Softmax softmax = merge_tiles(tiles, num_tiles, slope);
         if (threadIdx.x % 32 == 0) rows[g] = softmax;
@@ -62,7 +63,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     __syncthreads();
     scores += static_cast<size_t>(slot) * GROUP_SIZE * max_keys;
     group_scores += slot * (max_keys / UNIT_KEYS);
-    const Range range = first_range(context);
+    const u32 top = ordered_bits(rows[0].top);
+    if (blockIdx.x == 0 && threadIdx.x == 0) choices[slot].top = top;
+    const Range range = first_range(context, top);
     u32 listed = 0;
     for (int unit = blockIdx.x * THREADS + threadIdx.x; unit < num_tiles * TILE_KEYS / UNIT_KEYS; unit += gridDim.x * THREADS) {
         u32 four[UNIT_KEYS];

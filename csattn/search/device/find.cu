@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     const int wanted = num_wanted(context, choice);
     if (wanted == 0) return;
     group_scores += slot * (max_keys / UNIT_KEYS);
-    const Range range = first_range(context);
+    const Range range = first_range(context, choice.top);
     const Boundary boundary = find_bin(choice.bins, wanted, scratch);
     if (boundary.inside == 0 || boundary.inside > MAX_CANDIDATES) {
         if (blockIdx.x > 0) return;

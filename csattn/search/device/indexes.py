@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.config import SearchConfig
+from csattn.config import ListConfig, SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search.device.compiling import CHUNK_KEYS
@@ -107,6 +107,12 @@ def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLa
         )
     assert isinstance(index.table, ListTable)
     return lists_by_key(copy(index.codebooks), index.table.scores, index.table.indices, index.context_len)
+
+
+def list_bytes(config: ListConfig, context_len: int) -> int:
+    """Of each list on the device."""
+    num_chunks, list_len = -(-context_len // CHUNK_KEYS), config.list_entries(context_len)
+    return num_chunks * (CHUNK_KEYS // 8 + 4) + 2 * (list_len + -list_len % SCORE_UNIT)
 
 
 def lists_by_key(

@@ -100,7 +100,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) score_lists(
         float* to = scores + row * max_keys + chunk * CHUNK_KEYS + threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < CHUNK_WORDS; ++i) to[32 * i] = sums[i];
-        if (GROUP_SIZE == 1) continue;
         const TileStatistics tile = tile_statistics(sums, slope);
         if (threadIdx.x % 32 == 0) statistics[row * (max_keys / TILE_KEYS) + chunk] = tile;
     }

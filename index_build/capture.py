@@ -101,34 +101,6 @@ class _CapturingCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return self._layer.num_rows
 
 
-class _StateCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """Of a layer that keeps a state, whatever its number."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.state = LinearAttentionLayer()
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.state.conv_states[0] if self.state.has_previous_state[0] else None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.state.recurrent_states[0] if self.state.is_recurrent_states_initialized[0] else None
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, **kwargs: Any) -> Any:
-        return self.state.update_conv_state(conv_states, **kwargs)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any) -> Any:
-        return self.state.update_recurrent_state(recurrent_states, **kwargs)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def arrays(self) -> dict[str, Tensor]:
-        """conv [channels, conv_len - 1] and memory [num_v_heads, k_dim, v_dim], float32."""
-        conv, memory = self.state.conv_states[0][0, :, 1:], self.state.recurrent_states[0][0]
-        return {"conv": conv.float().contiguous(), "memory": memory.float().contiguous()}
-
-
 @torch.inference_mode()
 def prefill(
     model: Any,  # transformers causal LM of a supported family
@@ -161,7 +133,8 @@ def prefill(
             capture = LayerCapture(layer_idx, q, kv, hidden, arrays.are_reused_at_once)
             leaving = torch.empty_like(hidden)
             of_layer, sinks = spec.layers[layer_idx], None
-            cache: _StateCache | _CapturingCache = _StateCache()
+            state = LinearAttentionLayer()
+            cache = Cache(layers=[state] * (layer_idx + 1))  # of a layer that keeps a state, whatever its number
             told, latent, more = embeddings[layer_idx], None, dict[str, Any]()
             with lent(model, layer_idx) as layer:
                 if of_layer.delta is None:
@@ -191,8 +164,8 @@ def prefill(
                             **more,
                         )[0]
                     on_chunk(layer_idx, rows.stop - rows.start)
-            if isinstance(cache, _StateCache):
-                capture.state = cache.arrays()
+            if of_layer.delta is not None:
+                capture.state = _state_arrays(state)
             _require_sound(capture)
             yield capture, leaving
             hidden = leaving
@@ -286,6 +259,12 @@ def _attend_by_cudnn(
         q[None], k[None], v[None], None, True, 0.0, is_causal, scale=softmax_scale
     )[:2]
     return out[0], lse.view(q.shape[:2])
+
+
+def _state_arrays(state: LinearAttentionLayer) -> dict[str, Tensor]:
+    """conv [channels, conv_len - 1] and memory [num_v_heads, k_dim, v_dim], float32."""
+    conv, memory = state.conv_states[0][0, :, 1:], state.recurrent_states[0][0]
+    return {"conv": conv.float().contiguous(), "memory": memory.float().contiguous()}
 
 
 def _require_sound(capture: LayerCapture) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from inspect import signature
 from math import inf, isfinite, prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from csattn.attention import attend_chunk, merge_state
 from csattn.cuda import free_device_bytes
@@ -49,27 +49,28 @@ class LayerCapture:
     state: dict[str, Tensor] | None = None
 
 
-class _CapturingLayer:
-    """Stands in for keys and values: keeps them, and attends to those of them that the layer sees."""
+class _CapturingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """A layer of a cache, and what it gives for keys and values: keeps these, and attends to those that are seen."""
 
     def __init__(self, capture: LayerCapture, spec: AttentionSpec, sinks: Tensor | None):
+        super().__init__()
         self._capture, self._spec = capture, spec
         self._sinks = None if sinks is None else sinks.float()
         self._num_rows = 0
 
-    @property
-    def num_rows(self) -> int:
-        return self._num_rows
-
-    def to(self, device: torch.device) -> "_CapturingLayer":
+    def to(self, device: torch.device) -> Self:
         """Where it is, as layers that attend to rows of others ask in some versions of transformers."""
         return self
 
-    def append(self, k: Tensor, v: Tensor) -> None:
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Self, Self]:
         chunk = slice(self._num_rows, self._num_rows + k.shape[2])
         self._capture.kv[:, chunk, 0] = k[0]
         self._capture.kv[:, chunk, 1] = v[0]
         self._num_rows = chunk.stop
+        return self, self
+
+    def get_seq_length(self) -> int:
+        return self._num_rows
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         if self._spec.rows_of is not None:  # whose rows are all there
@@ -84,49 +85,6 @@ class _CapturingLayer:
         if reach is not None:
             first_seen = torch.tensor([reach.first_seen(token) for token in tokens], device=q.device)
         return attend_chunk(q[0], *kv, softmax_scale, first_seen, self._spec.logit_cap, self._sinks)[None]
-
-
-class _CapturingCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """The part of a transformers cache that a decoder layer calls."""
-
-    def __init__(self, layer: _CapturingLayer):
-        super().__init__(layers=[])
-        self._layer = layer
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self._layer.append(key_states, value_states)
-        return self._layer, self._layer
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._layer.num_rows
-
-
-class _StateCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """Of a layer that keeps a state, whatever its number."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.state = LinearAttentionLayer()
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.state.conv_states[0] if self.state.has_previous_state[0] else None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.state.recurrent_states[0] if self.state.is_recurrent_states_initialized[0] else None
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, **kwargs: Any) -> Any:
-        return self.state.update_conv_state(conv_states, **kwargs)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any) -> Any:
-        return self.state.update_recurrent_state(recurrent_states, **kwargs)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def arrays(self) -> dict[str, Tensor]:
-        """conv [channels, conv_len - 1] and memory [num_v_heads, k_dim, v_dim], float32."""
-        conv, memory = self.state.conv_states[0][0, :, 1:], self.state.recurrent_states[0][0]
-        return {"conv": conv.float().contiguous(), "memory": memory.float().contiguous()}
 
 
 @torch.inference_mode()
@@ -160,16 +118,16 @@ def prefill(
             q, kv = arrays.of(layer_idx)
             capture = LayerCapture(layer_idx, q, kv, hidden, arrays.are_reused_at_once)
             leaving = torch.empty_like(hidden)
-            of_layer, sinks = spec.layers[layer_idx], None
-            cache: _StateCache | _CapturingCache = _StateCache()
+            of_layer = spec.layers[layer_idx]
+            kept: Any = LinearAttentionLayer()
             told, latent, more = embeddings[layer_idx], None, dict[str, Any]()
             with lent(model, layer_idx) as layer:
                 if of_layer.delta is None:
                     sinks = getattr(layer.self_attn, "sinks", None)
-                    rows_there = _CapturingLayer(capture, of_layer.attention, sinks)
-                    cache = _CapturingCache(rows_there)
+                    kept = _CapturingLayer(capture, of_layer.attention, sinks)
                     if "shared_kv_states" in signature(layer.forward).parameters:
-                        more["shared_kv_states"] = {layer_type(config, layer_idx): (rows_there, rows_there)}
+                        more["shared_kv_states"] = {layer_type(config, layer_idx): (kept, kept)}
+                cache = Cache(layers=[kept] * (layer_idx + 1))  # of this layer, whatever its number
                 if of_layer.latent is not None:
                     of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0].interleaved
                     latent = LatentLayer(layer, *of_latents, kv.view(context_len, -1), chosen)
@@ -191,8 +149,8 @@ def prefill(
                             **more,
                         )[0]
                     on_chunk(layer_idx, rows.stop - rows.start)
-            if isinstance(cache, _StateCache):
-                capture.state = cache.arrays()
+            if of_layer.delta is not None:
+                capture.state = _state_arrays(kept)
             _require_sound(capture)
             yield capture, leaving
             hidden = leaving
@@ -286,6 +244,12 @@ def _attend_by_cudnn(
         q[None], k[None], v[None], None, True, 0.0, is_causal, scale=softmax_scale
     )[:2]
     return out[0], lse.view(q.shape[:2])
+
+
+def _state_arrays(state: LinearAttentionLayer) -> dict[str, Tensor]:
+    """conv [channels, conv_len - 1] and memory [num_v_heads, k_dim, v_dim], float32."""
+    conv, memory = state.conv_states[0][0, :, 1:], state.recurrent_states[0][0]
+    return {"conv": conv.float().contiguous(), "memory": memory.float().contiguous()}
 
 
 def _require_sound(capture: LayerCapture) -> None:

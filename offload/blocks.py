@@ -8,9 +8,9 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 from offload.block_files import BlockFiles, Bytes
 
@@ -82,11 +82,8 @@ class Blocks:
         self._budget_bytes, self._files = memory_bytes, files
         self._held: OrderedDict[str, _Held] = OrderedDict()  # the least recently used first
         self._num_bytes = self._num_refused = 0
-        self._lock = threading.Condition()
-        self._to_write: SimpleQueue[tuple[str, _Held] | None] = SimpleQueue()
-        self._num_unwritten = 0
-        self._writer = threading.Thread(target=self._write_behind, name="csattn-blocks", daemon=True)
-        self._writer.start()
+        self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="csattn-blocks")
 
     def __repr__(self) -> str:
         return f"<Blocks {len(self._held)} of {self._num_bytes:,}/{self._budget_bytes:,} bytes, and {self._files!r}>"
@@ -110,8 +107,7 @@ class Blocks:
                 return False
             if self._files is not None:
                 held.num_users += 1
-                self._num_unwritten += 1
-                self._to_write.put((name.key, held))
+                self._writer.submit(self._write, self._files, name.key, held)
         return True
 
     @contextmanager
@@ -133,13 +129,11 @@ class Blocks:
 
     def flush(self) -> None:
         """Wait until all that was put is in its file, or refused."""
-        with self._lock:
-            self._lock.wait_for(lambda: self._num_unwritten == 0)
+        self._writer.submit(int).result()
 
     def close(self) -> None:
         """Write what still waits."""
-        self._to_write.put(None)
-        self._writer.join()
+        self._writer.shutdown()
 
     @property
     def counts(self) -> BlockCounts:
@@ -193,20 +187,15 @@ class Blocks:
         self._num_bytes += data.nbytes
         return held
 
-    def _write_behind(self) -> None:
-        while (item := self._to_write.get()) is not None:
-            key, held = item
-            try:
-                assert self._files is not None
-                label = bytes(held.label)
-                if not self._files.holds(key, label):
-                    self._files.write(key, label, held.data)
-            except Exception:  # this block's alone: others are still written
-                _log.exception("block %s is not written", key)
-                with self._lock:
-                    self._num_refused += 1
-            finally:
-                with self._lock:
-                    held.num_users -= 1
-                    self._num_unwritten -= 1
-                    self._lock.notify_all()
+    def _write(self, files: BlockFiles, key: str, held: _Held) -> None:
+        try:
+            label = bytes(held.label)
+            if not files.holds(key, label):
+                files.write(key, label, held.data)
+        except Exception:
+            _log.exception("block %s is not written", key)
+            with self._lock:
+                self._num_refused += 1
+        finally:
+            with self._lock:
+                held.num_users -= 1

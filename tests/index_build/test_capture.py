@@ -62,6 +62,15 @@ def test_results_do_not_depend_on_the_chunk_size(family: str, chunk_len: int) ->
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("chunk_len", [1, 50, 128])
+def test_a_state_goes_on_from_chunk_to_chunk(chunk_len: int) -> None:
+    model, ids = make_model("qwen3_next"), torch.from_numpy(token_ids(129)).long()
+    of_chunks, of_all = (prefill(model, ids, chunk_len=length) for length in (chunk_len, 129))
+    for (got, got_leaving), (want, want_leaving) in zip(of_chunks, of_all, strict=True):
+        torch.testing.assert_close(got.state, want.state, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(got_leaving, want_leaving, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("chunk_len", "kv_len", "head_dim"), [(1, 1, 16), (7, 7, 16), (1, 65, 16), (64, 131, 16), (64, 131, 512)]

@@ -214,10 +214,10 @@ def test_a_block_that_cannot_be_written_does_not_keep_others_from_it(tmp_path, m
     blocks = make(tmp_path)
     for number in (1, 2):
         blocks.put(name(number), data(number))
+    blocks.flush()
     blocks.close()
     assert [path.stem for path in files_of(tmp_path)] == ["key2"] and blocks.counts.refused == 1
     assert "block key1 is not written" in caplog.text and "not this one" in caplog.text
-    blocks.flush()
     check(blocks)
 
 

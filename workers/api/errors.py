@@ -25,14 +25,12 @@ RETRY_AFTER_S = {429: 1.0, 503: 1.0}  # where the error itself does not say
 class HttpError(ServingError):
     """A refusal of the HTTP side itself, with the status it goes by."""
 
-    def __init__(
-        self, status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message, param, retry_after_s)
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
         self.status, self.code = status, code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.status, self.code, self.message, self.param, self.retry_after_s)
+        return type(self), (self.status, self.code, self.message)
 
 
 def error_body(error: ServingError) -> dict[str, Any]:

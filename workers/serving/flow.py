@@ -3,9 +3,10 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from threading import Lock
 
-from workers.serving.messages import OverloadedError, ServingError, copy_of
+from workers.serving.messages import OverloadedError, ServingError
 
 _REMEMBERED = 256  # ends of requests, of which the rate is told
 _LONGEST_S = 600.0
@@ -19,7 +20,6 @@ class Flow:
         self.fault: ServingError | None = None  # what every request is told while none can be answered
         self.closed: ServingError | None = None  # and what from when on none will be
         self.num_in_flight = 0
-        self.num_refused = 0
         self._clock = clock
         self._lock = Lock()
         self._seen_at = clock()
@@ -34,10 +34,9 @@ class Flow:
         """Take a place, at once or not at all."""
         with self._lock:
             if (error := self.refusal) is not None:
-                raise copy_of(error)
+                raise copy(error)
             self._see_time()
             if self.num_in_flight >= self.max_running + self.max_queued:
-                self.num_refused += 1
                 retry_after_s = self._retry_after_s()
                 raise OverloadedError(
                     f"{self.num_in_flight} requests are being answered or wait, which is all that there is room for; "

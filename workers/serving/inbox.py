@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, field
 from threading import Condition
 from typing import Any
 
-from workers.serving.messages import ServingError, copy_of
+from workers.serving.messages import ServingError
 from workers.serving.request import Request
 
 Call = tuple[Callable[[], Any], "Future[Any]"]
@@ -42,7 +43,7 @@ class Inbox:
         """Its place was reserved with `Flow.reserve`, and is given back when the request is over."""
         with self._changed:
             if self._refusal is not None:
-                raise copy_of(self._refusal)
+                raise copy(self._refusal)
             self._news.arrived.append(request)
             self._changed.notify()
 
@@ -57,7 +58,7 @@ class Inbox:
         future: Future[Any] = Future()
         with self._changed:
             if self._refusal is not None:
-                future.set_exception(copy_of(self._refusal))
+                future.set_exception(copy(self._refusal))
                 return future
             self._news.calls.append((work, future))
             self._changed.notify()

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -40,7 +41,6 @@ from workers.serving.messages import (
     TokenizeAsk,
     Tokens,
     closing,
-    copy_of,
 )
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
@@ -161,7 +161,7 @@ class LocalBackend:
                 while True:
                     event = await request.outlet.next()
                     if isinstance(event, ServingError):
-                        raise copy_of(event)
+                        raise copy(event)
                     yield event
                     if isinstance(event, Done):
                         return
@@ -261,7 +261,7 @@ class LocalBackend:
     def _require_steps(self) -> None:
         """What a request waited for may have taken longer than the service lives."""
         if (closed := self._scheduler.flow.closed) is not None and not (self._steps and self._steps.is_alive):
-            raise copy_of(closed)
+            raise copy(closed)
 
     async def _beside(self, work: Callable[..., T], *arguments: Any) -> T:
         """In a thread for tokenisers."""

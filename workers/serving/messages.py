@@ -265,15 +265,9 @@ class ServingError(CsattnError):
         super().__init__(message)
         self.message, self.param, self.retry_after_s, self.detail = message, param, retry_after_s, detail
 
-    def __reduce__(self) -> tuple[Any, ...]:  # it crosses processes
+    # it crosses processes; and it is copied where several requests are told the same, for it belongs to one of them
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.param, self.retry_after_s, self.detail)
-
-
-def copy_of(error: ServingError) -> ServingError:
-    """Several requests may be told the same, and an exception belongs to one of them."""
-    make, arguments = error.__reduce__()
-    copied: ServingError = make(*arguments)
-    return copied
 
 
 class BadRequestError(ServingError):

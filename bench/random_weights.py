@@ -46,7 +46,7 @@ def random_weights(
     """
     require_dtype(dtype)
     if share is not None:
-        assert few is None, "weights of few bits are not shared out"
+        assert few is None, "random weights of few bits are not shared out"
         require_shares(spec, share.num_devices)
     generator = torch.Generator(device).manual_seed(seed)
     into_stream = (2 * spec.num_layers) ** -0.5  # each layer adds to the stream twice

@@ -46,7 +46,7 @@ def random_weights(
     """
     require_dtype(dtype)
     if share is not None:
-        assert few is None, "weights of few bits are not shared out"
+        assert few is None, "random weights of few bits are not shared out"
         require_shares(spec, share.num_devices)
     generator = torch.Generator(device).manual_seed(seed)
     into_stream = (2 * spec.num_layers) ** -0.5  # each layer adds to the stream twice
@@ -190,7 +190,22 @@ def random_weights(
 
 def _copied(part: LayerWeights) -> LayerWeights:
     """A share of a layer in memory of its own, so that the whole can go."""
-    return replace(part, qkv=_joined(part.qkv), gates=_joined(part.gates), gate_up=_joined(part.gate_up))
+    return replace(
+        part,
+        qkv=_joined(part.qkv),
+        gates=_joined(part.gates),
+        gate_up=_joined(part.gate_up),
+        experts=tuple(map(_experts_copied, part.experts)),
+    )
+
+
+def _experts_copied(part: ExpertWeights) -> ExpertWeights:
+    """Gates and ups in one matrix, as the steps of a device want them."""
+    gates, ups = torch.cat([part.gates, part.ups], dim=1).chunk(2, dim=1)
+    gate_bias, up_bias = part.gate_bias, part.up_bias
+    if gate_bias is not None and up_bias is not None:
+        gate_bias, up_bias = torch.cat([gate_bias, up_bias], dim=1).chunk(2, dim=1)
+    return replace(part, gates=gates, ups=ups, gate_bias=gate_bias, up_bias=up_bias, down=part.down.contiguous())
 
 
 def _joined(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:

@@ -66,6 +66,21 @@ def test_shares_of_random_weights_compute_what_the_whole_computes(name: str) -> 
         assert torch.equal(part.embedding, whole.embedding)
 
 
+def test_shares_of_random_experts_are_as_steps_want_them() -> None:
+    """Gates and ups in one matrix, and nothing of the whole is held."""
+    shape = few_layers("gpt-oss-20b")
+    whole = random_weights(shape, CPU).layers[1].experts[0]
+    parts = [random_weights(shape, CPU, share=Share(rank, 2)) for rank in range(2)]
+    for part in parts:
+        of, experts = part.spec.layers[1].experts[0], part.layers[1].experts[0]
+        assert experts.ups.data_ptr() - experts.gates.data_ptr() == experts.gates[0].nbytes
+        assert experts.up_bias.data_ptr() - experts.gate_bias.data_ptr() == experts.gate_bias[0].nbytes
+        assert experts.gates.untyped_storage().nbytes() == 2 * experts.gates.numel() * 2
+        assert experts.down.untyped_storage().nbytes() == experts.down.numel() * 2 == experts.gates.numel() * 2
+        assert experts.gates.shape == (of.num_experts, of.intermediate_size, 64)
+    assert torch.equal(torch.cat([part.layers[1].experts[0].down for part in parts], dim=2), whole.down)
+
+
 def test_no_more_of_a_model_than_a_share_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is made, no more than a layer."""
     wholes, share_of_layer = list[ref[torch.Tensor]](), random_weights_module.share_of_layer

@@ -117,6 +117,21 @@ class QuantizedWeight:
         """Those rows alone."""
         return replace(self, words=self.words[which], scales=self.scales[:, which])
 
+    def has_input_parts(self, num_parts: int) -> bool:
+        """Whether so many equal parts of its inputs are whole runs and groups."""
+        unit = max(RUN, self.group_size)
+        return num_parts == 1 or (self.order is None and self.num_in % (num_parts * unit) == 0)
+
+    def inputs(self, which: slice) -> "QuantizedWeight":
+        """Those inputs alone: whole runs and groups, in order. In memory of their own."""
+        first, stop, group_size = which.start, which.stop, self.group_size
+        unit, width = max(RUN, group_size), RUN // CODES[self.format]
+        assert self.order is None and first % unit == 0 and (stop % unit == 0 or stop == self.num_in)
+        runs = slice(first // RUN * width, -(-stop // RUN) * width)
+        groups = slice(first // group_size, -(-stop // group_size)) if group_size else slice(None)
+        words, scales = self.words[:, runs].clone(), self.scales[groups].clone()
+        return replace(self, words=words, scales=scales, num_in=stop - first)
+
     def to(self, device: torch.device | str) -> "QuantizedWeight":
         order = None if self.order is None else self.order.to(device)
         return replace(self, words=self.words.to(device), scales=self.scales.to(device), order=order)

@@ -1,4 +1,4 @@
-"""A model as one of several devices computes it: some of its heads, and some columns of its MLPs.
+"""A model as one of several devices computes it: some of its heads, and some columns of its MLPs and experts.
 
 Each device computes with its share what it adds to the residual stream; the sum over devices is what the whole adds.
 """
@@ -6,9 +6,12 @@ Each device computes with its share what it adds to the residual stream; the sum
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from csattn.errors import ConfigError
-from csattn.models.spec import HeadsSpec, LayerSpec, ModelSpec
-from csattn.models.weights import LayerWeights, Linear
+from csattn.models.quantized_weight import RUN, QuantizedExperts, QuantizedWeight
+from csattn.models.spec import ExpertsSpec, HeadsSpec, LayerSpec, ModelSpec
+from csattn.models.weights import ExpertWeights, LayerWeights, Linear, ModelWeights, by_expert
 from csattn.share import Share
 
 
@@ -21,40 +24,79 @@ def require_shares(spec: ModelSpec, num_devices: int) -> None:
     fault = next((fault for layer in spec.layers if (fault := _fault(layer))), None)
     if fault is not None:
         raise ConfigError(f"the model has {fault}, which are not shared out among devices; choose one device")
-    widths = [layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None]
-    kv_heads = {spec.heads_of(layer_idx).num_kv_heads for layer_idx in range(spec.num_layers)}
-    fitting = [n for n in range(1, min(kv_heads) + 1) if not any(x % n for x in (*kv_heads, *widths))]
-    if num_devices not in fitting:
-        told = " and ".join(map(str, sorted(kv_heads)))
+    if num_devices not in (fitting := _fitting(spec)):
+        told = " and ".join(map(str, sorted(_kv_heads(spec))))
         raise ConfigError(
             f"{num_devices} devices cannot share {told} KV heads and the columns of the model's MLPs in "
             f"equal parts; {' or '.join(map(str, fitting))} can"
         )
 
 
+def require_shares_of_few_bits(weights: ModelWeights, num_devices: int) -> None:
+    """Raise ConfigError for weights in few bits whose inputs so many devices cannot share out.
+
+    weights: the whole model's, whose spec can be shared out among them.
+    """
+    matrices = [matrix for layer in weights.layers for matrix in _shared_by_inputs(layer)]
+    fitting = [n for n in _fitting(weights.spec) if all(matrix.has_input_parts(n) for matrix in matrices)]
+    if num_devices not in fitting:
+        raise ConfigError(
+            f"{num_devices} devices cannot share this model's weights of 8 or 4 bits: each takes whole groups of a "
+            f"matrix's inputs and whole runs of {RUN}, and none that are in an order of their own (act-order); "
+            f"{' or '.join(map(str, fitting))} can, and more may with weights of 16 bits"
+        )
+
+
+def _shared_by_inputs(layer: LayerWeights) -> list[QuantizedWeight]:
+    linears = [layer.out.quantized, None if layer.down is None else layer.down.quantized]
+    experts = [None if of.quantized is None else of.quantized.down for of in layer.experts]
+    return [matrix for matrix in (*linears, *experts) if matrix is not None]
+
+
+def _fitting(spec: ModelSpec) -> list[int]:
+    """Numbers of devices that can share heads and columns equally."""
+    kv_heads = _kv_heads(spec)
+    widths = [of.intermediate_size for layer in spec.layers for of in (layer.mlp, *layer.experts) if of is not None]
+    return [n for n in range(1, min(kv_heads) + 1) if not any(x % n for x in (*kv_heads, *widths))]
+
+
+def _kv_heads(spec: ModelSpec) -> set[int]:
+    return {spec.heads_of(layer_idx).num_kv_heads for layer_idx in range(spec.num_layers)}
+
+
 def _fault(layer: LayerSpec) -> str | None:
-    if layer.experts:
-        return "layers of experts"
     if layer.delta is not None:
         return "layers of linear attention"
     if layer.latent is not None:
         return "layers of latents"
     if layer.attention.rows_of is not None:
         return "layers that attend to rows of others"
-    return "norms over all heads together" if layer.attention.qk_norm == "projection" else None
+    if layer.attention.qk_norm == "projection":
+        return "norms over all heads together"
+    return "experts with norms of their own" if any(of.apart for of in layer.experts) else None
 
 
 def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
-    """Of each device; all of the vocabulary is in it, and of the embedding."""
+    """Of each device; all of the vocabulary is in it, of the embedding, and of what chooses experts."""
     layers = tuple(
-        replace(layer, mlp=replace(layer.mlp, intermediate_size=layer.mlp.intermediate_size // num_devices))
-        if layer.mlp is not None
-        else layer
+        replace(
+            layer,
+            mlp=layer.mlp and replace(layer.mlp, intermediate_size=layer.mlp.intermediate_size // num_devices),
+            experts=tuple(replace(of, intermediate_size=of.intermediate_size // num_devices) for of in layer.experts),
+        )
         for layer in spec.layers
     )
     num_q_heads, num_kv_heads = spec.num_q_heads // num_devices, spec.num_kv_heads // num_devices
     local_heads = spec.local_heads and (spec.local_heads[0] // num_devices, spec.local_heads[1])
     return replace(spec, layers=layers, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, local_heads=local_heads)
+
+
+def params_on_all(spec: ModelSpec, num_devices: int) -> int:
+    """Parameters of which every one of so many devices has all: the embedding, the head where it cannot be shared out,
+    what chooses experts, and biases behind them. spec: the whole's."""
+    has_head = not spec.tied_embedding and spec.vocab_size % num_devices > 0
+    of_experts = sum(of.num_experts * (1 + of.bias) for layer in spec.layers for of in layer.experts)
+    return (spec.vocab_size * (1 + has_head) + of_experts) * spec.hidden_size
 
 
 def share_of_layer(layer: LayerWeights, heads: HeadsSpec, of: LayerSpec, share: Share) -> LayerWeights:
@@ -67,6 +109,10 @@ def share_of_layer(layer: LayerWeights, heads: HeadsSpec, of: LayerSpec, share: 
         gates=_outputs(layer.gates, share.of(q_width)) if layer.gates else (),
         sinks=None if layer.sinks is None else layer.sinks[share.of(heads.num_q_heads)],
         out=_inputs(layer.out, share.of(q_width), share.rank == 0),
+        experts=tuple(
+            _share_of_experts(experts, of_experts, share)
+            for experts, of_experts in zip(layer.experts, of.experts, strict=True)
+        ),
     )
     if of.mlp is None or layer.down is None:
         return layer
@@ -76,6 +122,30 @@ def share_of_layer(layer: LayerWeights, heads: HeadsSpec, of: LayerSpec, share: 
         layer,
         gate_up=tuple(linear for part in gate_up for linear in _outputs(layer.gate_up, part)),
         down=_inputs(layer.down, share.of(middle), share.rank == 0),
+    )
+
+
+def _share_of_experts(experts: ExpertWeights, of: ExpertsSpec, share: Share) -> ExpertWeights:
+    """The same columns of each expert: all devices choose the same ones."""
+    columns, kept = share.of(of.intermediate_size), experts.quantized
+    if kept is not None:
+        columns_of = torch.arange(of.intermediate_size)[columns]
+        firsts = of.intermediate_size * torch.arange(2 * of.num_experts)  # gates', then ups', of each expert
+        rows = (firsts[:, None] + columns_of).flatten().to(kept.gate_up.words.device)
+        kept = QuantizedExperts(kept.gate_up.outputs(rows), kept.down.inputs(columns))
+    if kept is not None and not experts.gates.is_floating_point():
+        gates, ups, down = by_expert(kept.gate_up.words, kept.down.words, of.num_experts)
+    else:
+        gates, ups, down = experts.gates[:, columns], experts.ups[:, columns], experts.down[..., columns]
+    return replace(
+        experts,
+        gates=gates,
+        ups=ups,
+        down=down,
+        gate_bias=None if experts.gate_bias is None else experts.gate_bias[:, columns],
+        up_bias=None if experts.up_bias is None else experts.up_bias[:, columns],
+        down_bias=experts.down_bias if share.rank == 0 else None,
+        quantized=kept,
     )
 
 
@@ -96,4 +166,8 @@ def _outputs(linears: Sequence[Linear], part: slice) -> tuple[Linear, ...]:
 
 
 def _inputs(linear: Linear, part: slice, has_bias: bool) -> Linear:
-    return Linear(linear.weight[:, part].contiguous(), linear.bias if has_bias else None)
+    bias = linear.bias if has_bias else None
+    if linear.quantized is None:
+        return Linear(linear.weight[:, part].contiguous(), bias)
+    quantized = linear.quantized.inputs(part)
+    return Linear(linear.weight[:, part] if linear.weight.is_floating_point() else quantized.words, bias, quantized)

@@ -1,6 +1,7 @@
 """Shares of a model: what devices compute with theirs is together what the whole computes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,22 +10,30 @@ from torch.nn.functional import linear as product
 
 from csattn.errors import ConfigError
 from csattn.models.families import describe
-from csattn.models.share import require_shares, share_of_head, share_of_layer, share_of_spec
-from csattn.models.spec import MlpSpec
-from csattn.models.weights import Linear, weights_of
+from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, WeightFormat
+from csattn.models.share import (
+    require_shares,
+    require_shares_of_few_bits,
+    share_of_head,
+    share_of_layer,
+    share_of_spec,
+)
+from csattn.models.spec import ExpertsSpec, MlpSpec
+from csattn.models.weights import ExpertWeights, Linear, ModelWeights, by_expert, weights_of
 from csattn.share import Share
 from tests.tiny import ALL_FAMILIES, loaded, tiny_config
+from tests.workers.model.quantized import KINDS, KINDS_OF_EXPERTS, make_quantized, make_quantized_experts
+from tests.workers.model.step_ops import EXPERTS
+from workers.model.layers import expert_room
+from workers.model.ops import Normed
+from workers.model.torch_ops import TorchOps
 
 REFUSED = {
-    "layers of experts": {
-        *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "gpt_oss", "granitemoe", "hy_v3", "llama4_text"),
-        *("mellum", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open", "gemma4_text, experts"),
-    },
+    "experts with norms of their own": {"gemma4_text, experts"},
     "layers that attend to rows of others": {"gemma4_text, inputs"},
     "layers of latents": {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"},
-    "layers of linear attention": {"qwen3_5_text"},
-    "norms over all heads together": {"olmo2", "olmo3"},
-    "layers of (experts|linear attention)": {"qwen3_5_moe_text", "qwen3_next"},
+    "layers of linear attention": {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"},
+    "norms over all heads together": {"minimax_m2", "olmo2", "olmo3", "olmoe"},
 }
 SPLIT = sorted(ALL_FAMILIES.keys() - {name for names in REFUSED.values() for name in names})
 
@@ -39,6 +48,21 @@ def merged(parts: list[Tensor], widths: list[int]) -> Tensor:
     return torch.cat([of_device[number] for number in range(len(widths)) for of_device in pieces], dim=1)
 
 
+def experts_out(weights: ExpertWeights, spec: ExpertsSpec, x: Tensor) -> Tensor:
+    """What experts give that are chosen for x."""
+
+    def zeros(*sizes: int, dtype: torch.dtype = x.dtype) -> Tensor:
+        return torch.zeros(len(x), *sizes, dtype=dtype)
+
+    room = expert_room(spec, x.shape[1], zeros)
+    room.logits.copy_(product(x, weights.router.weight, weights.router.bias))
+    ops, out = TorchOps(), torch.full_like(x, torch.nan)
+    ops.choose_experts(weights.choice_bias, weights.scales, spec, room)
+    ops.experts(Normed(x), weights, spec, room)
+    ops.experts_out(weights, spec, room, out)
+    return out
+
+
 @pytest.mark.parametrize("family", SPLIT)
 def test_the_shares_of_a_layer_make_the_whole(family: str) -> None:
     weights, num = weights_of(loaded(family).model), 2
@@ -51,11 +75,20 @@ def test_the_shares_of_a_layer_make_the_whole(family: str) -> None:
         parts = [share_of_layer(layer, of_heads, of, share) for share in shares]
         qkv, heads = [outputs(part.qkv, x) for part in parts], own.heads_of(number)
         torch.testing.assert_close(merged(qkv, [heads.q_width, heads.kv_width, heads.kv_width]), outputs(layer.qkv, x))
-        attended, middle = torch.randn(3, of_heads.q_width), torch.randn(3, of.mlp.intermediate_size)
-        for name, read in (("out", attended), ("down", middle)):
+        for name, width in (("out", of_heads.q_width), ("down", of.mlp and of.mlp.intermediate_size)):
+            if width is None:
+                continue
+            read = torch.randn(3, width)
             whole, columns = getattr(layer, name), read.chunk(num, dim=1)
             added = [outputs((getattr(part, name),), own_x) for part, own_x in zip(parts, columns, strict=True)]
             torch.testing.assert_close(sum(added), outputs((whole,), read), rtol=1e-4, atol=1e-4)
+        for experts, of_experts in enumerate(of.experts):
+            own_spec = own.layers[number].experts[experts]
+            given = [experts_out(part.experts[experts], own_spec, x) for part in parts]
+            want = experts_out(layer.experts[experts], of_experts, x)
+            torch.testing.assert_close(sum(given), want, rtol=1e-4, atol=1e-4)
+        if of.mlp is None:
+            continue
         of_mlp = [own.layers[number].mlp.intermediate_size] * (1 + of.mlp.gated)
         gate_up = [outputs(part.gate_up, x) for part in parts]
         torch.testing.assert_close(merged(gate_up, of_mlp), outputs(layer.gate_up, x))
@@ -74,12 +107,85 @@ def test_gates_of_heads_go_with_their_heads() -> None:
 
 
 def test_sinks_of_heads_go_with_their_heads() -> None:
-    """Of a model whose experts are refused."""
     weights = weights_of(loaded("gpt_oss").model)
     layer, of = weights.layers[0], weights.spec.layers[0]
     parts = [share_of_layer(layer, weights.spec.heads_of(0), of, Share(rank, 2)) for rank in range(2)]
     assert layer.sinks is not None and len(layer.sinks.unique()) == len(layer.sinks)
     assert torch.equal(torch.cat([part.sinks for part in parts]), layer.sinks)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_shares_of_few_bits_decode_to_those_of_the_matrix(kind: tuple[WeightFormat, int, bool], on_gpu: bool) -> None:
+    """on_gpu: where words are there alone."""
+    spec = describe(tiny_config("llama", head_dim=128, intermediate_size=512))
+    quantized = make_quantized(70, 512, *kind).to("cpu")
+    plain = quantized.decoded(torch.float32)
+    linear = Linear(quantized.words if on_gpu else plain, torch.randn(70), quantized)
+    layer = replace(weights_of(loaded("llama").model).layers[0], out=linear, down=linear)
+    parts = [share_of_layer(layer, spec.heads, spec.layers[0], Share(rank, 2)) for rank in range(2)]
+    for name in ("out", "down"):
+        shares = [getattr(part, name) for part in parts]
+        assert torch.equal(torch.cat([share.quantized.decoded(torch.float32) for share in shares], dim=1), plain)
+        assert torch.equal(torch.cat([share.plain(torch.float32) for share in shares], dim=1), plain)
+        assert [share.quantized.num_in for share in shares] == [256, 256]
+        assert shares[0].bias is linear.bias and shares[1].bias is None
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_EXPERTS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
+def test_shares_of_experts_in_few_bits_decode_to_those_of_the_matrices(
+    kind: tuple[str, WeightFormat, int, bool],
+) -> None:
+    experts = replace(EXPERTS[kind[0]], intermediate_size=512)
+    layer_spec = replace(describe(tiny_config("llama")).layers[0], mlp=None, experts=(experts,))
+    words = make_quantized_experts(experts, 72, kind[1:], torch.float32)
+    words = replace(words, quantized=words.quantized.to("cpu"))
+    plain = words.plain(torch.float32)
+    llama = weights_of(loaded("llama").model)
+    for whole in (words, plain):  # on a GPU, and on the host
+        layer = replace(llama.layers[0], experts=(whole,))
+        parts = [share_of_layer(layer, llama.spec.heads, layer_spec, Share(rank, 2)).experts[0] for rank in range(2)]
+        for part in parts:
+            assert part.quantized is not None
+            own = by_expert(
+                part.quantized.gate_up.decoded(torch.float32),
+                part.quantized.down.decoded(torch.float32),
+                experts.num_experts,
+            )
+            there = part.plain(torch.float32)
+            assert all(map(torch.equal, own, (there.gates, there.ups, there.down)))
+        for name, dim in (("gates", 1), ("ups", 1), ("down", 2)):
+            both = torch.cat([getattr(part.plain(torch.float32), name) for part in parts], dim=dim)
+            assert torch.equal(both, getattr(plain, name))
+
+
+def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
+    """Each device takes whole runs and groups, of inputs that lie in order."""
+    weights = weights_of(loaded("llama").model)
+    spec = replace(weights.spec, num_kv_heads=8, num_q_heads=8)
+
+    def of(quantized: QuantizedWeight, **parts: Any) -> ModelWeights:
+        down = Linear(torch.empty(0), None, quantized)
+        return replace(weights, spec=spec, layers=(replace(weights.layers[0], down=down, **parts),))
+
+    def matrix(num_in: int, group_size: int) -> QuantizedWeight:
+        return make_quantized(3, num_in, "int4", group_size, True).to("cpu")
+
+    require_shares_of_few_bits(of(matrix(1024, 128)), 8)
+    require_shares_of_few_bits(of(matrix(1000, 0)), 1)
+    for quantized in (matrix(512, 128), matrix(1024, 256), matrix(512, 32), matrix(512, 0)):
+        with pytest.raises(
+            ConfigError, match=r"8 devices cannot share this model's weights of 8 or 4 bits: .*; 1 or 2 or 4 can, "
+        ):
+            require_shares_of_few_bits(of(quantized), 8)
+    in_another_order = replace(matrix(1024, 128), order=torch.randperm(1024))
+    with pytest.raises(ConfigError, match=r"2 devices .*; 1 can, and more may with weights of 16 bits"):
+        require_shares_of_few_bits(of(in_another_order), 2)
+    experts = ExpertWeights(
+        Linear(torch.empty(0)), *3 * [torch.empty(0)], quantized=QuantizedExperts(matrix(64, 32), matrix(192, 32))
+    )
+    with pytest.raises(ConfigError, match=r"2 devices .*; 1 can"):
+        require_shares_of_few_bits(of(matrix(1024, 128), experts=(experts,)), 2)
 
 
 def test_a_vocabulary_that_cannot_be_shared_out_is_on_all_devices() -> None:
@@ -104,4 +210,6 @@ def test_a_number_of_devices_that_does_not_fit_is_told_those_that_do() -> None:
         require_shares(replace(spec, layers=(*spec.layers[1:], odd)), 4)
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         require_shares(spec, 0)
-    require_shares(describe(tiny_config("mixtral")), 1)
+    with pytest.raises(ConfigError, match=r"2 devices .*; 1 can"):
+        require_shares(describe(tiny_config("mixtral", intermediate_size=35)), 2)
+    require_shares(describe(tiny_config("qwen3_next")), 1)

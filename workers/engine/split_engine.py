@@ -20,7 +20,8 @@ from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, DevicesError
 from csattn.models import LoadedModel
-from csattn.models.share import require_shares
+from csattn.models.share import require_shares, require_shares_of_few_bits
+from csattn.models.weights import weights_of
 from csattn.share import Share
 from workers.engine.follower import EXPECTED, FollowerSpec
 from workers.engine.followers import GRACE_S, MODULE, STEP_S, Followers
@@ -60,8 +61,7 @@ class SplitEngine:
             raise ConfigError("search workers serve one device; leave them out: threads of each process search then")
         require_device()
         require_shares(step_model(loaded).spec, num_devices)
-        if any(hasattr(module, "quantized") for module in loaded.model.modules()):
-            raise ConfigError("weights of 8 or 4 bits are not shared out among devices; choose one device")
+        require_shares_of_few_bits(weights_of(loaded.model), num_devices)
         kind = "cuda" if device is None else device.type
         if kind == "cuda":
             require_devices(num_devices)

@@ -11,7 +11,7 @@ from csattn.artifact.manifest import ModelGeometry
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
 from csattn.models.families import describe
-from csattn.models.share import share_of_spec
+from csattn.models.share import params_on_all, share_of_spec
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import device_bytes
 from csattn.models.weights import ModelWeights
@@ -65,8 +65,7 @@ def step_model(loaded: LoadedModel) -> StepModel:
 def handed_share(loaded: LoadedModel, num_devices: int) -> StepModel:
     """A device's, of as many; its weights are the affair of who has them."""
     whole = step_model(loaded)
-    embedding_bytes = whole.spec.vocab_size * whole.spec.hidden_size * whole.dtype.itemsize
-    num_bytes = whole.num_bytes // num_devices + embedding_bytes
+    num_bytes = whole.num_bytes // num_devices + params_on_all(whole.spec, num_devices) * whole.dtype.itemsize
     return replace(whole, spec=share_of_spec(whole.spec, num_devices), num_bytes=num_bytes, take=_not_here)
 
 

@@ -8,9 +8,10 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -141,25 +142,28 @@ class Devices:
             raise DevicesError("another of the devices could not do what this one can; its own message says why")
 
     def send(self, what: Any, rank: int) -> None:
-        """Data classes of tensors, to the process of that rank, which receives it."""
-        tensors: list[Tensor] = []
+        """Data classes of tensors, to the process of that rank, which receives it. What shares memory does so there."""
         file = io.BytesIO()
-        _Pickler(file, tensors).dump(what)
+        pickler = _Pickler(file)
+        pickler.dump(what)
         data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        for told in (torch.tensor([len(data)]), data, *(tensor.to(self.device).contiguous() for tensor in tensors)):
-            dist.send(told, rank)
+        dist.send(torch.tensor([len(data)]), rank)
+        dist.send(data, rank)
+        for memory in pickler.memories:
+            dist.send(memory.to(self.device), rank)
 
     def receive(self, rank: int = 0) -> Any:
         """Its tensors are on this process's device."""
 
-        def tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None = self.device) -> Tensor:
-            room = torch.empty(sizes, dtype=dtype, device=device)
+        def received(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            room = torch.empty(size, dtype=dtype, device=device)
             dist.recv(room, rank)
             return room
 
         cpu = torch.device("cpu")
-        data = tensor([int(tensor([1], torch.int64, cpu))], torch.uint8, cpu)
-        return _Unpickler(io.BytesIO(data.numpy().tobytes()), tensor).load()
+        data = received(int(received(1, torch.int64, cpu)), torch.uint8, cpu)
+        memory = partial(received, dtype=torch.uint8, device=self.device)
+        return _Unpickler(io.BytesIO(data.numpy().tobytes()), memory).load()
 
     def least(self, number: int) -> int:
         """Of all devices' numbers."""
@@ -198,26 +202,34 @@ class Devices:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors are put aside, in their order."""
+    """The memory of tensors is put aside, in the order in which it comes up first."""
 
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self.memories: list[Tensor] = []  # its bytes
+        self._numbers: dict[tuple[int, int], int] = {}  # by address and size
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return None
-        self._tensors.append(obj)
-        return tuple(obj.shape), obj.dtype
+        storage = obj.untyped_storage()
+        number = self._numbers.setdefault((storage.data_ptr(), storage.nbytes()), len(self.memories))
+        if number == len(self.memories):
+            self.memories.append(obj.new_empty(0, dtype=torch.uint8).set_(storage))
+        return number, storage.nbytes(), obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride()
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensor: Any) -> None:
+    def __init__(self, file: io.BytesIO, memory: Callable[[int], Tensor]) -> None:
         super().__init__(file)
-        self._tensor = tensor
+        self._memory, self._memories = memory, list[Tensor]()
 
     def persistent_load(self, pid: Any) -> Tensor:
-        found: Tensor = self._tensor(*pid)
+        number, num_bytes, dtype, offset, sizes, strides = pid
+        if number == len(self._memories):
+            self._memories.append(self._memory(num_bytes))
+        of = self._memories[number]
+        found: Tensor = of.new_empty(0, dtype=dtype).set_(of.untyped_storage(), offset, sizes, strides)
         return found
 
 

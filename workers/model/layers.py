@@ -292,9 +292,24 @@ class StepLayers:
             self._ops.choose_experts(weights.choice_bias, weights.scales, of, room)
             self._ops.experts(x, weights, of, room)
             adds.append(partial(self._ops.experts_add, weights, of, room, spec.residual_multiplier, self._stream))
+        if spec.experts and self._devices is not None:
+            adds = [partial(self._add_shares, layer_idx)]
         if layer.layer_input is not None:
             adds.append(partial(self._add_input, layer_idx, layer.layer_input))
         return adds
+
+    def _add_shares(self, layer_idx: int, readers: Readers) -> None:
+        """What this device's shares of the layer's MLP and experts give, and the others': one sum over devices."""
+        layer, spec, branch = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._branch
+        assert branch is not None
+        if spec.mlp is not None:
+            assert layer.down is not None
+            self._ops.linear(Normed(self._gated[spec.mlp.intermediate_size]), [layer.down], branch)
+        for number, (of, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
+            is_first = spec.mlp is None and number == 0
+            self._ops.experts_out(weights, of, self._experts[number, of], branch, adds=not is_first)
+        times, scale = spec.residual_multiplier, self._scale_behind_mlp(layer_idx)
+        self._add_branch(layer.behind_mlp, times, readers, scale)
 
     def _scale_behind_mlp(self, layer_idx: int) -> float:
         """Of all of the stream: once nothing more is added."""
@@ -351,7 +366,12 @@ class StepLayers:
             return
         assert self._branch is not None
         self._ops.linear(Normed(x), [linear], self._branch)
+        self._add_branch(norm, multiplier, readers, scale)
+
+    def _add_branch(self, norm: Tensor | None, multiplier: float, readers: Readers, scale: float) -> None:
+        """Add what a branch gave, on all devices together, to the stream."""
         added = self._branch
+        assert added is not None
         if self._devices is not None:
             added = self._devices.add_over_devices(added)
             self._ops.break_chain()

@@ -162,11 +162,13 @@ class TorchOps:
         weights: ExpertWeights,
         spec: ExpertsSpec,
         room: ExpertRoom,  # of which `parts` are to be written to
-        out: Tensor,  # [batch_size, hidden_size]
+        out: Tensor,  # [batch_size, hidden_size], of any float type
+        adds: bool = False,
     ) -> None:
-        """out = what `experts_add` would add"""
+        """out = what `experts_add` would add; adds: out += it"""
         self._write_parts(weights, spec, room)
-        out.copy_(room.parts.float().sum(1))
+        total = room.parts.float().sum(1)
+        out.copy_(out.float() + total if adds else total)
 
     def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         ids, down = room.chosen.long(), weights.plain(room.gated.dtype).down

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -23,6 +23,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError, CsattnError, DevicesError
 from csattn.models import LoadedModel
+from csattn.models.few_bits import linears_of_layers, round_weights
 from csattn.models.loader import wrap_model
 from csattn.models.quantized_weight import QuantizedWeight
 from csattn.share import Share
@@ -48,6 +49,7 @@ MODULE = followers.MODULE if ON_GPUS else "tests.workers.engine.emulated_followe
 CLOSE = 2e-3 if ON_GPUS else 5e-4
 CONFIG = SearchConfig(keep=0.1, window_len=16)
 CONTEXT_LENS = (300, 340)
+OF_FEW_BITS: dict[str, Any] = {"head_dim": 64, "initializer_range": 0.1}  # so that two devices have whole runs
 QUESTIONS = [token_ids(5, seed=1).tolist(), token_ids(3, seed=2).tolist()]
 OPTIONS: dict[str, Any] = {
     "batch_sizes": (1, 4),
@@ -243,6 +245,51 @@ def tidy(engine: SplitEngine) -> None:
     engine.remove_context(0)
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+def test_experts_are_shared_out(tmp_path, family) -> None:
+    """Two kinds in a layer, beside an MLP, and with biases and sinks."""
+    (want_said, want), (got_said, got) = (said(make, loaded(family), tmp_path) for make in (one, two))
+    assert got_said == want_said
+    np.testing.assert_allclose(got, want, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("rounding", ["fp8", "int4"])
+def test_weights_of_few_bits_are_shared_out(tmp_path, rounding) -> None:
+    """In float32, as steps of many rows can be: those of few rows are bfloat16, as in the next test."""
+    whole = make_model("llama", **OF_FEW_BITS, intermediate_size=256)
+    for _, linear in linears_of_layers(whole):
+        linear.quantized = QuantizedWeight.rounded(linear.weight.data, rounding)
+        linear.weight.data = linear.quantized.decoded(torch.float32)
+    model = wrap_model(whole, byte_tokenizer(), rounding)
+    (want_said, want), (got_said, got) = (said(make, model, tmp_path, (16,)) for make in (one, two))
+    assert got_said == want_said
+    np.testing.assert_allclose(got, want, rtol=CLOSE, atol=CLOSE)
+
+
+def test_experts_of_few_bits_are_shared_out(tmp_path) -> None:
+    """In bfloat16, in which sums in another order are not as close."""
+    whole = make_model("qwen3_moe", **OF_FEW_BITS, moe_intermediate_size=256, dtype=torch.bfloat16)
+    round_weights(whole, "int4")
+    model = wrap_model(whole, byte_tokenizer(), "rounded")
+    (want_said, want), (got_said, got) = (said(make, model, tmp_path) for make in (one, two))
+    assert got_said == want_said
+    np.testing.assert_allclose(got, want, rtol=0, atol=0.1 * want.std())
+
+
+def said(
+    make: Callable[..., StepEngine], model: LoadedModel, store: Path, batch_sizes: tuple[int, ...] = (4,)
+) -> tuple[list[int], np.ndarray]:
+    """Tokens of an answer, and the logits that they are of."""
+    logits, artifact = [], build_artifact(model, token_ids(300), preset("default"), store)
+    with open_artifact(artifact.path) as artifact, make("hybrid", model, batch_sizes=batch_sizes) as engine:
+        engine.add_context(0, artifact)
+        engine.open(0, 0, CONFIG, "csattn")
+        logits.append(logits_of(engine, 0, QUESTIONS[1])[-1])
+        for _ in range(3):
+            logits.append(logits_of(engine, 0, [int(logits[-1].argmax())])[0])
+    return [int(x.argmax()) for x in logits], np.stack(logits)
+
+
 def test_segments_of_a_request_are_shared_out_too(tmp_path, rng) -> None:
     """They are made of rows that were written, and by every device of its own heads."""
     model = wrap_model(make_model("gemma3_text", max_position_embeddings=4096), byte_tokenizer(), "long")
@@ -279,15 +326,15 @@ def test_requests_without_a_context_come_first_and_another_kind_of_index_is_plan
 
 def test_what_cannot_be_shared_out_is_a_sentence() -> None:
     rounded = wrap_model(make_model("llama"), byte_tokenizer(), "rounded")
-    linear = rounded.model.model.layers[0].self_attn.q_proj
+    linear = rounded.model.model.layers[0].self_attn.o_proj
     linear.quantized = QuantizedWeight.rounded(linear.weight.data, "fp8")
     with pytest.raises(ConfigError, match=r"3 devices cannot share 2 KV heads .* 1 or 2 can"):
         SplitEngine(loaded(), CONFIG, "hybrid", 3, **OPTIONS)
-    with pytest.raises(ConfigError, match="layers of experts, which are not shared out"):
-        SplitEngine(loaded("mixtral"), CONFIG, "hybrid", 2, **OPTIONS)
+    with pytest.raises(ConfigError, match="norms over all heads together, which are not shared out"):
+        SplitEngine(loaded("olmoe"), CONFIG, "hybrid", 2, **OPTIONS)
     with pytest.raises(ConfigError, match="search workers serve one device"):
         SplitEngine(loaded(), CONFIG, "hybrid", 2, searcher=object(), **OPTIONS)
-    with pytest.raises(ConfigError, match="weights of 8 or 4 bits are not shared out"):
+    with pytest.raises(ConfigError, match=r"2 devices cannot share this model's weights of 8 or 4 bits: .*; 1 can"):
         SplitEngine(rounded, CONFIG, "hybrid", 2, **OPTIONS)
     with pytest.raises(ConfigError, match="unknown placement 'cloud'"):
         SplitEngine(loaded(), CONFIG, "cloud", 2, **OPTIONS)

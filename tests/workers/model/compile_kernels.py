@@ -58,7 +58,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     ),
     (token_kernels.weigh_kernel, [{"BLOCK": 1024}]),
     (token_kernels.add_norms_kernel, [{"BLOCK": 1024}]),
-    (expert_kernels.sum_parts_kernel, [{"NUM_PARTS": 3, "BLOCK": 1024}]),
+    (expert_kernels.sum_parts_kernel, [{"NUM_PARTS": 3, "BLOCK": 1024, "ADDS": adds} for adds in (False, True)]),
     (head_kernels.copy_rows_kernel, [{"BLOCK": 512}]),
     (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
     (input_kernels.take_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),

@@ -1,5 +1,6 @@
 """Devices meet once, or their processes end: torch waits for others with Python's lock held, and for very long."""
 
+import io
 import signal
 import subprocess
 import sys
@@ -11,10 +12,15 @@ import pytest
 import torch
 
 from csattn.errors import ConfigError
+from csattn.models.loader import wrap_model
+from csattn.models.weights import Linear
+from csattn.share import Share
 from offload.errors import NoDeviceError
-from workers.model import devices
+from tests.tiny import byte_tokenizer, make_model
+from workers.engine.step_model import handed_share
+from workers.model import devices, take_weights
 from workers.model.deadline import ends_within
-from workers.model.devices import Devices, require_device, require_devices
+from workers.model.devices import Devices, _Pickler, _Unpickler, require_device, require_devices
 
 ALONE = """
 import torch; from pathlib import Path
@@ -35,6 +41,36 @@ def test_a_process_ends_that_waits_for_others(tmp_path: Path, code: str) -> None
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=100)
     assert done.returncode == -signal.SIGKILL
     assert "another device has not come" in done.stderr and "ends: start it again" in done.stderr
+
+
+def test_tensors_that_share_memory_are_sent_once_and_share_it_there() -> None:
+    both = torch.arange(24, dtype=torch.bfloat16).view(2, 6, 2)
+    sent = Linear(both[0], torch.ones(3)), *both.chunk(2, dim=1), both, torch.empty(0), None
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(sent)
+    assert sorted(memory.nbytes for memory in pickler.memories) == [0, 12, 48]
+    waiting = iter(pickler.memories)
+    got = _Unpickler(io.BytesIO(file.getvalue()), lambda size: next(waiting).clone()).load()
+    assert torch.equal(got[0].weight, both[0]) and torch.equal(got[0].bias, torch.ones(3))
+    for there, here in zip(got[1:5], sent[1:5], strict=True):
+        assert torch.equal(there, here) and there.stride() == here.stride()
+    assert got[2].data_ptr() - got[1].data_ptr() == got[1][0].nbytes and got[3].data_ptr() == got[1].data_ptr()
+    assert got[1].data_ptr() != both.data_ptr() and got[5] is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "glm4_moe", "gpt_oss", "granite"])
+@pytest.mark.parametrize(("num_devices", "vocab_size"), [(2, 256), (4, 513)])
+def test_a_share_takes_no_more_memory_than_is_said(family: str, num_devices: int, vocab_size: int) -> None:
+    """Nor does it take much less: no more than a vocabulary."""
+    sizes = {"vocab_size": vocab_size, "num_key_value_heads": 4}
+    model = wrap_model(make_model(family, **sizes), byte_tokenizer(), family)
+    said = handed_share(model, num_devices).num_bytes
+    for rank in range(num_devices):
+        pickler = _Pickler(io.BytesIO())
+        pickler.dump(take_weights(model.model, "cpu", share=Share(rank, num_devices)))
+        held = sum(memory.nbytes for memory in pickler.memories)
+        assert held <= said <= held + 4 * vocab_size * model.model.config.hidden_size
 
 
 def test_what_ends_in_time_is_left_alone() -> None:

@@ -109,3 +109,8 @@ def test_experts(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtyp
     TritonOps(DEVICE).experts_out(weights, spec, got, alone)
     TorchOps().experts_out(weights, spec, want, want_alone)
     torch.testing.assert_close(alone, want_alone, **tolerance(dtype))
+    added = randn(batch_size, hidden_size)
+    want_added = added.clone()
+    TritonOps(DEVICE).experts_out(weights, spec, got, added, adds=True)
+    TorchOps().experts_out(weights, spec, want, want_added, adds=True)
+    torch.testing.assert_close(added, want_added, **tolerance(dtype))

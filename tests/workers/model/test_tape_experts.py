@@ -33,12 +33,18 @@ def decoded(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
 
 
 def run(
-    weights: ExpertWeights, spec: ExpertsSpec, x: torch.Tensor, room: ExpertRoom, kind: str, num_threads: int = 1
+    weights: ExpertWeights,
+    spec: ExpertsSpec,
+    x: torch.Tensor,
+    room: ExpertRoom,
+    kind: str,
+    num_threads: int = 1,
+    before: torch.Tensor | None = None,  # to which it is added
 ) -> torch.Tensor:
     """What experts give; it is in the room what they give on the way."""
-    out, ops = torch.full_like(x, NAN), TapeOps(kind, np.array([len(x)]))
+    out, ops = torch.full_like(x, NAN) if before is None else before.clone(), TapeOps(kind, np.array([len(x)]))
     ops.experts(Normed(x), weights, spec, room)
-    ops.experts_out(weights, spec, room, out)
+    ops.experts_out(weights, spec, room, out, adds=before is not None)
     tape = ops.cut()
     tape.set_rows(len(x))
     with Team(num_threads) as team:
@@ -74,6 +80,18 @@ def test_experts_in_few_bits_give_the_bits_of_decoded_ones(name: str, kind: tupl
         TorchOps().experts(Normed(x), decoded(weights, torch.float32), of, defined)
         TorchOps().experts_out(decoded(weights, torch.float32), of, defined, out)
         torch.testing.assert_close(outs[0], out, rtol=2e-5, atol=2e-5)
+
+
+def test_what_experts_give_may_be_added() -> None:
+    spec = EXPERTS["clamped"]
+    weights = decoded(make_quantized_experts(spec, 70, ("fp4", 32, False), torch.float32), torch.float32)
+    x, before = poisoned(3, 70), torch.randn(3, 70)
+    got, want, alone = rooms(spec, choose(spec, 3), 70, 3)
+    out, defined = run(weights, spec, x, got, "float32", 2, before), before.clone()
+    torch.testing.assert_close(out, before + run(weights, spec, x, alone, "float32"), rtol=2e-5, atol=2e-5)
+    TorchOps().experts(Normed(x), weights, spec, want)
+    TorchOps().experts_out(weights, spec, want, defined, adds=True)
+    torch.testing.assert_close(out, defined, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -138,8 +138,10 @@ class TapeExpertOps(Notes):
         self._add_experts(weights, spec, room, stream.hidden, multiplier)
         self._prepare(stream, readers)
 
-    def experts_out(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor) -> None:
-        self._add_experts(weights, spec, room, out, None)
+    def experts_out(
+        self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor, adds: bool = False
+    ) -> None:
+        self._add_experts(weights, spec, room, out, 1.0 if adds else None)
 
     def _add_experts(
         self,

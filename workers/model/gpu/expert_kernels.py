@@ -90,9 +90,10 @@ def _first(is_it, e, num_experts):
 @triton.jit
 def sum_parts_kernel(
     parts,  # [num_rows, NUM_PARTS, hidden_size]
-    out,  # [num_rows, hidden_size] <- their sums
+    out,  # [num_rows, hidden_size] <- their sums, added to what is there if ADDS
     hidden_size,
     NUM_PARTS: tl.constexpr,
+    ADDS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least hidden_size
     PDL: tl.constexpr,
 ):
@@ -101,6 +102,8 @@ def sum_parts_kernel(
     inside = i < hidden_size
     wait_for_earlier(PDL)
     value = tl.zeros((BLOCK,), tl.float32)
+    if ADDS:
+        value = tl.load(out + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(NUM_PARTS):
         value += tl.load(parts + (row * NUM_PARTS + part) * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * hidden_size + i, value.to(out.dtype.element_ty), mask=inside)

@@ -87,7 +87,9 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         self._write_parts(weights, spec, room)
         self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, 1.0, stream, readers)
 
-    def experts_out(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor) -> None:
+    def experts_out(
+        self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor, adds: bool = False
+    ) -> None:
         self._write_parts(weights, spec, room)
         batch_size, hidden_size = out.shape
         sum_parts_kernel[(batch_size,)](
@@ -95,6 +97,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             out,
             hidden_size,
             NUM_PARTS=spec.num_chosen,
+            ADDS=adds,
             BLOCK=triton.next_power_of_2(hidden_size),
             num_warps=8,
             **self._launch(),

@@ -10,7 +10,8 @@ static_assert(CROWDED <= MAX_CANDIDATES, "there is room for so many");
 
 // Before `combine`: what lists have when their scores are made.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_tiles(
-    const int* context_lens, const int* context_ids, double softmax_scale,
+    const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
+    long long window_len, double softmax_scale,
     const float* scores, long long max_keys,
     TileStatistics* statistics  // [batch_size, num_index_heads, GROUP_SIZE, max_keys / TILE_KEYS], written
 ) {
@@ -18,13 +19,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_tiles(
     const float slope = static_cast<float>(softmax_scale * LOG2_E);
     wait_then_let_next_start();
     if (context_id < 0) return;
-    const int num_tiles = (context_lens[context_id] + TILE_KEYS - 1) / TILE_KEYS;
+    const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
+    const int num_tiles = (context.num_keys + TILE_KEYS - 1) / TILE_KEYS;
     for (int work = blockIdx.x * WARPS + threadIdx.x / 32; work < num_tiles * GROUP_SIZE; work += gridDim.x * WARPS) {
         const size_t row = static_cast<size_t>(slot) * GROUP_SIZE + work % GROUP_SIZE;
         const int tile = work / GROUP_SIZE;
+        const int key = tile * TILE_KEYS + threadIdx.x % 32;
         float mine[TILE_KEYS / 32];
-        for (int i = 0; i < TILE_KEYS / 32; ++i) mine[i] = scores[row * max_keys + tile * TILE_KEYS + 32 * i + threadIdx.x % 32];
-        const TileStatistics all = tile_statistics(mine, slope);
+        for (int i = 0; i < TILE_KEYS / 32; ++i) mine[i] = scores[row * max_keys + key + 32 * i];
+        const TileStatistics all = tile_statistics(mine, key, slope, context);
         if (threadIdx.x % 32 == 0) statistics[row * (max_keys / TILE_KEYS) + tile] = all;
     }
 }

@@ -19,7 +19,7 @@ from csattn.config import SearchConfig
 from csattn.cuda import CudaKernel, cuda_kernel
 from csattn.search.device import DeviceIndexes, ListsShape
 from csattn.search.device.compiling import QUERY_TYPES, multiprocessors
-from csattn.search.device.lists_pass import ListsPass
+from csattn.search.device.lists_pass import ListsPass, places_of
 from csattn.selectors.key_clusters import kmeans, nearest_centroids
 from csattn.selectors.pqcache import split_parts
 from workers.engine.on_device import StepSearch
@@ -172,7 +172,7 @@ class MethodSearch(ListsPass):
             self._score("add_products", self.max_keys // 4, table, context_ids, self._products, *scores)
         statistics = self._scores, self.max_keys, self._statistics
         grid = self._blocks, self.shape.num_index_heads, self._batch_size
-        places = indexes.context_lens, context_ids, self._softmax_scale
+        places = *places_of(indexes, context_ids), self._softmax_scale
         self._choice("sum_tiles").launch(grid, THREADS, *places, *statistics)
 
     def _mark(self, places: tuple[Tensor | int | None, ...], out: DeviceSelection) -> None:

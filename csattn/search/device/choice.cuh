@@ -26,9 +26,14 @@ struct TileStatistics {
     float total;  // sum over listed keys of 2 ** (slope * (score - top))
 };
 
-// For the whole warp, of the lanes' scores.
-template <int NUM> __device__ __forceinline__ TileStatistics tile_statistics(const float (&scores)[NUM], float slope) {
+// For the whole warp, of the lanes' scores: score i is of key `key` + 32 i. Of a single query, of keys that may be chosen: nothing
+// else is asked of them than where to look for the last that is, and sinks' scores may be far above it.
+template <int NUM>
+__device__ __forceinline__ TileStatistics tile_statistics(float (&scores)[NUM], int key, float slope, const Context& context) {
     float top = -1.0f / 0.0f, total = 0;
+#pragma unroll
+    for (int i = 0; GROUP_SIZE == 1 && i < NUM; ++i)
+        if (key + 32 * i < context.sink_end || key + 32 * i >= context.window_start) scores[i] = NOT_LISTED;
 #pragma unroll
     for (int i = 0; i < NUM; ++i)
         if (is_listed(scores[i])) top = fmaxf(top, scores[i]);

@@ -62,14 +62,14 @@ class ListsPass:
         context_ids: Tensor,  # [batch_size] int32, -1: idle
     ) -> None:
         """Enqueue on torch's current stream."""
-        shape, table, lens = self.shape, indexes.tables[layer_idx], indexes.context_lens
+        shape, table = self.shape, indexes.tables[layer_idx]
         require_queries(q, shape, self._batch_size, self._query_dtype)
         grid = shape.num_subspaces, shape.num_index_heads, self._batch_size
         matching = q, table, context_ids, int(shape.weigh_by_norm), self._matches, self._choices
         self._match.launch(grid, self._match_threads, *matching)
+        places, read = places_of(indexes, context_ids), (self._matches, self._softmax_scale)
         found = self._scores, self.max_keys, self._statistics
-        places = table, lens, context_ids, self._matches, self._softmax_scale
-        self._scoring.launch(self._scoring_grid, SCORING_THREADS, *places, *found)
+        self._scoring.launch(self._scoring_grid, SCORING_THREADS, table, *places, *read, *found)
 
     def choose(
         self,
@@ -80,8 +80,7 @@ class ListsPass:
         top_ks: Tensor | None = None,  # see `DeviceSearch.search`
     ) -> None:
         """Enqueue the choice, after `run` with the same rows."""
-        config, max_keys = indexes.config, self.max_keys
-        places = indexes.context_lens, indexes.top_ks, context_ids, top_ks, config.sink_len, config.window_len
+        places, max_keys = places_of(indexes, context_ids, top_ks), self.max_keys
         read = self._softmax_scale, self._scores, self._statistics
         grid = self._blocks, self.shape.num_index_heads, self._batch_size
         self._combine.launch(grid, THREADS, *places, *read, self._group_scores, max_keys, self._choices)
@@ -129,3 +128,11 @@ class ListsPass:
     @cached_property
     def _write(self) -> CudaKernel:
         return compiled("write.cu", "write_keys", self.shape)
+
+
+def places_of(
+    indexes: DeviceIndexes, context_ids: Tensor, top_ks: Tensor | None = None
+) -> tuple[Tensor | int | None, ...]:
+    """What `context_of` of common.cuh takes."""
+    config = indexes.config
+    return indexes.context_lens, indexes.top_ks, context_ids, top_ks, config.sink_len, config.window_len

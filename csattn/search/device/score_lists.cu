@@ -60,9 +60,9 @@ __device__ __forceinline__ void add_chunk(const ListChunk& chunk, float weight, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) score_lists(
     const ListIndex* indexes,  // [num_contexts], of this layer
-    const int* context_lens,
-    const int* context_ids,  // [batch_size], -1: idle
-    const Match* matches,    // as match_centroids writes them
+    const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
+    long long window_len,
+    const Match* matches,  // as match_centroids writes them
     double softmax_scale,
     float* scores,  // [batch_size, num_index_heads, GROUP_SIZE, max_keys], written
     long long max_keys,
@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) score_lists(
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_then_let_next_start();
     const ListIndex index = indexes[context_id];
-    const int num_chunks = (context_lens[context_id] + CHUNK_KEYS - 1) / CHUNK_KEYS;
+    const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
+    const int num_chunks = (context.num_keys + CHUNK_KEYS - 1) / CHUNK_KEYS;
     const float slope = static_cast<float>(softmax_scale * LOG2_E);
     wait_then_let_next_start(static_cast<u32>(index.list_len) + num_chunks);
     for (int work = blockIdx.x * WARPS + threadIdx.x / 32; work < num_chunks * GROUP_SIZE; work += gridDim.x * WARPS) {
@@ -97,10 +98,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) score_lists(
             __syncwarp();  // before the copy into what was read
             here = coming, coming = later;
         }
-        float* to = scores + row * max_keys + chunk * CHUNK_KEYS + threadIdx.x % 32;
+        const int key = chunk * CHUNK_KEYS + threadIdx.x % 32;
+        float* to = scores + row * max_keys + key;
 #pragma unroll
         for (int i = 0; i < CHUNK_WORDS; ++i) to[32 * i] = sums[i];
-        const TileStatistics tile = tile_statistics(sums, slope);
+        const TileStatistics tile = tile_statistics(sums, key, slope, context);
         if (threadIdx.x % 32 == 0) statistics[row * (max_keys / TILE_KEYS) + chunk] = tile;
     }
 }

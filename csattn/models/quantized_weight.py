@@ -118,18 +118,24 @@ class QuantizedWeight:
         return replace(self, words=self.words[which], scales=self.scales[:, which])
 
     def has_input_parts(self, num_parts: int) -> bool:
-        """Whether so many equal parts of its inputs are whole runs and groups."""
-        unit = max(RUN, self.group_size)
+        """Whether so many equal parts of its inputs are whole parts of runs, and whole groups."""
+        unit = max(RUN // CODES[self.format], self.group_size)
         return num_parts == 1 or (self.order is None and self.num_in % (num_parts * unit) == 0)
 
     def inputs(self, which: slice) -> "QuantizedWeight":
-        """Those inputs alone: whole runs and groups, in order. In memory of their own."""
-        first, stop, group_size = which.start, which.stop, self.group_size
-        unit, width = max(RUN, group_size), RUN // CODES[self.format]
+        """Those inputs alone: whole parts of runs, and whole groups, in order. In memory of their own."""
+        first, stop, group_size, parts = which.start, which.stop, self.group_size, CODES[self.format]
+        width, bits = RUN // parts, _WORD_BITS // parts
+        unit = max(width, group_size)
         assert self.order is None and first % unit == 0 and (stop % unit == 0 or stop == self.num_in)
-        runs = slice(first // RUN * width, -(-stop // RUN) * width)
         groups = slice(first // group_size, -(-stop // group_size)) if group_size else slice(None)
-        words, scales = self.words[:, runs].clone(), self.scales[groups].clone()
+        runs = self.words.view(len(self), -1, 1, width)[:, first // RUN : -(-stop // RUN)]
+        if first % RUN:
+            shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int16, device=runs.device)[:, None]
+            of_parts = ((runs >> shifts) & ((1 << bits) - 1)).flatten(1, 2)[:, first % RUN // width :]
+            of_parts = functional.pad(of_parts, (0, 0, 0, -of_parts.shape[1] % parts)).unflatten(1, (-1, parts))
+            runs = (of_parts << shifts).sum(2, keepdim=True, dtype=torch.int16)[:, : -(-(stop - first) // RUN)]
+        words, scales = runs.flatten(1).clone(), self.scales[groups].clone()
         return replace(self, words=words, scales=scales, num_in=stop - first)
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from csattn.errors import ConfigError
-from csattn.models.quantized_weight import RUN, QuantizedExperts, QuantizedWeight
+from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
 from csattn.models.spec import ExpertsSpec, HeadsSpec, LayerSpec, ModelSpec
 from csattn.models.weights import ExpertWeights, LayerWeights, Linear, ModelWeights, by_expert
 from csattn.share import Share
@@ -42,7 +42,7 @@ def require_shares_of_few_bits(weights: ModelWeights, num_devices: int) -> None:
     if num_devices not in fitting:
         raise ConfigError(
             f"{num_devices} devices cannot share this model's weights of 8 or 4 bits: each takes whole groups of a "
-            f"matrix's inputs and whole runs of {RUN}, and none that are in an order of their own (act-order); "
+            "matrix's inputs, and none that are in an order of their own (act-order); "
             f"{' or '.join(map(str, fitting))} can, and more may with weights of 16 bits"
         )
 

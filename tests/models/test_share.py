@@ -1,6 +1,7 @@
 """Shares of a model: what devices compute with theirs is together what the whole computes."""
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.functional import linear as product
 
 from csattn.errors import ConfigError
 from csattn.models.families import describe
-from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, WeightFormat
+from csattn.models.quantized_weight import CODES, RUN, QuantizedExperts, QuantizedWeight, WeightFormat
 from csattn.models.share import (
     require_shares,
     require_shares_of_few_bits,
@@ -132,6 +133,16 @@ def test_shares_of_few_bits_decode_to_those_of_the_matrix(kind: tuple[WeightForm
         assert shares[0].bias is linear.bias and shares[1].bias is None
 
 
+@pytest.mark.parametrize("kind", [*KINDS, ("fp4", 32, False)], ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
+def test_any_groups_of_inputs_are_a_matrix_of_their_own(kind: tuple[WeightFormat, int, bool]) -> None:
+    quantized = make_quantized(5, 608, *kind).to("cpu")
+    plain, unit = quantized.decoded(torch.float32), max(RUN // CODES[quantized.format], quantized.group_size)
+    for first, stop in combinations([*range(0, 608, unit), 608], 2):
+        part = quantized.inputs(slice(first, stop))
+        assert torch.equal(part.decoded(torch.float32), plain[:, first:stop])
+        assert part.nbytes == QuantizedWeight.size(part.format, part.group_size, 5, stop - first)
+
+
 @pytest.mark.parametrize("kind", KINDS_OF_EXPERTS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
 def test_shares_of_experts_in_few_bits_decode_to_those_of_the_matrices(
     kind: tuple[str, WeightFormat, int, bool],
@@ -160,7 +171,7 @@ def test_shares_of_experts_in_few_bits_decode_to_those_of_the_matrices(
 
 
 def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
-    """Each device takes whole runs and groups, of inputs that lie in order."""
+    """Each device takes whole groups, of inputs that lie in order."""
     weights = weights_of(loaded("llama").model)
     spec = replace(weights.spec, num_kv_heads=8, num_q_heads=8)
 
@@ -173,7 +184,8 @@ def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
 
     require_shares_of_few_bits(of(matrix(1024, 128)), 8)
     require_shares_of_few_bits(of(matrix(1000, 0)), 1)
-    for quantized in (matrix(512, 128), matrix(1024, 256), matrix(512, 32), matrix(512, 0)):
+    require_shares_of_few_bits(of(matrix(512, 32)), 8)
+    for quantized in (matrix(512, 128), matrix(1024, 256), matrix(128, 32), matrix(128, 0)):
         with pytest.raises(
             ConfigError, match=r"8 devices cannot share this model's weights of 8 or 4 bits: .*; 1 or 2 or 4 can, "
         ):
@@ -182,7 +194,7 @@ def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
     with pytest.raises(ConfigError, match=r"2 devices .*; 1 can, and more may with weights of 16 bits"):
         require_shares_of_few_bits(of(in_another_order), 2)
     experts = ExpertWeights(
-        Linear(torch.empty(0)), *3 * [torch.empty(0)], quantized=QuantizedExperts(matrix(64, 32), matrix(192, 32))
+        Linear(torch.empty(0)), *3 * [torch.empty(0)], quantized=QuantizedExperts(matrix(64, 32), matrix(96, 32))
     )
     with pytest.raises(ConfigError, match=r"2 devices .*; 1 can"):
         require_shares_of_few_bits(of(matrix(1024, 128), experts=(experts,)), 2)

@@ -133,7 +133,7 @@ class QuantizedWeight:
         if first % RUN:
             shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int16, device=runs.device)[:, None]
             of_parts = ((runs >> shifts) & ((1 << bits) - 1)).flatten(1, 2)[:, first % RUN // width :]
-            of_parts = functional.pad(of_parts, (0, 0, 0, -of_parts.shape[1] % parts)).unflatten(1, (-1, parts))
+            of_parts = functional.pad(of_parts, (0, 0, 0, -of_parts.shape[1] % parts)).view(len(self), -1, parts, width)
             runs = (of_parts << shifts).sum(2, keepdim=True, dtype=torch.int16)[:, : -(-(stop - first) // RUN)]
         words, scales = runs.flatten(1).clone(), self.scales[groups].clone()
         return replace(self, words=words, scales=scales, num_in=stop - first)

@@ -146,12 +146,15 @@ def split() -> list[str]:
     named = "one GPU", "two", "four", "four: × as fast", "GB on each of four", "of what bytes and sums allow"
     lines = ["| ms a step | " + " | ".join(named) + " |", "|---|" + "---:|" * len(named)]
     for what, files in SPLIT.items():
-        for placement in ("device", "hybrid"):
+        for placement in ("device", "hybrid", "host"):
             of = {c["num_devices"]: c for name in files for c in measured(name) if c["placement"] == placement}
+            if not of:
+                continue
             cells = [f"{milliseconds(of[number]):.2f}" if number in of else "–" for number in (1, 2, 4)]
-            cells += [f"{milliseconds(of[1]) / milliseconds(of[4]):.2f}" if 1 in of else "–"]
-            cells += [f"{of[4]['hbm_bytes'] / 1e9:.1f}", f"{100 * of[4]['of_bound']:.0f} %"]
-            lines.append(f"| {what}, `{placement}` | {' | '.join(cells)} |")
+            has_both = 1 in of and 4 in of
+            cells += [f"{milliseconds(of[1]) / milliseconds(of[4]):.2f}" if has_both else "–"]
+            told = [f"{of[4]['hbm_bytes'] / 1e9:.1f}", f"{100 * of[4]['of_bound']:.0f} %"] if 4 in of else ["–", "–"]
+            lines.append(f"| {what}, `{placement}` | {' | '.join([*cells, *told])} |")
     return lines
 
 

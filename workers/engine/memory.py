@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 import torch
 
-from csattn.artifact import Artifact
+from csattn.artifact import Artifact, ArtifactSpec
 from csattn.attention.device import require_supported
 from csattn.batch import make_device_selection
 from csattn.config import IndexConfig, SketchConfig
@@ -37,6 +37,7 @@ from workers.model.devices import require_device
 
 Placement = Literal["device", "hybrid", "host"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+LIST_ENTRY_BYTES = 6  # in files: a key's number and its score
 KERNELS_BYTES = 512 << 20  # code, graphs and what torch sets aside for matrix products
 
 
@@ -135,18 +136,20 @@ def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -
     kv = {"device_bytes": kv_bytes} if placement == "device" else {"pinned_bytes": kv_bytes}
     parts = [MemoryPart(name="the context's KV", **kv)]
     if index_is_on_device(shape, placement):
-        parts.append(MemoryPart(name="the index", device_bytes=index_bytes_on_device(artifact)))
+        parts.append(
+            MemoryPart(name="the index", device_bytes=index_bytes_on_device(artifact.spec, artifact.index_bytes))
+        )
     return MemoryPlan(tuple(parts), shape.max_context_len)
 
 
-def index_bytes_on_device(artifact: Artifact) -> int:
+def index_bytes_on_device(spec: ArtifactSpec, stored_bytes: int) -> int:
     """Lists take less there than in files."""
-    spec, config = artifact.spec, artifact.spec.index_config
+    config = spec.index_config
     if isinstance(config, SketchConfig):
-        return artifact.index_bytes
-    lists = spec.num_index_heads * config.num_subspaces * config.num_centroids
-    each = list_bytes(config, spec.context_len) + 4 * spec.model.head_dim // config.num_subspaces  # and its centroid
-    return len(spec.model.indexed_layers) * lists * each
+        return stored_bytes
+    lists = len(spec.model.indexed_layers) * spec.num_index_heads * config.num_subspaces * config.num_centroids
+    less = config.list_entries(spec.context_len) * LIST_ENTRY_BYTES - list_bytes(config, spec.context_len)
+    return stored_bytes - lists * less
 
 
 def index_is_on_device(shape: EngineShape, placement: Placement) -> bool:

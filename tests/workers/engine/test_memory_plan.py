@@ -108,7 +108,7 @@ def requested_bytes() -> int:
 
 
 def test_lists_are_planned_for_as_the_device_has_them(tmp_path: Path) -> None:
-    built = build_artifact(loaded(), token_ids(1100), preset("lists"), tmp_path)
+    built = build_artifact(loaded(), token_ids(1000), preset("lists"), tmp_path)
     with open_artifact(built.path) as artifact:
         indexes = [index for index in artifact.indexes() if isinstance(index, LayerIndex)]
         parts = [part for index in indexes for part in (index.codebooks, index.table.indices, index.table.scores)]

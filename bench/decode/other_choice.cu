@@ -32,14 +32,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_tiles(
     }
 }
 
-// Where the top_k-th group score lies: its bin among those of `combine`, or among NUM_BINS of that one.
+// Where the top_k-th group score lies: a bin among those of `combine`, or among NUM_BINS of that one, and what lies in it.
 struct Place {
     Range range;
     Boundary boundary;
 
+    __device__ __forceinline__ Place(const Context& context, const Choice& coarse, const Boundary& boundary)
+        : range(FirstBins(context, coarse.bottom, coarse.top).of(boundary)), boundary(boundary) {}
+
     __device__ __forceinline__ bool is_crowded() const { return boundary.inside > CROWDED; }
     __device__ __forceinline__ void look_closer() {
-        range = range.of_bin(boundary.bin);
         range.shift = shift_for(range.last - range.low);
     }
 };
@@ -58,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) refine_bins(
     wait_then_let_next_start();
     const int wanted = num_wanted(context, choices[slot]);
     if (wanted == 0) return;
-    Place place{first_range(context, choices[slot].top), find_bin(choices[slot].bins, wanted, scratch)};
+    Place place(context, choices[slot], find_bin(choices[slot].bins, wanted, scratch));
     if (!place.is_crowded()) return;
     place.look_closer();
     group_scores += slot * (max_keys / UNIT_KEYS) + part.first_key / UNIT_KEYS;
@@ -71,17 +73,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) refine_bins(
 // The place among the finer bins, where the first is crowded. wanted: keys in all.
 __device__ __forceinline__ Place find_place(const Context& context, const Choice& coarse, const Choice& fine, u32 wanted,
                                             u32* scratch) {
-    Place place{first_range(context, coarse.top), find_bin(coarse.bins, wanted, scratch)};
+    Place place(context, coarse, find_bin(coarse.bins, wanted, scratch));
     if (!place.is_crowded()) return place;
     const u32 higher = place.boundary.above;
     place.look_closer();
     place.boundary = find_bin(fine.bins, wanted - higher, scratch);
+    place.range = place.range.of(place.boundary);
     place.boundary.above += higher;
     return place;
 }
 
 // What is still crowded counts as equal, and the first are taken: scores that tie, or differ by less than 16 units in the
-// last place where shares of a group are added up, of a single query by less than two. Counts those of each part.
+// last place where shares of a group are added up, of a single query by less than 2 ** -24 of their range. Counts those of each part.
 extern "C" __global__ void __launch_bounds__(THREADS) count_ties(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len, const uint4* group_scores, long long max_keys,
@@ -97,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_ties(
     if (wanted == 0) return;
     const Place place = find_place(context, choices[slot], fine, wanted, scratch);
     if (!place.is_crowded()) return;
-    const Range range = place.range.of_bin(place.boundary.bin);
+    const Range range = place.range;
     group_scores += slot * (max_keys / UNIT_KEYS) + part.first_key / UNIT_KEYS;
     u32 mine = 0, ties;
     for (int unit = threadIdx.x; unit < part.num_keys / UNIT_KEYS; unit += THREADS)
@@ -154,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_among_fine(
         return choose_alone(group_scores, num_units, wanted, place.range, boundary, bins, scratch, kv_indices + slot * max_top_k);
     }
     const u32 quota = wanted - boundary.above;
-    const Range range = place.range.of_bin(boundary.bin);
+    const Range& range = place.range;
     u32 mine, above, taken = 0;
     if (place.is_crowded()) {
         for (int block = 0; block < blockIdx.x; ++block) taken += fine.above[block];

@@ -44,9 +44,7 @@ template <typename GroupScores>  // by units: uint4
 __device__ void choose_alone(GroupScores group_scores, int num_units, u32 wanted, Range range, Boundary boundary, u32* bins,
                              u32* scratch, int* chosen) {
     u32 above = boundary.above;
-    while (true) {
-        range = boundary.inside ? range.of_bin(boundary.bin) : Range{1, range.low - 1, 0};
-        if (boundary.inside && (above + boundary.inside == wanted || range.last == range.low)) break;
+    while (boundary.inside == 0 || (above + boundary.inside != wanted && range.last != range.low)) {
         range.shift = shift_for(range.last - range.low);
         __syncthreads();
         for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
@@ -55,6 +53,7 @@ __device__ void choose_alone(GroupScores group_scores, int num_units, u32 wanted
         __syncthreads();
         boundary = find_bin(bins, wanted - above, scratch);
         above += boundary.above;
+        range = range.of(boundary);
     }
     const u32 quota = wanted - above;
     u32 inside_before = 0, written = 0;

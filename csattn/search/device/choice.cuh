@@ -23,21 +23,25 @@ __device__ __forceinline__ bool is_listed(float score) { return __float_as_uint(
 
 struct TileStatistics {
     float top;    // largest score of a listed key
-    float total;  // sum over listed keys of 2 ** (slope * (score - top))
+    float total;  // sum over listed keys of 2 ** (slope * (score - top)); of a single query the least score
 };
 
 // For the whole warp, of the lanes' scores: score i is of key `key` + 32 i. Of a single query, of keys that may be chosen: nothing
-// else is asked of them than where to look for the last that is, and sinks' scores may be far above it.
+// else is asked of them than where to look for the last that is.
 template <int NUM>
 __device__ __forceinline__ TileStatistics tile_statistics(float (&scores)[NUM], int key, float slope, const Context& context) {
-    float top = -1.0f / 0.0f, total = 0;
+    float top = -1.0f / 0.0f, bottom = 1.0f / 0.0f, total = 0;
 #pragma unroll
-    for (int i = 0; GROUP_SIZE == 1 && i < NUM; ++i)
-        if (key + 32 * i < context.sink_end || key + 32 * i >= context.window_start) scores[i] = NOT_LISTED;
-#pragma unroll
-    for (int i = 0; i < NUM; ++i)
-        if (is_listed(scores[i])) top = fmaxf(top, scores[i]);
-    for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+    for (int i = 0; i < NUM; ++i) {
+        const bool may_be_chosen = key + 32 * i >= context.sink_end && key + 32 * i < context.window_start;
+        if (GROUP_SIZE == 1 && !may_be_chosen) scores[i] = NOT_LISTED;
+        if (is_listed(scores[i])) top = fmaxf(top, scores[i]), bottom = fminf(bottom, scores[i]);
+    }
+    for (int step = 16; step > 0; step >>= 1) {
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+        if (GROUP_SIZE == 1) bottom = fminf(bottom, __shfl_xor_sync(ALL_LANES, bottom, step));
+    }
+    if (GROUP_SIZE == 1) return {top, bottom};
 #pragma unroll
     for (int i = 0; i < NUM; ++i)
         if (is_listed(scores[i])) total += exp2_approx(slope * (scores[i] - top));
@@ -50,7 +54,7 @@ struct alignas(16) Choice {
     u32 num_listed;  // keys that may be chosen
     u32 num_candidates;
     u32 quota;               // how many of the candidates fit
-    u32 top;                 // of a single query: the largest group score
+    float bottom, top;       // of a single query: its scores of keys that may be chosen
     u32 above[MAX_BLOCKS];   // keys above the bin, by block
     u32 group_scores[MAX_CANDIDATES];
     u32 keys[MAX_CANDIDATES];
@@ -80,24 +84,70 @@ struct Range {
         count(four.w, bins);
     }
 
-    __device__ __forceinline__ Range of_bin(u32 bin) const {
-        const u32 first = low + (bin << shift);
-        return {first, bin == NUM_BINS - 1 ? last : min(last, first + (1u << shift) - 1), 0};
+    // What lies in the boundary's bin, or below all bins.
+    __device__ __forceinline__ Range of(const Boundary& boundary) const {
+        if (boundary.inside == 0) return {1, low - 1, 0};
+        const u32 first = low + (boundary.bin << shift);
+        return {first, boundary.bin == NUM_BINS - 1 ? last : min(last, first + (1u << shift) - 1), 0};
     }
 };
+
+// Positive numbers order like their bits and negative ones backwards: bits that order all of them.
+__device__ __forceinline__ u32 ordered_bits(float score) {
+    const u32 bits = __float_as_uint(score);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float score_of(u32 ordered) {
+    return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
+}
 
 // Where the top_k-th group score is looked for first; if it is not there, one block looks further.
 //
 // Of a group, the group scores of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
-// below that, in bins of 1/128 octave. Of a single query: four octaves below the largest, in bins of 1/1024.
-__device__ __forceinline__ Range first_range(const Context& context, u32 top) {
-    if (GROUP_SIZE > 1) {
+// below that, in bins of 1/128 octave. A single query's scores lie on both sides of zero: from the least to the largest, in bins
+// of equal width.
+struct FirstBins {
+    Range of_group;
+    float bottom, per_unit;
+    u32 lowest, highest;
+
+    // bottom, top: a single query's scores of keys that may be chosen
+    __device__ __forceinline__ FirstBins(const Context& context, float bottom, float top)
+        : bottom(bottom), per_unit((NUM_BINS - 1) / (top - bottom)), lowest(ordered_bits(bottom)), highest(ordered_bits(top)) {
         const u32 largest = __float_as_uint(exp2f(HEADROOM) * (1.01f * GROUP_SIZE) / context.top_k);
-        return {((largest >> 16) - (NUM_BINS - 2)) << 16, 0xffffffffu, 16};
+        of_group = {((largest >> 16) - (NUM_BINS - 2)) << 16, 0xffffffffu, 16};
     }
-    constexpr u32 SHIFT = 13, WIDTH = (NUM_BINS - 1) << SHIFT;
-    return {top > WIDTH ? top - WIDTH : 1, 0xffffffffu, SHIFT};
-}
+
+    __device__ __forceinline__ void count(uint4 four, u32* bins) const {
+        if (GROUP_SIZE > 1) return of_group.count(four, bins);
+        const u32 words[UNIT_KEYS] = {four.x, four.y, four.z, four.w};
+        for (int i = 0; i < UNIT_KEYS; ++i)
+            if (words[i] >= lowest && words[i] > 0) atomicAdd(&bins[bin_of(words[i])], 1u);
+    }
+
+    // What lies in the boundary's bin, or below all bins.
+    __device__ __forceinline__ Range of(const Boundary& boundary) const {
+        if (GROUP_SIZE > 1) return of_group.of(boundary);
+        if (boundary.inside == 0) return {1, lowest - 1, 0};
+        return {first_of(boundary.bin), boundary.bin == NUM_BINS - 1 ? 0xffffffffu : first_of(boundary.bin + 1) - 1, 0};
+    }
+
+    // Of a single query's; grows with the score.
+    __device__ __forceinline__ u32 bin_of(u32 group_score) const {
+        if (group_score >= highest) return NUM_BINS - 1;
+        return static_cast<u32>(fminf(fmaxf((score_of(group_score) - bottom) * per_unit, 0.0f), NUM_BINS - 1));
+    }
+    // The least that is in that bin, or in a higher one.
+    __device__ __forceinline__ u32 first_of(u32 bin) const {
+        u32 low = lowest, high = highest;
+        while (low < high) {
+            const u32 middle = low + (high - low) / 2;
+            if (bin_of(middle) >= bin) high = middle;
+            else low = middle + 1;
+        }
+        return low;
+    }
+};
 
 // Group scores, with 0 for keys that may not be chosen; key: the first of the four, in the context.
 __device__ __forceinline__ uint4 eligible_only(uint4 four, int key, const Context& context) {

@@ -18,10 +18,15 @@ __device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float
     return {top, HEADROOM - log2f(sum_over_warp(total))};
 }
 
-// Of a single row's scores, positive ones order like their bits and negative ones backwards.
-__device__ __forceinline__ u32 ordered_bits(float score) {
-    const u32 bits = __float_as_uint(score);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+// One warp: the least and the largest score of a single query row.
+__device__ float2 merge_ends(const TileStatistics* tiles, int num_tiles) {
+    float bottom = 1.0f / 0.0f, top = -1.0f / 0.0f;
+    for (int t = threadIdx.x % 32; t < num_tiles; t += 32) bottom = fminf(bottom, tiles[t].total), top = fmaxf(top, tiles[t].top);
+    for (int step = 16; step > 0; step >>= 1) {
+        bottom = fminf(bottom, __shfl_xor_sync(ALL_LANES, bottom, step));
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+    }
+    return make_float2(bottom, top);
 }
 
 // The group score of a key: 0 where no row lists it.
@@ -47,6 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     Choice* choices                    // [batch_size, num_index_heads], counted up
 ) {
     __shared__ Softmax rows[GROUP_SIZE];
+    __shared__ float2 ends;  // of a single query
     __shared__ u32 bins[NUM_BINS];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
     const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
@@ -57,21 +63,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     const int num_tiles = (context.num_keys + TILE_KEYS - 1) / TILE_KEYS;
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         const TileStatistics* tiles = statistics + (static_cast<size_t>(slot) * GROUP_SIZE + g) * (max_keys / TILE_KEYS);
+        if (GROUP_SIZE == 1) {
+            const float2 both = merge_ends(tiles, num_tiles);
+            if (threadIdx.x == 0) ends = both;
+            continue;
+        }
         const Softmax softmax = merge_tiles(tiles, num_tiles, slope);
         if (threadIdx.x % 32 == 0) rows[g] = softmax;
     }
     __syncthreads();
     scores += static_cast<size_t>(slot) * GROUP_SIZE * max_keys;
     group_scores += slot * (max_keys / UNIT_KEYS);
-    const u32 top = ordered_bits(rows[0].top);
-    if (blockIdx.x == 0 && threadIdx.x == 0) choices[slot].top = top;
-    const Range range = first_range(context, top);
+    if (GROUP_SIZE == 1 && blockIdx.x == 0 && threadIdx.x == 0) choices[slot].bottom = ends.x, choices[slot].top = ends.y;
+    const FirstBins first = GROUP_SIZE == 1 ? FirstBins(context, ends.x, ends.y) : FirstBins(context, 0, 1);
     u32 listed = 0;
     for (int unit = blockIdx.x * THREADS + threadIdx.x; unit < num_tiles * TILE_KEYS / UNIT_KEYS; unit += gridDim.x * THREADS) {
         u32 four[UNIT_KEYS];
         for (int i = 0; i < UNIT_KEYS; ++i) four[i] = list_score(scores + unit * UNIT_KEYS + i, max_keys, slope, rows);
         const uint4 group_score = eligible_only(make_uint4(four[0], four[1], four[2], four[3]), unit * UNIT_KEYS, context);
-        range.count(group_score, bins);
+        first.count(group_score, bins);
         listed += (group_score.x > 0) + (group_score.y > 0) + (group_score.z > 0) + (group_score.w > 0);
         group_scores[unit] = group_score;
     }

@@ -23,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     const int wanted = num_wanted(context, choice);
     if (wanted == 0) return;
     group_scores += slot * (max_keys / UNIT_KEYS);
-    const Range range = first_range(context, choice.top);
     const Boundary boundary = find_bin(choice.bins, wanted, scratch);
+    const Range range = FirstBins(context, choice.bottom, choice.top).of(boundary);
     if (boundary.inside == 0 || boundary.inside > MAX_CANDIDATES) {
         if (blockIdx.x > 0) return;
         if (threadIdx.x == 0) choice.quota = ALONE;
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
         return choose_alone(group_scores, num_units, wanted, range, boundary, bins, scratch, kv_indices + slot * max_top_k);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) choice.quota = wanted - boundary.above;
-    const u32 mine = mark_part(group_scores, part, range.of_bin(boundary.bin), marks + slot * (max_keys / 32), choice);
+    const u32 mine = mark_part(group_scores, part, range, marks + slot * (max_keys / 32), choice);
     const u32 of_warp = __reduce_add_sync(ALL_LANES, mine);
     if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&above, of_warp);
     __syncthreads();

@@ -19,7 +19,7 @@ from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import ListsShape
 
 MATCH_BYTES, STATISTICS_BYTES = 16, 8  # of structs Match and TileStatistics
-CHOICE_BYTES = 4 * (4096 + 4 + 256 + 2 * 512)  # of struct Choice
+CHOICE_BYTES = 4 * (4096 + 5 + 256 + 2 * 512 + 3)  # of struct Choice
 MAX_MATCH_WARPS = 8
 SCORING_THREADS, SCORING_BLOCKS = 128, 5  # of a multiprocessor
 

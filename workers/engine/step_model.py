@@ -11,10 +11,10 @@ from csattn.artifact.manifest import ModelGeometry
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
 from csattn.models.families import describe
-from csattn.models.share import params_on_all, share_of_spec
+from csattn.models.share import filling_bytes, params_on_all, share_of_spec
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import device_bytes
-from csattn.models.weights import ModelWeights
+from csattn.models.weights import ModelWeights, weights_of
 from csattn.share import Share
 from offload.budget import AvailableMemory, available_memory
 from workers.model import take_weights
@@ -66,6 +66,7 @@ def handed_share(loaded: LoadedModel, num_devices: int) -> StepModel:
     """A device's, of as many; its weights are the affair of who has them."""
     whole = step_model(loaded)
     num_bytes = whole.num_bytes // num_devices + params_on_all(whole.spec, num_devices) * whole.dtype.itemsize
+    num_bytes += filling_bytes(weights_of(loaded.model), num_devices)
     return replace(whole, spec=share_of_spec(whole.spec, num_devices), num_bytes=num_bytes, take=_not_here)
 
 

@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from csattn.models.loader import wrap_model
 from csattn.models.quantized_weight import Rounding
 from csattn.models.weights import Linear
 from csattn.share import Share
+from offload.budget import AvailableMemory
 from offload.errors import NoDeviceError
-from tests.tiny import byte_tokenizer, make_model
+from tests.tiny import byte_tokenizer, loaded, make_model
+from workers.engine import step_model
 from workers.engine.step_model import handed_share
 from workers.model import devices, take_weights
 from workers.model.deadline import ends_within
@@ -91,6 +95,16 @@ def require_as_said(model: LoadedModel, num_devices: int) -> None:
         pickler.dump(take_weights(model.model, "cpu", share=Share(rank, num_devices)))
         held = sum(memory.nbytes for memory in pickler.memories)
         assert held <= said <= held + 4 * config.vocab_size * config.hidden_size
+
+
+def test_devices_share_the_hosts_memory_also_before_they_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    have = AvailableMemory(device_bytes=70, host_bytes=90)
+    monkeypatch.setattr(step_model, "available_memory", lambda device: have)
+    share = handed_share(loaded("llama"), 3)
+    assert share.available(torch.device("cpu")) == AvailableMemory(device_bytes=70, host_bytes=30)
+    least = cast(Devices, SimpleNamespace(least=lambda number: number - 60))
+    met = replace(share, devices=least)
+    assert met.available(torch.device("cpu")) == AvailableMemory(device_bytes=10, host_bytes=10)
 
 
 def test_what_ends_in_time_is_left_alone() -> None:

@@ -27,8 +27,8 @@ def require_shares(spec: ModelSpec, num_devices: int) -> None:
     if num_devices not in (fitting := _fitting(spec)):
         told = " and ".join(map(str, sorted(_kv_heads(spec))))
         raise ConfigError(
-            f"{num_devices} devices cannot share {told} KV heads and the columns of the model's MLPs in "
-            f"equal parts; {' or '.join(map(str, fitting))} can"
+            f"{num_devices} devices cannot share {told} KV heads and the columns of the model's MLPs "
+            f"and experts in equal parts; {' or '.join(map(str, fitting))} can"
         )
 
 
@@ -97,6 +97,19 @@ def params_on_all(spec: ModelSpec, num_devices: int) -> int:
     has_head = not spec.tied_embedding and spec.vocab_size % num_devices > 0
     of_experts = sum(of.num_experts * (1 + of.bias) for layer in spec.layers for of in layer.experts)
     return (spec.vocab_size * (1 + has_head) + of_experts) * spec.hidden_size
+
+
+def filling_bytes(weights: ModelWeights, num_devices: int) -> int:
+    """What each of so many devices takes of weights in few bits beyond its part.
+
+    Runs are filled up where its inputs end within one; where a row has one scale, every device has it.
+    weights: the whole model's, that can be shared out.
+    """
+    matrices = [matrix for layer in weights.layers for matrix in _shared_by_inputs(layer)]
+    return sum(
+        QuantizedWeight.size(of.format, of.group_size, len(of), of.num_in // num_devices) - of.nbytes // num_devices
+        for of in matrices
+    )
 
 
 def share_of_layer(layer: LayerWeights, heads: HeadsSpec, of: LayerSpec, share: Share) -> LayerWeights:

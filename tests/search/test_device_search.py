@@ -125,8 +125,12 @@ def test_a_single_query_chooses_however_far_below_the_best(keep: float) -> None:
     assert_right(row_of(search_on_device([index], q[None], [0], config), 0), q, index, config)
 
 
+@pytest.mark.parametrize("entries_at_once", [1, 1000, 2**22])
 @pytest.mark.parametrize(("context_len", "list_len"), [(1, 1.0), (1023, 0.3), (1024, 1.0), (3001, 0.004)])
-def test_lists_in_the_order_of_keys_say_what_the_lists_say(context_len: int, list_len: float) -> None:
+def test_lists_in_the_order_of_keys_say_what_the_lists_say(
+    context_len: int, list_len: float, entries_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("csattn.search.device.indexes.ENTRIES_AT_ONCE", entries_at_once)
     index = make_index(IndexSpec(layout="lists", context_len=context_len, list_len=list_len))
     assert isinstance(index, LayerIndex)
     by_key, config = to_device(index, DEVICE), ListConfig(list_len=list_len)

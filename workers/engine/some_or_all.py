@@ -18,8 +18,8 @@ from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
 # Measured on an H100 over `default`, 2 %, four query heads to a KV head (bench/log.md, "Many requests on one context"):
-# what a layer's choice takes, in the bytes of a context's rows that are read in that time. Lists take about as long; where
-# more heads share a KV head, reading all takes longer, in turns.
+# what a layer's choice takes, in the bytes of a context's rows that are read in that time. Lists take about as long;
+# where more heads share a KV head, reading all takes longer, in turns.
 CHOOSING_BYTES = 54 << 20
 CHOOSING_BYTES_EACH = 6 << 20  # for each row of the step
 HEADS_LIKE_ALL = 38  # so many query heads of a KV head, each with a choice of its own, take as long as reading all once

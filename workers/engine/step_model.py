@@ -11,10 +11,10 @@ from csattn.artifact.manifest import ModelGeometry
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
 from csattn.models.families import describe
-from csattn.models.share import params_on_all, share_of_spec
+from csattn.models.share import filling_bytes, params_on_all, share_of_spec
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import device_bytes
-from csattn.models.weights import ModelWeights
+from csattn.models.weights import ModelWeights, weights_of
 from csattn.share import Share
 from offload.budget import AvailableMemory, available_memory
 from workers.model import take_weights
@@ -34,6 +34,7 @@ class StepModel:
     num_bytes: int  # that its weights take of the device's memory, besides what they take of it already
     take: Callable[[torch.device], ModelWeights]  # to the device
     devices: Devices | None = None  # that have the other shares
+    num_shares: int = 1  # of the model; also where the devices have not met yet
 
     def open(self, artifact: Artifact) -> Artifact:
         """What is read of it."""
@@ -41,11 +42,11 @@ class StepModel:
 
     def available(self, device: torch.device) -> AvailableMemory:
         """What is left for a share on each of the devices: of theirs the least, and of the host's a part."""
-        found, devices = available_memory(device), self.devices
-        if devices is None:
-            return found
-        device_bytes, host_bytes = devices.least(found.device_bytes), devices.least(found.host_bytes)
-        return AvailableMemory(device_bytes=device_bytes, host_bytes=host_bytes // devices.share.num_devices)
+        found = available_memory(device)
+        device_bytes, host_bytes = found.device_bytes, found.host_bytes
+        if self.devices is not None:
+            device_bytes, host_bytes = self.devices.least(device_bytes), self.devices.least(host_bytes)
+        return AvailableMemory(device_bytes=device_bytes, host_bytes=host_bytes // self.num_shares)
 
 
 def step_model(loaded: LoadedModel) -> StepModel:
@@ -66,7 +67,9 @@ def handed_share(loaded: LoadedModel, num_devices: int) -> StepModel:
     """A device's, of as many; its weights are the affair of who has them."""
     whole = step_model(loaded)
     num_bytes = whole.num_bytes // num_devices + params_on_all(whole.spec, num_devices) * whole.dtype.itemsize
-    return replace(whole, spec=share_of_spec(whole.spec, num_devices), num_bytes=num_bytes, take=_not_here)
+    num_bytes += filling_bytes(weights_of(loaded.model), num_devices)
+    spec = share_of_spec(whole.spec, num_devices)
+    return replace(whole, spec=spec, num_bytes=num_bytes, take=_not_here, num_shares=num_devices)
 
 
 def first_share(loaded: LoadedModel, devices: Devices) -> StepModel:

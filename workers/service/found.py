@@ -19,7 +19,8 @@ def found_here(settings: Settings, loaded: LoadedModel, num_workers: int = 1) ->
     """By the process that decodes, once its model is loaded; so many of the service's share the machine's memory."""
     device_bytes, host_bytes = 0, host_memory_bytes()
     if settings.engine.placement != "cpu":
-        device_bytes = torch.cuda.mem_get_info()[0] - weights_on_device(loaded.model)
+        of_first = torch.cuda.mem_get_info()[0]  # several have as much each, and a part of contexts and weights
+        device_bytes = settings.engine.num_devices * of_first - weights_on_device(loaded.model)
     rooms, model = [], describe(loaded.model.config)
     for context_len in told_lens(loaded.geometry):
         spec = spec_of(loaded.geometry, context_len, settings.build.dtype, settings.build.preset)

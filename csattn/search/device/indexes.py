@@ -20,6 +20,7 @@ from csattn.table.lists import ListTable
 
 PIECE_KEYS = 4  # whose codes of a word are 16 bytes
 SCORE_UNIT = 8  # scores of a list are copied so many at a time
+ENTRIES_AT_ONCE = 2**22  # of lists that are brought into the order of keys: in between each takes some 40 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +122,17 @@ def lists_by_key(
     indices: Tensor | NDArray[np.int32],  # likewise: their keys
     context_len: int,
 ) -> DeviceLists:
-    """Some lists at a time: in between they take several times as much."""
+    """Lists as a device has them. A list has a key once."""
     device, num_chunks = codebooks.device, -(-context_len // CHUNK_KEYS)
-    of_lists = codebooks.shape[:3]
+    of_lists = num_heads, num_subspaces, num_centroids = codebooks.shape[:3]
     list_len = scores.shape[3]
+    at_once = max(1, ENTRIES_AT_ONCE // list_len)
     by_key = torch.zeros(*of_lists, list_len + -list_len % SCORE_UNIT, dtype=torch.float16, device=device)
     listed = torch.zeros(*of_lists, num_chunks, CHUNK_KEYS // 32, dtype=torch.int32, device=device)
     counts = torch.zeros(*of_lists, num_chunks, dtype=torch.int32, device=device)
     bits = torch.bitwise_left_shift(1, torch.arange(32, device=device)).to(torch.int32)
-    for head, subspace in product(*map(range, of_lists[:2])):
-        here = head, subspace
+    for head, subspace, first in product(range(num_heads), range(num_subspaces), range(0, num_centroids, at_once)):
+        here = head, subspace, slice(first, first + at_once)
         keys, order = _copied(indices[here], device).sort(dim=1)
         by_key[here][:, :list_len] = _copied(scores[here], device).gather(1, order)
         listed[here].flatten(1).scatter_add_(1, (keys // 32).long(), bits[keys % 32])

@@ -5,18 +5,25 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from csattn.errors import ConfigError
+from csattn.models import LoadedModel
+from csattn.models.few_bits import round_weights
 from csattn.models.loader import wrap_model
+from csattn.models.quantized_weight import Rounding
 from csattn.models.weights import Linear
 from csattn.share import Share
+from offload.budget import AvailableMemory
 from offload.errors import NoDeviceError
-from tests.tiny import byte_tokenizer, make_model
+from tests.tiny import byte_tokenizer, loaded, make_model
+from workers.engine import step_model
 from workers.engine.step_model import handed_share
 from workers.model import devices, take_weights
 from workers.model.deadline import ends_within
@@ -62,15 +69,42 @@ def test_tensors_that_share_memory_are_sent_once_and_share_it_there() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "glm4_moe", "gpt_oss", "granite"])
 @pytest.mark.parametrize(("num_devices", "vocab_size"), [(2, 256), (4, 513)])
 def test_a_share_takes_no_more_memory_than_is_said(family: str, num_devices: int, vocab_size: int) -> None:
-    """Nor does it take much less: no more than a vocabulary."""
     sizes = {"vocab_size": vocab_size, "num_key_value_heads": 4}
-    model = wrap_model(make_model(family, **sizes), byte_tokenizer(), family)
-    said = handed_share(model, num_devices).num_bytes
+    require_as_said(wrap_model(make_model(family, **sizes), byte_tokenizer(), family), num_devices)
+
+
+@pytest.mark.parametrize(
+    ("family", "rounding", "sizes"),
+    [
+        ("qwen3_moe", "fp8", {"moe_intermediate_size": 384}),  # of which a half ends within a run
+        ("qwen3_moe", "int4", {"moe_intermediate_size": 256}),
+        ("llama", "fp8", {"intermediate_size": 640}),
+    ],
+)
+def test_nor_do_weights_of_few_bits(family: str, rounding: Rounding, sizes: dict[str, int]) -> None:
+    whole = make_model(family, head_dim=64, initializer_range=0.1, dtype=torch.bfloat16, **sizes)
+    round_weights(whole, rounding)
+    require_as_said(wrap_model(whole, byte_tokenizer(), family), 2)
+
+
+def require_as_said(model: LoadedModel, num_devices: int) -> None:
+    """Nor does it take much less: no more than a vocabulary."""
+    said, config = handed_share(model, num_devices).num_bytes, model.model.config
     for rank in range(num_devices):
         pickler = _Pickler(io.BytesIO())
         pickler.dump(take_weights(model.model, "cpu", share=Share(rank, num_devices)))
         held = sum(memory.nbytes for memory in pickler.memories)
-        assert held <= said <= held + 4 * vocab_size * model.model.config.hidden_size
+        assert held <= said <= held + 4 * config.vocab_size * config.hidden_size
+
+
+def test_devices_share_the_hosts_memory_also_before_they_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    have = AvailableMemory(device_bytes=70, host_bytes=90)
+    monkeypatch.setattr(step_model, "available_memory", lambda device: have)
+    share = handed_share(loaded("llama"), 3)
+    assert share.available(torch.device("cpu")) == AvailableMemory(device_bytes=70, host_bytes=30)
+    least = cast(Devices, SimpleNamespace(least=lambda number: number - 60))
+    met = replace(share, devices=least)
+    assert met.available(torch.device("cpu")) == AvailableMemory(device_bytes=10, host_bytes=10)
 
 
 def test_what_ends_in_time_is_left_alone() -> None:

@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton", reason="Triton, whose interpreter runs the other kernels on a CPU, is not installed")
 
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, WeightFormat
+from csattn.models.weights import by_expert
 from tests.cuda_on_cpu.emulated import crossed
-from tests.workers.model.quantized import KINDS_OF_EXPERTS, choose, make_quantized_experts
+from tests.workers.model.quantized import KINDS_OF_EXPERTS, choose, make_quantized, make_quantized_experts
 from tests.workers.model.step_ops import (
     DEVICE,
     EXPERTS,
@@ -86,6 +87,30 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightForm
         results.append([torch.cat(each) for each in (gated, added)])
     for together, alone in zip(*results, strict=True):
         assert torch.equal(together, alone) and not together.isnan().any()
+
+
+@pytest.mark.parametrize("kind", [("fp4", 32, False), ("fp8", 0, False), ("int4", 32, True)], ids=str)
+@pytest.mark.parametrize("batch_size", [2, 17])
+def test_codes_of_other_inputs_in_the_last_run_count_nothing(
+    kind: tuple[WeightFormat, int, bool], batch_size: int
+) -> None:
+    """As a device's share of the inputs has them."""
+    spec = replace(EXPERTS["clamped"], intermediate_size=192)
+    weights = make_quantized_experts(spec, 70, kind)
+    assert weights.quantized is not None
+    down = make_quantized(spec.num_experts * 70, 320, *kind).inputs(slice(0, 192))
+    gates, ups, downs = by_expert(weights.quantized.gate_up.words, down.words, spec.num_experts)
+    kept = QuantizedExperts(weights.quantized.gate_up, down)
+    weights = replace(weights, gates=gates, ups=ups, down=downs, quantized=kept)
+    room = make_room(spec, batch_size, 70, torch.bfloat16, randn(batch_size, spec.num_experts))
+    room.chosen.copy_(choose(spec, batch_size))
+    room.shares.copy_(torch.rand(batch_size, spec.num_chosen, device=DEVICE))
+    room.gated.copy_(randn(*room.gated.shape))
+    want = replace(room, gated=room.gated.float(), parts=room.parts.float())
+    out = torch.empty(batch_size, 70, device=DEVICE)
+    TritonOps(DEVICE).experts_out(weights, spec, room, out)
+    TorchOps().experts_out(weights, spec, want, out)
+    torch.testing.assert_close(room.parts.float(), want.parts, rtol=8e-3, atol=1e-3)
 
 
 def test_what_lies_beside_an_expert_is_not_read() -> None:

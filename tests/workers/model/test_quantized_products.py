@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
-from csattn.models.quantized_weight import CODES, QuantizedWeight, WeightFormat
+from csattn.models.quantized_weight import CODES, RUN, QuantizedWeight, WeightFormat
 from csattn.models.weights import Linear
 from tests.cuda_on_cpu.emulated import crossed
 from tests.workers.model.quantized import KINDS, make_quantized
@@ -133,6 +133,18 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind) -> None:
         alone[rows] = got
     TritonOps(DEVICE).linear(Normed(x), [linear], together)
     assert torch.equal(alone, together) and not alone.isnan().any()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] < RUN])
+@pytest.mark.parametrize("batch_size", [2, 17])
+def test_codes_of_other_inputs_in_the_last_run_count_nothing(kind, batch_size: int) -> None:
+    """As a device's share of the inputs has them."""
+    share = make_quantized(40, 320, *kind).inputs(slice(0, 192))
+    x, of = randn(batch_size, 192, dtype=dtype_of(batch_size)), Linear(share.words, None, share)
+    got = torch.full((batch_size, 40), NAN, device=DEVICE)
+    TritonOps(DEVICE).linear(Normed(x), [of], got)
+    want = x.float() @ share.decoded(torch.float32).T
+    torch.testing.assert_close(got, want, **(CLOSE if batch_size <= MOST_ROWS else tolerance(torch.float32)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

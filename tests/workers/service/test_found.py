@@ -55,3 +55,17 @@ def test_gpus_are_told_with_their_links(settings: Settings, monkeypatch: pytest.
     line = found_here(replace(settings, engine=EngineSettings(placement="hybrid", num_contexts=6)), loaded())
     assert line.startswith("2 × NVIDIA H200 (136.7 GiB of 140.4 GiB free, PCIe 5.0 x16), 3 CPUs")
     assert " 6 contexts of " in line
+
+
+@pytest.mark.parametrize(("num_devices", "room"), [(1, 0), (2, 1), (4, 3)])
+def test_several_gpus_have_room_together(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, num_devices: int, room: int
+) -> None:
+    """Each has as much as the weights, or a context, take in all."""
+    model = loaded()
+    kv, index = context_bytes(spec_of(model.geometry, model.geometry.max_positions, "bfloat16"))
+    monkeypatch.setattr(found, "weights_on_device", lambda model: kv + index)
+    cuda = SimpleNamespace(mem_get_info=lambda: (kv + index, kv + index))
+    monkeypatch.setattr(found, "torch", SimpleNamespace(cuda=cuda))
+    engine = EngineSettings(placement="device", num_contexts=6, num_devices=num_devices)
+    assert f" {room} contexts of " in found_here(replace(settings, engine=engine), model)

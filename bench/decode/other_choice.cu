@@ -84,7 +84,7 @@ __device__ __forceinline__ Place find_place(const Context& context, const Choice
 }
 
 // What is still crowded counts as equal, and the first are taken: scores that tie, or differ by less than 16 units in the
-// last place where shares of a group are added up, of a single query by less than 2 ** -24 of their range. Counts those of each part.
+// last place where shares of a group are added up, of a single query by less than 2 ** -18 of their range. Counts those of each part.
 extern "C" __global__ void __launch_bounds__(THREADS) count_ties(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len, const uint4* group_scores, long long max_keys,

@@ -207,12 +207,17 @@ def test_two_devices_say_what_one_says(artifacts, placement) -> None:
 @pytest.mark.parametrize(
     ("placement", "options"),
     [
-        pytest.param("host", {"config": replace(CONFIG, lookahead=1)}, id="searched by the CPU"),
-        pytest.param("hybrid", {"kv_format": KvFormat.parse("fp8")}, id="rows in fewer bits"),
+        pytest.param(
+            "host",
+            {"config": replace(CONFIG, lookahead=1, search_period=4), "kv_format": KvFormat.parse("fp8")},
+            id="by the CPU, at every fourth token, rows in fewer bits",
+        ),
         pytest.param("hybrid", {"selector": "full"}, id="all rows, streamed"),
-        pytest.param("device", {"selector": "full"}, id="all rows"),
         pytest.param("device", {"selector": "exact"}, id="exact"),
-        pytest.param("device", {"config": replace(CONFIG, search_period=4)}, id="searched for at every fourth token"),
+        pytest.param("host", {"config": replace(CONFIG, lookahead=1)}, id="by the CPU", marks=pytest.mark.gpu),
+        pytest.param("hybrid", {"kv_format": KvFormat.parse("fp8")}, id="fewer bits", marks=pytest.mark.gpu),
+        pytest.param("device", {"selector": "full"}, id="all rows", marks=pytest.mark.gpu),
+        pytest.param("device", {"config": replace(CONFIG, search_period=4)}, id="in periods", marks=pytest.mark.gpu),
     ],
 )
 def test_they_say_it_in_every_placement_with_every_selector(artifacts, placement, options) -> None:
@@ -245,7 +250,7 @@ def tidy(engine: SplitEngine) -> None:
     engine.remove_context(0)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2_moe", marks=pytest.mark.gpu), "glm4_moe", "gpt_oss"])
 def test_experts_are_shared_out(tmp_path, family) -> None:
     """Two kinds in a layer, beside an MLP, and with biases and sinks."""
     (want_said, want), (got_said, got) = (said(make, loaded(family), tmp_path) for make in (one, two))
@@ -253,7 +258,7 @@ def test_experts_are_shared_out(tmp_path, family) -> None:
     np.testing.assert_allclose(got, want, rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.parametrize("rounding", ["fp8", "int4"])
+@pytest.mark.parametrize("rounding", [pytest.param("fp8", marks=pytest.mark.gpu), "int4"])
 def test_weights_of_few_bits_are_shared_out(tmp_path, rounding) -> None:
     """In float32, as steps of many rows can be: those of few rows are bfloat16, as in the next test."""
     whole = make_model("llama", **OF_FEW_BITS, intermediate_size=256)

@@ -60,17 +60,13 @@ class QuantizedWeight:
     ) -> "QuantizedWeight":
         assert cls.can_have(format, group_size), f"groups of {group_size} do not fit runs of {RUN}"
         (num_out, num_in), parts = codes.shape, CODES[format]
-        bits, width = _WORD_BITS // parts, RUN // parts
-        runs = functional.pad(codes, (0, -num_in % RUN)).view(num_out, -1, parts, width)
-        words = torch.zeros(num_out, runs.shape[1], width, dtype=torch.int32, device=codes.device)
-        for part in range(parts):
-            words |= runs[:, :, part].int() << (bits * part)
+        words = _packed(functional.pad(codes, (0, -num_in % RUN)).view(num_out, -1, parts, RUN // parts))
         kept, has_zeros = scales.T.contiguous(), False
         if format == "int4":
             zero_of = torch.full_like(kept, ZERO) if zeros is None else zeros.T
             kept = (kept.view(torch.int32) & ~_ZERO_BITS | zero_of.int()).view(torch.float32)
             has_zeros = bool((zero_of != ZERO).any())
-        return cls(format, words.flatten(1).to(torch.int16), kept, num_in, group_size, has_zeros, order)
+        return cls(format, words, kept, num_in, group_size, has_zeros, order)
 
     @classmethod
     def rounded(cls, weight: Tensor, format: Rounding) -> "QuantizedWeight":
@@ -125,18 +121,18 @@ class QuantizedWeight:
     def inputs(self, which: slice) -> "QuantizedWeight":
         """Those inputs alone: whole parts of runs, and whole groups, in order. In memory of their own."""
         first, stop, group_size, parts = which.start, which.stop, self.group_size, CODES[self.format]
-        width, bits = RUN // parts, _WORD_BITS // parts
+        width = RUN // parts
         unit = max(width, group_size)
         assert self.order is None and first % unit == 0 and (stop % unit == 0 or stop == self.num_in)
         groups = slice(first // group_size, -(-stop // group_size)) if group_size else slice(None)
-        runs = self.words.view(len(self), -1, 1, width)[:, first // RUN : -(-stop // RUN)]
-        if first % RUN:
-            shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int16, device=runs.device)[:, None]
-            of_parts = ((runs >> shifts) & ((1 << bits) - 1)).flatten(1, 2)[:, first % RUN // width :]
-            of_parts = functional.pad(of_parts, (0, 0, 0, -of_parts.shape[1] % parts)).view(len(self), -1, parts, width)
-            runs = (of_parts << shifts).sum(2, keepdim=True, dtype=torch.int16)[:, : -(-(stop - first) // RUN)]
-        words, scales = runs.flatten(1).clone(), self.scales[groups].clone()
-        return replace(self, words=words, scales=scales, num_in=stop - first)
+        words = self.words[:, first // RUN * width : -(-stop // RUN) * width]
+        if first % RUN == 0:
+            words = words.clone()
+        else:
+            rows, num_runs = _rows_at_once(stop - first), -(-(stop - first) // RUN)
+            blocks = [words[i : i + rows] for i in range(0, len(words), rows)]
+            words = torch.cat([_moved(block, first % RUN // width, num_runs, parts) for block in blocks])
+        return replace(self, words=words, scales=self.scales[groups].clone(), num_in=stop - first)
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
         order = None if self.order is None else self.order.to(device)
@@ -152,10 +148,7 @@ class QuantizedWeight:
 
     def _decoded(self, dtype: torch.dtype) -> Tensor:
         parts = CODES[self.format]
-        bits = _WORD_BITS // parts
-        runs = self.words.int().view(len(self), -1, 1, RUN // parts)
-        shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32, device=self.words.device)
-        codes = ((runs >> shifts[:, None]) & ((1 << bits) - 1)).flatten(1)[:, : self.num_in]
+        codes = _unpacked(self.words, parts).flatten(1)[:, : self.num_in]
         if self.format == "fp8":
             numbers, scales = codes.to(torch.uint8).view(torch.float8_e4m3fn).float(), self.scales.T
         elif self.format == "fp4":
@@ -206,6 +199,29 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
             return None
     words, scales = torch.cat([part.words for part in parts]), torch.cat([part.scales for part in parts], dim=1)
     return replace(first, words=words, scales=scales, has_zeros=any(part.has_zeros for part in parts))
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """[num_out, num_runs, parts, width], any whole numbers -> words [num_out, num_runs * width] int16."""
+    num_out, num_runs, parts, width = codes.shape
+    words = torch.zeros(num_out, num_runs, width, dtype=torch.int32, device=codes.device)
+    for part in range(parts):
+        words |= codes[:, :, part].int() << (_WORD_BITS // parts * part)
+    return words.flatten(1).to(torch.int16)
+
+
+def _unpacked(words: Tensor, parts: int) -> Tensor:
+    """The inverse of `_packed`, int32."""
+    bits = _WORD_BITS // parts
+    shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32, device=words.device)[:, None]
+    return (words.int().view(len(words), -1, 1, RUN // parts) >> shifts) & ((1 << bits) - 1)
+
+
+def _moved(words: Tensor, first_part: int, num_runs: int, parts: int) -> Tensor:
+    """So many runs that begin with that part of the first one."""
+    of_parts = _unpacked(words, parts).flatten(1, 2)[:, first_part:]
+    filled = functional.pad(of_parts, (0, 0, 0, -of_parts.shape[1] % parts))
+    return _packed(filled.view(len(words), -1, parts, RUN // parts)[:, :num_runs])
 
 
 def _rows_at_once(num_in: int) -> int:

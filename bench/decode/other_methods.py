@@ -171,9 +171,8 @@ class MethodSearch(ListsPass):
             self._score("multiply_centroids", products, q, table, context_ids, self._products, self._choices)
             self._score("add_products", self.max_keys // 4, table, context_ids, self._products, *scores)
         statistics = self._scores, self.max_keys, self._statistics
-        grid = self._blocks, self.shape.num_index_heads, self._batch_size
         places = *places_of(indexes, context_ids), self._softmax_scale
-        self._choice("sum_tiles").launch(grid, THREADS, *places, *statistics)
+        self._choice("sum_tiles").launch(self._grid, THREADS, *places, *statistics)
 
     def _mark(self, places: tuple[Tensor | int | None, ...], out: DeviceSelection) -> None:
         """See `ListsPass._mark`: with passes over bins that are crowded."""

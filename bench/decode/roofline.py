@@ -5,9 +5,9 @@ from csattn.config import IndexConfig, SearchConfig, SketchConfig, num_index_hea
 from csattn.models.spec import ModelSpec
 from csattn.search.device import list_bytes
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords
+from csattn.table.lists import ENTRY_BYTES
 
 ITEM_BYTES = 2  # of weights and KV: bfloat16
-LIST_ENTRY_BYTES = 6  # on the host: int32 index, float16 score
 
 
 def row_bytes(shape: ModelSpec) -> int:
@@ -47,7 +47,7 @@ def stored_index_bytes(shape: ModelSpec, config: IndexConfig, context_len: int) 
     if isinstance(config, SketchConfig):
         return index_bytes(shape, config, context_len)
     heads = num_index_heads(config, shape.num_q_heads, shape.num_kv_heads)
-    return heads * config.num_subspaces * config.num_centroids * config.list_entries(context_len) * LIST_ENTRY_BYTES
+    return heads * config.num_subspaces * config.num_centroids * config.list_entries(context_len) * ENTRY_BYTES
 
 
 def search_bytes(

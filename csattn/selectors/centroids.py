@@ -15,6 +15,7 @@ from csattn.search import LayerSearch, SearchPool, empty_token_selections
 from csattn.selection import Selection
 from csattn.selectors.base import ContextView
 from csattn.sketch import SketchIndex
+from csattn.table.lists import ENTRY_BYTES
 from csattn.table.tail import ListTail
 
 
@@ -54,7 +55,7 @@ def search_bytes(index: LayerIndex | SketchIndex, num_q_heads: int) -> int:
     """What a search of one token reads: each code once for a group; or the centroids, and a list of each subspace."""
     if isinstance(index, SketchIndex):
         return _num_bytes(index.codes, index.key_mean, index.query_transform)
-    return index.codebooks.nbytes + num_q_heads * index.num_subspaces * index.table.list_len * (4 + 2)
+    return index.codebooks.nbytes + num_q_heads * index.num_subspaces * index.table.list_len * ENTRY_BYTES
 
 
 def _num_bytes(*arrays: NDArray[Any] | None) -> int:

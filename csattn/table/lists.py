@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+ENTRY_BYTES = 6  # of a list: a key's number and its score
 LARGEST_SCORE = 65504.0  # what a float16 holds: scores beyond it are stored as that
 
 

@@ -23,6 +23,7 @@ from csattn.search.device import (
     workspace_bytes,
 )
 from csattn.sketch.codes import num_coords
+from csattn.table.lists import ENTRY_BYTES
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import attend_all_bytes, streamed_bytes
 from workers.engine.attend_chosen import make_passes
@@ -37,7 +38,6 @@ from workers.model.devices import require_device
 
 Placement = Literal["device", "hybrid", "host"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
-LIST_ENTRY_BYTES = 6  # in files: a key's number and its score
 KERNELS_BYTES = 512 << 20  # code, graphs and what torch sets aside for matrix products
 
 
@@ -148,7 +148,7 @@ def index_bytes_on_device(spec: ArtifactSpec, stored_bytes: int) -> int:
     if isinstance(config, SketchConfig):
         return stored_bytes
     lists = len(spec.model.indexed_layers) * spec.num_index_heads * config.num_subspaces * config.num_centroids
-    less = config.list_entries(spec.context_len) * LIST_ENTRY_BYTES - list_bytes(config, spec.context_len)
+    less = config.list_entries(spec.context_len) * ENTRY_BYTES - list_bytes(config, spec.context_len)
     return stored_bytes - lists * less
 
 

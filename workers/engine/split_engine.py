@@ -91,7 +91,7 @@ class SplitEngine:
             undo.callback(self._followers.close)
             self._devices = Devices(Share(0, num_devices), places[0], meeting)
             undo.callback(self._devices.close)
-            self._engine.model = first_share(loaded, self._devices)
+            self._engine.model = first_share(model, loaded, self._devices)
             self._undo = undo.pop_all()
             failed.pop_all()
         self.max_rows, self.num_slots = self._engine.max_rows, self._engine.num_slots

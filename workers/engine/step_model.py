@@ -72,8 +72,8 @@ def handed_share(loaded: LoadedModel, num_devices: int) -> StepModel:
     return replace(whole, spec=spec, num_bytes=num_bytes, take=_not_here, num_shares=num_devices)
 
 
-def first_share(loaded: LoadedModel, devices: Devices) -> StepModel:
-    """Of the device whose process has the model: it hands the others theirs."""
+def first_share(handed: StepModel, loaded: LoadedModel, devices: Devices) -> StepModel:
+    """Of the device whose process has the model: it hands the others theirs, which are like `handed`."""
     num_devices = devices.share.num_devices
 
     def take(device: torch.device) -> ModelWeights:
@@ -81,7 +81,7 @@ def first_share(loaded: LoadedModel, devices: Devices) -> StepModel:
             devices.send(take_weights(loaded.model, "cpu", share=Share(rank, num_devices)), rank)
         return take_weights(loaded.model, device, share=devices.share)
 
-    return replace(handed_share(loaded, num_devices), take=take, devices=devices)
+    return replace(handed, take=take, devices=devices)
 
 
 def _not_here(device: torch.device) -> ModelWeights:

@@ -82,8 +82,7 @@ class ListsPass:
         """Enqueue the choice, after `run` with the same rows."""
         places, max_keys = places_of(indexes, context_ids, top_ks), self.max_keys
         read = self._softmax_scale, self._scores, self._statistics
-        grid = self._blocks, self.shape.num_index_heads, self._batch_size
-        self._combine.launch(grid, THREADS, *places, *read, self._group_scores, max_keys, self._choices)
+        self._combine.launch(self._grid, THREADS, *places, *read, self._group_scores, max_keys, self._choices)
         self._mark(places, out)
         written = self._choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
         self._write.launch(self._choosing_grid, THREADS, *places, self._marks, max_keys, *written)
@@ -93,6 +92,10 @@ class ListsPass:
         read = self._group_scores, self.max_keys
         marked = self._marks, self._choices, out.kv_indices, out.kv_indices.shape[2]
         self._find.launch(self._choosing_grid, THREADS, *places, *read, *marked)
+
+    @property
+    def _grid(self) -> tuple[int, int, int]:
+        return self._blocks, self.shape.num_index_heads, self._batch_size
 
     @property
     def _choosing_grid(self) -> tuple[int, int, int]:

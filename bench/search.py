@@ -25,11 +25,10 @@ from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelecti
 from csattn.search.workspace import empty_token_selections
 from csattn.sketch import SketchIndex
 from csattn.sketch.rest import attend_rest
-from csattn.table.lists import ListTable
+from csattn.table.lists import ListTable, list_bytes, lists_of
 
 NUM_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
 SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 64, HEAD_DIM**-0.5, 0.02
-ENTRY_BYTES = 6  # of a list
 TABLE_BYTES = 400 << 20  # of an index, about: more than a last-level cache holds
 NUM_QUERIES = 16  # that the cold runs take in turn
 
@@ -52,7 +51,8 @@ def make_lists(context_len: int, num_heads: int) -> LayerIndex:
     """Random lists."""
     rng = np.random.default_rng(context_len)
     list_len = round(LIST_LEN * context_len)
-    num_centroids = max(2, min(32, TABLE_BYTES // (num_heads * NUM_SUBSPACES * list_len * ENTRY_BYTES)))
+    of_centroid = num_heads * NUM_SUBSPACES * list_bytes(list_len, context_len)
+    num_centroids = max(2, min(32, TABLE_BYTES // of_centroid))
     shape = num_heads, NUM_SUBSPACES, num_centroids
     codebooks = rng.standard_normal((*shape, HEAD_DIM // NUM_SUBSPACES), dtype=np.float32)
     codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
@@ -64,22 +64,24 @@ def read_bytes(layout: str, context_len: int) -> int:
     """What an index head reads for its query heads: a sketch once, lists for each."""
     if layout == "sketch":
         return random_sketch(1, 1, HEAD_DIM, 0).codes.shape[2] * 4 * context_len
-    return GROUP_SIZE * NUM_SUBSPACES * round(LIST_LEN * context_len) * ENTRY_BYTES
+    return GROUP_SIZE * NUM_SUBSPACES * list_bytes(round(LIST_LEN * context_len), context_len)
 
 
 def _random_lists(rng: np.random.Generator, shape: tuple[int, ...], context_len: int, list_len: int) -> ListTable:
-    indices = np.empty((*shape, list_len), np.int32)
-    order = rng.permutation(context_len).astype(np.int32)
-    for where in np.ndindex(*shape):  # windows of one random order: each list has distinct keys, in random places
-        start = int(rng.integers(context_len))
-        indices[where] = np.roll(order, -start)[:list_len]
-    scores = np.sort(rng.normal(3, 1, list_len))[::-1].astype(np.float16)
-    return ListTable(indices, np.broadcast_to(scores, indices.shape).copy(), context_len)
+    """Windows of one random order of the keys."""
+    places = rng.permutation(context_len).astype(np.int32)
+    scores, of_heads = rng.normal(3, 1, context_len).astype(np.float16), []
+    for _ in range(shape[0]):  # as bits, before they are packed, lists are large
+        starts = rng.integers(context_len, size=(1, *shape[1:], 1), dtype=np.int32)
+        listed = (places - starts) % np.int32(context_len) < list_len
+        of_heads.append(lists_of(listed, np.broadcast_to(scores, listed.shape)))
+    arrays = {name: np.concatenate([table.arrays[name] for table in of_heads]) for name in of_heads[0].arrays}
+    return ListTable(**arrays, list_len=list_len, context_len=context_len)
 
 
 def only_first_head(index: LayerIndex | SketchIndex) -> LayerIndex | SketchIndex:
     if isinstance(index, LayerIndex):
-        table = ListTable(index.table.indices[:1], index.table.scores[:1], index.context_len)
+        table = index.table.of_heads(slice(1))
         return LayerIndex(index.codebooks[:1], index.key_mean[:1], table, index.weigh_by_norm)
     names = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
     return replace(index, **{name: getattr(index, name)[:1] for name in names})
@@ -132,12 +134,13 @@ def rates(spent_ms: float, layout: str, context_len: int, num_heads: int) -> dic
     """Time per query head, bytes of the index read per second and, for lists, time per entry."""
     per_query_head_us = spent_ms * 1e3 / (num_heads * GROUP_SIZE)
     per_query_head = read_bytes(layout, context_len) / GROUP_SIZE
+    entries = NUM_SUBSPACES * round(LIST_LEN * context_len)
     found = {
         "us_per_query_head": round(per_query_head_us, 2),
         "gbps": round(per_query_head / per_query_head_us / 1e3, 1),
     }
     if layout == "lists":
-        found["ns_per_entry"] = round(per_query_head_us * 1e3 / (per_query_head / ENTRY_BYTES), 3)
+        found["ns_per_entry"] = round(per_query_head_us * 1e3 / entries, 3)
     return found
 
 

@@ -4,15 +4,16 @@ from concurrent.futures import Executor
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.sketch.build import sketch_arrays
-from csattn.table.lists import LARGEST_SCORE
+from csattn.table.lists import CHUNK_KEYS, LARGEST_SCORE, list_shapes, lists_of, ordinals, score_room
 from csattn.torch_threads import alone, threads_kept
 from index_build.codebooks import make_codebooks
 
+_TYPES = {"listed": torch.uint32, "starts": torch.int32, "scores": torch.float16, "least": torch.float16}
 _SUMS, _SUMS_ON_GPU = 1 << 17, 1 << 25  # under way at a time: on a CPU they stay in the cache
 
 
@@ -41,8 +42,8 @@ def _list_arrays(q: Tensor, kv: Tensor, config: ListConfig, threads: Executor) -
         keys, means = (array.repeat_interleave(num_heads // num_kv_heads, dim=0) for array in (keys, means))
     codebooks = make_codebooks(q.reshape(num_heads, -1, head_dim), config, threads)
     keys = keys.mT.contiguous()  # [num_heads, head_dim, context_len]: a subspace's keys lie together
-    indices, scores = make_list_table(codebooks, keys, config.list_entries(context_len), threads)
-    return {"indices": indices, "scores": scores, "codebooks": codebooks, "key_mean": means}
+    lists = make_list_table(codebooks, keys, config.list_entries(context_len), threads)
+    return lists | {"codebooks": codebooks, "key_mean": means}
 
 
 def make_list_table(
@@ -50,28 +51,23 @@ def make_list_table(
     keys: Tensor,  # [num_index_heads, head_dim, context_len] float32, centred
     list_len: int,
     threads: Executor,  # for tensors on the CPU
-) -> tuple[Tensor, Tensor]:
-    """The `list_len` best keys of every centroid, ordered by (stored score descending, index ascending).
+) -> dict[str, Tensor]:
+    """The `list_len` best keys of every centroid, of equal ones the first: the arrays of a `ListTable` by name."""
+    lists, of_list = codebooks.shape[:3], list_shapes(list_len, keys.shape[2])
+    table = {name: keys.new_empty(*lists, *shape, dtype=_TYPES[name]) for name, shape in of_list.items()}
 
-    Indices int32 and scores float16 [num_index_heads, num_subspaces, num_centroids, list_len].
-    """
-    lists = *codebooks.shape[:3], list_len
-    indices = torch.empty(lists, dtype=torch.int32, device=keys.device)
-    scores = torch.empty(lists, dtype=torch.float16, device=keys.device)
-
-    def make(codebook: Tensor, keys: Tensor, indices: Tensor, scores: Tensor) -> None:
+    def make(codebook: Tensor, keys: Tensor, *parts: Tensor) -> None:
         rows = centroid_scores(codebook, keys)
-        if rows.is_cuda:
-            indices[:], scores[:] = top_l_sorted(rows, list_len)
-        else:
-            indices.numpy()[:], scores.numpy()[:] = top_l(rows.numpy(), list_len)
+        best = best_on_gpu(rows, list_len) if rows.is_cuda else best_of_rows(rows, list_len)
+        for name, part in zip(table, parts, strict=True):
+            part.copy_(best[name])
 
     by_part = keys.reshape(*lists[:2], -1, keys.shape[2])
-    parts = [array.flatten(0, 1) for array in (codebooks, by_part, indices, scores)]
+    parts = [array.flatten(0, 1) for array in (codebooks, by_part, *table.values())]
     with threads_kept():
         for _ in map(make, *parts) if keys.is_cuda else threads.map(alone(make), *parts):
             pass
-    return indices, scores
+    return table
 
 
 def centroid_scores(
@@ -94,23 +90,36 @@ def centroid_scores(
     return scores
 
 
-def top_l(rows: NDArray[np.float32], list_len: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-    """Indices and float16 scores [num_rows, list_len] of each row's best entries, in the lists' order."""
-    halves = np.clip(rows, -LARGEST_SCORE, LARGEST_SCORE).astype(np.float16) + np.float16(0)  # no -0.0
-    bits = halves.view(np.int16).astype(np.int64)
-    ordinals = np.where(bits < 0, -(bits & 0x7FFF), bits)  # ordered as the scores are
-    # One integer holds score and index, so that a plain sort gives the total order.
-    keyed = (-ordinals << 32) + np.arange(rows.shape[1])
-    best = np.sort(np.partition(keyed, list_len - 1, axis=1)[:, :list_len], axis=1)
-    indices = (best & 0xFFFFFFFF).astype(np.int32)
-    return indices, np.take_along_axis(halves, indices.astype(np.int64), axis=1)
+def best_of_rows(rows: Tensor, list_len: int) -> dict[str, Tensor]:
+    """Of scores [num_rows, num_keys] float32 on the CPU each row's list."""
+    scores = rows.clamp(-LARGEST_SCORE, LARGEST_SCORE).half().numpy()
+    bits = scores.view(np.int16)
+    bits[bits == np.iinfo(np.int16).min] = 0  # -0.0
+    order = ordinals(scores)
+    least = np.partition(order, -list_len, axis=1)[:, -list_len, None]
+    listed = order >= least
+    for row in np.flatnonzero(np.count_nonzero(listed, axis=1) > list_len):
+        equal = np.flatnonzero(order[row] == least[row])
+        listed[row, equal[list_len - np.count_nonzero(listed[row]) :]] = False
+    return {name: torch.from_numpy(array) for name, array in lists_of(listed, scores).arrays.items()}
 
 
-def top_l_sorted(rows: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
-    """`top_l` in torch, for rows [num_rows, num_keys] float32 on a GPU."""
-    halves = rows.clamp(-LARGEST_SCORE, LARGEST_SCORE).half() + 0.0
-    bits = halves.view(torch.int16).long()
-    ordinals = torch.where(bits < 0, -(bits & 0x7FFF), bits)
-    keyed = (-ordinals << 32) + torch.arange(rows.shape[1], device=rows.device)
-    best = keyed.topk(list_len, dim=1, largest=False, sorted=True).values & 0xFFFFFFFF
-    return best.int(), halves.gather(1, best)
+def best_on_gpu(rows: Tensor, list_len: int) -> dict[str, Tensor]:
+    """`best_of_rows` in torch."""
+    num_rows, num_keys = rows.shape
+    scores = rows.clamp(-LARGEST_SCORE, LARGEST_SCORE).half() + 0.0  # no -0.0
+    bits = scores.view(torch.int16)
+    order = bits ^ (bits >> 15 & 0x7FFF)
+    least = order.kthvalue(num_keys - list_len + 1, dim=1, keepdim=True).values
+    above, equal = order > least, order == least
+    listed = above | equal & (equal.cumsum(1, dtype=torch.int32) <= list_len - above.sum(1, keepdim=True))
+    words = pad(listed, (0, -num_keys % CHUNK_KEYS)).view(num_rows, -1, CHUNK_KEYS // 32, 32)
+    counts = words.sum((2, 3), dtype=torch.int32)
+    shifts = torch.arange(32, dtype=torch.int32, device=rows.device)
+    held = scores[listed].view(num_rows, list_len)
+    return {
+        "listed": (words.int() << shifts).sum(3, dtype=torch.int32).view(torch.uint32),
+        "starts": counts.cumsum(1, dtype=torch.int32) - counts,
+        "scores": pad(held, (0, score_room(list_len) - list_len)),
+        "least": held.amin(1),
+    }

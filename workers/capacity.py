@@ -15,7 +15,6 @@ from offload.budget import host_memory_bytes, require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots
 from workers.doctor.findings import gib
-from workers.engine.memory import index_bytes_on_device
 from workers.engine.own_choice import index_key_share, latents_of, least_slots
 from workers.settings.parts import EngineSettings
 
@@ -63,12 +62,11 @@ def room_for_contexts(
 ) -> int:
     """How many contexts like this may be loaded at the same time."""
     kv, index = context_bytes(spec, engine.kv_format)
-    searched_by = index_bytes_on_device(spec, index)
-    searched = searched_by + int(min(engine.slot_share, max_slots() / spec.context_len) * kv)
+    searched = index + int(min(engine.slot_share, max_slots() / spec.context_len) * kv)
     if model is not None and (latent := latents_of(model)) is not None:
         slot_share = max(engine.slot_share, least_slots(latent, spec.context_len) / spec.context_len)
         searched = int((index_key_share(model) + slot_share) * kv)
-    on_device = {"cpu": 0, "device": kv + searched_by}.get(engine.placement, searched)
+    on_device = {"cpu": 0, "device": kv + index}.get(engine.placement, searched)
     on_host = {"cpu": kv + index, "device": 0}.get(engine.placement, kv)
     bounds = [have // takes for have, takes in ((host_bytes, on_host), (device_bytes, on_device)) if takes]
     if engine.context_bytes is not None:

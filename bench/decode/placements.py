@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.decode.forked import MadeContext, forked_searcher
 from bench.decode.options import AHEAD, EVERY_STEP, SLOTS, Options
 from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, TooLargeError, require_memory
-from bench.decode.roofline import full_bytes, index_bytes, layer_bytes, stored_index_bytes
+from bench.decode.roofline import full_bytes, index_bytes, layer_bytes
 from bench.decode.variants import num_segments, of_variant
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload, clone_index
@@ -131,7 +131,7 @@ def _on_host(
     work: Workload, options: Options, config: IndexConfig, search: SearchConfig, num_workers: int = 0
 ) -> Prepared:
     shape, engine = options.shape, engine_shape(work, options, config, search)
-    indexed = options.num_layers * stored_index_bytes(shape, config, work.context_len)
+    indexed = options.num_layers * index_bytes(shape, config, work.context_len)
     codes = work.num_contexts * indexed * index_is_on_device(engine, "host")  # for the rest
     share = slot_share(options, search)
     slots_bytes = round(share * full_bytes(shape, work.context_len)) * options.num_layers * work.num_contexts

@@ -1,11 +1,10 @@
 """The fewest bytes that a step must read, and the best ratio over full attention that they allow."""
 
 from bench.decode.variants import num_segments
-from csattn.config import IndexConfig, SearchConfig, SketchConfig, num_index_heads
+from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
 from csattn.models.spec import ModelSpec
-from csattn.search.device import list_bytes
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords
-from csattn.table.lists import ENTRY_BYTES
+from csattn.table.lists import list_bytes
 
 ITEM_BYTES = 2  # of weights and KV: bfloat16
 
@@ -31,7 +30,7 @@ def selected_bytes(shape: ModelSpec, context_len: int, keep: float) -> int:
 
 
 def index_bytes(shape: ModelSpec, config: IndexConfig, context_len: int) -> int:
-    """What the index of one layer and one context takes on the device."""
+    """What the index of one layer and one context takes."""
     heads = num_index_heads(config, shape.num_q_heads, shape.num_kv_heads)
     if isinstance(config, SketchConfig):
         words = config.words(shape.head_dim)
@@ -39,15 +38,7 @@ def index_bytes(shape: ModelSpec, config: IndexConfig, context_len: int) -> int:
         marks = num_blocks(context_len) * BLOCK_KEYS // 8
         transforms = shape.head_dim * (2 * 4 + 2 * num_coords(*words) * 2)
         return heads * (codes + marks + num_segments(config, context_len) * transforms)
-    return heads * config.num_subspaces * config.num_centroids * list_bytes(config, context_len)
-
-
-def stored_index_bytes(shape: ModelSpec, config: IndexConfig, context_len: int) -> int:
-    """What it takes in host memory, where lists have the numbers of their keys."""
-    if isinstance(config, SketchConfig):
-        return index_bytes(shape, config, context_len)
-    heads = num_index_heads(config, shape.num_q_heads, shape.num_kv_heads)
-    return heads * config.num_subspaces * config.num_centroids * config.list_entries(context_len) * ENTRY_BYTES
+    return heads * config.num_subspaces * config.num_centroids * _list_bytes(config, context_len)
 
 
 def search_bytes(
@@ -60,7 +51,11 @@ def search_bytes(
     """
     if isinstance(config, SketchConfig):
         return (num_contexts or batch_size) * index_bytes(shape, config, context_len)
-    return batch_size * shape.num_q_heads * config.num_subspaces * list_bytes(config, context_len)
+    return batch_size * shape.num_q_heads * config.num_subspaces * _list_bytes(config, context_len)
+
+
+def _list_bytes(config: ListConfig, context_len: int) -> int:
+    return list_bytes(config.list_entries(context_len), context_len)
 
 
 def layer_bytes(

@@ -13,7 +13,7 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SketchConfig
 from csattn.cpus import available_cpus
 from csattn.index import LayerIndex, NoIndex
-from csattn.search.device import DeviceLayerIndex, DeviceLists, DeviceSketch, lists_by_key, place_codes
+from csattn.search.device import DeviceLayerIndex, DeviceLists, DeviceSketch, place_codes
 from csattn.sketch import SketchIndex
 from index_build.layer import index_arrays
 from offload.host_memory import copy_rows
@@ -79,7 +79,7 @@ class Workload:
                 value_transform=arrays["value_transform"],
                 marks=arrays["marks"].view(torch.int32),
             )
-        return lists_by_key(arrays["codebooks"], arrays["scores"], arrays["indices"], self.context_len)
+        return DeviceLists(arrays["codebooks"], arrays["scores"], arrays["listed"].view(torch.int32), arrays["starts"])
 
     def host_indexes(self, num_layers: int, config: IndexConfig) -> list[LayerIndex | SketchIndex]:
         """A context's index in host memory, every layer's at addresses of its own: no two searches read the same."""

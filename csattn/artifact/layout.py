@@ -14,14 +14,17 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, unpack_marks
 from csattn.sketch.index import BY_HEAD, num_marked
 from csattn.sketch.reference import LARGEST_NUMBER
-from csattn.table.lists import ListTable
+from csattn.table.lists import CHUNK_KEYS, ListTable, list_shapes, ordinals
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_HASH_FILE = "manifest.sha256"
 TOKENS_FILE = "tokens.safetensors"
 MAX_LAYERS = 1000  # file names have three digits
 
+LIST_DTYPES = {"listed": "U32", "starts": "I32", "scores": "F16", "least": "F16"}  # of a `ListTable`
 KV_DTYPES: dict[KvDtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+_BITS_OF_BYTES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 
 
 def kv_file(layer_idx: int) -> str:
@@ -100,10 +103,9 @@ def index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:
             TensorSpec("segment_starts", "I32", segments[1:]),
         ]
     lists = (num_heads, config.num_subspaces, config.num_centroids)
-    list_len = config.list_entries(spec.context_len)
+    of_list = list_shapes(config.list_entries(spec.context_len), spec.context_len)
     return [
-        TensorSpec("indices", "I32", (*lists, list_len)),
-        TensorSpec("scores", "F16", (*lists, list_len)),
+        *(TensorSpec(name, LIST_DTYPES[name], (*lists, *shape)) for name, shape in of_list.items()),
         TensorSpec("codebooks", "F32", (*lists, head_dim // config.num_subspaces)),
         TensorSpec("key_mean", "F32", (num_heads, head_dim)),
     ]
@@ -139,13 +141,7 @@ def index_arrays(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray
         return {}
     if isinstance(index, SketchIndex):
         return {name: getattr(index, name) for name in (*BY_HEAD, "segment_starts")}
-    assert isinstance(index.table, ListTable)
-    return {
-        "indices": index.table.indices,
-        "scores": index.table.scores,
-        "codebooks": index.codebooks,
-        "key_mean": index.key_mean,
-    }
+    return {**index.table.arrays, "codebooks": index.codebooks, "key_mean": index.key_mean}
 
 
 def index_from_arrays(
@@ -163,7 +159,11 @@ def index_from_arrays(
     return LayerIndex(
         codebooks=arrays["codebooks"],
         key_mean=arrays["key_mean"],
-        table=ListTable(arrays["indices"], arrays["scores"], context_len),
+        table=ListTable(
+            **{name: arrays[name] for name in LIST_DTYPES},
+            list_len=config.list_entries(context_len),
+            context_len=context_len,
+        ),
         weigh_by_norm=config.weigh_by_norm,
         next_query=next_query,
     )
@@ -202,10 +202,22 @@ def _fault_of_sketch(index: SketchIndex) -> str | None:
 
 
 def _fault_of_lists(index: LayerIndex) -> str | None:
-    assert isinstance(index.table, ListTable)
-    for head in index.table.indices:
-        if head.min() < 0 or head.max() >= index.context_len:
-            return f"indices point outside the context's {index.context_len} rows"
-    if any((head.view(np.uint16) == 0x8000).any() for head in index.table.scores):
-        return "scores hold -0.0, which a search takes for an absent key"
+    table = index.table
+    for listed, starts, scores, least in zip(table.listed, table.starts, table.scores, table.least, strict=True):
+        counts = _BITS_OF_BYTES[listed.view(np.uint8)].sum(axis=-1, dtype=np.int64)  # of each chunk
+        if (counts.sum(axis=-1) != table.list_len).any() or _has_bits_behind(listed, table.context_len):
+            return f"listed does not have {table.list_len} of the context's {table.context_len} rows in each list"
+        if (np.cumsum(counts, axis=-1) - counts != starts).any():
+            return "starts are not where the scores of listed rows begin"
+        if (scores.view(np.uint16) == 0x8000).any():
+            return "scores hold -0.0, which a search takes for an absent key"
+        if (ordinals(scores[..., : table.list_len]).min(axis=-1) != ordinals(least)).any():
+            return "least are not the least scores of the lists"
     return None
+
+
+def _has_bits_behind(listed: NDArray[np.uint32], context_len: int) -> bool:
+    """Whether a list has rows behind the context's."""
+    words, bits = divmod(context_len % CHUNK_KEYS, 32)
+    last = listed[..., -1, words:]
+    return context_len % CHUNK_KEYS > 0 and bool(last[..., 1:].any() or (last[..., 0] >> np.uint32(bits)).any())

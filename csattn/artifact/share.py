@@ -55,6 +55,5 @@ def index_of_heads(index: LayerIndex | SketchIndex, heads: slice) -> LayerIndex 
     """The index of some heads only, to search in: views, no copies."""
     if isinstance(index, SketchIndex):
         return replace(index, **{name: getattr(index, name)[heads] for name in BY_HEAD}, next_query=None)
-    table = replace(index.table, indices=index.table.indices[heads], scores=index.table.scores[heads])
-    codebooks, key_mean = index.codebooks[heads], index.key_mean[heads]
+    codebooks, key_mean, table = index.codebooks[heads], index.key_mean[heads], index.table.of_heads(heads)
     return replace(index, codebooks=codebooks, key_mean=key_mean, table=table, next_query=None)

@@ -8,8 +8,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from csattn.cpu.llvm import Generate, by_elements, by_values, call, shuffle
-from csattn.cpu.simd import Vector
+from csattn.cpu.llvm import Generate, by_elements, by_values, call, element_pointer, shuffle
+from csattn.cpu.simd import LANES, Vector
 
 llvmlite.binding.initialize_native_asmparser()
 
@@ -151,6 +151,63 @@ def pack_lanes(typing_context, value, bits):  # type: ignore[no-untyped-def]
         return builder.load(builder.bitcast(packed, kind.as_pointer()), align=4)
 
     return sig, generate
+
+
+@intrinsic
+def add_spread(typing_context, sums, array, start, bits):  # type: ignore[no-untyped-def]
+    """sums, to whose lanes with a set bit the elements start, start + 1, ... of a float32 array are added in turn.
+
+    It reads as many elements as there are lanes: 16.
+    """
+    sig = sums(sums, array, types.intp, types.uint64)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        sums, bits, features = args[0], builder.trunc(args[3], ir.IntType(LANES)), context.codegen().magic_tuple()[2]
+        place = element_pointer(context, builder, sig, args, 1)
+        mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
+        how = spread_by_mask if "+avx512f" in features else spread_by_table if "+avx2" in features else spread_singly
+        return builder.select(mask, builder.fadd(sums, how(builder, place, bits, mask, sums.type)), sums)
+
+    return sig, generate
+
+
+def spread_by_mask(builder: ir.IRBuilder, place: Any, _: Any, mask: Any, kind: ir.VectorType) -> Any:
+    value = builder.load(builder.bitcast(place, kind.as_pointer()), align=4)
+    return call(builder, "llvm.x86.avx512.mask.expand.v16f32", kind, [value, ir.Constant(kind, None), mask])
+
+
+def spread_by_table(builder: ir.IRBuilder, place: Any, bits: Any, mask: Any, kind: ir.VectorType) -> Any:
+    """By halves: which element each of eight lanes takes stands in a table, for each byte of bits."""
+    i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+    table, halves = _places_of_bytes(builder.module), []
+    half, places = ir.VectorType(kind.element, 8), ir.VectorType(i32, 8)
+    for shift in (0, 8):
+        byte = builder.trunc(builder.lshr(bits, bits.type(shift)), i8)
+        own = builder.load(builder.gep(table, [i64(0), builder.zext(byte, i64)]))
+        value = builder.load(builder.bitcast(place, half.as_pointer()), align=4)
+        halves.append(call(builder, "llvm.x86.avx2.permps", half, [value, builder.bitcast(own, places)]))
+        place = builder.gep(place, [builder.zext(builder.ctpop(byte), i64)])
+    return shuffle(builder, halves, list(range(LANES)))
+
+
+def _places_of_bytes(module: ir.Module) -> ir.GlobalVariable:
+    """Of each byte, for each of its bits, how many are set below."""
+    name, row = "csattn_places_of_bytes", ir.VectorType(ir.IntType(32), 8)
+    if name not in module.globals:
+        kind = ir.ArrayType(row, 256)
+        table = ir.GlobalVariable(module, kind, name)
+        places = [[(byte & ((1 << lane) - 1)).bit_count() for lane in range(8)] for byte in range(256)]
+        table.initializer, table.global_constant = ir.Constant(kind, [ir.Constant(row, own) for own in places]), True
+        table.linkage = "internal"
+    return module.globals[name]
+
+
+def spread_singly(builder: ir.IRBuilder, place: Any, _: Any, mask: Any, kind: ir.VectorType) -> Any:
+    value, i32 = ir.Constant(kind, ir.Undefined), ir.IntType(32)
+    for lane in range(LANES):
+        value = builder.insert_element(value, builder.load(place), i32(lane))
+        place = builder.gep(place, [builder.zext(builder.extract_element(mask, i32(lane)), i32)])
+    return value
 
 
 @intrinsic

@@ -59,12 +59,16 @@ SEARCH = np.dtype(
             "num_centroids",
             "centroid_room",
             "weigh_by_norm",
-            "list_indices",
+            "listed",  # of a `ListTable`, and its other arrays
+            "starts",
             "list_scores",
             "list_len",
-            "num_inserted",
+            "score_room",  # what the scores of a list are filled up to
+            "num_inserted",  # of a `ListTail`, and its other arrays
             "inserted_indices",
             "inserted_scores",
+            "kept_least",
+            "kept_place",
         )
     ]
     + [("softmax_scale", np.float64)]

@@ -97,11 +97,9 @@ def list_scores(
     sums = np.zeros(num_keys, np.float32)
     listed = np.zeros(num_keys, bool)
     for b, centroid in enumerate(centroid_ids):
-        indices, scores = table.indices[head, b, centroid], table.scores[head, b, centroid]
-        if tail is not None:
-            indices, scores = tail.merged_list(head, b, int(centroid))
-        sums[indices] += np.float32(weights[b]) * scores.astype(np.float32)
-        listed[indices] = True
+        keys, scores = (table if tail is None else tail).entries(head, b, int(centroid))
+        sums[keys] += np.float32(weights[b]) * scores.astype(np.float32)
+        listed[keys] = True
     return sums.astype(np.float64), listed
 
 

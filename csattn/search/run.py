@@ -172,6 +172,8 @@ class LayerSearch:
             fields["num_inserted"] = _address(tail.num_inserted, np.int32)
             fields["inserted_indices"] = _address(tail.inserted_indices, np.int32)
             fields["inserted_scores"] = _address(tail.inserted_scores, np.float32)
+            fields["kept_least"] = _address(tail.kept_least, np.float32)
+            fields["kept_place"] = _address(tail.kept_place, np.int32)
             fields["tail_room"] = tail.inserted_indices.shape[-1]
 
 
@@ -183,9 +185,11 @@ def _describe_lists(index: LayerIndex) -> dict[str, int]:
         "num_centroids": index.num_centroids,
         "centroid_room": index.codebook_columns.shape[3],
         "weigh_by_norm": index.weigh_by_norm,
-        "list_indices": _address(index.table.indices, np.int32),
+        "listed": _address(index.table.listed, np.uint32),
+        "starts": _address(index.table.starts, np.int32),
         "list_scores": _address(index.table.scores, np.float16),
         "list_len": index.table.list_len,
+        "score_room": index.table.scores.shape[3],
     }
 
 

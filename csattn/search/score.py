@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.search.group_scores import LARGEST_SHIFT, NO_SHIFT, sum_powers
-from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
+from csattn.search.lists import WEIGHTED_ROOM, WORDS, add_chunk, clear_scores, leave_out, weigh_scores
 from csattn.search.match import match_centroids, widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
 from csattn.sketch.reference import LOG2_E
+from csattn.table.lists import CHUNK_KEYS
 
 
 def match_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
@@ -54,31 +55,65 @@ def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> in
 def score_piece(search_address: int, scratch_address: int, job: int, row: int) -> int:
     """Stage: all keys for one query row."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
-    list_len, tail_room, stride = search.list_len, search.tail_room, scratch.stride
-    num_lists = search.num_heads * search.num_subspaces * search.num_centroids
+    tail_room, stride = search.tail_room, scratch.stride
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     scores = array_at(slot + scratch.at_scores, search.group_size * stride, np.float32(0))
     lists, weights = _matches_of(search, scratch, job)
-    indices = array_at(search.list_indices, num_lists * list_len, np.int32(0))
-    halves = array_at(search.list_scores, num_lists * list_len, np.uint16(0))
-    num_inserted = array_at(search.num_inserted, num_lists if tail_room > 0 else 0, np.int32(0))
-    inserted_indices = array_at(search.inserted_indices, num_lists * tail_room, np.int32(0))
-    inserted_scores = array_at(search.inserted_scores, num_lists * tail_room, np.float32(0))
-    step = np.empty(KEYS_PER_STEP, np.float32)
-    at = row * stride
-    clear_scores(scores, at, search.context_len + search.tail_rows)
-    for i in range(row * search.num_subspaces, (row + 1) * search.num_subspaces):
-        number, weight = lists[i], np.float32(weights[i])
-        inserted = np.int64(num_inserted[number]) if tail_room > 0 else 0
-        add_list(scores, at, indices, halves, number * list_len, list_len - inserted, weights[i], step)
-        for entry in range(number * tail_room, number * tail_room + inserted):
-            scores[at + inserted_indices[entry]] += weight * inserted_scores[entry] + np.float32(0)
+    first, last = row * search.num_subspaces, (row + 1) * search.num_subspaces
+    _score_context(search, lists[first:last], weights[first:last], scores, row * stride)
+    clear_scores(scores, row * stride + search.context_len, search.tail_rows)
+    if tail_room > 0:
+        _score_inserted(search, lists[first:last], weights[first:last], scores, row * stride)
     for number in range(search.num_ranges):
         _keep_range(search, scratch, slot, row, number, scores)
     if search.group_size > 1 and _make_smaller(search, scratch, slot, row, scores):
         for number in range(search.num_ranges):
             _keep_range(search, scratch, slot, row, number, scores)
     return 0
+
+
+@exact_kernel
+def _score_context(
+    search: Any, lists: NDArray[np.int64], weights: NDArray[np.float64], scores: NDArray[np.float32], at: int
+) -> None:
+    """Of the context's keys, whose scores begin at `at`: what is left of the shared lists."""
+    num_lists = search.num_heads * search.num_subspaces * search.num_centroids
+    chunks, list_len, room = -(-search.context_len // CHUNK_KEYS), search.list_len, search.score_room
+    listed = array_at(search.listed, num_lists * chunks * WORDS, np.uint64(0))
+    starts = array_at(search.starts, num_lists * chunks, np.int32(0))
+    halves = array_at(search.list_scores, num_lists * room, np.uint16(0))
+    with_tail = num_lists if search.tail_room > 0 else 0
+    num_inserted = array_at(search.num_inserted, with_tail, np.int32(0))
+    kept_least = array_at(search.kept_least, with_tail, np.float32(0))
+    kept_place = array_at(search.kept_place, with_tail, np.int32(0))
+    weighted = np.empty(WEIGHTED_ROOM, np.float32)
+    for chunk in range(chunks):
+        start = at + chunk * CHUNK_KEYS
+        clear_scores(scores, start, CHUNK_KEYS)
+        for i in range(len(lists)):
+            place, base = lists[i] * chunks + chunk, lists[i] * room
+            first = base + starts[place]
+            last = base + (starts[place + 1] if chunk + 1 < chunks else list_len)
+            begin = weigh_scores(halves, first, last, weights[i], weighted)
+            if with_tail > 0 and num_inserted[lists[i]] > 0:
+                least, kept = kept_least[lists[i]], base + kept_place[lists[i]]
+                leave_out(halves.view(np.int16), first, last, least, kept, weighted, begin)
+            add_chunk(scores, start, listed, place * WORDS, weighted, begin)
+
+
+@exact_kernel
+def _score_inserted(
+    search: Any, lists: NDArray[np.int64], weights: NDArray[np.float64], scores: NDArray[np.float32], at: int
+) -> None:
+    """Of the tail's keys: what they have in the lists that they joined."""
+    tail_room, num_lists = search.tail_room, search.num_heads * search.num_subspaces * search.num_centroids
+    num_inserted = array_at(search.num_inserted, num_lists, np.int32(0))
+    inserted_indices = array_at(search.inserted_indices, num_lists * tail_room, np.int32(0))
+    inserted_scores = array_at(search.inserted_scores, num_lists * tail_room, np.float32(0))
+    for i in range(len(lists)):
+        first, weight = lists[i] * tail_room, np.float32(weights[i])
+        for entry in range(first, first + num_inserted[lists[i]]):
+            scores[at + inserted_indices[entry]] += weight * inserted_scores[entry] + np.float32(0)
 
 
 @exact_kernel

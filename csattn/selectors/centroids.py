@@ -15,7 +15,7 @@ from csattn.search import LayerSearch, SearchPool, empty_token_selections
 from csattn.selection import Selection
 from csattn.selectors.base import ContextView
 from csattn.sketch import SketchIndex
-from csattn.table.lists import ENTRY_BYTES
+from csattn.table.lists import list_bytes
 from csattn.table.tail import ListTail
 
 
@@ -43,7 +43,7 @@ def index_bytes(index: LayerIndex | SketchIndex) -> int:
     """Of a layer's index, beside the KV and without `predictor_bytes`."""
     if isinstance(index, SketchIndex):
         return index.num_bytes
-    return _num_bytes(index.table.indices, index.table.scores, index.codebooks, index.key_mean)
+    return _num_bytes(*index.table.arrays.values(), index.codebooks, index.key_mean)
 
 
 def predictor_bytes(index: LayerIndex | SketchIndex) -> int:
@@ -55,7 +55,8 @@ def search_bytes(index: LayerIndex | SketchIndex, num_q_heads: int) -> int:
     """What a search of one token reads: each code once for a group; or the centroids, and a list of each subspace."""
     if isinstance(index, SketchIndex):
         return _num_bytes(index.codes, index.key_mean, index.query_transform)
-    return index.codebooks.nbytes + num_q_heads * index.num_subspaces * index.table.list_len * ENTRY_BYTES
+    of_list = list_bytes(index.table.list_len, index.context_len)
+    return index.codebooks.nbytes + num_q_heads * index.num_subspaces * of_list
 
 
 def _num_bytes(*arrays: NDArray[Any] | None) -> int:

@@ -18,13 +18,17 @@ from csattn.table.lists import LARGEST_SCORE
 if TYPE_CHECKING:
     from csattn.index import LayerIndex
 
+FOUND_AT_ONCE = 32  # entries that will leave a list
+
 
 class ListTail:
     """Which entries of the shared lists still count, and the appended keys that took the others' places.
 
-    Lists keep their length: a new key enters one whose lowest score it beats, and the lowest entry leaves. List
-    (h, b, j) is now the first list_len - num_inserted[h, b, j] entries of the shared list merged with that many
-    inserted ones.
+    Lists keep their length: a new key enters one whose lowest score it beats, and the lowest entry leaves; of equal
+    ones that of the last key. List (h, b, j) is now what is left of the shared list and num_inserted[h, b, j] inserted
+    entries. Which shared ones leave is told by the last to stay: see `kept_least`. They are looked for some at a time.
+
+    All arrays are [num_index_heads, num_subspaces, num_centroids, ...].
     """
 
     def __init__(self, index: LayerIndex) -> None:
@@ -32,13 +36,18 @@ class ListTail:
         self._table = index.table
         lists = index.codebooks.shape[:3]
         self.num_rows = 0
-        # appended keys in each list: [num_index_heads, num_subspaces, num_centroids]
-        self.num_inserted: NDArray[np.int32] = np.zeros(lists, np.int32)
-        # [num_index_heads, num_subspaces, num_centroids, capacity], ordered like the lists; scores are float16 values
+        self.num_inserted: NDArray[np.int32] = np.zeros(lists, np.int32)  # appended keys in each list
+        # [..., capacity], the highest score first, of equal ones the first key; scores are float16 values
         self.inserted_indices: NDArray[np.int32] = np.full((*lists, 16), -1, np.int32)
         self.inserted_scores: NDArray[np.float32] = np.zeros((*lists, 16), np.float32)
-        # [num_index_heads, num_subspaces, num_centroids]: the score that a new key must beat
-        self._lowest: NDArray[np.float32] = self._table.scores[..., -1].astype(np.float32)
+        # the score of the lowest shared entry that counts, and its place in the list: others of that score count if
+        # their places are before it. Where nothing is inserted, all count.
+        self.kept_least: NDArray[np.float32] = np.full(lists, -np.inf, np.float32)
+        self.kept_place: NDArray[np.int32] = np.full(lists, self._table.list_len, np.int32)
+        self._lowest: NDArray[np.float32] = self._table.least.astype(np.float32)  # what a new key must beat
+        # [..., FOUND_AT_ONCE]: places of shared entries in the order in which they leave, and how many left before
+        self._leaving: NDArray[np.int32] = np.empty((*lists, FOUND_AT_ONCE), np.int32)
+        self._left_before: NDArray[np.int32] = np.full(lists, -FOUND_AT_ONCE, np.int32)
 
     def append(self, k: NDArray[np.float32]) -> None:
         """Try to insert one key into every list: k [num_kv_heads, head_dim], as it lies in the KV cache."""
@@ -51,23 +60,28 @@ class ListTail:
             scores,
             self._table.context_len + self.num_rows,
             readonly(self._table.scores.view(np.int16)),
+            self._table.list_len,
             self.num_inserted,
             self.inserted_indices,
             self.inserted_scores,
             self._lowest,
+            self.kept_least,
+            self.kept_place,
+            self._leaving,
+            self._left_before,
         )
         self.num_rows += 1
 
-    def merged_list(self, head: int, subspace: int, centroid: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """List (head, subspace, centroid) as it is now: indices and scores [list_len], in the lists' order."""
+    def entries(self, head: int, subspace: int, centroid: int) -> tuple[NDArray[np.int64], NDArray[np.float16]]:
+        """List (head, subspace, centroid) as it is now: its keys, ascending, and their scores, both [list_len]."""
         where = head, subspace, centroid
-        inserted = int(self.num_inserted[where])
-        kept = self._table.list_len - inserted
-        indices = np.concatenate([self._table.indices[where][:kept], self.inserted_indices[where][:inserted]])
-        new_scores = self.inserted_scores[where][:inserted].astype(np.float16)
-        scores = np.concatenate([self._table.scores[where][:kept], new_scores])
-        order = np.lexsort((indices, -scores.astype(np.float32)))
-        return indices[order], scores[order]
+        keys, scores = self._table.entries(*where)
+        inserted, least, place = self.num_inserted[where], self.kept_least[where], self.kept_place[where]
+        kept = (scores > least) | ((scores == least) & (np.arange(len(scores)) <= place))
+        own_keys, own_scores = (of[where][:inserted] for of in (self.inserted_indices, self.inserted_scores))
+        order = np.argsort(own_keys)
+        own_scores = own_scores[order].astype(np.float16)
+        return np.concatenate([keys[kept], own_keys[order]]), np.concatenate([scores[kept], own_scores])
 
     def _grow(self) -> None:
         indices, scores = self.inserted_indices, self.inserted_scores
@@ -123,14 +137,18 @@ def _insert_scores(
     scores: NDArray[np.float32],  # [num_index_heads, num_subspaces, num_centroids] of the new key
     kv_index: int,
     shared_scores: NDArray[np.int16],  # float16 bits
+    list_len: int,
     num_inserted: NDArray[np.int32],
     inserted_indices: NDArray[np.int32],
     inserted_scores: NDArray[np.float32],
     lowest: NDArray[np.float32],
+    kept_least: NDArray[np.float32],
+    kept_place: NDArray[np.int32],
+    leaving: NDArray[np.int32],
+    left_before: NDArray[np.int32],
 ) -> None:
     """Insert the key into every list whose lowest score it beats; that entry leaves. There must be room."""
     num_heads, num_subspaces, num_centroids = scores.shape
-    list_len = shared_scores.shape[3]
     for head in range(num_heads):
         for b in range(num_subspaces):
             for j in range(num_centroids):
@@ -141,7 +159,8 @@ def _insert_scores(
                 own = inserted_scores[head, b, j]
                 own_indices = inserted_indices[head, b, j]
                 # of equal scores the inserted key has the higher index, so it is the one that leaves
-                if inserted > 0 and own[inserted - 1] == lowest[head, b, j]:
+                own_leaves = inserted > 0 and own[inserted - 1] == lowest[head, b, j]
+                if own_leaves:
                     inserted -= 1
                 at = inserted
                 while at > 0 and own[at - 1] < score:
@@ -152,8 +171,40 @@ def _insert_scores(
                 own_indices[at] = kv_index
                 inserted += 1
                 num_inserted[head, b, j] = inserted
-                kept = list_len - inserted
-                remaining = own[inserted - 1]
-                if kept > 0:
-                    remaining = min(remaining, load_float(shared_scores[head, b, j], kept - 1))
-                lowest[head, b, j] = remaining
+                shared = shared_scores[head, b, j]
+                if not own_leaves and inserted < list_len:
+                    if inserted - left_before[head, b, j] >= FOUND_AT_ONCE:
+                        first = inserted if inserted > 1 else 0  # the first one to leave is not known yet
+                        least, place = kept_least[head, b, j], kept_place[head, b, j]
+                        _find_leaving(shared, list_len, least, place, leaving[head, b, j])
+                        left_before[head, b, j] = first
+                    place = leaving[head, b, j, inserted - left_before[head, b, j]]
+                    kept_least[head, b, j], kept_place[head, b, j] = load_float(shared, place), place
+                elif inserted == list_len:
+                    kept_least[head, b, j] = np.inf
+                lowest[head, b, j] = min(own[inserted - 1], kept_least[head, b, j])
+
+
+@exact_kernel
+def _find_leaving(
+    shared: NDArray[np.int16], list_len: int, least: np.float32, place: int, leaving: NDArray[np.int32]
+) -> None:
+    """Places of the lowest entries that are above `least`, or as low and before `place`: the first that leaves first.
+
+    As many as there is room for, or as there are.
+    """
+    scores, found = np.empty(len(leaving), np.float32), 0
+    for candidate in range(list_len):
+        score = load_float(shared, candidate)
+        if score < least or (score == least and candidate >= place):
+            continue
+        if found == len(leaving):
+            if score > scores[found - 1]:
+                continue
+            found -= 1
+        at = found
+        while at > 0 and scores[at - 1] >= score:
+            scores[at], leaving[at] = scores[at - 1], leaving[at - 1]
+            at -= 1
+        scores[at], leaving[at] = score, candidate
+        found += 1

@@ -15,7 +15,7 @@ from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import num_coords, pack_marks
 from csattn.sketch.index import num_marked
-from csattn.table.lists import ListTable
+from csattn.table.lists import lists_of
 
 TORCH_DTYPES: dict[KvDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -108,12 +108,9 @@ def make_lists(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArray
     config, head_dim, num_heads = spec.index_config, spec.model.head_dim, spec.num_index_heads
     assert isinstance(config, ListConfig)
     lists = (num_heads, config.num_subspaces, config.num_centroids)
-    list_len = config.list_entries(spec.context_len)
-    table = ListTable(
-        rng.integers(0, spec.context_len, (*lists, list_len), dtype=np.int32),
-        rng.standard_normal((*lists, list_len), np.float32).astype(np.float16) + np.float16(0),
-        spec.context_len,
-    )
+    scores = rng.standard_normal((*lists, spec.context_len), np.float32).astype(np.float16) + np.float16(0)
+    listed = rng.permuted(np.broadcast_to(np.arange(spec.context_len), scores.shape), axis=-1)
+    table = lists_of(listed < config.list_entries(spec.context_len), scores)
     return LayerIndex(
         codebooks=rng.standard_normal((*lists, head_dim // config.num_subspaces), np.float32),
         key_mean=rng.standard_normal((num_heads, head_dim), np.float32),

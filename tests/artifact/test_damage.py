@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,15 +228,55 @@ def forge_array(artifact_dir: Path, name: str, forge: Callable[[NDArray[Any]], o
     reseal(artifact_dir)
 
 
-@pytest.mark.parametrize("row", [-1, 70, 2**31 - 1, -(2**31)])
-def test_forged_list_indices_never_reach_a_kernel(artifact_dir: Path, row: int) -> None:
-    forge_array(artifact_dir, "indices", lambda indices: _set(indices, row))
-    with pytest.raises(ArtifactCorruptError, match="indices point outside the context's 70 rows"):
-        verify_artifact(artifact_dir)
-    with open_artifact(artifact_dir) as artifact:
+def _move_bit(to: int) -> Callable[[NDArray[np.uint32]], None]:
+    """The last list's first row is not listed any more, and a row behind the context's is in its place."""
+
+    def move(listed: NDArray[np.uint32]) -> None:
+        words = listed[-1, -1, -1].reshape(-1)
+        word = np.flatnonzero(words)[0]
+        words[word] &= words[word] - np.uint32(1)
+        words[to // 32] |= np.uint32(1 << to % 32)
+        listed[-1, -1, -1] = words.reshape(listed.shape[-2:])
+
+    return move
+
+
+LISTED_ARE_OTHERS = r"listed does not have \d+ of the context's \d+ rows in each list"
+
+
+@pytest.mark.parametrize(
+    ("context_len", "forge"),
+    [
+        *((70, _move_bit(to)) for to in (70, 95, 1023)),
+        *((context_len, _move_bit(context_len)) for context_len in (1025, 1056)),
+        *((70, partial(np.copyto, src=np.uint32(words))) for words in (0, 2**32 - 1)),
+    ],
+)
+def test_forged_lists_never_reach_a_kernel(
+    tmp_path: Path, context_len: int, forge: Callable[[NDArray[Any]], None]
+) -> None:
+    path = build(tmp_path, make_spec(context_len, layout="lists"))
+    verify_artifact(path)
+    forge_array(path, "listed", forge)
+    with pytest.raises(ArtifactCorruptError, match=LISTED_ARE_OTHERS):
+        verify_artifact(path)
+    with open_artifact(path) as artifact:
         artifact.layer_index(1)
-        with pytest.raises(ArtifactCorruptError, match="indices point outside the context's 70 rows"):
+        with pytest.raises(ArtifactCorruptError, match=LISTED_ARE_OTHERS):
             artifact.layer_index(0)
+
+
+@pytest.mark.parametrize("start", [-1, 1, 2**31 - 1, -(2**31)])
+def test_forged_places_of_scores_never_reach_a_kernel(artifact_dir: Path, start: int) -> None:
+    forge_array(artifact_dir, "starts", lambda starts: _set(starts, start))
+    with pytest.raises(ArtifactCorruptError, match="starts are not where the scores of listed rows begin"):
+        verify_artifact(artifact_dir)
+
+
+def test_forged_least_scores_are_refused(artifact_dir: Path) -> None:
+    forge_array(artifact_dir, "least", lambda least: _set(least, -100.0))
+    with pytest.raises(ArtifactCorruptError, match="least are not the least scores of the lists"):
+        verify_artifact(artifact_dir)
 
 
 def _set(array: NDArray[Any], value: float) -> None:
@@ -244,7 +285,7 @@ def _set(array: NDArray[Any], value: float) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [("lists", name) for name in ("scores", "codebooks", "key_mean", "next_query_scale")]
+    [("lists", name) for name in ("scores", "least", "codebooks", "key_mean", "next_query_scale")]
     + [("sketch", name) for name in ("key_mean", "query_transform", "value_mean", "value_transform")],
 )
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, -3e38])
@@ -287,7 +328,7 @@ def test_forged_marks_are_refused(tmp_path: Path, forge: Callable[[NDArray[Any]]
 
 
 def test_a_negative_zero_score_is_refused(artifact_dir: Path) -> None:
-    forge_array(artifact_dir, "scores", lambda array: _set(array, -0.0))
+    forge_array(artifact_dir, "scores", lambda array: array.__setitem__((-1, -1, -1, 0), -0.0))
     with pytest.raises(ArtifactCorruptError, match=r"scores hold -0\.0"):
         verify_artifact(artifact_dir)
 

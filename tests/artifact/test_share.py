@@ -41,6 +41,6 @@ def test_all_shares_together_are_the_whole(tmp_path, layout, share_group, kv_dty
                     continue
                 np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in of_shares]), want)
             if layout == "lists":
-                for name in ("indices", "scores"):
-                    parts = [getattr(part.table, name) for part in of_shares]
-                    np.testing.assert_array_equal(np.concatenate(parts), getattr(index.table, name))
+                for name, array in index.table.arrays.items():
+                    parts = [part.table.arrays[name] for part in of_shares]
+                    np.testing.assert_array_equal(np.concatenate(parts), array)

@@ -1,15 +1,18 @@
 """Operations on the lanes of vectors, each against its definition in a line or two of numpy."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from csattn.cpu import byte_lanes, lanes
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.simd import I32x16, Vector, fill, load, store
+from csattn.cpu.llvm import element_pointer
+from csattn.cpu.simd import F32x16, I32x16, Vector, fill, load, store
 
 I32x4, I32x8 = Vector(types.int32, 4), Vector(types.int32, 8)
 
@@ -108,6 +111,45 @@ def test_bytes_are_multiplied_as_this_machine_does_it(vector: Vector, rng: np.ra
     _half_dots(vector, vector.lanes, begin, a, b, joined)
     both = np.stack([begin.reshape(-1, vector.lanes), want.reshape(-1, vector.lanes)], axis=1)
     np.testing.assert_array_equal(joined, both.reshape(-1).astype(np.uint16))
+
+
+def _spreading(how: Callable[..., Any], feature: str) -> Any:
+    @intrinsic
+    def spread(typing_context, array, start, bits):  # type: ignore[no-untyped-def]
+        def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+            usable = feature in context.codegen().magic_tuple()[2]
+            place, few = element_pointer(context, builder, sig, args), builder.trunc(args[2], ir.IntType(16))
+            mask = builder.bitcast(few, ir.VectorType(ir.IntType(1), 16))
+            return (how if usable else lanes.spread_singly)(builder, place, few, mask, F32x16.llvm_type())
+
+        return F32x16(array, types.intp, types.uint64), generate
+
+    return spread
+
+
+_by_mask, _by_table = _spreading(lanes.spread_by_mask, "+avx512f"), _spreading(lanes.spread_by_table, "+avx2")
+_singly = _spreading(lanes.spread_singly, "")
+
+
+@exact_kernel
+def _spread(values, bits, spread, sums):  # type: ignore[no-untyped-def]
+    store(spread, 0, _by_mask(values, 3, bits))
+    store(spread, 16, _by_table(values, 3, bits))
+    store(spread, 32, _singly(values, 3, bits))
+    store(sums, 0, lanes.add_spread(load(F32x16, sums, 0), values, 3, bits))
+
+
+@pytest.mark.parametrize("bits", [0, 1, 0b1010_0110, 0b1000_0000, 0xFF, 0xFFFF, 0x8001, 0xFF00, 0x1FFFF])
+def test_every_way_to_spread_elements_over_lanes_gives_the_same(bits: int, rng: np.random.Generator) -> None:
+    values, sums = rng.standard_normal((2, 19)).astype(np.float32)
+    lanes_set = np.array([bits >> lane & 1 for lane in range(16)], np.bool_)
+    want = sums[:16].copy()
+    want[lanes_set] += values[3 : 3 + lanes_set.sum()]
+    spread = np.zeros((3, 16), np.float32)
+    _spread(values, np.uint64(bits), spread.reshape(-1), sums)
+    np.testing.assert_array_equal(sums[:16], want)
+    for way in spread:
+        np.testing.assert_array_equal(way[lanes_set], values[3 : 3 + lanes_set.sum()])
 
 
 @exact_kernel

@@ -31,7 +31,7 @@ def centroids_and_keys(
     return torch.from_numpy(codebooks), torch.from_numpy(keys)
 
 
-def list_table(codebooks: Tensor, keys: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
+def list_table(codebooks: Tensor, keys: Tensor, list_len: int) -> dict[str, Tensor]:
     with ThreadPoolExecutor(2) as threads:
         return make_list_table(codebooks, keys, list_len, threads)
 

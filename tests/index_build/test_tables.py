@@ -5,38 +5,60 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from csattn.table.lists import LARGEST_SCORE, ListTable
 from csattn.torch_threads import threads_kept
 from index_build import layer
-from index_build.layer import centroid_scores, top_l, top_l_sorted
+from index_build.layer import best_of_rows, best_on_gpu, centroid_scores
 from tests.index_build.tables import centroids_and_keys, list_table, scores_by_definition
+from tests.table.soundness import check
 
 
-@pytest.mark.parametrize(("num_keys", "list_len"), [(1, 1), (7, 7), (64, 16), (257, 64)])
-def test_top_l_is_sorted_by_score_then_index(num_keys: int, list_len: int, rng: np.random.Generator) -> None:
-    rows = rng.integers(-4, 5, (6, num_keys)).astype(np.float32)  # many ties
-    indices, scores = top_l(rows, list_len)
-    for row, got, got_scores in zip(rows, indices, scores, strict=True):
-        want = sorted(range(num_keys), key=lambda i: (-row[i], i))[:list_len]
-        assert got.tolist() == want
-        assert got_scores.tolist() == row[want].tolist()
+def table_of(arrays: dict[str, Tensor], list_len: int, context_len: int) -> ListTable:
+    """Of lists [num_index_heads, num_subspaces, num_centroids] or, of rows alone, in one subspace of one head."""
+    own = {name: array.numpy() for name, array in arrays.items()}
+    if own["least"].ndim == 1:
+        own = {name: array[None, None] for name, array in own.items()}
+    table = ListTable(**own, list_len=list_len, context_len=context_len)
+    check(table)
+    return table
 
 
-@pytest.mark.parametrize(("num_keys", "list_len"), [(1, 1), (7, 7), (64, 16), (257, 64)])
-def test_top_l_in_torch_is_top_l(num_keys: int, list_len: int, rng: np.random.Generator) -> None:
+def awkward_rows(kind: str, num_keys: int, rng: np.random.Generator) -> NDArray[np.float32]:
     rows = rng.standard_normal((6, num_keys)).astype(np.float32)
-    rows[0], rows[1, ::2], rows[2, ::3] = 0.0, -0.0, 1e9
-    rows[3] = rng.integers(-4, 5, num_keys)
-    rows[4] *= 1e-7
-    for got, want in zip(top_l_sorted(torch.from_numpy(rows), list_len), top_l(rows, list_len), strict=True):
-        assert got.numpy().dtype == want.dtype
-        assert got.numpy().tobytes() == want.tobytes()
+    if kind == "ties":
+        rows = rng.integers(-4, 5, rows.shape).astype(np.float32)
+    elif kind == "ends":
+        rows[0], rows[1, ::2], rows[2, ::3], rows[3, ::3] = 0.0, -0.0, 1e9, -1e9
+        rows[4] *= 1e-7
+    return rows
 
 
-def test_top_l_stores_no_negative_zero_and_no_infinity() -> None:
-    _, scores = top_l(np.array([[-0.0, 1e-9, -1e-9, 1e9, -1e9]], dtype=np.float32), 5)
-    assert np.isfinite(scores).all()
-    assert not (scores.view(np.uint16) == 0x8000).any()
+@pytest.mark.parametrize(("num_keys", "list_len"), [(1, 1), (7, 7), (64, 16), (257, 64), (1024, 1024), (2600, 1000)])
+@pytest.mark.parametrize("kind", ["random", "ties", "ends"])
+def test_a_list_has_the_best_keys_of_equal_ones_the_first(kind, num_keys, list_len, rng) -> None:
+    rows = awkward_rows(kind, num_keys, rng)
+    table = table_of(best_of_rows(torch.from_numpy(rows), list_len), list_len, num_keys)
+    for centroid, row in enumerate(rows.clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float16)):
+        keys, scores = table.entries(0, 0, centroid)
+        assert keys.tolist() == sorted(sorted(range(num_keys), key=lambda i: (-row[i], i))[:list_len])
+        np.testing.assert_array_equal(scores, row[keys])
+
+
+@pytest.mark.parametrize(("num_keys", "list_len"), [(1, 1), (7, 7), (64, 16), (257, 64), (1024, 1024), (2600, 1000)])
+@pytest.mark.parametrize("kind", ["random", "ties", "ends"])
+def test_lists_in_torch_are_the_same(kind, num_keys, list_len, rng) -> None:
+    rows = torch.from_numpy(awkward_rows(kind, num_keys, rng))
+    assert_same(best_on_gpu(rows, list_len), best_of_rows(rows, list_len))
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert list(got) == list(want)
+    for name in want:
+        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape
+        assert got[name].cpu().numpy().tobytes() == want[name].numpy().tobytes()
 
 
 @pytest.mark.parametrize("context_len", [40, 2047, 2049])
@@ -45,13 +67,12 @@ def test_lists_hold_the_best_keys_of_each_centroid(
 ) -> None:
     monkeypatch.setattr(layer, "_SUMS", 5 * 1024)
     codebooks, keys = centroids_and_keys(rng, 2, 2, 5, 4, context_len)
-    indices, scores = list_table(codebooks, keys, 25)
-    wanted = scores_by_definition(codebooks, keys)
-    for head in range(2):
-        for b in range(2):
-            want_indices, want_scores = top_l(wanted[head, b].numpy(), 25)
-            np.testing.assert_array_equal(indices[head, b], want_indices)
-            np.testing.assert_array_equal(scores[head, b], want_scores)
+    table = table_of(list_table(codebooks, keys, 25), 25, context_len)
+    for head, b, centroid in np.ndindex(2, 2, 5):
+        scores = scores_by_definition(codebooks, keys)[head, b, centroid].half().numpy()
+        listed, held = table.entries(head, b, centroid)
+        assert listed.tolist() == sorted(sorted(range(context_len), key=lambda i: (-scores[i], i))[:25])
+        np.testing.assert_array_equal(held, scores[listed])
 
 
 def test_sums_are_in_float64_and_in_the_order_of_the_dimensions() -> None:
@@ -74,7 +95,4 @@ def test_threads_that_begin_later_have_as_many_of_torch_as_before(rng: np.random
 def test_lists_of_the_gpu_are_lists_of_the_cpu(context_len: int, list_len: int, rng: np.random.Generator) -> None:
     codebooks, keys = centroids_and_keys(rng, 2, 2, 130, 8, context_len)
     keys = (keys * 8).round() / 8  # many ties
-    indices, scores = list_table(codebooks.cuda(), keys.cuda(), list_len)
-    want_indices, want_scores = list_table(codebooks, keys, list_len)
-    assert torch.equal(indices.cpu(), want_indices)
-    assert torch.equal(scores.cpu(), want_scores)
+    assert_same(list_table(codebooks.cuda(), keys.cuda(), list_len), list_table(codebooks, keys, list_len))

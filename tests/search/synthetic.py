@@ -13,7 +13,7 @@ from csattn.selection import Selection
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import coord_bits, pack_codes, pack_marks
 from csattn.sketch.index import MARKED_SHARE
-from csattn.table.lists import ListTable
+from csattn.table.lists import ListTable, lists_of
 from csattn.table.tail import ListTail
 
 
@@ -50,7 +50,7 @@ def make_index(spec: IndexSpec) -> LayerIndex | SketchIndex:
     index = make_list_index(spec) if spec.layout == "lists" else make_sketch_index(spec)
     arrays = [value for value in vars(index).values() if isinstance(value, np.ndarray)]
     if isinstance(index, LayerIndex):
-        arrays += [index.table.indices, index.table.scores]
+        arrays += index.table.arrays.values()
     for array in arrays:
         array.flags.writeable = False
     return index
@@ -105,8 +105,10 @@ def make_lists(scores: NDArray[np.float32], list_len: float) -> ListTable:
     """The Top-L lists of scores [num_heads, num_subspaces, num_centroids, context_len]."""
     length = max(1, round(list_len * scores.shape[-1]))
     halves = scores.astype(np.float16) + np.float16(0)
-    order = np.argsort(-halves, axis=-1, kind="stable")[..., :length].astype(np.int32)
-    return ListTable(order, np.take_along_axis(halves, order, axis=-1), scores.shape[-1])
+    order = np.argsort(-halves, axis=-1, kind="stable")[..., :length]
+    listed = np.zeros(scores.shape, np.bool_)
+    np.put_along_axis(listed, order, True, axis=-1)
+    return lists_of(listed, halves)
 
 
 def make_queries(spec: IndexSpec, group_size: int, seed: int = 1, scale: float = 1.0) -> NDArray[np.float32]:

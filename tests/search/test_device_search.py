@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from csattn.batch import DeviceSelection, make_device_selection
-from csattn.config import ListConfig, SearchConfig
+from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search import reference
 from csattn.search.device import (
     DeviceIndexes,
-    DeviceLists,
     DeviceSearch,
     ListsShape,
     compiling,
-    list_bytes,
     to_device,
 )
 from csattn.search.workspace import empty_selection
@@ -123,29 +121,6 @@ def test_a_single_query_chooses_however_far_below_the_best(keep: float) -> None:
     spec = IndexSpec(layout="lists", context_len=4100, num_heads=1, list_len=1.0)
     q, index, config = make_queries(spec, 1), make_index(spec), SearchConfig(keep=keep, sink_len=0, window_len=1)
     assert_right(row_of(search_on_device([index], q[None], [0], config), 0), q, index, config)
-
-
-@pytest.mark.parametrize("entries_at_once", [1, 1000, 2**22])
-@pytest.mark.parametrize(("context_len", "list_len"), [(1, 1.0), (1023, 0.3), (1024, 1.0), (3001, 0.004)])
-def test_lists_in_the_order_of_keys_say_what_the_lists_say(
-    context_len: int, list_len: float, entries_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("csattn.search.device.indexes.ENTRIES_AT_ONCE", entries_at_once)
-    index = make_index(IndexSpec(layout="lists", context_len=context_len, list_len=list_len))
-    assert isinstance(index, LayerIndex)
-    by_key, config = to_device(index, DEVICE), ListConfig(list_len=list_len)
-    assert isinstance(by_key, DeviceLists)
-    num_lists = index.table.indices[..., 0].size
-    assert sum(part.nbytes for part in by_key.parts[1:]) == num_lists * list_bytes(config, context_len)
-    scores, listed, starts = (part.flatten(0, 2).cpu().numpy() for part in by_key.parts[1:])
-    indices, held = (part.reshape(num_lists, -1) for part in (index.table.indices, index.table.scores))
-    for number in range(num_lists):
-        bits = np.unpackbits(listed[number].view(np.uint8), axis=1, bitorder="little")
-        (keys,) = np.nonzero(bits.reshape(-1))
-        order = np.argsort(indices[number])
-        np.testing.assert_array_equal(keys, indices[number][order])
-        np.testing.assert_array_equal(scores[number][: len(keys)], held[number][order])
-        np.testing.assert_array_equal(starts[number], np.cumsum(bits.sum(1)) - bits.sum(1))
 
 
 def test_a_row_may_choose_less_than_others() -> None:

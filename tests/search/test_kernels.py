@@ -1,5 +1,6 @@
 """The parts of a search, each against its definition in a line or two of numpy."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from csattn.search.sketch_scores import score_range
 from csattn.sketch import SketchIndex
 from csattn.sketch import reference as sketch_reference
 from csattn.sketch.codes import coord_bits
-from csattn.table.lists import ListTable
+from csattn.table.lists import CHUNK_KEYS, SCORE_UNIT, ListTable, lists_of
 from tests.search.synthetic import IndexSpec, make_index, make_queries
 
 SCALE = 0.2  # softmax_scale
@@ -147,7 +148,8 @@ def test_matching_is_the_definition_to_the_bit(num_subspaces, num_centroids, sub
     q = rng.standard_normal((group_size, head_dim), dtype=np.float32)
     codebooks = rng.standard_normal((1, num_subspaces, num_centroids, subspace_dim), dtype=np.float32)
     codebooks[..., num_centroids // 2, :] = codebooks[..., 0, :]  # of equals the lowest
-    table = ListTable(*np.zeros((2, 1, num_subspaces, num_centroids, 0)), 0)
+    nothing = np.zeros((1, num_subspaces, num_centroids, 0))
+    table = lists_of(nothing.astype(np.bool_), nothing.astype(np.float16))
     index = LayerIndex(codebooks, np.zeros((1, head_dim), np.float32), table, True)
     ids, weights = np.full((2, group_size, num_subspaces + 2), -777)
     weights = weights.astype(np.float64)
@@ -229,39 +231,70 @@ def test_group_scores_are_shares(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got[0].view(np.float32), want * 2.0**group_scores.HEADROOM, rtol=1e-4)
 
 
-@pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 1000])
-def test_lists_add_to_their_keys_only(length: int) -> None:
-    rng = np.random.default_rng(length)
-    indices = rng.permutation(2000)[:length].astype(np.int32)
-    halves = rng.normal(0, 1, length).astype(np.float16)
-    halves[: length // 3] = 0.0
-    scores = np.full(2016, np.nan, np.float32)
-    lists.clear_scores(scores, 0, 2000)
-    step = np.full(lists.KEYS_PER_STEP, np.nan, np.float32)
-    bits = readonly(halves.view(np.uint16))
-    lists.add_list(scores, 0, readonly(indices), bits, 0, length, 0.3, step)
-    lists.add_list(scores, 0, readonly(indices), bits, 0, length, -0.3, step)  # cancels: a sum of 0.0 stays listed
-    unlisted = np.setdiff1d(np.arange(2000), indices)
-    assert (scores[unlisted].view(np.int32) == group_scores.NOT_SCORED).all()
-    assert (scores[indices].view(np.int32) != group_scores.NOT_SCORED).all()
-    assert (scores[indices] == 0).all()
+def add_list(scores: NDArray[np.float32], table: ListTable, weight: float, least: float = -np.inf) -> None:
+    """Each chunk of the table's first list; scores [num_chunks * CHUNK_KEYS]. What no list has is poisoned."""
+    halves = np.full(table.scores.size + 2 * SCORE_UNIT, 0x7E00, np.uint16)  # NaN
+    halves[SCORE_UNIT:][: table.list_len] = table.scores.reshape(-1)[: table.list_len].view(np.uint16)
+    ends = SCORE_UNIT + np.append(table.starts.reshape(-1), table.list_len)
+    for chunk, (first, last) in enumerate(pairwise(ends.tolist())):
+        weighted = np.full(lists.WEIGHTED_ROOM, np.nan, np.float32)
+        begin = lists.weigh_scores(halves, first, last, weight, weighted)
+        if least > -np.inf:
+            lists.leave_out(halves.view(np.int16), first, last, np.float32(least), 2**31, weighted, begin)
+        words = readonly(table.listed.reshape(-1).view(np.uint64))
+        lists.add_chunk(scores, chunk * CHUNK_KEYS, words, chunk * lists.WORDS, weighted, begin)
+
+
+def list_of(listed: NDArray[np.bool_], scores: NDArray[np.float16]) -> ListTable:
+    return lists_of(listed[None, None, None], scores[None, None, None])
+
+
+@pytest.mark.parametrize("num_keys", [1, 15, 1024, 1025, 5003])
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.25, 0.9, 1.0])
+def test_lists_are_added_to_the_keys_that_they_hold(num_keys: int, density: float, rng: np.random.Generator) -> None:
+    listed = rng.random((3, num_keys)) < density
+    halves = (rng.normal(0, 3, (3, num_keys)) * 2.0 ** rng.integers(-9, 9, num_keys)).astype(np.float16)
+    scores = np.full(-(-num_keys // CHUNK_KEYS) * CHUNK_KEYS, np.nan, np.float32)
+    lists.clear_scores(scores, 0, len(scores))
+    want = np.full(num_keys, -0.0, np.float32)
+    for own, half, weight in zip(listed, halves + np.float16(0), (0.3, -1.7, 1e-3), strict=True):
+        add_list(scores, list_of(own, half), weight)
+        want[own] += np.float32(weight) * half[own].astype(np.float32) + np.float32(0)
+    np.testing.assert_array_equal(scores[:num_keys].view(np.int32), want.view(np.int32))
+    assert (scores[num_keys:].view(np.int32) == group_scores.NOT_SCORED).all()
+
+
+def test_a_sum_of_zero_stays_listed(rng: np.random.Generator) -> None:
+    listed, scores = rng.random(2048) < 0.3, np.empty(2048, np.float32)
+    table = list_of(listed, rng.normal(0, 3, 2048).astype(np.float16))
+    lists.clear_scores(scores, 0, 2048)
+    add_list(scores, table, 0.3)
+    add_list(scores, table, -0.3)
+    assert (scores == 0).all()
+    np.testing.assert_array_equal(scores.view(np.int32) != group_scores.NOT_SCORED, listed)
 
 
 def test_a_weight_of_zero_still_lists_its_keys() -> None:
-    scores = np.empty(16, np.float32)
-    lists.clear_scores(scores, 0, 16)
-    halves = readonly(np.array([-1.5], np.float16).view(np.uint16))
-    lists.add_list(scores, 0, readonly(np.array([3], np.int32)), halves, 0, 1, 0.0, np.empty(256, np.float32))
+    scores = np.empty(CHUNK_KEYS, np.float32)
+    lists.clear_scores(scores, 0, CHUNK_KEYS)
+    add_list(scores, list_of(np.arange(9) == 3, np.full(9, -1.5, np.float16)), 0.0)
     assert scores[3].view(np.int32) == 0
+    assert (scores.view(np.int32) == group_scores.NOT_SCORED).sum() == CHUNK_KEYS - 1
+
+
+def test_what_has_left_a_list_is_as_if_it_were_not_in_it(rng: np.random.Generator) -> None:
+    listed, halves = rng.random(3000) < 0.4, rng.normal(0, 3, 3000).astype(np.float16)
+    scores = np.empty((2, 3 * CHUNK_KEYS), np.float32)
+    lists.clear_scores(scores.reshape(-1), 0, scores.size)
+    add_list(scores[0], list_of(listed, halves), 0.7, least=1.5)
+    add_list(scores[1], list_of(listed & (halves >= 1.5), halves), 0.7)
+    np.testing.assert_array_equal(*scores.view(np.int32))
 
 
 def test_every_finite_float16_is_read_as_it_is() -> None:
-    bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
-    halves = bits.view(np.float16)
-    finite = np.isfinite(halves)
-    bits, halves = bits[finite], halves[finite]
-    scores = np.empty(len(bits) + 16, np.float32)
-    lists.clear_scores(scores, 0, len(bits))
-    order = readonly(np.arange(len(bits), dtype=np.int32))
-    lists.add_list(scores, 0, order, readonly(bits), 0, len(bits), 1.0, np.empty(256, np.float32))
-    np.testing.assert_array_equal(scores[: len(bits)], halves.astype(np.float32))
+    halves = np.arange(2**16, dtype=np.uint32).astype(np.uint16).view(np.float16)
+    halves = halves[np.isfinite(halves)]
+    scores = np.empty(-(-len(halves) // CHUNK_KEYS) * CHUNK_KEYS, np.float32)
+    lists.clear_scores(scores, 0, len(scores))
+    add_list(scores, list_of(np.ones(len(halves), np.bool_), halves), 1.0)
+    np.testing.assert_array_equal(scores[: len(halves)], halves.astype(np.float32))

@@ -17,7 +17,7 @@ from csattn.search.select import count_at_least, kth_largest, take_best
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import pack_codes, pack_marks
 from csattn.sketch.reference import LOG2_E, score_group
-from csattn.table.lists import ListTable
+from csattn.table.lists import ListTable, lists_of
 from tests.search.synthetic import search
 from tests.selections import check_selection
 
@@ -122,8 +122,8 @@ def test_keys_that_no_list_holds_are_never_chosen(n: int, listed: float) -> None
     scores = np.where(rng.random(n) < listed, rng.normal(0, 3, n).astype(np.float16) + np.float16(0), -np.inf)
     order = np.argsort(-scores, kind="stable")[: max(1, int(np.isfinite(scores).sum()))]
     scores[order] = np.maximum(scores[order], -100)
-    lists = order.astype(np.int32)[None, None, None], scores[order].astype(np.float16)[None, None, None]
-    table = ListTable(*lists, n)
+    listed = np.isin(np.arange(n), order)
+    table = lists_of(listed[None, None, None], scores.astype(np.float16)[None, None, None])
     group_scores = np.full(n, NOT_SCORED, np.int64)
     group_scores[order] = np.rint(scores[order].astype(np.float64) * 2**24)
     for top_k in {1, n // 20, n // 2, n}:

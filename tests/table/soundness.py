@@ -16,17 +16,16 @@ def check(thing: Any) -> None:
 
 @check.register
 def _(table: ListTable) -> None:
-    """Raise AssertionError if a list is unordered, repeats a key, or holds what a search must not meet."""
-    indices, scores = np.asarray(table.indices), np.asarray(table.scores).astype(np.float32)
-    assert indices.shape == scores.shape, f"indices {indices.shape} and scores {scores.shape} differ in shape"
-    assert indices.size == 0 or (indices.min() >= 0 and indices.max() < table.context_len), "a key is out of range"
-    assert np.isfinite(scores).all(), "a score is NaN or infinite"
-    assert not (np.signbit(scores) & (scores == 0)).any(), "a score is -0.0"
-    falls = scores[..., 1:] < scores[..., :-1]
-    ties_in_order = (scores[..., 1:] == scores[..., :-1]) & (indices[..., 1:] > indices[..., :-1])
-    assert (falls | ties_in_order).all(), "a list is not ordered by (score descending, index ascending)"
-    by_key = np.sort(indices, axis=-1)
-    assert (by_key[..., 1:] != by_key[..., :-1]).all(), "a list holds a key twice"
+    """Raise AssertionError if lists are not all of one length, or hold what a search must not meet."""
+    listed = np.unpackbits(table.listed.view(np.uint8), axis=-1, bitorder="little").astype(np.int64)
+    held = table.scores[..., : table.list_len].astype(np.float32)
+    assert not listed.reshape(*held.shape[:3], -1)[..., table.context_len :].any(), "a key is out of range"
+    of_chunks = listed.sum(axis=-1)
+    assert (of_chunks.sum(axis=-1) == table.list_len).all(), "a list has another length"
+    assert (of_chunks.cumsum(axis=-1) - of_chunks == table.starts).all(), "a chunk's scores begin elsewhere"
+    assert np.isfinite(table.scores).all(), "a score is NaN or infinite"
+    assert not (np.signbit(held) & (held == 0)).any(), "a score is -0.0"
+    assert (held.min(axis=-1) == table.least).all(), "the least score is another"
 
 
 @check.register
@@ -35,10 +34,11 @@ def _(tail: ListTail) -> None:
     for head, subspace, centroid in np.ndindex(*tail.num_inserted.shape):
         inserted = int(tail.num_inserted[head, subspace, centroid])
         assert 0 <= inserted <= min(tail.num_rows, tail._table.list_len), f"{tail!r} inserted too many keys"
-        indices, scores = tail.merged_list(head, subspace, centroid)
-        assert len(np.unique(indices)) == tail._table.list_len, f"{tail!r} holds a key twice"
-        assert indices.max() < tail._table.context_len + tail.num_rows, f"{tail!r} holds a key that is not there"
-        assert scores[-1] == tail._lowest[head, subspace, centroid], f"{tail!r} has lost a list's lowest score"
+        keys, scores = tail.entries(head, subspace, centroid)
+        assert len(keys) == len(scores) == tail._table.list_len, f"{tail!r} has a list of another length"
+        assert (np.diff(keys) > 0).all(), f"{tail!r} holds a key twice, or out of order"
+        assert keys[-1] < tail._table.context_len + tail.num_rows, f"{tail!r} holds a key that is not there"
+        assert scores.min() == tail._lowest[head, subspace, centroid], f"{tail!r} has lost a list's lowest score"
         own = tail.inserted_indices[head, subspace, centroid, :inserted]
         own_scores = tail.inserted_scores[head, subspace, centroid, :inserted]
         order = np.lexsort((own, -own_scores))

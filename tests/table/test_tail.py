@@ -1,5 +1,7 @@
 """Tails equal a table that was built over the longer context in the first place."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.table.lists import LARGEST_SCORE, ListTable
+from csattn.table.lists import LARGEST_SCORE
 from csattn.table.tail import ListTail, score_key
 from tests.search.synthetic import IndexSpec, make_index, make_lists
 from tests.table.soundness import check
@@ -34,7 +36,7 @@ def test_index_heads_of_one_group_share_their_kv_head() -> None:
     np.testing.assert_array_equal(score_key(k, index), score_key(np.repeat(k, 2, axis=0), index))
 
 
-@pytest.mark.parametrize("context_len, num_rows", [(1, 3), (40, 1), (40, 100), (333, 40)])
+@pytest.mark.parametrize("context_len, num_rows", [(1, 3), (40, 1), (40, 100), (333, 40), (1100, 400)])
 def test_list_tail_equals_lists_built_over_all_keys(context_len: int, num_rows: int) -> None:
     spec = IndexSpec(layout="lists", context_len=context_len)
     index = make_index(spec)
@@ -45,13 +47,13 @@ def test_list_tail_equals_lists_built_over_all_keys(context_len: int, num_rows: 
     # lists of all scores, cut to the length they had: what a build over the longer context would keep
     new = np.stack([score_key(k, index) for k in new_keys_of(4, spec, num_rows)], axis=-1)
     for where in np.ndindex(*index.codebooks.shape[:3]):
-        old_indices, old_scores = index.table.indices[where], index.table.scores[where]
-        indices = np.concatenate([old_indices, context_len + np.arange(num_rows)])
+        old_keys, old_scores = index.table.entries(*where)
+        keys = np.concatenate([old_keys, context_len + np.arange(num_rows)])
         scores = np.concatenate([old_scores, new[where].astype(np.float16)])
-        order = np.lexsort((indices, -scores.astype(np.float32)))[: index.table.list_len]
-        got_indices, got_scores = tail.merged_list(*where)
-        np.testing.assert_array_equal(got_indices, indices[order])
-        np.testing.assert_array_equal(got_scores, scores[order])
+        best = np.sort(np.lexsort((keys, -scores.astype(np.float32)))[: index.table.list_len])
+        got_keys, got_scores = tail.entries(*where)
+        np.testing.assert_array_equal(got_keys, keys[best])
+        np.testing.assert_array_equal(got_scores, scores[best])
 
 
 @pytest.mark.parametrize("factor", [1e5, 1e30, np.inf, np.nan])
@@ -99,13 +101,19 @@ def test_zero_scores_are_never_minus_zero() -> None:
     assert not np.signbit(tail.inserted_scores[0, 0, 0, 0])
 
 
-def test_check_notices_a_disordered_list() -> None:
-    spec = IndexSpec(layout="lists", context_len=40)
-    index = make_index(spec)
-    check(index.table)
-    swapped = ListTable(index.table.indices[..., ::-1], index.table.scores[..., ::-1], 40)
-    with pytest.raises(AssertionError, match="not ordered"):
-        check(swapped)
+def test_check_notices_what_is_wrong_with_lists() -> None:
+    table = make_index(IndexSpec(layout="lists", context_len=1040)).table
+    check(table)
+    for wrong, told in (
+        ({"listed": table.listed[..., ::-1, :].copy()}, "out of range"),
+        ({"listed": table.listed & ~np.uint32(0xFF)}, "another length"),
+        ({"starts": table.starts + np.int32(1)}, "begin elsewhere"),
+        ({"scores": np.full_like(table.scores, np.nan)}, "NaN or infinite"),
+        ({"scores": np.full_like(table.scores, -0.0)}, r"-0\.0"),
+        ({"least": table.least + np.float16(1)}, "the least score is another"),
+    ):
+        with pytest.raises(AssertionError, match=told):
+            check(replace(table, **wrong))
 
 
 @settings(max_examples=40)
@@ -129,11 +137,9 @@ def test_try_insert_keeps_the_size_the_order_and_the_better_keys(
         check(tail)
         scored.append(score_key(k, index).astype(np.float16))
     table = index.table
-    for head, b, c in np.ndindex(table.indices.shape[:3]):
-        entries = [
-            (-float(s), int(i)) for i, s in zip(table.indices[head, b, c], table.scores[head, b, c], strict=True)
-        ]
+    for head, b, c in np.ndindex(table.least.shape):
+        entries = [(-float(s), int(i)) for i, s in zip(*table.entries(head, b, c), strict=True)]
         entries += [(-float(s[head, b, c]), context_len + t) for t, s in enumerate(scored)]
         want = sorted(entries)[: table.list_len]
-        indices, scores = tail.merged_list(head, b, c)
-        assert [(-float(s), int(i)) for i, s in zip(indices, scores, strict=True)] == want
+        got = [(-float(s), int(i)) for i, s in zip(*tail.entries(head, b, c), strict=True)]
+        assert sorted(got) == want

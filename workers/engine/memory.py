@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 import torch
 
-from csattn.artifact import Artifact, ArtifactSpec
+from csattn.artifact import Artifact
 from csattn.attention.device import require_supported
 from csattn.batch import make_device_selection
 from csattn.config import IndexConfig, SketchConfig
@@ -19,11 +19,9 @@ from csattn.search.device import (
     SketchShape,
     exact_bytes,
     index_shape,
-    list_bytes,
     workspace_bytes,
 )
 from csattn.sketch.codes import num_coords
-from csattn.table.lists import ENTRY_BYTES
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import attend_all_bytes, streamed_bytes
 from workers.engine.attend_chosen import make_passes
@@ -136,20 +134,8 @@ def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -
     kv = {"device_bytes": kv_bytes} if placement == "device" else {"pinned_bytes": kv_bytes}
     parts = [MemoryPart(name="the context's KV", **kv)]
     if index_is_on_device(shape, placement):
-        parts.append(
-            MemoryPart(name="the index", device_bytes=index_bytes_on_device(artifact.spec, artifact.index_bytes))
-        )
+        parts.append(MemoryPart(name="the index", device_bytes=artifact.index_bytes))
     return MemoryPlan(tuple(parts), shape.max_context_len)
-
-
-def index_bytes_on_device(spec: ArtifactSpec, stored_bytes: int) -> int:
-    """Lists take less there than in files."""
-    config = spec.index_config
-    if isinstance(config, SketchConfig):
-        return stored_bytes
-    lists = len(spec.model.indexed_layers) * spec.num_index_heads * config.num_subspaces * config.num_centroids
-    less = config.list_entries(spec.context_len) * ENTRY_BYTES - list_bytes(config, spec.context_len)
-    return stored_bytes - lists * less
 
 
 def index_is_on_device(shape: EngineShape, placement: Placement) -> bool:

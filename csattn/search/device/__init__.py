@@ -6,8 +6,6 @@ from csattn.search.device.indexes import (
     DeviceLayerIndex,
     DeviceLists,
     DeviceSketch,
-    list_bytes,
-    lists_by_key,
     place_codes,
     to_device,
 )
@@ -31,8 +29,6 @@ __all__ = [
     "SketchShape",
     "exact_bytes",
     "index_shape",
-    "list_bytes",
-    "lists_by_key",
     "place_codes",
     "to_device",
     "workspace_bytes",

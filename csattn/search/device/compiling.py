@@ -8,10 +8,11 @@ from torch import Tensor
 from csattn.cuda import CudaKernel, cuda_kernel, limits, num_multiprocessors
 from csattn.errors import ConfigError
 from csattn.search.device.shapes import IndexShape, ListsShape, RowsShape, SketchShape
+from csattn.table.lists import CHUNK_KEYS
 
 HERE = Path(__file__).parent
 THREADS = 512
-CHUNK_KEYS, MAX_BLOCKS = 1024, 256  # of choice.cuh
+MAX_BLOCKS = 256  # of choice.cuh, as CHUNK_KEYS is, by which lists are stored
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.config import ListConfig, SearchConfig
+from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
-from csattn.search.device.compiling import CHUNK_KEYS
 from csattn.sketch import SketchIndex
 from csattn.sketch.index import marks_heeded_from
-from csattn.table.lists import ListTable
 
 PIECE_KEYS = 4  # whose codes of a word are 16 bytes
-SCORE_UNIT = 8  # scores of a list are copied so many at a time
-ENTRIES_AT_ONCE = 2**22  # of lists that are brought into the order of keys: in between each takes some 40 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +23,9 @@ class DeviceLists:
     """What a search on the device reads of one layer's lists. See `LayerIndex` and `ListTable` for the layouts."""
 
     codebooks: Tensor  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
-    # [num_index_heads, num_subspaces, num_centroids, list_len] float16, in the order of keys, filled up to whole units
-    scores: Tensor
-    listed: (
-        Tensor  # [num_index_heads, num_subspaces, num_centroids, num_chunks, CHUNK_KEYS / 32] int32: a bit for each key
-    )
-    starts: (
-        Tensor  # [num_index_heads, num_subspaces, num_centroids, num_chunks] int32: of a chunk's scores in their list
-    )
+    scores: Tensor  # [num_index_heads, num_subspaces, num_centroids, list_len up to whole units] float16
+    listed: Tensor  # [num_index_heads, num_subspaces, num_centroids, num_chunks, CHUNK_KEYS / 32] int32
+    starts: Tensor  # [num_index_heads, num_subspaces, num_centroids, num_chunks] int32
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -106,44 +96,11 @@ def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLa
             value_transform=copy(index.value_transform),
             marks=copy(index.marks.view(np.int32)),
         )
-    assert isinstance(index.table, ListTable)
-    return lists_by_key(copy(index.codebooks), index.table.scores, index.table.indices, index.context_len)
+    table = index.table
+    return DeviceLists(copy(index.codebooks), copy(table.scores), copy(table.listed.view(np.int32)), copy(table.starts))
 
 
-def list_bytes(config: ListConfig, context_len: int) -> int:
-    """Of each list on the device."""
-    num_chunks, list_len = -(-context_len // CHUNK_KEYS), config.list_entries(context_len)
-    return num_chunks * (CHUNK_KEYS // 8 + 4) + 2 * (list_len + -list_len % SCORE_UNIT)
-
-
-def lists_by_key(
-    codebooks: Tensor,  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32, on the device
-    scores: Tensor | NDArray[np.float16],  # [num_index_heads, num_subspaces, num_centroids, list_len], in any order
-    indices: Tensor | NDArray[np.int32],  # likewise: their keys
-    context_len: int,
-) -> DeviceLists:
-    """Lists as a device has them. A list has a key once."""
-    device, num_chunks = codebooks.device, -(-context_len // CHUNK_KEYS)
-    of_lists = num_heads, num_subspaces, num_centroids = codebooks.shape[:3]
-    list_len = scores.shape[3]
-    at_once = max(1, ENTRIES_AT_ONCE // list_len)
-    by_key = torch.zeros(*of_lists, list_len + -list_len % SCORE_UNIT, dtype=torch.float16, device=device)
-    listed = torch.zeros(*of_lists, num_chunks, CHUNK_KEYS // 32, dtype=torch.int32, device=device)
-    counts = torch.zeros(*of_lists, num_chunks, dtype=torch.int32, device=device)
-    bits = torch.bitwise_left_shift(1, torch.arange(32, device=device)).to(torch.int32)
-    for head, subspace, first in product(range(num_heads), range(num_subspaces), range(0, num_centroids, at_once)):
-        here = head, subspace, slice(first, first + at_once)
-        keys, order = _copied(indices[here], device).sort(dim=1)
-        by_key[here][:, :list_len] = _copied(scores[here], device).gather(1, order)
-        listed[here].flatten(1).scatter_add_(1, (keys // 32).long(), bits[keys % 32])
-        counts[here].scatter_add_(1, (keys // CHUNK_KEYS).long(), torch.ones_like(keys))
-    starts = counts.cumsum(3, dtype=torch.int32) - counts
-    return DeviceLists(codebooks, by_key, listed, starts)
-
-
-def _copied(part: Tensor | NDArray[Any], device: torch.device) -> Tensor:
-    if isinstance(part, Tensor):
-        return part.to(device)
+def _copied(part: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.require(part, requirements=["C", "W"])).to(device)
 
 

@@ -7,16 +7,10 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel
-from csattn.search.device.compiling import (
-    CHUNK_KEYS,
-    THREADS,
-    blocks_of_slot,
-    compiled,
-    multiprocessors,
-    require_queries,
-)
+from csattn.search.device.compiling import THREADS, blocks_of_slot, compiled, multiprocessors, require_queries
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import ListsShape
+from csattn.table.lists import CHUNK_KEYS
 
 MATCH_BYTES, STATISTICS_BYTES = 16, 8  # of structs Match and TileStatistics
 CHOICE_BYTES = 4 * (4096 + 5 + 256 + 2 * 512 + 3)  # of struct Choice

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel, limits
-from csattn.search.device.compiling import CHUNK_KEYS, compiled, multiprocessors, require_queries
+from csattn.search.device.compiling import compiled, multiprocessors, require_queries
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import WIDE_HEAD_DIM, SketchShape
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.reference import LOG2_E
+from csattn.table.lists import CHUNK_KEYS
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 256, 1024
 TILES_OF_CONTEXT = 512  # at least, of long ones: what tiles leave is read by many

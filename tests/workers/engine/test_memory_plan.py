@@ -1,25 +1,20 @@
 """What searches on a device are planned to take is what they ask for."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from csattn.artifact import open_artifact
 from csattn.attention import every_row
 from csattn.config import IndexConfig, SearchConfig, preset
-from csattn.index import LayerIndex
-from csattn.search.device import compiling, index_shape, to_device
+from csattn.search.device import compiling, index_shape
 from csattn.selectors import resolve_rest
-from index_build.pipeline import build_artifact
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from tests.tiny import loaded, token_ids
 from workers.engine.attend_chosen import make_passes
-from workers.engine.memory import PLACEMENTS, Placement, index_bytes_on_device, search_bytes
+from workers.engine.memory import PLACEMENTS, Placement, search_bytes
 from workers.engine.on_device import make_searches
 from workers.engine.shape import EngineShape
 
@@ -105,13 +100,3 @@ def test_a_device_gives_what_is_planned(placement: Placement) -> None:
 def requested_bytes() -> int:
     """Of all tensors on the device. What torch calls allocated has the rests of blocks that it does not split, too."""
     return int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0))  # none: not asked for any yet
-
-
-def test_lists_are_planned_for_as_the_device_has_them(tmp_path: Path) -> None:
-    built = build_artifact(loaded(), token_ids(1000), preset("lists"), tmp_path)
-    with open_artifact(built.path) as artifact:
-        indexes = [index for index in artifact.indexes() if isinstance(index, LayerIndex)]
-        parts = [part for index in indexes for part in (index.codebooks, index.table.indices, index.table.scores)]
-        on_device = sum(part.nbytes for index in indexes for part in to_device(index, torch.device("cpu")).parts)
-        more = index_bytes_on_device(artifact.spec, artifact.index_bytes) - artifact.index_bytes
-        assert len(indexes) == 3 and more == on_device - sum(part.nbytes for part in parts)

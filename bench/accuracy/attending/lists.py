@@ -9,9 +9,8 @@ from torch import Tensor
 from bench.accuracy.attending.attend import Codes
 from bench.accuracy.attending.context import ContextLayer
 from csattn.config import ListConfig
+from csattn.table.lists import list_bytes
 from index_build.codebooks import make_codebooks
-
-_INDEX_BYTES, _SCORE_BYTES = 4, 2
 
 
 class ListCodes(Codes):
@@ -23,8 +22,9 @@ class ListCodes(Codes):
         self._codebooks = make_layer_codebooks(layer, config) if codebooks is None else codebooks
         self._mean = layer.k.mean(1, keepdim=True) if config.center_keys else torch.zeros_like(layer.k[:, :1])
         self._keys = layer.k - self._mean
-        entries = config.num_subspaces * config.num_centroids * config.list_len
-        self.bytes_per_key = entries * (_INDEX_BYTES + _SCORE_BYTES)
+        context_len = self._keys.shape[1]
+        of_list = list_bytes(config.list_entries(context_len), context_len)
+        self.bytes_per_key = config.num_subspaces * config.num_centroids * of_list / context_len
         self.fixed_bytes = self._codebooks.nbytes
 
     def logits(self, q: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from workers.capacity import context_bytes, spec_of
 
 STEPS, KLS, SCHEDULES = "lengths-h200.json", "kl-h100.json", "schedules.json"
 AS_GOOD_KLS = "kl-as-good.json"
-LISTS = "lists-h200.json"  # on the GPU: a later run, with full attention's times of its own
+LISTS = "lists-h200.json"  # a later run, with full attention's times of its own
 PUBLISHED = {  # schedules: share kept -> what cases call it, and what readers do
     0.02: (AHEAD, "2 %"),
     0.15: (f"{AHEAD}, at every 4th token", "15 % at every 4th token"),
@@ -53,9 +53,9 @@ def of_length(context_len: int, file: str = STEPS, **wanted: Any) -> list[Case]:
     return sorted(cases, key=lambda of: int(of["batch_size"]))
 
 
-def file_of(variant: str, placement: str) -> str:
+def file_of(variant: str) -> str:
     """Where its steps are."""
-    return LISTS if variant in ("lists", "paper") and placement != "host" else STEPS
+    return LISTS if variant in ("lists", "paper") else STEPS
 
 
 def _ways() -> list[Way]:
@@ -65,7 +65,7 @@ def _ways() -> list[Way]:
     def ours(name: str, variant: str, placement: str, schedule: str = EVERY_STEP) -> Way:
         of = {"variant": variant, "placement": placement, "schedule": schedule, "keep": 0.02}
         contender = variant if schedule == EVERY_STEP else f"{variant}+ahead"
-        return way(f"{name}, `{placement}`", (contender, 0.02), file=file_of(variant, placement), **of)
+        return way(f"{name}, `{placement}`", (contender, 0.02), file=file_of(variant), **of)
 
     def other(name: str, variant: str, placement: str, keep: float = 0.02) -> Way:
         contender = NO_MEAN if variant == "sparq" else variant
@@ -260,7 +260,7 @@ def published() -> list[str]:
     for variant, placement in places:
         of = {"variant": variant, "placement": placement}
         by_keep = {
-            keep: [of_length(size, file_of(**of), **of, keep=keep, schedule=schedule)[0] for size in sizes]
+            keep: [of_length(size, file_of(variant), **of, keep=keep, schedule=schedule)[0] for size in sizes]
             for keep, (schedule, _) in PUBLISHED.items()
         }
         best_us = [min(case["mean_us"] for case in of_size) for of_size in zip(*by_keep.values(), strict=True)]
@@ -282,7 +282,7 @@ def as_fast_as() -> list[str]:
         if variant == "full":
             places = [("lists", "device"), ("default", "device")]
         for preset, placement in places:
-            file = file_of(preset, placement)
+            file = file_of(preset)
             own = file if variant == "full" else STEPS  # full attention was timed in both runs
             theirs = [of_length(size, own, variant=variant, **of_host)[0]["mean_us"] for size in sizes]
             ours = [best_us(size, file, preset, placement) for size in sizes]

@@ -49,6 +49,8 @@ SEARCH = np.dtype(
             "match_parts",  # of a piece
             "match_pieces",
             "score_pieces",
+            "row_parts",  # pieces of lists that a query row's keys are cut into: part_ranges ranges of the context each
+            "part_ranges",
             "range_keys",
             "num_ranges",
             "context_ranges",  # the others are the tail's
@@ -129,7 +131,10 @@ def cut_pieces(search: Any) -> None:
     context_ranges = max(1, -(-context_len // range_keys))
     search.range_keys, search.context_ranges = range_keys, context_ranges
     search.num_ranges = context_ranges + -(-tail_rows // range_keys)
-    search.score_pieces = search.num_ranges if of_sketch else search.group_size
+    search.row_parts = min(context_ranges, max(1, MAX_PIECES // search.group_size))
+    search.part_ranges = -(-context_ranges // search.row_parts)
+    search.row_parts = -(-context_ranges // search.part_ranges)
+    search.score_pieces = search.num_ranges if of_sketch else search.group_size * search.row_parts
     sampled = context_len + tail_rows > 2 * SAMPLE
     search.sample_step = (context_len + tail_rows) // SAMPLE if sampled else 1
 

@@ -52,31 +52,36 @@ def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> in
     return 0
 
 
-def score_piece(search_address: int, scratch_address: int, job: int, row: int) -> int:
-    """Stage: all keys for one query row."""
+def score_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
+    """Stage: some ranges of keys for one query row. The last ones of a row also have the tail's keys."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
-    tail_room, stride = search.tail_room, scratch.stride
+    row, part = divmod(piece, search.row_parts)
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
-    scores = array_at(slot + scratch.at_scores, search.group_size * stride, np.float32(0))
-    lists, weights = _matches_of(search, scratch, job)
-    first, last = row * search.num_subspaces, (row + 1) * search.num_subspaces
-    _score_context(search, lists[first:last], weights[first:last], scores, row * stride)
-    clear_scores(scores, row * stride + search.context_len, search.tail_rows)
-    if tail_room > 0:
-        _score_inserted(search, lists[first:last], weights[first:last], scores, row * stride)
-    for number in range(search.num_ranges):
+    scores = array_at(slot + scratch.at_scores, search.group_size * scratch.stride, np.float32(0))
+    of_group, weights_of_group = _matches_of(search, scratch, job)
+    first, last, at = row * search.num_subspaces, (row + 1) * search.num_subspaces, row * scratch.stride
+    lists, weights = of_group[first:last], weights_of_group[first:last]
+    begin, end = part * search.part_ranges, min((part + 1) * search.part_ranges, search.context_ranges)
+    for number in range(begin, end):
+        _score_range(search, lists, weights, scores, at, number)
         _keep_range(search, scratch, slot, row, number, scores)
-    if search.group_size > 1 and _make_smaller(search, scratch, slot, row, scores):
-        for number in range(search.num_ranges):
+    if part == search.row_parts - 1 and search.tail_rows > 0:
+        _score_tail(search, lists, weights, scores, at)
+        for number in range(search.context_ranges, search.num_ranges):
             _keep_range(search, scratch, slot, row, number, scores)
     return 0
 
 
 @exact_kernel
-def _score_context(
-    search: Any, lists: NDArray[np.int64], weights: NDArray[np.float64], scores: NDArray[np.float32], at: int
+def _score_range(
+    search: Any,
+    lists: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    scores: NDArray[np.float32],
+    at: int,
+    number: int,
 ) -> None:
-    """Of the context's keys, whose scores begin at `at`: what is left of the shared lists."""
+    """Of a range of the context's keys, the first of which has its score at `at`: what is left of the shared lists."""
     num_lists = search.num_heads * search.num_subspaces * search.num_centroids
     chunks, list_len, room = -(-search.context_len // CHUNK_KEYS), search.list_len, search.score_room
     listed = array_at(search.listed, num_lists * chunks * WORDS, np.uint64(0))
@@ -87,7 +92,8 @@ def _score_context(
     kept_least = array_at(search.kept_least, with_tail, np.float32(0))
     kept_place = array_at(search.kept_place, with_tail, np.int32(0))
     weighted = np.empty(WEIGHTED_ROOM, np.float32)
-    for chunk in range(chunks):
+    first_key, last_key = range_of(search, number)
+    for chunk in range(first_key // CHUNK_KEYS, -(-last_key // CHUNK_KEYS)):
         start = at + chunk * CHUNK_KEYS
         clear_scores(scores, start, CHUNK_KEYS)
         for i in range(len(lists)):
@@ -102,7 +108,7 @@ def _score_context(
 
 
 @exact_kernel
-def _score_inserted(
+def _score_tail(
     search: Any, lists: NDArray[np.int64], weights: NDArray[np.float64], scores: NDArray[np.float32], at: int
 ) -> None:
     """Of the tail's keys: what they have in the lists that they joined."""
@@ -110,10 +116,29 @@ def _score_inserted(
     num_inserted = array_at(search.num_inserted, num_lists, np.int32(0))
     inserted_indices = array_at(search.inserted_indices, num_lists * tail_room, np.int32(0))
     inserted_scores = array_at(search.inserted_scores, num_lists * tail_room, np.float32(0))
+    clear_scores(scores, at + search.context_len, search.tail_rows)
     for i in range(len(lists)):
         first, weight = lists[i] * tail_room, np.float32(weights[i])
         for entry in range(first, first + num_inserted[lists[i]]):
             scores[at + inserted_indices[entry]] += weight * inserted_scores[entry] + np.float32(0)
+
+
+@exact_kernel
+def make_smaller(search: Any, scratch: Any, slot: int, row: int) -> None:
+    """Divide a query row's scores, where they are too large for powers of 2, by one: a softmax of such has one key."""
+    num_shifts = search.num_ranges * search.group_size
+    shifts, largest = array_at(slot + scratch.at_shifts, num_shifts, np.float64(0)), 0.0
+    for i in range(row, num_shifts, search.group_size):
+        if shifts[i] != NO_SHIFT:
+            largest = max(largest, abs(shifts[i]))
+    if not LARGEST_SHIFT < largest < np.inf:
+        return
+    scores = array_at(slot + scratch.at_scores, search.group_size * scratch.stride, np.float32(0))
+    factor, at = np.float32(2.0 ** -np.ceil(np.log2(largest / LARGEST_SHIFT))), row * scratch.stride
+    for key in range(at, at + search.context_len + search.tail_rows):
+        scores[key] *= factor
+    for number in range(search.num_ranges):
+        _keep_range(search, scratch, slot, row, number, scores)
 
 
 @exact_kernel
@@ -146,22 +171,6 @@ def _keep_range(search: Any, scratch: Any, slot: int, row: int, number: int, sco
         slope = np.float32(search.softmax_scale * LOG2_E)
         shifts[i], totals[i] = sum_powers(scores, row * scratch.stride + first, last - first, slope)
     keep_sample(search, scratch, slot, row, number, scores)
-
-
-@exact_kernel
-def _make_smaller(search: Any, scratch: Any, slot: int, row: int, scores: NDArray[np.float32]) -> bool:
-    """Divide a query row's scores, where they are too large for powers of 2, by one: a softmax of such has one key."""
-    num_shifts = search.num_ranges * search.group_size
-    shifts, largest = array_at(slot + scratch.at_shifts, num_shifts, np.float64(0)), 0.0
-    for i in range(row, num_shifts, search.group_size):
-        if shifts[i] != NO_SHIFT:
-            largest = max(largest, abs(shifts[i]))
-    if not LARGEST_SHIFT < largest < np.inf:
-        return False
-    factor, at = np.float32(2.0 ** -np.ceil(np.log2(largest / LARGEST_SHIFT))), row * scratch.stride
-    for key in range(at, at + search.context_len + search.tail_rows):
-        scores[key] *= factor
-    return True
 
 
 @exact_kernel

@@ -142,8 +142,13 @@ def poisoned_selections(index: SketchIndex, num_tokens: int, group_size: int, to
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("group_size", [1, 3])
-@pytest.mark.parametrize("context_len", [RANGE_KEYS - 1, RANGE_KEYS, RANGE_KEYS + 1, 2 * RANGE_KEYS + 65])
+@pytest.mark.parametrize(
+    ("group_size", "context_len"),
+    [
+        *((size, RANGE_KEYS + more) for size in (1, 3) for more in (-1, 0, 1, RANGE_KEYS + 65)),
+        (16, 4 * RANGE_KEYS + 65),  # more ranges than a row has pieces
+    ],
+)
 @pytest.mark.parametrize("tail_rows", [0, 130])
 def test_ranges_agree_with_the_reference(layout: str, group_size: int, context_len: int, tail_rows: int) -> None:
     spec = IndexSpec(layout=layout, context_len=context_len, num_subspaces=4, num_centroids=2, num_heads=1)

@@ -31,8 +31,8 @@ def search_log() -> list[str]:
     """At two lengths, and the rest alone."""
     one, two, *of_lists = (of["read_gbps"][threads] for of in (_content(), _content()["lists"]) for threads in "12")
     lines = [
-        f"Two virtual cores of a Xeon, quiet; one thread reads at most {one} GB/s from memory, two {two}; lists on those "
-        f"of a later day, which read {of_lists[0]} and {of_lists[1]} (`results/search-cpu.json`):",
+        f"Two virtual cores of a Xeon, quiet; one thread reads at most {one} GB/s from memory, two {two}; lists on "
+        f"those of a later day, which read {of_lists[0]} and {of_lists[1]} (`results/search-cpu.json`):",
         "",
         f"| from memory, µs per query head | {SHORT:,} keys | {LONG:,} keys | two threads, {LONG:,} |",
         "|---|---:|---:|---:|",

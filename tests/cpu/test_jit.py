@@ -11,8 +11,32 @@ def doubled(x):
     return 2 * x
 
 
+@exact_kernel
+def doubled_twice(x):
+    return doubled_once(doubled_once(x))
+
+
+@exact_kernel
+def doubled_once(x):
+    return 2 * x
+
+
 def refuse(library: CPUCodeLibrary) -> bytes:
     raise RuntimeError(f"no compiled object yet for {library}")
+
+
+def test_a_kernel_may_be_called_by_python_and_by_kernels(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order, also where both versions come from the cache."""
+    assert doubled_twice(5) == 20 and doubled_once(5) == 10 and doubled_twice(5.0) == 20.0
+    assert doubled_once.signatures == [(types.int64,)]
+    assert doubled_once.in_kernels.signatures == [(types.int64,), (types.float64,)]
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        again = exact_kernel(doubled)
+        assert again.in_kernels.compile((types.int64,)) is not None
+        assert again(21) == 42
+        hits = [sum(kernel.stats.cache_hits.values()) for kernel in (again, again.in_kernels)]
+    assert hits == [1, 1]
 
 
 def test_a_kernel_that_cannot_be_kept_is_called_all_the_same(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> in
 
 
 def score_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: some ranges of keys for one query row. The last ones of a row also have the tail's keys."""
+    """Stage: some ranges of keys for one query row. A row's last piece has the tail's keys, too."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     row, part = divmod(piece, search.row_parts)
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes

@@ -35,8 +35,10 @@ def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile(function: Callable[..., Any], **special: Any) -> Callable[..., Any]:
-    """What Python calls. Kernels that call it find another version, without an entry for Python and one for C: making
-    those takes a fifth of the time that compiling takes."""
+    """What Python calls. Kernels that call it find another version, without an entry for Python; neither has one for C.
+
+    Making such entries would take a fifth of the time that compiling takes.
+    """
     options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **special}
     compiled = _cached(function, options)
     in_kernels = _cached(function, {**options, "no_cpython_wrapper": True}, ".in-kernels")

@@ -120,7 +120,7 @@ def where_less(typing_context, a, b, then, otherwise):  # type: ignore[no-untype
 
 @intrinsic
 def mask_at_least(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """A uint64 with bit i set where lane i of the integers a is at least that of b; up to 64 lanes."""
+    """A uint64 with bit i set where lane i of a is at least that of b, and neither is NaN; up to 64 lanes."""
     lanes = ir.IntType(a.lanes)
 
     def build(builder: ir.IRBuilder, x: Any, y: Any) -> Any:

@@ -133,6 +133,7 @@ def cut_pieces(search: Any) -> None:
     search.num_ranges = context_ranges + -(-tail_rows // range_keys)
     search.row_parts = min(context_ranges, max(1, MAX_PIECES // search.group_size))
     search.part_ranges = -(-context_ranges // search.row_parts)
+    # none is empty: the last chunk clears the tail's room, so its thread has to score the tail, and after it
     search.row_parts = -(-context_ranges // search.part_ranges)
     search.score_pieces = search.num_ranges if of_sketch else search.group_size * search.row_parts
     sampled = context_len + tail_rows > 2 * SAMPLE

@@ -53,7 +53,7 @@ def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> in
 
 
 def score_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: some ranges of keys for one query row. The last ones of a row also have the tail's keys."""
+    """Stage: some ranges of keys for one query row. A row's last piece has the tail's keys, too."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     row, part = divmod(piece, search.row_parts)
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
@@ -81,7 +81,7 @@ def _score_range(
     at: int,
     number: int,
 ) -> None:
-    """Of a range of the context's keys, the first of which has its score at `at`: what is left of the shared lists."""
+    """Score a range of the context's keys by what is left of the shared lists; key 0 has its score at `at`."""
     num_lists = search.num_heads * search.num_subspaces * search.num_centroids
     chunks, list_len, room = -(-search.context_len // CHUNK_KEYS), search.list_len, search.score_room
     listed = array_at(search.listed, num_lists * chunks * WORDS, np.uint64(0))
@@ -111,7 +111,7 @@ def _score_range(
 def _score_tail(
     search: Any, lists: NDArray[np.int64], weights: NDArray[np.float64], scores: NDArray[np.float32], at: int
 ) -> None:
-    """Of the tail's keys: what they have in the lists that they joined."""
+    """Score the tail's keys by the lists that they joined; key 0 of the context has its score at `at`."""
     tail_room, num_lists = search.tail_room, search.num_heads * search.num_subspaces * search.num_centroids
     num_inserted = array_at(search.num_inserted, num_lists, np.int32(0))
     inserted_indices = array_at(search.inserted_indices, num_lists * tail_room, np.int32(0))
@@ -136,7 +136,8 @@ def make_smaller(search: Any, scratch: Any, slot: int, row: int) -> None:
     scores = array_at(slot + scratch.at_scores, search.group_size * scratch.stride, np.float32(0))
     factor, at = np.float32(2.0 ** -np.ceil(np.log2(largest / LARGEST_SHIFT))), row * scratch.stride
     for key in range(at, at + search.context_len + search.tail_rows):
-        scores[key] *= factor
+        if scores[key] != 0:  # what becomes too small for float32 must not become -0.0, the mark of no list
+            scores[key] = scores[key] * factor + np.float32(0)
     for number in range(search.num_ranges):
         _keep_range(search, scratch, slot, row, number, scores)
 

@@ -12,11 +12,13 @@ from csattn.search.select import SAMPLE_ROOM
 from csattn.search.work import NUM_CALLS, PROGRESS_WORDS, SCRATCH_RECORD
 from csattn.selection import Selection
 from csattn.sketch.reference import NORMALISER_KEYS
+from csattn.table.lists import CHUNK_KEYS
 
 SKETCH_SCORE_BYTES, LIST_SCORE_BYTES = 2, 4
-# Kernels write whole blocks: up to 63 keys behind the context. An odd number of cache lines
-# from one query row's scores or powers to the next's keeps them out of each other's places in the caches.
-STRIDE_STEP, STRIDE_EXTRA = 1024, 512 + 32
+# Kernels write whole blocks: of lists, the scores of the context's last chunk up to its end; of sketches and tails,
+# up to 63 keys behind the last one. An odd number of cache lines from one query row's scores or powers to the next's
+# keeps them out of each other's places in the caches.
+STRIDE_STEP, STRIDE_EXTRA = CHUNK_KEYS, 512 + 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ class ListTable:
 
 
 def ordinals(scores: NDArray[np.float16]) -> NDArray[np.int16]:
-    """Integers in the order of the scores, which are not NaN; -0.0 is below 0.0. What they are of is found likewise."""
+    """Integers in the order of the scores, which are not NaN; -0.0 is below 0.0. The bits of scores come back the
+    same way."""
     bits = scores.view(np.int16)
     return bits ^ (bits >> 15 & 0x7FFF)
 

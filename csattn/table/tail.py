@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel, readonly
+from csattn.cpu.lanes import mask_at_least, trailing_zeros
+from csattn.cpu.simd import LANES, F32x16, U16x16, fill, floats_of_halves, load
 from csattn.table.lists import LARGEST_SCORE
 
 if TYPE_CHECKING:
@@ -191,20 +193,28 @@ def _find_leaving(
 ) -> None:
     """Places of the lowest entries that are above `least`, or as low and before `place`: the first that leaves first.
 
-    As many as there is room for, or as there are.
+    As many as there is room for, or as there are. Most blocks have none: they are passed over by whole vectors.
     """
-    scores, found = np.empty(len(leaving), np.float32), 0
-    for candidate in range(list_len):
-        score = load_float(shared, candidate)
-        if score < least or (score == least and candidate >= place):
-            continue
-        if found == len(leaving):
-            if score > scores[found - 1]:
+    scores, found, highest = np.empty(len(leaving), np.float32), 0, np.float32(np.inf)
+    halves = shared.view(np.uint16)
+    for first in range(0, list_len, LANES):
+        block = floats_of_halves(load(U16x16, halves, first))
+        bits = mask_at_least(block, fill(F32x16, least)) & mask_at_least(fill(F32x16, highest), block)
+        while bits != np.uint64(0):
+            candidate = first + np.int64(trailing_zeros(bits))
+            bits &= bits - np.uint64(1)
+            score = load_float(shared, candidate)
+            if candidate >= list_len or (score == least and candidate >= place):
                 continue
-            found -= 1
-        at = found
-        while at > 0 and scores[at - 1] >= score:
-            scores[at], leaving[at] = scores[at - 1], leaving[at - 1]
-            at -= 1
-        scores[at], leaving[at] = score, candidate
-        found += 1
+            if found == len(leaving):
+                if score > scores[found - 1]:
+                    continue
+                found -= 1
+            at = found
+            while at > 0 and scores[at - 1] >= score:
+                scores[at], leaving[at] = scores[at - 1], leaving[at - 1]
+                at -= 1
+            scores[at], leaving[at] = score, candidate
+            found += 1
+        if found == len(leaving):
+            highest = scores[found - 1]

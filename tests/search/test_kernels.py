@@ -231,7 +231,9 @@ def test_group_scores_are_shares(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got[0].view(np.float32), want * 2.0**group_scores.HEADROOM, rtol=1e-4)
 
 
-def add_list(scores: NDArray[np.float32], table: ListTable, weight: float, least: float = -np.inf) -> None:
+def add_list(
+    scores: NDArray[np.float32], table: ListTable, weight: float, least: float = -np.inf, place: int = 2**31
+) -> None:
     """Each chunk of the table's first list; scores [num_chunks * CHUNK_KEYS]. What no list has is poisoned."""
     halves = np.full(table.scores.size + 2 * SCORE_UNIT, 0x7E00, np.uint16)  # NaN
     halves[SCORE_UNIT:][: table.list_len] = table.scores.reshape(-1)[: table.list_len].view(np.uint16)
@@ -240,7 +242,7 @@ def add_list(scores: NDArray[np.float32], table: ListTable, weight: float, least
         weighted = np.full(lists.WEIGHTED_ROOM, np.nan, np.float32)
         begin = lists.weigh_scores(halves, first, last, weight, weighted)
         if least > -np.inf:
-            lists.leave_out(halves.view(np.int16), first, last, np.float32(least), 2**31, weighted, begin)
+            lists.leave_out(halves.view(np.int16), first, last, np.float32(least), SCORE_UNIT + place, weighted, begin)
         words = readonly(table.listed.reshape(-1).view(np.uint64))
         lists.add_chunk(scores, chunk * CHUNK_KEYS, words, chunk * lists.WORDS, weighted, begin)
 
@@ -288,6 +290,18 @@ def test_what_has_left_a_list_is_as_if_it_were_not_in_it(rng: np.random.Generato
     lists.clear_scores(scores.reshape(-1), 0, scores.size)
     add_list(scores[0], list_of(listed, halves), 0.7, least=1.5)
     add_list(scores[1], list_of(listed & (halves >= 1.5), halves), 0.7)
+    np.testing.assert_array_equal(*scores.view(np.int32))
+
+
+@pytest.mark.parametrize("place", [0, 15, 16, 700, 1199])
+def test_of_equal_scores_those_behind_a_place_have_left(place: int, rng: np.random.Generator) -> None:
+    listed, halves = rng.random(3000) < 0.4, rng.integers(0, 3, 3000).astype(np.float16)
+    listed[: 1200 - listed[1200:].sum()] = True  # at least 1200 entries
+    scores = np.empty((2, 3 * CHUNK_KEYS), np.float32)
+    lists.clear_scores(scores.reshape(-1), 0, scores.size)
+    add_list(scores[0], list_of(listed, halves), 0.7, least=1.0, place=place)
+    places = np.cumsum(listed) - 1
+    add_list(scores[1], list_of(listed & ((halves > 1) | (halves == 1) & (places <= place)), halves), 0.7)
     np.testing.assert_array_equal(*scores.view(np.int32))
 
 

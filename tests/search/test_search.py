@@ -12,6 +12,7 @@ from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_sele
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
 from csattn.sketch import reference as sketch_reference
+from csattn.table.lists import lists_of
 from csattn.table.tail import ListTail
 from tests.search.synthetic import (
     IndexSpec,
@@ -231,6 +232,18 @@ def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: floa
     index, q = make_index(spec), make_queries(spec, 3, scale=scale)
     got, want = run_both(q, index, None, 200)
     assert_same_group_scores(got, want, q, index, None)
+
+
+def test_what_is_made_too_small_stays_listed() -> None:
+    """Of two subspaces, one has scores beyond what a power of 2 takes and the other negative ones near 0."""
+    listed, scores = np.zeros((1, 2, 1, 220), np.bool_), np.zeros((1, 2, 1, 220), np.float16)
+    listed[0, 0, 0, 104:204], listed[0, 1, 0, 4:104] = True, True
+    scores[0, 0], scores[0, 1] = 1.0, -1.0
+    table = lists_of(listed, scores)
+    index = LayerIndex(np.ones((1, 2, 1, 2), np.float32), np.zeros((1, 4), np.float32), table, weigh_by_norm=True)
+    got, want = run_both(np.array([[1e37, 0, 1e-20, 0]] * 2, np.float32), index, None, 150)
+    np.testing.assert_array_equal(got.valid_len, want.valid_len)
+    assert np.isin(np.arange(104, 204), got.kv_indices).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
 from csattn.table.lists import LARGEST_SCORE
-from csattn.table.tail import ListTail, score_key
+from csattn.table.tail import FOUND_AT_ONCE, ListTail, score_key
 from tests.search.synthetic import IndexSpec, make_index, make_lists
 from tests.table.soundness import check
 
@@ -114,6 +114,25 @@ def test_check_notices_what_is_wrong_with_lists() -> None:
     ):
         with pytest.raises(AssertionError, match=told):
             check(replace(table, **wrong))
+
+
+@pytest.mark.parametrize("context_len", [40, 1100])
+def test_equal_scores_leave_in_order_however_many_are_found_at_once(context_len: int, rng: np.random.Generator) -> None:
+    """Lists of few different scores, some 100 of whose entries leave; the last key of equal ones leaves first."""
+    keys = rng.integers(-2, 3, (1, context_len)).astype(np.float32)
+    scores = np.stack([keys, -keys])[None, None, :, 0]
+    codebooks = np.array([[[[1], [-1]]]], np.float32)
+    index = LayerIndex(codebooks, np.zeros((1, 1), np.float32), make_lists(scores, 0.25), True)
+    tail, own = ListTail(index), rng.integers(-2, 4, 3 * FOUND_AT_ONCE + 5).astype(np.float32)
+    for key in own:
+        tail.append(key.reshape(1, 1))
+        check(tail)
+    for centroid, sign in enumerate((1, -1)):
+        every = sign * np.concatenate([keys[0], own])
+        best = sorted(range(len(every)), key=lambda i: (-every[i], i))[: index.table.list_len]
+        got_keys, got_scores = tail.entries(0, 0, centroid)
+        assert got_keys.tolist() == sorted(best)
+        np.testing.assert_array_equal(got_scores, every[got_keys])
 
 
 @settings(max_examples=40)

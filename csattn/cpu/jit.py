@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -55,7 +56,7 @@ def _cached(function: Callable[..., Any], options: dict[str, Any], version: str 
         return njit(**options)(function)
     index = compiled._cache._cache_file
     index._index_name = index._index_name.replace(".nbi", f"{version}.nbi")
-    index._index_path = index._index_path.replace(".nbi", f"{version}.nbi")
+    index._index_path = str(Path(index._index_path).with_name(index._index_name))
     index._data_name_pattern = index._data_name_pattern.replace(".nbc", f"{version}.nbc")
     _share(compiled, function)
     return compiled

@@ -20,7 +20,7 @@ from csattn.table.lists import LARGEST_SCORE
 if TYPE_CHECKING:
     from csattn.index import LayerIndex
 
-FOUND_AT_ONCE = 32  # entries that will leave a list
+FOUND_AT_ONCE, SAMPLE = 32, 64  # entries of a list that will leave, and that are looked at for a guess
 
 
 class ListTail:
@@ -44,12 +44,15 @@ class ListTail:
         self.inserted_scores: NDArray[np.float32] = np.zeros((*lists, 16), np.float32)
         # the score of the lowest shared entry that counts, and its place in the list: others of that score count if
         # their places are before it. Where nothing is inserted, all count.
-        self.kept_least: NDArray[np.float32] = np.full(lists, -np.inf, np.float32)
+        self.kept_least: NDArray[np.float32] = self._table.least.astype(np.float32)
         self.kept_place: NDArray[np.int32] = np.full(lists, self._table.list_len, np.int32)
-        self._lowest: NDArray[np.float32] = self._table.least.astype(np.float32)  # what a new key must beat
-        # [..., FOUND_AT_ONCE]: places of shared entries in the order in which they leave, and how many left before
-        self._leaving: NDArray[np.int32] = np.empty((*lists, FOUND_AT_ONCE), np.int32)
-        self._left_before: NDArray[np.int32] = np.full(lists, -FOUND_AT_ONCE, np.int32)
+        self._lowest: NDArray[np.float32] = self.kept_least.copy()  # what a new key must beat
+        # [..., FOUND_AT_ONCE]: shared entries in the order in which they leave, by score and place; how many, and how
+        # many left before
+        self._leaving_scores: NDArray[np.float32] = np.empty((*lists, FOUND_AT_ONCE), np.float32)
+        self._leaving_places: NDArray[np.int32] = np.empty((*lists, FOUND_AT_ONCE), np.int32)
+        self._num_found: NDArray[np.int32] = np.zeros(lists, np.int32)
+        self._left_before: NDArray[np.int32] = np.zeros(lists, np.int32)
 
     def append(self, k: NDArray[np.float32]) -> None:
         """Try to insert one key into every list: k [num_kv_heads, head_dim], as it lies in the KV cache."""
@@ -69,7 +72,9 @@ class ListTail:
             self._lowest,
             self.kept_least,
             self.kept_place,
-            self._leaving,
+            self._leaving_scores,
+            self._leaving_places,
+            self._num_found,
             self._left_before,
         )
         self.num_rows += 1
@@ -92,7 +97,7 @@ class ListTail:
 
     def __repr__(self) -> str:
         room = self.inserted_indices.shape[-1]
-        num_bytes = self.inserted_indices.nbytes + self.inserted_scores.nbytes
+        num_bytes = sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
         inserted = int(self.num_inserted.sum())
         return f"<ListTail {self.num_rows} rows, {inserted} insertions, room for {room} a list, {num_bytes} bytes>"
 
@@ -146,7 +151,9 @@ def _insert_scores(
     lowest: NDArray[np.float32],
     kept_least: NDArray[np.float32],
     kept_place: NDArray[np.int32],
-    leaving: NDArray[np.int32],
+    leaving_scores: NDArray[np.float32],
+    leaving_places: NDArray[np.int32],
+    num_found: NDArray[np.int32],
     left_before: NDArray[np.int32],
 ) -> None:
     """Insert the key into every list whose lowest score it beats; that entry leaves. There must be room."""
@@ -173,15 +180,21 @@ def _insert_scores(
                 own_indices[at] = kv_index
                 inserted += 1
                 num_inserted[head, b, j] = inserted
-                shared = shared_scores[head, b, j]
                 if not own_leaves and inserted < list_len:
-                    if inserted - left_before[head, b, j] >= FOUND_AT_ONCE:
-                        first = inserted if inserted > 1 else 0  # the first one to leave is not known yet
-                        least, place = kept_least[head, b, j], kept_place[head, b, j]
-                        _find_leaving(shared, list_len, least, place, leaving[head, b, j])
-                        left_before[head, b, j] = first
-                    place = leaving[head, b, j, inserted - left_before[head, b, j]]
-                    kept_least[head, b, j], kept_place[head, b, j] = load_float(shared, place), place
+                    found, before = num_found[head, b, j], left_before[head, b, j]
+                    least, place = kept_least[head, b, j], kept_place[head, b, j]
+                    while inserted - before >= found:
+                        if found > 0:
+                            least, place = leaving_scores[head, b, j, found - 1], leaving_places[head, b, j, found - 1]
+                        before += found
+                        shared, leaving = (
+                            shared_scores[head, b, j],
+                            (leaving_scores[head, b, j], leaving_places[head, b, j]),
+                        )
+                        found = _find_leaving(shared, list_len, least, place, list_len - before, *leaving)
+                    num_found[head, b, j], left_before[head, b, j] = found, before
+                    kept_least[head, b, j] = leaving_scores[head, b, j, inserted - before]
+                    kept_place[head, b, j] = leaving_places[head, b, j, inserted - before]
                 elif inserted == list_len:
                     kept_least[head, b, j] = np.inf
                 lowest[head, b, j] = min(own[inserted - 1], kept_least[head, b, j])
@@ -189,14 +202,44 @@ def _insert_scores(
 
 @exact_kernel
 def _find_leaving(
-    shared: NDArray[np.int16], list_len: int, least: np.float32, place: int, leaving: NDArray[np.int32]
-) -> None:
-    """Places of the lowest entries that are above `least`, or as low and before `place`: the first that leaves first.
+    shared: NDArray[np.int16],
+    list_len: int,
+    least: np.float32,
+    place: int,
+    num_left: int,
+    scores: NDArray[np.float32],  # [FOUND_AT_ONCE], written
+    places: NDArray[np.int32],  # likewise
+) -> int:
+    """The lowest of the num_left entries that are above `least`, or as low and before `place`: the first that leaves
+    first. How many: at least one, at most as there is room for.
 
-    As many as there is room for, or as there are. Most blocks have none: they are passed over by whole vectors.
+    A sample tells up to which score twice that many may be expected: fewer come into question, and are put in order.
     """
-    scores, found, highest = np.empty(len(leaving), np.float32), 0, np.float32(np.inf)
-    halves = shared.view(np.uint16)
+    above, counted = 0.0, 1
+    for candidate in range(0, list_len, max(1, list_len // SAMPLE)):
+        score = load_float(shared, candidate)
+        if score > least:
+            above += np.float64(score) - np.float64(least)
+            counted += 1
+    found, highest = 0, np.float32(least + 2 * len(scores) * above / counted / num_left)
+    while found == 0:
+        found = _lowest_up_to(shared, list_len, least, place, highest, scores, places)
+        highest = np.float32(np.inf)
+    return found
+
+
+@exact_kernel
+def _lowest_up_to(
+    shared: NDArray[np.int16],
+    list_len: int,
+    least: np.float32,
+    place: int,
+    highest: np.float32,
+    scores: NDArray[np.float32],
+    places: NDArray[np.int32],
+) -> int:
+    """What `_find_leaving` does, of scores up to `highest`. Most blocks have none: whole vectors pass over them."""
+    halves, found = shared.view(np.uint16), 0
     for first in range(0, list_len, LANES):
         block = floats_of_halves(load(U16x16, halves, first))
         bits = mask_at_least(block, fill(F32x16, least)) & mask_at_least(fill(F32x16, highest), block)
@@ -206,15 +249,16 @@ def _find_leaving(
             score = load_float(shared, candidate)
             if candidate >= list_len or (score == least and candidate >= place):
                 continue
-            if found == len(leaving):
+            if found == len(scores):
                 if score > scores[found - 1]:
                     continue
                 found -= 1
             at = found
             while at > 0 and scores[at - 1] >= score:
-                scores[at], leaving[at] = scores[at - 1], leaving[at - 1]
+                scores[at], places[at] = scores[at - 1], places[at - 1]
                 at -= 1
-            scores[at], leaving[at] = score, candidate
+            scores[at], places[at] = score, candidate
             found += 1
-        if found == len(leaving):
+        if found == len(scores):
             highest = scores[found - 1]
+    return found

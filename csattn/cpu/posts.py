@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at, call_stage
 from csattn.cpu.atomics import add, load_acquire, store_release
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.waiting import NAP_US, PAUSES, now_ns, pause, sleep_us, wait, yield_core
+from csattn.cpu.waiting import PAUSES, now_ns, pause, sleep_us, wait, yield_core
 
 LINE = 8  # words of a cache line: each shared word has one to itself
 OPENED = 0 * LINE  # number of the work that may be joined, 0: none
@@ -25,6 +25,7 @@ WORDS, STAGE, ARGUMENT = range(3)  # addresses; the stage is called with the arg
 TABLE_WORDS = (1 + MAX_POSTS) * LINE
 
 IDLE, CLOSED = 0, -1  # what is waited for in vain
+NAP_US = 50
 
 
 @exact_kernel

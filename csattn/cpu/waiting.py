@@ -12,8 +12,6 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.llvm import by_values, call
 
 PAUSES = 64  # a few microseconds: waiting any longer, a thread lets others have the core
-YIELDS = 8192  # some milliseconds: what takes longer is told a little later, and costs no core meanwhile
-NAP_US = 50
 
 
 @exact_kernel
@@ -21,10 +19,8 @@ def wait(turn: int) -> None:
     """A moment, the turn-th in a row."""
     if turn < PAUSES:
         pause()
-    elif turn < YIELDS:
-        yield_core()
     else:
-        sleep_us(NAP_US)
+        yield_core()
 
 
 @intrinsic

@@ -9,11 +9,10 @@ import pytest
 from csattn.cpu import team as teams
 from csattn.cpu.addresses import array_at
 from csattn.cpu.atomics import load_acquire
-from csattn.cpu.jit import exact_kernel
 from csattn.cpu.posts import LINE, OPENED
 from csattn.cpu.tape import COUNTERS, SHARED_WORDS, Tape
 from csattn.cpu.team import Team
-from csattn.cpu.waiting import NAP_US, YIELDS, wait, yield_core
+from csattn.cpu.waiting import yield_core
 
 
 def count(arguments: int, piece: int, thread: int, unused: int) -> int:
@@ -149,17 +148,3 @@ def test_a_forgotten_team_lets_its_threads_go() -> None:
     assert threading.active_count() == before + 1
     del team
     assert threading.active_count() == before
-
-
-@exact_kernel
-def _wait(first, last):  # type: ignore[no-untyped-def]
-    for turn in range(first, last):
-        wait(turn)
-
-
-def test_who_has_waited_long_naps() -> None:
-    _wait(0, 1)
-    since, busy_since = time.perf_counter(), time.thread_time()
-    _wait(YIELDS, YIELDS + 100)
-    waited, busy = time.perf_counter() - since, time.thread_time() - busy_since
-    assert waited >= 100 * NAP_US / 1e6 and busy < waited / 2

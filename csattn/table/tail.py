@@ -187,11 +187,9 @@ def _insert_scores(
                         if found > 0:
                             least, place = leaving_scores[head, b, j, found - 1], leaving_places[head, b, j, found - 1]
                         before += found
-                        shared, leaving = (
-                            shared_scores[head, b, j],
-                            (leaving_scores[head, b, j], leaving_places[head, b, j]),
-                        )
-                        found = _find_leaving(shared, list_len, least, place, list_len - before, *leaving)
+                        shared, num_left = shared_scores[head, b, j], list_len - before
+                        leaving = leaving_scores[head, b, j], leaving_places[head, b, j]
+                        found = _find_leaving(shared, list_len, least, place, num_left, *leaving)
                     num_found[head, b, j], left_before[head, b, j] = found, before
                     kept_least[head, b, j] = leaving_scores[head, b, j, inserted - before]
                     kept_place[head, b, j] = leaving_places[head, b, j, inserted - before]

@@ -95,7 +95,7 @@ def best_of_rows(rows: Tensor, list_len: int) -> dict[str, Tensor]:
     scores = rows.clamp(-LARGEST_SCORE, LARGEST_SCORE).half().numpy()
     bits = scores.view(np.int16)
     bits[bits == np.iinfo(np.int16).min] = 0  # -0.0
-    order = ordinals(scores)
+    order = ordinals(bits)
     least = np.partition(order, -list_len, axis=1)[:, -list_len, None]
     listed = order >= least
     for row in np.flatnonzero(np.count_nonzero(listed, axis=1) > list_len):
@@ -108,8 +108,7 @@ def best_on_gpu(rows: Tensor, list_len: int) -> dict[str, Tensor]:
     """`best_of_rows` in torch."""
     num_rows, num_keys = rows.shape
     scores = rows.clamp(-LARGEST_SCORE, LARGEST_SCORE).half() + 0.0  # no -0.0
-    bits = scores.view(torch.int16)
-    order = bits ^ (bits >> 15 & 0x7FFF)
+    order = ordinals(scores.view(torch.int16))
     least = order.kthvalue(num_keys - list_len + 1, dim=1, keepdim=True).values
     above, equal = order > least, order == least
     listed = above | equal & (equal.cumsum(1, dtype=torch.int32) <= list_len - above.sum(1, keepdim=True))

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact.manifest import ArtifactSpec, KvDtype
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, plan_file
+from csattn.bits import unpack_bits
 from csattn.config import SEGMENT_STEP, IndexConfig, SketchConfig
 from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
@@ -203,21 +204,17 @@ def _fault_of_sketch(index: SketchIndex) -> str | None:
 
 def _fault_of_lists(index: LayerIndex) -> str | None:
     table = index.table
+    in_last_chunk = (table.context_len - 1) % CHUNK_KEYS + 1
     for listed, starts, scores, least in zip(table.listed, table.starts, table.scores, table.least, strict=True):
         counts = _BITS_OF_BYTES[listed.view(np.uint8)].sum(axis=-1, dtype=np.int64)  # of each chunk
-        if (counts.sum(axis=-1) != table.list_len).any() or _has_bits_behind(listed, table.context_len):
+        behind = unpack_bits(listed[..., -1, :])[..., in_last_chunk:]
+        if (counts.sum(axis=-1) != table.list_len).any() or behind.any():
             return f"listed does not have {table.list_len} of the context's {table.context_len} rows in each list"
         if (np.cumsum(counts, axis=-1) - counts != starts).any():
             return "starts are not where the scores of listed rows begin"
         if (scores.view(np.uint16) == 0x8000).any():
             return "scores hold -0.0, which a search takes for an absent key"
-        if (ordinals(scores[..., : table.list_len]).min(axis=-1) != ordinals(least)).any():
+        lowest = ordinals(scores[..., : table.list_len].view(np.int16)).min(axis=-1)
+        if (lowest != ordinals(least.view(np.int16))).any():
             return "least are not the least scores of the lists"
     return None
-
-
-def _has_bits_behind(listed: NDArray[np.uint32], context_len: int) -> bool:
-    """Whether a list has rows behind the context's."""
-    words, bits = divmod(context_len % CHUNK_KEYS, 32)
-    last = listed[..., -1, words:]
-    return context_len % CHUNK_KEYS > 0 and bool(last[..., 1:].any() or (last[..., 0] >> np.uint32(bits)).any())

@@ -27,7 +27,7 @@ def clear_scores(scores: NDArray[np.float32], start: int, num_keys: int) -> None
 
 @exact_kernel
 def weigh_scores(
-    halves: NDArray[np.uint16],  # float16 bits, from whole units on
+    halves: NDArray[np.int16],  # float16 bits, from whole units on
     first: int,
     last: int,
     weight: float,

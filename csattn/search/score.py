@@ -86,7 +86,7 @@ def _score_range(
     chunks, list_len, room = -(-search.context_len // CHUNK_KEYS), search.list_len, search.score_room
     listed = array_at(search.listed, num_lists * chunks * WORDS, np.uint64(0))
     starts = array_at(search.starts, num_lists * chunks, np.int32(0))
-    halves = array_at(search.list_scores, num_lists * room, np.uint16(0))
+    halves = array_at(search.list_scores, num_lists * room, np.int16(0))
     with_tail = num_lists if search.tail_room > 0 else 0
     num_inserted = array_at(search.num_inserted, with_tail, np.int32(0))
     kept_least = array_at(search.kept_least, with_tail, np.float32(0))
@@ -103,7 +103,7 @@ def _score_range(
             begin = weigh_scores(halves, first, last, weights[i], weighted)
             if with_tail > 0 and num_inserted[lists[i]] > 0:
                 least, kept = kept_least[lists[i]], base + kept_place[lists[i]]
-                leave_out(halves.view(np.int16), first, last, least, kept, weighted, begin)
+                leave_out(halves, first, last, least, kept, weighted, begin)
             add_chunk(scores, start, listed, place * WORDS, weighted, begin)
 
 

@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.bits import pack_bits, unpack_bits
+
 BLOCK_KEYS = 64  # a sketch is padded to whole blocks; codes of padding are 0
 FINE_BITS, COARSE_BITS = 4, 2  # of a coordinate's code
 FINE_CODES, COARSE_CODES = 32 // FINE_BITS, 32 // COARSE_BITS  # in a word
@@ -57,14 +59,12 @@ def pack_marks(marked: NDArray[np.bool_]) -> NDArray[np.uint32]:
     """[num_heads, num_keys] -> [num_heads, num_blocks, 2]: key 32 j + i of a block is bit i of its word j."""
     num_heads, num_keys = marked.shape
     padded = np.pad(marked, [(0, 0), (0, num_blocks(num_keys) * BLOCK_KEYS - num_keys)])
-    words = np.packbits(padded, axis=1, bitorder="little").view("<u4").astype(np.uint32)
-    return words.reshape(num_heads, -1, BLOCK_KEYS // 32)
+    return pack_bits(padded).reshape(num_heads, -1, BLOCK_KEYS // 32)
 
 
 def unpack_marks(marks: NDArray[np.uint32], num_keys: int) -> NDArray[np.bool_]:
     """The inverse of `pack_marks`."""
-    as_bytes = np.ascontiguousarray(marks, "<u4").reshape(len(marks), -1).view(np.uint8)
-    return np.unpackbits(as_bytes, axis=1, bitorder="little")[:, :num_keys].astype(np.bool_)
+    return unpack_bits(marks.reshape(len(marks), -1))[:, :num_keys]
 
 
 def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.bits import pack_bits, unpack_bits
+
 CHUNK_KEYS = 1024
 SCORE_UNIT = 16  # the scores of a list are filled up to whole ones, and read by them
 LARGEST_SCORE = 65504.0  # what a float16 holds: scores beyond it are stored as that
@@ -39,14 +41,15 @@ class ListTable:
 
     def entries(self, head: int, subspace: int, centroid: int) -> tuple[NDArray[np.int64], NDArray[np.float16]]:
         """A list's keys, ascending, and their scores: both [list_len]."""
-        bits = np.unpackbits(self.listed[head, subspace, centroid].view(np.uint8), bitorder="little")
-        return np.flatnonzero(bits), self.scores[head, subspace, centroid, : self.list_len]
+        where = head, subspace, centroid
+        return np.flatnonzero(unpack_bits(self.listed[where])), self.scores[where][: self.list_len]
 
 
-def ordinals(scores: NDArray[np.float16]) -> NDArray[np.int16]:
-    """Integers in the order of the scores, which are not NaN; -0.0 is below 0.0. The bits of scores come back the
-    same way."""
-    bits = scores.view(np.int16)
+def ordinals(bits: Any) -> Any:
+    """Of scores, as the int16 bits of their float16, numpy's or torch's: integers in their order; -0.0 is below 0.0.
+
+    There must be no NaN. The bits come back the same way.
+    """
     return bits ^ (bits >> 15 & 0x7FFF)
 
 
@@ -84,12 +87,12 @@ def lists_of(listed: NDArray[np.bool_], scores: NDArray[np.float16]) -> ListTabl
     held = np.zeros((*lists, score_room(list_len)), np.float16)
     held[..., :list_len] = scores[listed].reshape(*lists, list_len)
     # by integers: numpy takes a hundred times as long to compare float16
-    least = ordinals(held[..., :list_len]).min(axis=-1, initial=np.iinfo(np.int16).max)
+    least = ordinals(held[..., :list_len].view(np.int16)).min(axis=-1, initial=np.iinfo(np.int16).max)
     return ListTable(
-        listed=np.packbits(chunks, axis=-1, bitorder="little").view("<u4").astype(np.uint32),
+        listed=pack_bits(chunks),
         starts=np.cumsum(counts, axis=-1, dtype=np.int32) - counts,
         scores=held,
-        least=ordinals(least.view(np.float16)).view(np.float16),
+        least=ordinals(least).view(np.float16),
         list_len=list_len,
         context_len=context_len,
     )

@@ -61,21 +61,22 @@ class ListTail:
         # float16 is what the lists hold; adding 0 turns -0.0, which no list may hold, into 0.0
         held = score_key(k, self._index).clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float16)
         scores = held.astype(np.float32) + np.float32(0)
+        table, num_lists = self._table, scores.size
         _insert_scores(
-            scores,
-            self._table.context_len + self.num_rows,
-            readonly(self._table.scores.view(np.int16)),
-            self._table.list_len,
-            self.num_inserted,
-            self.inserted_indices,
-            self.inserted_scores,
-            self._lowest,
-            self.kept_least,
-            self.kept_place,
-            self._leaving_scores,
-            self._leaving_places,
-            self._num_found,
-            self._left_before,
+            scores.reshape(-1),
+            table.context_len + self.num_rows,
+            readonly(table.scores.view(np.int16).reshape(num_lists, -1)),
+            table.list_len,
+            self.num_inserted.reshape(-1),
+            self.inserted_indices.reshape(num_lists, -1),
+            self.inserted_scores.reshape(num_lists, -1),
+            self._lowest.reshape(-1),
+            self.kept_least.reshape(-1),
+            self.kept_place.reshape(-1),
+            self._leaving_scores.reshape(num_lists, -1),
+            self._leaving_places.reshape(num_lists, -1),
+            self._num_found.reshape(-1),
+            self._left_before.reshape(-1),
         )
         self.num_rows += 1
 
@@ -141,7 +142,7 @@ def _score_key(
 
 @exact_kernel
 def _insert_scores(
-    scores: NDArray[np.float32],  # [num_index_heads, num_subspaces, num_centroids] of the new key
+    scores: NDArray[np.float32],  # [num_lists] of the new key; arrays are those of `ListTail`, list by list
     kv_index: int,
     shared_scores: NDArray[np.int16],  # float16 bits
     list_len: int,
@@ -157,45 +158,38 @@ def _insert_scores(
     left_before: NDArray[np.int32],
 ) -> None:
     """Insert the key into every list whose lowest score it beats; that entry leaves. There must be room."""
-    num_heads, num_subspaces, num_centroids = scores.shape
-    for head in range(num_heads):
-        for b in range(num_subspaces):
-            for j in range(num_centroids):
-                score = scores[head, b, j]
-                if not score > lowest[head, b, j]:
-                    continue
-                inserted = num_inserted[head, b, j]
-                own = inserted_scores[head, b, j]
-                own_indices = inserted_indices[head, b, j]
-                # of equal scores the inserted key has the higher index, so it is the one that leaves
-                own_leaves = inserted > 0 and own[inserted - 1] == lowest[head, b, j]
-                if own_leaves:
-                    inserted -= 1
-                at = inserted
-                while at > 0 and own[at - 1] < score:
-                    own[at] = own[at - 1]
-                    own_indices[at] = own_indices[at - 1]
-                    at -= 1
-                own[at] = score
-                own_indices[at] = kv_index
-                inserted += 1
-                num_inserted[head, b, j] = inserted
-                if not own_leaves and inserted < list_len:
-                    found, before = num_found[head, b, j], left_before[head, b, j]
-                    least, place = kept_least[head, b, j], kept_place[head, b, j]
-                    while inserted - before >= found:
-                        if found > 0:
-                            least, place = leaving_scores[head, b, j, found - 1], leaving_places[head, b, j, found - 1]
-                        before += found
-                        shared, num_left = shared_scores[head, b, j], list_len - before
-                        leaving = leaving_scores[head, b, j], leaving_places[head, b, j]
-                        found = _find_leaving(shared, list_len, least, place, num_left, *leaving)
-                    num_found[head, b, j], left_before[head, b, j] = found, before
-                    kept_least[head, b, j] = leaving_scores[head, b, j, inserted - before]
-                    kept_place[head, b, j] = leaving_places[head, b, j, inserted - before]
-                elif inserted == list_len:
-                    kept_least[head, b, j] = np.inf
-                lowest[head, b, j] = min(own[inserted - 1], kept_least[head, b, j])
+    for i in range(len(scores)):
+        score = scores[i]
+        if not score > lowest[i]:
+            continue
+        inserted, own, own_indices = num_inserted[i], inserted_scores[i], inserted_indices[i]
+        # of equal scores the inserted key has the higher index, so it is the one that leaves
+        own_leaves = inserted > 0 and own[inserted - 1] == lowest[i]
+        if own_leaves:
+            inserted -= 1
+        at = inserted
+        while at > 0 and own[at - 1] < score:
+            own[at] = own[at - 1]
+            own_indices[at] = own_indices[at - 1]
+            at -= 1
+        own[at] = score
+        own_indices[at] = kv_index
+        inserted += 1
+        num_inserted[i] = inserted
+        if not own_leaves and inserted < list_len:
+            found, before, least, place = num_found[i], left_before[i], kept_least[i], kept_place[i]
+            while inserted - before >= found:
+                if found > 0:
+                    least, place = leaving_scores[i, found - 1], leaving_places[i, found - 1]
+                before += found
+                leaving = leaving_scores[i], leaving_places[i]
+                found = _find_leaving(shared_scores[i], list_len, least, place, list_len - before, *leaving)
+            num_found[i], left_before[i] = found, before
+            kept_least[i] = leaving_scores[i, inserted - before]
+            kept_place[i] = leaving_places[i, inserted - before]
+        elif inserted == list_len:
+            kept_least[i] = np.inf
+        lowest[i] = min(own[inserted - 1], kept_least[i])
 
 
 @exact_kernel
@@ -237,9 +231,9 @@ def _lowest_up_to(
     places: NDArray[np.int32],
 ) -> int:
     """What `_find_leaving` does, of scores up to `highest`. Most blocks have none: whole vectors pass over them."""
-    halves, found = shared.view(np.uint16), 0
+    found = 0
     for first in range(0, list_len, LANES):
-        block = floats_of_halves(load(U16x16, halves, first))
+        block = floats_of_halves(load(U16x16, shared, first))
         bits = mask_at_least(block, fill(F32x16, least)) & mask_at_least(fill(F32x16, highest), block)
         while bits != np.uint64(0):
             candidate = first + np.int64(trailing_zeros(bits))

@@ -26,6 +26,11 @@ def table_of(arrays: dict[str, Tensor], list_len: int, context_len: int) -> List
     return table
 
 
+def best_keys(scores: NDArray[np.float16], list_len: int) -> list[int]:
+    """The definition: of equal scores the first, all in the order of keys."""
+    return sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:list_len])
+
+
 def awkward_rows(kind: str, num_keys: int, rng: np.random.Generator) -> NDArray[np.float32]:
     rows = rng.standard_normal((6, num_keys)).astype(np.float32)
     if kind == "ties":
@@ -43,7 +48,7 @@ def test_a_list_has_the_best_keys_of_equal_ones_the_first(kind, num_keys, list_l
     table = table_of(best_of_rows(torch.from_numpy(rows), list_len), list_len, num_keys)
     for centroid, row in enumerate(rows.clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float16)):
         keys, scores = table.entries(0, 0, centroid)
-        assert keys.tolist() == sorted(sorted(range(num_keys), key=lambda i: (-row[i], i))[:list_len])
+        assert keys.tolist() == best_keys(row, list_len)
         np.testing.assert_array_equal(scores, row[keys])
 
 
@@ -71,7 +76,7 @@ def test_lists_hold_the_best_keys_of_each_centroid(
     for head, b, centroid in np.ndindex(2, 2, 5):
         scores = scores_by_definition(codebooks, keys)[head, b, centroid].half().numpy()
         listed, held = table.entries(head, b, centroid)
-        assert listed.tolist() == sorted(sorted(range(context_len), key=lambda i: (-scores[i], i))[:25])
+        assert listed.tolist() == best_keys(scores, 25)
         np.testing.assert_array_equal(held, scores[listed])
 
 

@@ -235,14 +235,14 @@ def add_list(
     scores: NDArray[np.float32], table: ListTable, weight: float, least: float = -np.inf, place: int = 2**31
 ) -> None:
     """Each chunk of the table's first list; scores [num_chunks * CHUNK_KEYS]. What no list has is poisoned."""
-    halves = np.full(table.scores.size + 2 * SCORE_UNIT, 0x7E00, np.uint16)  # NaN
-    halves[SCORE_UNIT:][: table.list_len] = table.scores.reshape(-1)[: table.list_len].view(np.uint16)
+    halves = np.full(table.scores.size + 2 * SCORE_UNIT, 0x7E00, np.int16)  # NaN
+    halves[SCORE_UNIT:][: table.list_len] = table.scores.reshape(-1)[: table.list_len].view(np.int16)
     ends = SCORE_UNIT + np.append(table.starts.reshape(-1), table.list_len)
     for chunk, (first, last) in enumerate(pairwise(ends.tolist())):
         weighted = np.full(lists.WEIGHTED_ROOM, np.nan, np.float32)
         begin = lists.weigh_scores(halves, first, last, weight, weighted)
         if least > -np.inf:
-            lists.leave_out(halves.view(np.int16), first, last, np.float32(least), SCORE_UNIT + place, weighted, begin)
+            lists.leave_out(halves, first, last, np.float32(least), SCORE_UNIT + place, weighted, begin)
         words = readonly(table.listed.reshape(-1).view(np.uint64))
         lists.add_chunk(scores, chunk * CHUNK_KEYS, words, chunk * lists.WORDS, weighted, begin)
 

@@ -106,6 +106,34 @@ EVERY_FAMILY = (
             },
         ),
         "deepseek_v32": ("DeepseekV32", _INDEXER),
+        "deepseek_v4": (
+            "DeepseekV4",
+            {
+                "num_hidden_layers": 4,
+                "head_dim": 64,
+                "partial_rotary_factor": 0.25,
+                "q_lora_rank": 40,
+                "layer_types": [
+                    "sliding_attention",
+                    "compressed_sparse_attention",
+                    "heavily_compressed_attention",
+                    "compressed_sparse_attention",
+                ],
+                "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+                "sliding_window": 37,
+                "o_groups": 2,
+                "o_lora_rank": 24,
+                "index_n_heads": 18,
+                "index_head_dim": 32,
+                "index_topk": 29,
+                "hc_mult": 3,
+                "hc_sinkhorn_iters": 5,
+                "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+                "n_routed_experts": 12,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 36,
+            },
+        ),
         "dots1": ("Dots1", _EXPERTS | {"head_dim": 16, "first_k_dense_replace": 1, "attention_bias": True}),
         "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
         "ernie4_5_moe": (
@@ -403,13 +431,15 @@ def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     if family != "llama":  # the plain one
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # which are zeros and ones otherwise
-                if name.endswith("bias") or "norm" in name or "scale" in name:
+                if name.endswith(("bias", "base")) or "norm" in name or "scale" in name:
                     parameter += 0.2 * torch.randn_like(parameter)
             for name, buffer in model.named_buffers():
                 if name.endswith(LAYER_SCALE):
                     buffer.uniform_(0.5, 1.5)
                 elif name.endswith("bias"):
                     buffer += 0.2 * torch.randn_like(buffer)
+                elif name.endswith("tid2eid"):  # each token's experts
+                    buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).argsort()[:, : buffer.shape[1]])
     return model
 
 

@@ -37,6 +37,15 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             _require_groups(groups, routed["num_experts"], routed["num_chosen"])
             shares = {"normed": config.norm_topk_prob, "scale": float(config.routed_scaling_factor)}
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, groups=groups, **shares),)
+        case "deepseek_v4":
+            if config.swiglu_limit != 10.0:
+                raise ModelError(f"this model limits its MLPs to {config.swiglu_limit:g}, and csattn to 10 alone")
+            if config.scoring_func != "sqrtsoftplus" or not config.norm_topk_prob:
+                raise ModelError("this model chooses experts in a way of its own, which csattn does not compute")
+            by_token = config.mlp_layer_types[layer_idx] == "hash_moe"
+            chosen = {"has_choice_bias": not by_token, "by_token": by_token}
+            shares = {"normed": True, "scale": float(config.routed_scaling_factor)}
+            return (ExpertsSpec(**routed | {"activation": "limited"}, scores="root_softplus", **chosen, **shares),)
         case "hy_v3":
             shares = {"normed": True, "scale": float(config.router_scaling_factor)}
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, **shares),)
@@ -106,6 +115,7 @@ _LIKE_DEEPSEEK = (
 )
 # the field that says how many there are that all tokens pass, together one MLP
 _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
+    "deepseek_v4": "n_shared_experts",
     "ernie4_5_moe": "moe_num_shared_experts",
     "exaone_moe": "num_shared_experts",
     "hy_v3": "num_shared_experts",
@@ -114,6 +124,7 @@ _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "deepseek_v3": _behind_dense,
     "deepseek_v32": _where_sparse,
+    "deepseek_v4": lambda config, layer_idx: True,
     "dots1": _behind_dense,
     "ernie4_5_moe": _in_interval,
     "exaone_moe": _where_sparse,

@@ -9,6 +9,7 @@ from csattn.models.experts import experts_of, mlp_width
 from csattn.models.spec import (
     Activation,
     AttentionSpec,
+    CompressedSpec,
     DeltaSpec,
     IndexerSpec,
     LatentSpec,
@@ -16,6 +17,7 @@ from csattn.models.spec import (
     MlpSpec,
     ModelSpec,
     RopeSpec,
+    StreamsSpec,
     Temper,
 )
 from csattn.reach import Reach
@@ -40,7 +42,6 @@ _STATE_SPACE = "it has layers with state spaces (Mamba)"
 # families that may be asked for, and why they are refused
 _REFUSED = {
     "apertus": "its MLPs have an activation with weights of its own",
-    "deepseek_v4": "its layers attend to rows made of several tokens each, and mix several streams",
     "falcon_h1": _STATE_SPACE,
     "gemma3": "it sees images besides; load its text model, a gemma3_text",
     "gemma4": "it sees images besides; load its text model, a gemma4_text",
@@ -97,6 +98,7 @@ class Family:
     gated_attention: bool = False
     latents: bool = False
     interleaved_indexer: bool | None = None  # its RoPE; None: there is no indexer
+    compressed: bool = False  # attention to rows of several tokens, and several streams
     mlp: str = "mlp"  # the module, of experts too
     experts_beside: bool = False  # experts and their router are the layer's own modules
     router: str = "gate"  # of experts
@@ -142,6 +144,7 @@ FAMILIES = {
     "cwm": Family(),
     "deepseek_v3": Family(**_LATENTS, interleaved="rope_interleave"),
     "deepseek_v32": Family(**_LATENTS, interleaved=True, interleaved_indexer=False),
+    "deepseek_v4": Family(biases=(False, False, "mlp_bias"), interleaved=True, sinks=True, compressed=True),
     "dots1": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "ernie4_5": Family(biases=_USE_BIAS, interleaved=True),
     "ernie4_5_moe": Family(biases=_USE_BIAS, interleaved=True, head_bias="use_bias"),
@@ -238,12 +241,14 @@ def describe(config: Any) -> ModelSpec:
         width = max(layer.latent.row_width for layer in layers if layer.latent is not None)
         head_dim = -(-width // _ROW_UNIT) * _ROW_UNIT // 2
         query_scale = _latent_scale(config)
+    if family.compressed:
+        head_dim //= 2
     embedding_scale = config.hidden_size**0.5 if family.scaled_embedding else 1.0
     return ModelSpec(
         layers=layers,
         hidden_size=config.hidden_size,
         num_q_heads=config.num_attention_heads,
-        num_kv_heads=1 if family.latents else num_kv_heads,
+        num_kv_heads=1 if family.latents or family.compressed else num_kv_heads,
         head_dim=head_dim,
         softmax_scale=float(family.field(config, "attention_multiplier", query_scale)),
         vocab_size=config.vocab_size,
@@ -251,6 +256,7 @@ def describe(config: Any) -> ModelSpec:
         norm_eps=config.layer_norm_eps if family.centred else config.rms_norm_eps,
         local_heads=local_heads,
         layer_input_width=getattr(config, "hidden_size_per_layer_input", 0) or 0,
+        streams=_streams(config) if family.compressed else None,
         ropes=(*(_rope(config, of_type, family) for of_type in rope_parameters(config).values()), *_unrotated(config)),
         centred=family.centred,
         embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
@@ -287,6 +293,7 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
         experts=experts_of(config, layer_idx, _activation(config)),
         delta=_delta(config) if layer_type(config, layer_idx) == "linear_attention" else None,
         latent=_latent(config, family, layer_idx) if family.latents else None,
+        compressed=_compressed(config, layer_idx) if family.compressed else None,
         pre_norm=family.norms[0] is not None,
         post_norm=family.norms[1] is not None,
         residual_multiplier=float(family.field(config, "residual_multiplier", 1.0)),
@@ -304,7 +311,7 @@ def layer_type(config: Any, layer_idx: int) -> str:
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
     """By the type of the layers that have them; of one for all, by the empty name."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    types = getattr(config, "layer_types", None) or ()
+    types = {*(getattr(config, "layer_types", None) or ()), *_ROPES}
     return {name: dict(of_type) for name, of_type in rope.items() if name in types} or {"": rope}
 
 
@@ -339,11 +346,14 @@ def stretch_positions(config: Any, factor: float) -> None:
 
 def _require_reproduced(config: Any, family: Family) -> None:
     layers = range(config.num_hidden_layers)
-    if unknown := {layer_type(config, layer_idx) for layer_idx in layers} - _LAYER_TYPES:
+    types = _LAYER_TYPES | (set(_COMPRESSED) if family.compressed else set())
+    if unknown := {layer_type(config, layer_idx) for layer_idx in layers} - types:
         raise ModelError(
             f"some layers of this model are {', '.join(sorted(unknown))}, which csattn does not compute; it has "
-            f"{', '.join(sorted(_LAYER_TYPES))}"
+            f"{', '.join(sorted(types))}"
         )
+    if family.compressed:
+        _require_compressed(config)
     if all(_reach(config, family, layer_idx) for layer_idx in layers):
         raise ModelError(
             "every layer of this model attends through a sliding window, so nothing of a long context can be read that "
@@ -370,6 +380,10 @@ def _require_reproduced(config: Any, family: Family) -> None:
 
 # by the type of a layer, the field of its config that says how far back it sees
 _REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+# of layers that attend to rows of several tokens, and of RoPE in models of such: theirs is the second
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+_ROPES = ("main", "compress")
 
 _FORMER_TYPES = {"deepseek_sparse_attention": "indexed_attention"}  # in versions of `transformers` before 5.20
 _LAYER_TYPES = {"full_attention", "indexed_attention", "linear_attention", *_REACHES}
@@ -409,6 +423,38 @@ def _latent(config: Any, family: Family, layer_idx: int) -> LatentSpec:
     )
 
 
+def _compressed(config: Any, layer_idx: int) -> CompressedSpec:
+    kind = layer_type(config, layer_idx)
+    indexed, indexer = kind == _COMPRESSED[0], None
+    if indexed:
+        indexer = IndexerSpec(num_heads=config.index_n_heads, head_dim=config.index_head_dim, interleaved=True)
+    return CompressedSpec(
+        num_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        q_rank=config.q_lora_rank,
+        rope_dim=config.qk_rope_head_dim,
+        window=config.sliding_window,
+        num_groups=config.o_groups,
+        out_rank=config.o_lora_rank,
+        ratio=config.compress_rates.get(kind, 0),
+        overlaps=indexed,
+        indexer=indexer,
+        top_k=config.index_topk if indexed else 0,
+    )
+
+
+def _streams(config: Any) -> StreamsSpec:
+    return StreamsSpec(num=config.hc_mult, iterations=config.hc_sinkhorn_iters, eps=config.hc_eps)
+
+
+def _require_compressed(config: Any) -> None:
+    if not set(config.layer_types) & set(_COMPRESSED):
+        raise ModelError("no layer of this model has compressed rows, so nothing of a long context can be read")
+    factor = rope_parameters(config)[_ROPES[1]].get("attention_factor", 1.0)
+    if factor != 1.0:
+        raise ModelError(f"RoPE multiplies this model's rows by {factor} (attention_factor), which csattn does not")
+
+
 def _latent_scale(config: Any) -> float:
     """By the width of a head's queries; where positions are scaled, by that too."""
     scale: float = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
@@ -420,6 +466,8 @@ def _latent_scale(config: Any) -> float:
 
 def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
     """None: all the way."""
+    if family.compressed:  # whose window is the layer's own affair
+        return None
     kind = layer_type(config, layer_idx)
     most = _max_positions(config)
     window = family.field(config, "sliding_window", None) or most  # of all layers
@@ -472,6 +520,8 @@ def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
     if family.rotated == "local" and has_local and _reach(config, family, layer_idx) is None:
         return None
     names = list(rope_parameters(config))
+    if family.compressed:
+        return int(layer_type(config, layer_idx) in _COMPRESSED)
     return 0 if names == [""] else names.index(layer_type(config, layer_idx))
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from csattn.reach import Reach
 
-# clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7) + 1), of gates and ups together
-Activation = Literal["silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped"]
+# of gates and ups together: clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7) + 1);
+# limited: silu(min(gate, 10)) * clip(up, -10, 10)
+Activation = Literal["silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class ExpertsSpec:
     num_experts: int
     num_chosen: int  # for a token
     intermediate_size: int
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"]
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "root_softplus"]  # the last: sqrt(softplus(x))
     activation: Activation = "silu"
     bias: bool = False
     has_choice_bias: bool = False  # it is added to scores to choose, not to share
@@ -106,6 +107,7 @@ class ExpertsSpec:
     # they, and what tells which they are, read the stream by norms of their own; what they give, and what the MLP
     # beside them does, have norms before they are added
     apart: bool = field(default=False, repr=False)
+    by_token: bool = field(default=False, repr=False)  # a table of the vocabulary tells which are a token's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +209,81 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedSpec:
+    """DeepSeek-V4's attention in attention's place: see `csattn.lightning.compressed`.
+
+    A token attends to its own and the last rows before it, and to rows that stand for several earlier tokens each: to
+    all of these, or to those that an indexer chooses. A row is key and value of all heads; its last channels turn.
+    """
+
+    num_heads: int
+    head_dim: int  # of a row, too
+    q_rank: int  # of queries' own latents
+    rope_dim: int
+    window: int  # rows that a token sees one by one, its own among them
+    num_groups: int  # of heads that the output is projected of, each to `out_rank` numbers first
+    out_rank: int
+    ratio: int = 0  # tokens that a compressed row stands for; 0: there are none
+    overlaps: bool = False  # a compressed row is also made of the `ratio` tokens before its own
+    indexer: IndexerSpec | None = None  # its keys are compressed likewise; None: all compressed rows are attended to
+    top_k: int = 0  # compressed rows that are chosen
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def index_q_width(self) -> int:
+        return self.indexer.num_heads * self.indexer.head_dim if self.indexer is not None else 0
+
+    @property
+    def series(self) -> int:
+        """Of what a token adds to compressed rows: to that of its own tokens, and, with overlap, to the one after it."""
+        return (1 + self.overlaps) if self.ratio else 0
+
+    @property
+    def compressed_widths(self) -> tuple[int, int]:
+        """Of what a token adds to compressed rows, as much again for how much it counts; and to their index keys."""
+        of_keys = self.series * self.indexer.head_dim if self.indexer is not None else 0
+        return self.series * self.head_dim, of_keys
+
+    @property
+    def in_widths(self) -> tuple[int, ...]:
+        """Of what the layer's input is projected to: queries' latents, the token's row, what it adds to compressed rows
+        and how much that counts, likewise for index keys, and how much each of the indexer's heads counts."""
+        of_rows, of_keys = self.compressed_widths
+        num_index_heads = self.indexer.num_heads if self.indexer is not None else 0
+        return self.q_rank, self.head_dim, of_rows, of_rows, of_keys, of_keys, num_index_heads
+
+    @property
+    def out_width(self) -> int:
+        return self.num_groups * self.out_rank
+
+    @property
+    def span(self) -> int:
+        """Tokens that a compressed row is made of."""
+        return self.ratio * self.series
+
+    def num_params(self, hidden_size: int) -> int:
+        """Of its matrices."""
+        of_queries = self.q_rank * (self.q_width + self.index_q_width)
+        return hidden_size * (sum(self.in_widths) + self.out_width) + of_queries + self.q_width * self.out_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamsSpec:
+    """Several residual streams in place of one (hyper-connections, arXiv:2409.19606).
+
+    A branch of a layer reads a mixture of them; what it gives is added to each of them, which are mixed besides, by
+    matrices whose rows and columns sum up to 1.
+    """
+
+    num: int
+    iterations: int  # by which these become such
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the MLP likewise."""
 
@@ -215,6 +292,7 @@ class LayerSpec:
     attention: AttentionSpec = AttentionSpec()
     delta: DeltaSpec | None = None  # in its place
     latent: LatentSpec | None = None  # likewise
+    compressed: CompressedSpec | None = field(default=None, repr=False)  # likewise
     pre_norm: bool = True
     post_norm: bool = False
     residual_multiplier: float = 1.0
@@ -227,7 +305,7 @@ class LayerSpec:
 class ModelSpec:
     """A decoder. Heads are the same in all layers that attend to everything, and in all that do not.
 
-    Rows of latents are kept as those of one KV head: `head_dim` is half of their width.
+    Rows of latents, and of compressed attention, are kept as those of one KV head: `head_dim` is half of their width.
     Norms are RMSNorm, or of a stream of which the mean is taken (`centred`), which makes them LayerNorm without biases.
     """
 
@@ -244,6 +322,7 @@ class ModelSpec:
     local_heads: tuple[int, int] | None = field(default=None, repr=False)
     # numbers of each token's that a layer takes besides the stream: see `LayerInputWeights`; 0: none
     layer_input_width: int = field(default=0, repr=False)
+    streams: StreamsSpec | None = field(default=None, repr=False)
     ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
     centred: bool = False
     embedding_multiplier: float = 1.0
@@ -259,7 +338,8 @@ class ModelSpec:
     @property
     def indexed_layers(self) -> tuple[int, ...]:
         """Those that attend to everything: an index is made of their rows. A learned indexer has made its own."""
-        return tuple(i for i, x in enumerate(self.layers) if not (x.delta or x.latent or x.attention.reach))
+        others = (x.delta or x.latent or x.compressed or x.attention.reach for x in self.layers)
+        return tuple(i for i, is_other in enumerate(others) if not is_other)
 
     def is_predicted(self, layer_idx: int) -> bool:
         """Whether its queries are told from the input of the layer before: of indexed layers, all but the first."""
@@ -291,6 +371,8 @@ class ModelSpec:
                 columns += layer.delta.in_width + layer.delta.v_width
             elif layer.latent is not None:
                 others += layer.latent.num_params(self.hidden_size)
+            elif layer.compressed is not None:
+                others += layer.compressed.num_params(self.hidden_size)
             else:
                 heads, has_rows = self.heads_of(layer_idx), layer.attention.rows_of is None
                 columns += heads.qkv_width if has_rows else heads.q_width

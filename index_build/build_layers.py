@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import ArtifactSpec, WorkDir
-from csattn.artifact.layout import artifact_bytes, index_from_arrays, kv_file, state_file
+from csattn.artifact.layout import artifact_bytes, index_from_arrays, layer_files
+from csattn.artifact.layout import plan as plan_file
 from csattn.config import IndexConfig
 from csattn.models import LoadedModel
 from csattn.models.lending import lent
@@ -181,8 +182,8 @@ def _write(
     arrays: Mapping[str, Tensor],  # KV, and what `_make` made
 ) -> None:
     with times.timed("write"):
-        is_state = "memory" in arrays
-        name, kept = (state_file(layer_idx), ("conv", "memory")) if is_state else (kv_file(layer_idx), ("kv",))
+        name, *_ = layer_files(work.spec, layer_idx)
+        kept = [tensor.name for tensor, _ in plan_file(work.spec, name).tensors]
         record = work.write_part(name, {key: arrays[key] for key in kept})
         host = {key: array.numpy() for key, array in arrays.items() if key not in ("kv", *kept)}
         next_query = host.pop("next_query", None)

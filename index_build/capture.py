@@ -29,6 +29,7 @@ from csattn.models.query import embed, layer_inputs
 from csattn.models.rope import position_embeddings
 from csattn.models.spec import AttentionSpec, ModelSpec
 from csattn.sketch.reference import LARGEST_NUMBER
+from index_build.compressed_capture import CompressedLayer
 from index_build.latent_capture import LatentLayer
 
 CHUNK_LEN = 1024
@@ -45,7 +46,7 @@ class LayerCapture:
     kv: Tensor  # [num_kv_heads, context_len, 2, head_dim]: K and V of one key side by side
     hidden_in: Tensor  # [context_len, hidden_size], what entered the layer
     is_reused_at_once: bool  # the arrays, by the next layer; else by the next but one, where a GPU has room for it
-    # of a layer that keeps neither: what became of the context, conv and memory; then q and kv are those of another
+    # of a layer that keeps neither: what became of the context, see `Artifact.states`; then q and kv are of another
     state: dict[str, Tensor] | None = None
 
 
@@ -92,7 +93,8 @@ def prefill(
     model: Any,  # transformers causal LM of a supported family
     token_ids: Tensor,  # [context_len] int64
     *,
-    resume: tuple[int, Tensor] | None = None,  # a layer, and the hidden states [context_len, hidden_size] entering it
+    # a layer, and the hidden states [context_len, hidden_size] entering it, of several streams side by side
+    resume: tuple[int, Tensor] | None = None,
     chunk_len: int | None = None,
     on_chunk: Callable[[int, int], None] = lambda layer_idx, num_rows: None,
 ) -> Generator[tuple[LayerCapture, Tensor]]:
@@ -102,14 +104,16 @@ def prefill(
     """
     body, config = model.model, model.config
     context_len = token_ids.shape[0]
-    first_layer, hidden = resume or (0, embed(model, token_ids.to(model.device)).clone())
-    hidden = hidden.to(model.device)
     spec = describe(config)
+    first_layer, hidden = resume or (0, _embedded(model, token_ids.to(model.device), spec))
+    hidden = hidden.to(model.device)
     plain = all((x.reach, x.sinks, x.logit_cap) == (None, False, None) for x in (y.attention for y in spec.layers))
-    plain = plain and all(layer.latent is None for layer in spec.layers)
+    plain = plain and all(layer.latent is None and layer.compressed is None for layer in spec.layers)
     chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda and plain else CHUNK_LEN)
     positions = torch.arange(context_len, device=hidden.device)[None]
-    embeddings = position_embeddings(body, hidden[None], positions)
+    embeddings = (
+        position_embeddings(body, hidden[None], positions) if spec.streams is None else [None] * spec.num_layers
+    )
     token_ids, arrays = token_ids.to(hidden.device), _Arrays(spec, context_len, hidden)
     top_k = next((x.latent.top_k for x in spec.layers if x.latent is not None), None)
     chosen = None if top_k is None else torch.empty(context_len, top_k, dtype=torch.int32, device=hidden.device)
@@ -121,8 +125,11 @@ def prefill(
             of_layer = spec.layers[layer_idx]
             kept: Any = LinearAttentionLayer()
             told, latent, more = embeddings[layer_idx], None, dict[str, Any]()
+            compressed: CompressedLayer | None = None
             with lent(model, layer_idx) as layer:
-                if of_layer.delta is None:
+                if of_layer.compressed is not None:
+                    compressed = CompressedLayer(layer, body.rotary_emb, config.hidden_size)
+                elif of_layer.delta is None:
                     sinks = getattr(layer.self_attn, "sinks", None)
                     kept = _CapturingLayer(capture, of_layer.attention, sinks)
                     if "shared_kv_states" in signature(layer.forward).parameters:
@@ -133,7 +140,9 @@ def prefill(
                     latent = LatentLayer(layer, *of_latents, kv.view(context_len, -1), chosen)
                 for start in range(0, context_len, chunk_len):
                     rows = slice(start, min(start + chunk_len, context_len))
-                    if latent is not None:
+                    if compressed is not None:
+                        leaving[rows] = compressed(hidden[rows], token_ids[rows])
+                    elif latent is not None:
                         leaving[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in told))
                     else:
                         of_rows = tuple(x[:, rows] for x in told) if isinstance(told, tuple) else told[:, rows]
@@ -151,9 +160,17 @@ def prefill(
                     on_chunk(layer_idx, rows.stop - rows.start)
             if of_layer.delta is not None:
                 capture.state = _state_arrays(kept)
+            if compressed is not None:
+                capture.state = compressed.state()
             _require_sound(capture)
             yield capture, leaving
             hidden = leaving
+
+
+def _embedded(model: Any, token_ids: Tensor, spec: ModelSpec) -> Tensor:
+    """What enters the first layer: [context_len, hidden_size], of several streams side by side."""
+    hidden = embed(model, token_ids)
+    return hidden.clone() if spec.streams is None else hidden.repeat(1, spec.streams.num)
 
 
 class _Arrays:

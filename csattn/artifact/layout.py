@@ -61,7 +61,7 @@ def plan(spec: ArtifactSpec, name: str) -> FileLayout:
     elif name.endswith(".kv.safetensors"):
         tensors = [kv_tensor(spec, _layer_of(name))]
     elif name.endswith(".state.safetensors"):
-        tensors = [TensorSpec("conv", "F32", spec.model.state[:2]), TensorSpec("memory", "F32", spec.model.state[2:])]
+        tensors = state_tensors(spec, _layer_of(name))
     else:
         tensors, layer_idx = [], _layer_of(name)
         if layer_idx in spec.model.indexed_layers:
@@ -86,6 +86,16 @@ def kv_tensor(spec: ArtifactSpec, layer_idx: int) -> TensorSpec:
     num_rows = spec.model.num_stored(layer_idx, spec.context_len)
     num_kv_heads, head_dim = spec.model.row_sizes(layer_idx)
     return TensorSpec("kv", KV_DTYPES[spec.kv_dtype], (num_kv_heads, num_rows, 2, head_dim))
+
+
+def state_tensors(spec: ArtifactSpec, layer_idx: int) -> list[TensorSpec]:
+    """What a layer keeps instead of rows: of linear attention, or what compressed attention has made of the context."""
+    model = spec.model
+    if not model.compressed:
+        return [TensorSpec("conv", "F32", model.state[:2]), TensorSpec("memory", "F32", model.state[2:])]
+    sizes = model.compressed_sizes(layer_idx, spec.context_len)
+    kv_dtype = KV_DTYPES[spec.kv_dtype]
+    return [TensorSpec(name, "F32" if name == "pending" else kv_dtype, shape) for name, shape in sizes.items()]
 
 
 def index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:

@@ -15,7 +15,7 @@ from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigErr
 
 FORMAT_NAME = "csattn-artifact"
 FORMAT_VERSION = 5
-STATE, ALL = -1, -2  # in a layer's place among the reaches
+STATE, ALL, COMPRESSED = -1, -2, -3  # in a layer's place among the reaches
 MOST_TOKENS = 2**31 - 1  # rows are numbered by int32
 AS_THEY_ARE = "none"  # in a manifest's notes: what weights were rounded to that were not
 
@@ -32,11 +32,12 @@ class ModelGeometry:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    hidden_size: int
+    hidden_size: int  # numbers of a token that go from layer to layer
     vocab_size: int
     max_positions: int  # rows that the model's positions allow
     # of each layer, how many rows of a context a token behind it may see, 0: all, STATE: it keeps what became of them,
-    # ALL: all, without an index, for the model chooses by what is in them; empty: all layers see all
+    # ALL: all, without an index, for the model chooses by what is in them, COMPRESSED: the last, and what it has made
+    # of all; empty: all layers see all
     reaches: tuple[int, ...] = ()
     # sizes of a state: the last inputs of channels [2], and a memory [3]
     state: tuple[int, ...] = ()
@@ -44,6 +45,9 @@ class ModelGeometry:
     local_heads: tuple[int, ...] = ()
     # of each layer, whose rows it attends to: its own, or those of a layer before it; empty: all have their own
     rows_of: tuple[int, ...] = ()
+    # where all layers are COMPRESSED: rows that a token sees one by one, its own among them; then of each layer the
+    # tokens that a compressed row stands for (0: there are none), those that it is made of, and its index key's width
+    compressed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in self._sizes.items():
@@ -52,10 +56,11 @@ class ModelGeometry:
         has_state = STATE in self.reaches
         if len(self.state) != 5 * has_state or any(type(x) is not int or x < 1 for x in self.state):
             raise ConfigError(f"a state has five positive sizes, where a layer has one, got {self.state}")
-        if self.reaches and (len(self.reaches) != self.num_layers or not {0, ALL} & set(self.reaches)):
+        if self.reaches and (len(self.reaches) != self.num_layers or not {0, ALL, COMPRESSED} & set(self.reaches)):
             raise ConfigError(f"of {self.num_layers} layers one at least sees all of a context, got {self.reaches}")
-        if any(type(reach) is not int or reach < ALL for reach in self.reaches):
+        if any(type(reach) is not int or reach < COMPRESSED for reach in self.reaches):
             raise ConfigError(f"a layer sees some rows or all of a context, got {self.reaches}")
+        self._check_compressed()
         if self.local_heads and (
             len(self.local_heads) != 2 or any(type(x) is not int or x < 1 for x in self.local_heads)
         ):
@@ -72,6 +77,20 @@ class ModelGeometry:
                     f"{self.num_q_heads} query heads cannot share {num_kv_heads} KV heads in equal groups"
                 )
 
+    def _check_compressed(self) -> None:
+        are_compressed = [reach == COMPRESSED for reach in self.reaches]
+        if any(are_compressed) != all(are_compressed):
+            raise ConfigError(f"all layers have compressed rows, or none has, got {self.reaches}")
+        wanted = 1 + 3 * self.num_layers if self.reaches and all(are_compressed) else 0
+        are_sizes = all(type(x) is int and x >= 0 for x in self.compressed) and all(self.compressed[:1])
+        layers = [self.compressed[i : i + 3] for i in range(1, len(self.compressed), 3)]
+        if (
+            len(self.compressed) != wanted
+            or not are_sizes
+            or any(span not in (ratio, 2 * ratio) or (width and not ratio) for ratio, span, width in layers)
+        ):
+            raise ConfigError(f"sizes of compressed rows are a window and three of each layer, got {self.compressed}")
+
     @property
     def indexed_layers(self) -> tuple[int, ...]:
         """Those that see all of a context: an index is made of them. The others keep its last rows, and no index."""
@@ -82,7 +101,22 @@ class ModelGeometry:
         return layer_idx in self.indexed_layers[1:]
 
     def has_state(self, layer_idx: int) -> bool:
-        return bool(self.reaches) and self.reaches[layer_idx] == STATE
+        """Whether it keeps what became of a context, instead of rows of its tokens."""
+        return bool(self.reaches) and self.reaches[layer_idx] in (STATE, COMPRESSED)
+
+    def compressed_sizes(self, layer_idx: int, context_len: int) -> dict[str, tuple[int, int]]:
+        """Of what that layer keeps of a context: see `csattn.lightning.compressed.CompressedState`."""
+        window, *others = self.compressed
+        ratio, span, key_width = others[3 * layer_idx :][:3]
+        num_rows = context_len // ratio if ratio else 0
+        left = context_len - num_rows * ratio + (ratio if span > ratio and num_rows else 0) if ratio else 0
+        series = span // ratio if ratio else 0
+        return {
+            "window": (min(window - 1, context_len), 2 * self.head_dim),
+            "rows": (num_rows, 2 * self.head_dim),
+            "keys": (num_rows if key_width else 0, key_width),
+            "pending": (left, 2 * series * (2 * self.head_dim + key_width)),
+        }
 
     def num_kept(self, layer_idx: int, context_len: int) -> int:
         """How many rows of a context that layer keeps: the last; none where it has a state."""
@@ -122,7 +156,8 @@ class ModelGeometry:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in GEOMETRY_LISTS}
 
 
-GEOMETRY_LISTS = "reaches", "state", "local_heads", "rows_of"  # of a geometry's fields; empty ones are not written
+# of a geometry's fields; empty ones are not written
+GEOMETRY_LISTS = "reaches", "state", "local_heads", "rows_of", "compressed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

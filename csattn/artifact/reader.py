@@ -115,7 +115,11 @@ class Artifact:
         return [self.layer_kv(layer_idx) for layer_idx in others]
 
     def states(self) -> list[Mapping[str, NDArray[Any]]]:
-        """What became of the context in layers that keep no rows: conv and memory of each, float32."""
+        """What became of the context in layers that keep no rows of its tokens.
+
+        Of linear attention conv and memory, float32. Of compressed attention, which all layers have or none has, what
+        `CompressedState` has: `pending` in float32, the others as rows are, bfloat16 by its bits.
+        """
         layers = (i for i in range(self.spec.model.num_layers) if self.spec.model.has_state(i))
         states = {name: self._file(name) for name in map(state_file, layers)}
         for name, state in states.items():

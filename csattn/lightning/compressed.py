@@ -55,20 +55,19 @@ class CompressedWeights:
     out_b: Tensor  # [hidden_size, num_groups * out_rank]
     sinks: Tensor  # [num_heads]
     window: int  # rows that a token sees one by one, its own among them
-    rows: CompressedRows
+    inv_freq: Tensor  # [rope_dim // 2] of RoPE
+    norm_eps: float
+    rows: CompressedRows | None = None  # None: a token attends to those of its window alone
     indexer: CompressedIndexer | None = None  # None: a token attends to all of `rows` that it may see
 
     @classmethod
     def of(cls, attention: Any, rotary: Any) -> "CompressedWeights":
         """Those of transformers' `DeepseekV4Attention`, in its memory; rotary: its model's `rotary_emb`.
 
-        Raises ConfigError for a layer without compressed rows, and for RoPE that changes lengths, as no published
-        model has it.
+        Raises ConfigError for RoPE that changes lengths, as no published model has it.
         """
-        compressor = attention.compressor
-        if compressor is None:
-            raise ConfigError(f"layer {attention.layer_idx} attends to a window only; wanted one with compressed rows")
-        if (scaling := rotary.compress_attention_scaling) != 1:
+        compressor, rope_type = attention.compressor, attention.rope_layer_type
+        if (scaling := getattr(rotary, f"{rope_type}_attention_scaling")) != 1:
             raise ConfigError(f"RoPE multiplies this layer's rows by {scaling}; wanted 1, its attention_factor")
         indexer = getattr(compressor, "indexer", None)
         return cls(
@@ -81,7 +80,9 @@ class CompressedWeights:
             out_b=attention.o_b_proj.weight.detach(),
             sinks=attention.sinks.detach().float(),
             window=attention.sliding_window,
-            rows=_rows_of(compressor, rotary),
+            inv_freq=getattr(rotary, f"{rope_type}_inv_freq").float(),
+            norm_eps=attention.kv_norm.variance_epsilon,
+            rows=compressor and _rows_of(compressor, rotary),
             indexer=indexer
             and CompressedIndexer(
                 keys=_rows_of(indexer, rotary),
@@ -111,6 +112,11 @@ class CompressedWeights:
             raise ConfigError(f"out_a takes {num_groups} groups of {width} channels; wanted {q_width} channels in all")
         require_array("out_b", self.out_b, (hidden_size, num_groups * out_rank), dtype, like=like)
         require_at_least("window", self.window, 1)
+        require_array("inv_freq", self.inv_freq, ("num_pairs",), torch.float32, like=like)
+        if self.rows is None:
+            if self.indexer is not None:
+                raise ConfigError("there is an indexer, and no compressed rows that it could choose; leave it out")
+            return
         self._check_rows("rows", self.rows)
         require_at_least("head_dim", head_dim, self.rows.compressor.head_dim, self.rows.compressor.head_dim)
         if (of := self.indexer) is None:
@@ -127,9 +133,20 @@ class CompressedWeights:
         of.check()
         for array in (of.position_bias, of.norm_weight, of.inv_freq):
             require_array(f"{name}.compressor's array", array, tuple(array.shape), like=self.kv)
-        shape = rows.compressor.position_bias.shape[1], self.kv.shape[1]
+        shape = of.position_bias.shape[1], self.kv.shape[1]
         require_array(f"{name}.kv", rows.kv, shape, self.kv.dtype, like=self.kv)
         require_array(f"{name}.gate", rows.gate, shape, self.kv.dtype, like=self.kv)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedState:
+    """What tokens of a sequence have left of themselves in such a layer, for those behind them."""
+
+    window: Tensor  # [min(window - 1, num_tokens), head_dim], the last rows
+    rows: Tensor  # [num_rows, head_dim], the compressed ones
+    keys: Tensor  # [num_rows, key_dim]; without an indexer [0, 0]
+    # [num_left, 2 * width of rows + 2 * width of keys] float32: kv and gate of the last tokens, of rows, then of keys
+    pending: Tensor
 
 
 class CompressedAttention:
@@ -140,11 +157,20 @@ class CompressedAttention:
         self._weights = weights
         self._num_tokens, self._is_whole = 0, True
         # in front of the compressed rows lie those of the window, then those of tokens that are on their way
-        self._rows = _Compressed(weights.rows, front=weights.window - 1 + TOKENS)
-        self._keys = None if weights.indexer is None else _Compressed(weights.indexer.keys)
+        self._rows = _Compressed(weights.rows, weights.kv, front=weights.window - 1 + TOKENS)
+        self._keys = None if weights.indexer is None else _Compressed(weights.indexer.keys, weights.kv)
 
     def __repr__(self) -> str:
         return f"<CompressedAttention after {self._num_tokens} tokens, {self._rows.num_rows} compressed rows>"
+
+    @property
+    def state(self) -> CompressedState:
+        """Views and copies of what there is."""
+        before, of = self._weights.window - 1, [self._rows, *([self._keys] if self._keys is not None else [])]
+        window = self._rows.all[before - min(before, self._num_tokens) : before]
+        rows, keys = self._rows.all[self._rows.front :], self._rows.all[:0, :0]
+        keys = keys if self._keys is None else self._keys.all
+        return CompressedState(window, rows, keys, torch.cat([part for each in of for part in each.unfinished], dim=1))
 
     @torch.no_grad()
     def append(self, hidden: Tensor) -> Tensor:
@@ -188,8 +214,10 @@ class CompressedAttention:
 
     def _seen_compressed(self, hidden: Tensor, latents: Tensor, positions: Tensor) -> Tensor:
         """Where the compressed rows lie that each token attends to: [num_tokens, n] int32, -1: none."""
-        num_rows, indexer = self._rows.num_rows, self._weights.indexer
-        ratio, first = self._weights.rows.compressor.ratio, self._num_tokens
+        num_rows, indexer, first = self._rows.num_rows, self._weights.indexer, self._num_tokens
+        if self._weights.rows is None:
+            return torch.empty(len(hidden), 0, dtype=torch.int32, device=hidden.device)
+        ratio = self._weights.rows.compressor.ratio
         legal = causal_lens(len(hidden), num_rows, ratio=ratio, first_position=first)
         if indexer is None or self._keys is None:
             rows = torch.arange(num_rows, dtype=torch.int32, device=hidden.device).expand(len(hidden), -1)
@@ -204,12 +232,12 @@ class CompressedAttention:
 
     def _normed(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         wide = x.float()
-        normed = wide * (wide.square().mean(-1, keepdim=True) + self._weights.rows.compressor.norm_eps).rsqrt()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self._weights.norm_eps).rsqrt()
         return (normed if weight is None else weight * normed).to(x.dtype)
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """The last channels, by RoPE."""
-        inv_freq = self._weights.rows.compressor.inv_freq
+        inv_freq = self._weights.inv_freq
         plain = x.shape[-1] - 2 * len(inv_freq)
         return torch.cat((x[..., :plain], rope(x[..., plain:], positions, inv_freq, interleaved=True)), dim=-1)
 
@@ -217,18 +245,27 @@ class CompressedAttention:
 class _Compressed:
     """Rows that stand for several tokens each, as they come, behind some that the caller fills."""
 
-    def __init__(self, of: CompressedRows, front: int = 0) -> None:
+    def __init__(self, of: CompressedRows | None, like: Tensor, front: int = 0) -> None:
+        """of: None: none come. like: of the dtype, and then [head_dim, any]."""
         self._of, self.front, self.num_rows = of, front, 0
-        self._compressor = Compressor(of.compressor)
-        self._room = of.kv.new_zeros(front, of.compressor.head_dim)
+        self._compressor = None if of is None else Compressor(of.compressor)
+        self._room = like.new_zeros(front, len(like) if of is None else of.compressor.head_dim)
 
     @property
     def all(self) -> Tensor:
         """[front + num_rows, head_dim] like the projection's weights."""
         return self._room[: self.front + self.num_rows]
 
+    @property
+    def unfinished(self) -> tuple[Tensor, Tensor]:
+        """See `Compressor`."""
+        nothing = self._room[:0, :0].float()
+        return (nothing, nothing) if self._compressor is None else self._compressor.unfinished
+
     def append(self, hidden: Tensor) -> None:
         """Of the tokens, and of those before them that had not filled a row."""
+        if self._of is None or self._compressor is None:
+            return
         projected = [linear(hidden, weight).float() for weight in (self._of.kv, self._of.gate)]
         new, end = self._compressor.append(*projected), self.front + self.num_rows
         if end + len(new) > len(self._room):

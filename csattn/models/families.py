@@ -450,6 +450,8 @@ def _streams(config: Any) -> StreamsSpec:
 def _require_compressed(config: Any) -> None:
     if not set(config.layer_types) & set(_COMPRESSED):
         raise ModelError("no layer of this model has compressed rows, so nothing of a long context can be read")
+    if config.head_dim % _ROW_UNIT:
+        raise ModelError(f"rows of this model have {config.head_dim} numbers; csattn wants a multiple of {_ROW_UNIT}")
     factor = rope_parameters(config)[_ROPES[1]].get("attention_factor", 1.0)
     if factor != 1.0:
         raise ModelError(f"RoPE multiplies this model's rows by {factor} (attention_factor), which csattn does not")

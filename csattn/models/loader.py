@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import ModelGeometry
-from csattn.artifact.manifest import ALL, GEOMETRY_LISTS, STATE
+from csattn.artifact.manifest import ALL, COMPRESSED, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
@@ -381,12 +381,16 @@ def geometry_of(spec: ModelSpec) -> ModelGeometry:
     rows_of = tuple(i if x.attention.rows_of is None else x.attention.rows_of for i, x in enumerate(spec.layers))
     reaches = tuple(_reach(layer) for layer in spec.layers)
     state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
+    sizes = {name: getattr(spec, name) for name in names}
+    if spec.streams is not None:
+        sizes["hidden_size"] *= spec.streams.num
     return ModelGeometry(
-        **{name: getattr(spec, name) for name in names},
+        **sizes,
         reaches=reaches if any(reaches) else (),
         state=state,
         local_heads=spec.local_heads or (),
         rows_of=rows_of if spec.lenders else (),
+        compressed=_compressed_sizes(spec),
     )
 
 
@@ -395,7 +399,16 @@ def _reach(layer: LayerSpec) -> int:
         return STATE
     if layer.latent is not None:
         return ALL
+    if layer.compressed is not None:
+        return COMPRESSED
     return 0 if layer.attention.reach is None else layer.attention.reach.num_rows
+
+
+def _compressed_sizes(spec: ModelSpec) -> tuple[int, ...]:
+    """As `ModelGeometry.compressed` has them."""
+    layers = [layer.compressed for layer in spec.layers if layer.compressed is not None]
+    sizes = [x for of in layers for x in (of.ratio, of.span, of.indexer.head_dim if of.indexer is not None else 0)]
+    return (layers[0].window, *sizes) if layers else ()
 
 
 def _fingerprint(model: Any) -> str:

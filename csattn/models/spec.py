@@ -8,8 +8,8 @@ from torch import Tensor
 
 from csattn.reach import Reach
 
-# of gates and ups together: clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7) + 1);
-# limited: silu(min(gate, 10)) * clip(up, -10, 10)
+# clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7) + 1), of gates and ups together
+# limited, likewise: silu(min(gate, 10)) * clip(up, -10, 10)
 Activation = Literal["silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited"]
 
 
@@ -238,7 +238,7 @@ class CompressedSpec:
 
     @property
     def series(self) -> int:
-        """Of what a token adds to compressed rows: to that of its own tokens, and, with overlap, to the one after it."""
+        """What a token adds to: the compressed row of its own tokens and, with overlap, the one after it."""
         return (1 + self.overlaps) if self.ratio else 0
 
     @property

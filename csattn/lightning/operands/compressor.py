@@ -97,6 +97,20 @@ class Compressor:
         self._before = kv[-1:, :, :head_dim].clone(), gate[-1:, :, :head_dim].clone()
         return rows[0], rows[1]
 
+    @property
+    def unfinished(self) -> tuple[Tensor, Tensor]:
+        """kv and gate [num_left, width] of the last tokens, as later keys are made of them.
+
+        With overlap these are the last block's, too, of which later keys read the first channels alone.
+        """
+        if not self._weights.overlap or not self._num_keys:
+            return self._pending
+        both = []
+        for before, pending in zip(self._before, self._pending, strict=True):
+            padded = torch.nn.functional.pad(before[0], (0, self._weights.head_dim))
+            both.append(torch.cat((padded, pending)))
+        return both[0], both[1]
+
 
 def indexer_keys(keys: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """What V4's indexer makes of its compressor's keys [num_keys, head_dim]: Hadamard, then the FP4 grid."""

@@ -1,0 +1,44 @@
+"""Prefill of a layer whose rows stand for several tokens, by what csattn decodes with: memory is bounded."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from csattn.lightning.compressed import CompressedAttention, CompressedWeights
+
+
+class CompressedLayer:
+    """A decoder layer of `transformers`, of several residual streams, over a context, chunk by chunk.
+
+    All but attention is its own.
+    """
+
+    def __init__(self, layer: Any, rotary: Any, hidden_size: int) -> None:
+        """rotary: the model's `rotary_emb`."""
+        self._layer, self._hidden_size = layer, hidden_size
+        self._attention = CompressedAttention(CompressedWeights.of(layer.self_attn, rotary))
+
+    def __call__(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """What leaves it. hidden: [num_tokens, streams * hidden_size]."""
+        layer, streams = self._layer, hidden.view(1, len(hidden), -1, self._hidden_size)
+        post, comb, collapsed = layer.attn_hc(streams)
+        attended = self._attention.append(layer.input_layernorm(collapsed)[0])
+        streams = _mixed(streams, post, comb, attended[None])
+        post, comb, collapsed = layer.ffn_hc(streams)
+        given = layer.mlp(layer.post_attention_layernorm(collapsed), input_ids=token_ids[None])
+        return _mixed(streams, post, comb, given).view(hidden.shape)
+
+    def state(self) -> dict[str, Tensor]:
+        """What the context's tokens have left: the arrays of `CompressedState`."""
+        state = self._attention.state
+        return {name: getattr(state, name).contiguous() for name in ("window", "rows", "keys", "pending")}
+
+
+def _mixed(streams: Tensor, post: Tensor, comb: Tensor, given: Tensor) -> Tensor:
+    """Streams [1, num_tokens, num, hidden_size] among each other, and what a branch gives [1, num_tokens, hidden_size].
+
+    As `DeepseekV4DecoderLayer` has it.
+    """
+    post, comb = post.to(streams.dtype), comb.to(streams.dtype)
+    return post[..., None] * given[..., None, :] + torch.matmul(comb.mT, streams)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from csattn.lightning.compressed import CompressedWeights
+from csattn.lightning.operands.compressor import CompressorWeights
 from csattn.models.families import CHOICE_BIAS, FAMILIES, LAYER_SCALE, Family, describe, rope_parameters
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
 from csattn.models.rope import model_frequencies
@@ -132,6 +134,23 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedLayerWeights:
+    """Of compressed attention, its last projection aside."""
+
+    latents: Linear  # queries' own, [q_rank, hidden_size]
+    latent_norm: Tensor  # [q_rank] float32
+    queries: tuple[Linear, ...]  # of these latents: queries of all heads, and of the indexer's
+    inputs: tuple[Linear, ...]  # as `CompressedSpec.in_widths` says, from the second on
+    kv_norm: Tensor  # [head_dim] float32
+    groups: Linear  # [num_groups * out_rank, width]: of each group of heads, one below the other
+    sinks: Tensor  # [num_heads] float32
+    angles: Tensor  # [rope_dim // 2] float32: per position, of the pairs that turn
+    rows: CompressorWeights | None  # None: there are no compressed rows
+    keys: CompressorWeights | None  # None: all of them are attended to
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerInputWeights:
     """Of what a layer adds behind its MLP: norm(projection(activation(gate(stream)) * the token's input))."""
 
@@ -160,6 +179,7 @@ class LayerWeights:
     gates: tuple[Linear, ...]  # of what is attended to
     delta: DeltaWeights | None  # in place of both
     latent: LatentWeights | None  # likewise
+    compressed: CompressedLayerWeights | None  # likewise
     head_norms: HeadNorms | None
     sinks: Tensor | None  # [num_q_heads] float32
     out: Linear
@@ -203,6 +223,7 @@ class ModelWeights:
                 *layer.gates,
                 *(layer.delta.inputs if layer.delta is not None else ()),
                 *((*layer.latent.inputs, *layer.latent.queries) if layer.latent is not None else ()),
+                *_products_of(layer.compressed),
                 layer.out,
                 *layer.gate_up,
                 *([layer.down] if layer.down else []),
@@ -222,13 +243,20 @@ class ModelWeights:
         return (self.spec.streamed_params - others) * self.dtype.itemsize - saved
 
 
+def _products_of(of: CompressedLayerWeights | None) -> tuple[Linear, ...]:
+    return () if of is None else (of.latents, *of.queries, *of.inputs, of.groups)
+
+
 def weights_of(model: Any) -> ModelWeights:
     """model: a transformers causal language model. Raises ModelError where its family is not supported."""
     spec, family, body = describe(model.config), FAMILIES[model.config.model_type], model.model
     return ModelWeights(
         spec=spec,
         embedding=body.embed_tokens.weight.detach(),
-        layers=tuple(layer_weights(layer, i, spec, family) for i, layer in enumerate(body.layers)),
+        layers=tuple(
+            layer_weights(layer, i, spec, family, getattr(body, "rotary_emb", None))
+            for i, layer in enumerate(body.layers)
+        ),
         final_norm=_norm(body.norm, family),
         head=_linear(model.lm_head),
         ropes=(
@@ -256,7 +284,7 @@ def _inputs(body: Any, family: Family) -> InputWeights:
     )
 
 
-def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -> LayerWeights:
+def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, rotary: Any) -> LayerWeights:
     of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
     heads = spec.heads_of(layer_idx)
     mlp = block
@@ -273,13 +301,14 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -
         head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
     return LayerWeights(
         before_attention=norms[0],
-        qkv=() if of_layer.latent is not None else _qkv(attention, of_layer.attention, heads),
+        qkv=() if of_layer.latent or of_layer.compressed else _qkv(attention, of_layer.attention, heads),
         gates=_of_heads(attention.q_proj, heads, 1) if attention is not None and of_layer.attention.gated else (),
         delta=None if of_layer.delta is None else _delta(layer.linear_attn, of_layer.delta),
         latent=None if of_layer.latent is None else latent_weights(attention, of_layer.latent),
+        compressed=None if of_layer.compressed is None else _compressed(attention, rotary),
         head_norms=head_norms,
-        sinks=None if (sinks := _or_none(attention, "sinks")) is None else sinks.float(),
-        out=_linear(attention.o_proj if attention is not None else layer.linear_attn.out_proj),
+        sinks=None if of_layer.compressed or (sinks := _or_none(attention, "sinks")) is None else sinks.float(),
+        out=_linear(_out_of(attention) if attention is not None else layer.linear_attn.out_proj),
         behind_attention=norms[1],
         before_mlp=norms[2],
         gate_up=()
@@ -354,6 +383,32 @@ def latent_weights(module: Any, spec: LatentSpec) -> LatentWeights:
         up_v=up[:, spec.nope_dim :],
         index_norm=norm,
     )
+
+
+def _compressed(module: Any, rotary: Any) -> CompressedLayerWeights:
+    """module: a layer's attention."""
+    whole, indexer = CompressedWeights.of(module, rotary), getattr(module.compressor, "indexer", None)
+    parts = [module, *(x for x in (module.compressor, indexer) if x is not None)]
+    projections = [x for part in parts[1:] for x in (part.kv_proj, part.gate_proj)]
+    inputs = [module.kv_proj, *projections, *([indexer.scorer.weights_proj] if indexer is not None else [])]
+    queries = [module.q_b_proj, *([indexer.q_b_proj] if indexer is not None else [])]
+    return CompressedLayerWeights(
+        latents=_linear(module.q_a_proj),
+        latent_norm=whole.q_norm,
+        queries=tuple(map(_linear, queries)),
+        inputs=tuple(map(_linear, inputs)),
+        kv_norm=whole.kv_norm,
+        groups=_linear(module.o_a_proj),
+        sinks=whole.sinks,
+        angles=whole.inv_freq,
+        rows=None if whole.rows is None else whole.rows.compressor,
+        keys=None if whole.indexer is None else whole.indexer.keys.compressor,
+        eps=whole.norm_eps,
+    )
+
+
+def _out_of(attention: Any) -> Any:
+    return attention.o_proj if hasattr(attention, "o_proj") else attention.o_b_proj
 
 
 def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Linear, ...]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from workers.model.ops import DeltaState
+from workers.model.ops import CompressedRoom, DeltaState
 
 
 class StepAttention:
@@ -54,6 +54,11 @@ class StepAttention:
         """Asked instead of `attend` in layers that keep latents: from each row to what the layer, or one before it,
         chooses. out: [batch_size, num_heads, kv_rank]."""
         raise AssertionError("no layer keeps latents")
+
+    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
+        """Asked instead of `attend` in layers of compressed attention: `projected` and `inputs` are there, `attended`
+        is wanted. All that the layer keeps of tokens is the attention's affair."""
+        raise AssertionError("no layer has compressed rows")
 
     def end_step(self, rows: StepRows) -> None:
         """On the host, at every step, after all of its work has been enqueued."""

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import ExpertsSpec, HeadsSpec, LatentSpec
-from csattn.models.weights import LatentWeights, LayerInputWeights, Linear, ModelWeights
+from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec
+from csattn.models.weights import CompressedLayerWeights, LatentWeights, LayerInputWeights, Linear, ModelWeights
 from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.ops import (
+    CompressedRoom,
     DeltaRoom,
     DeltaState,
     ExpertRoom,
@@ -95,6 +96,8 @@ class StepLayers:
         self._deltas = {of: DeltaRoom(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
         self._latents = {of: _latent_room(of, zeros) for of in latents}
+        compressed = {layer.compressed for layer in spec.layers if layer.compressed is not None}
+        self._compressed = {of: _compressed_room(of, zeros) for of in compressed}
         self._branch: Tensor | None = None  # what is added to the stream, where no product does it itself
         if devices is not None:
             self._branch = devices.room(batch_size, spec.hidden_size)
@@ -182,6 +185,9 @@ class StepLayers:
         if layer.latent is not None:
             self._project_latents(layer_idx, x, layer.latent)
             return
+        if layer.compressed is not None:
+            self._project_compressed(layer_idx, x, layer.compressed)
+            return
         heads, tails = self.heads(layer_idx), self._attention.tails
         lender = self._weights.spec.layers[layer_idx].attention.rows_of
         projected = heads.qkv if lender is None else heads.alone
@@ -213,6 +219,14 @@ class StepLayers:
             self._ops.linear(Normed(room.q_latents), weights.queries, room.projected)
         self._ops.ask_latents(weights, spec, rotation, room)
 
+    def _project_compressed(self, layer_idx: int, x: Normed, weights: CompressedLayerWeights) -> None:
+        room = self.compressed(layer_idx)
+        assert room is not None
+        self._ops.linear(x, [weights.latents], room.latents)
+        self._ops.norm(room.latents, weights.latent_norm, weights.eps, room.normed)
+        self._ops.linear(Normed(room.normed), weights.queries, room.projected)
+        self._ops.linear(x, weights.inputs, room.inputs)
+
     def heads(self, layer_idx: int) -> HeadRoom:
         """What becomes of a step in that layer, where it has heads of plain rows."""
         return self._heads[self._weights.spec.heads_of(layer_idx)]
@@ -222,7 +236,16 @@ class StepLayers:
         latent = self._weights.spec.layers[layer_idx].latent
         return None if latent is None else self._latents[latent]
 
+    def compressed(self, layer_idx: int) -> CompressedRoom | None:
+        """What becomes of a step in that layer, where it has compressed attention."""
+        of = self._weights.spec.layers[layer_idx].compressed
+        return None if of is None else self._compressed[of]
+
     def _attend(self, layer_idx: int) -> None:
+        if (of_rows := self.compressed(layer_idx)) is not None:
+            self._attention.attend_compressed(layer_idx, of_rows, self._rows)
+            self._ops.break_chain()
+            return
         if (room := self.latents(layer_idx)) is not None:
             self._attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
         else:
@@ -246,6 +269,9 @@ class StepLayers:
         if (room := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
             self._ops.latent_values(layer.latent, spec.latent, room)
             attended = room.values
+        if (of_rows := self.compressed(layer_idx)) is not None and layer.compressed is not None:
+            self._ops.grouped(of_rows.attended, layer.compressed.groups, of_rows.grouped)
+            attended = of_rows.grouped
         before_mlp, times = Readers(layer.before_mlp, None, eps), spec.residual_multiplier
         if spec.parallel:  # the MLP reads what attention has read
             adds = self._mlps(layer_idx)
@@ -426,6 +452,13 @@ def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor
         zeros(each, spec.intermediate_size),
         zeros(each, hidden_size),
     )
+
+
+def _compressed_room(of: CompressedSpec, zeros: Callable[..., Tensor]) -> CompressedRoom:
+    latents, grouped = zeros(of.q_rank), zeros(of.out_width)
+    groups = latents.new_zeros(of.num_groups, len(latents), of.q_width // of.num_groups)
+    projected, inputs = zeros(of.q_width + of.index_q_width), zeros(sum(of.in_widths[1:]))
+    return CompressedRoom(latents, torch.zeros_like(latents), projected, inputs, groups, grouped)
 
 
 def _latent_room(spec: LatentSpec, zeros: Callable[..., Tensor]) -> LatentRoom:

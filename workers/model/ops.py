@@ -111,5 +111,17 @@ class LatentRoom:
     values: Tensor  # [batch_size, v_width]
 
 
+@dataclass(frozen=True, slots=True)
+class CompressedRoom:
+    """What becomes of a step in layers of compressed attention, one after the other."""
+
+    latents: Tensor  # [batch_size, q_rank]
+    normed: Tensor  # likewise
+    projected: Tensor  # [batch_size, q_width + index_q_width]
+    inputs: Tensor  # [batch_size, sum of in_widths but the first]
+    attended: Tensor  # [num_groups, batch_size, width]: what groups of heads give, for the output projection
+    grouped: Tensor  # [batch_size, out_width]
+
+
 def num_squares(hidden_size: int) -> int:
     return -(-hidden_size // SQUARES_BLOCK)

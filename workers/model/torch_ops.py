@@ -185,6 +185,22 @@ class TorchOps:
         out.copy_(stream.hidden.float() * norm)
         return Normed(out, stream.squares, eps)
 
+    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
+        """out = norm(x), both [batch_size, width], norm [width] float32"""
+        out.copy_(_norm(x.float(), norm, eps))
+
+    def grouped(
+        self,
+        x: Tensor,  # [num_groups, batch_size, num_in]
+        linear: Linear,  # [num_groups * num_out, num_in]
+        out: Tensor,  # [batch_size, num_groups * num_out]
+    ) -> None:
+        """Each group's own part of the product, side by side."""
+        num_out = out.shape[1] // len(x)
+        for group, of_group in enumerate(x):
+            part = slice(group * num_out, (group + 1) * num_out)
+            out[:, part] = _products(Normed(of_group), [linear.outputs(part.start, part.stop)])
+
     def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
         """x = norm(x) + other_norm(other), both [batch_size, hidden_size], norms [hidden_size] float32"""
         x.copy_(_norm(x.float(), norm, eps) + _norm(other.float(), other_norm, eps))

@@ -82,8 +82,8 @@ class Compressor:
         biased = gate[: num_blocks * ratio].view(num_blocks, ratio, width) + weights.position_bias
         first = self._num_keys
         self._num_keys += num_blocks
-        keys = _pool(*self._with_overlap(blocks, biased))
-        return _norm_and_rotate(keys, weights, torch.arange(first, self._num_keys, device=keys.device) * ratio)
+        positions = torch.arange(first, self._num_keys, device=blocks.device) * ratio
+        return make_keys(*self._with_overlap(blocks, biased), weights, positions)
 
     def _with_overlap(self, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
         """Rows that each key is pooled from: first channels of the block before, then the other channels of its own."""
@@ -115,6 +115,14 @@ class Compressor:
 def indexer_keys(keys: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """What V4's indexer makes of its compressor's keys [num_keys, head_dim]: Hadamard, then the FP4 grid."""
     return round_to_fp4(hadamard(keys.to(dtype)))
+
+
+def make_keys(kv: Tensor, gate: Tensor, weights: CompressorWeights, positions: Tensor) -> Tensor:
+    """Of what tokens add to keys, and how much that counts, biases added, [num_keys, rows, head_dim] float32 each.
+
+    positions: [num_keys], of each block's first token. Returns [num_keys, head_dim] float32.
+    """
+    return _norm_and_rotate(_pool(kv, gate), weights, positions)
 
 
 def _pool(kv: Tensor, gate: Tensor) -> Tensor:

@@ -138,6 +138,15 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
         self._prepare(replace(stream, scaled=out, scaled_ahead=out, centred=False), Readers(norm, None, eps))
         return Normed(out)
 
+    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
+        self._prepare(Stream(x, out, out, out), Readers(norm, None, eps))
+
+    def grouped(self, x: Tensor, linear: Linear, out: Tensor) -> None:
+        num_out = out.shape[1] // len(x)
+        for group, of_group in enumerate(x):
+            start = group * num_out
+            self._linear(of_group, linear.outputs(start, start + num_out), out[:, start:])
+
     def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
         self._note(
             add_norms_stage,

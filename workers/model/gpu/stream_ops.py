@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from csattn.batch import StepRows
 from csattn.cuda import limits
@@ -40,6 +41,10 @@ class Launches:
 
 class TritonStreamOps(Launches):
     """A part of `TritonOps`."""
+
+    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
+        out.copy_(rms_norm(x.float(), norm.shape, norm, eps))
+        self.break_chain()
 
     def begin(
         self,

@@ -78,6 +78,16 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
     def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
         self._linear(x, linears, out, gated=False, activation="none")
 
+    def grouped(self, x: Tensor, linear: Linear, out: Tensor) -> None:
+        num_groups, batch_size, _ = x.shape
+        num_out = out.shape[1] // num_groups
+        parts = out.new_empty(num_groups, batch_size, num_out)
+        for group, of_group in enumerate(x):
+            start = group * num_out
+            self._linear(Normed(of_group), [linear.outputs(start, start + num_out)], parts[group], False, "none")
+        out.view(batch_size, num_groups, num_out).copy_(parts.transpose(0, 1))
+        self.break_chain()
+
     def mlp(self, x: Normed, gate_up: Sequence[Linear], gated: bool, activation: Activation, out: Tensor) -> None:
         self._linear(x, gate_up, out, gated, activation)
 

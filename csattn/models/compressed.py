@@ -1,0 +1,90 @@
+"""DeepSeek-V4's attention of decode steps, by definition: what becomes of tokens before it and behind it.
+
+A prefill's is `csattn.lightning.CompressedAttention`, which does the same to a sequence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from csattn.lightning.operands.compressor import CompressorWeights, make_keys
+from csattn.lightning.operands.rotations import rope
+from csattn.models.spec import CompressedSpec
+from csattn.models.weights import CompressedLayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedQueries:
+    """What tokens ask of rows in one layer, all float32."""
+
+    q: Tensor  # [num_tokens, num_heads, head_dim]
+    index_q: Tensor | None  # [num_tokens, num_index_heads, index_head_dim]; None: the layer has no indexer
+    index_weights: Tensor | None  # [num_tokens, num_index_heads]
+
+
+def own_rows(inputs: Tensor, weights: CompressedLayerWeights, positions: Tensor) -> Tensor:
+    """Tokens' rows [num_tokens, head_dim] float32. inputs: what `weights.inputs` give; positions: [num_tokens]."""
+    width = len(weights.kv_norm)
+    rows = functional.rms_norm(inputs[:, :width].float(), (width,), weights.kv_norm, weights.eps)
+    return turned(rows, positions, weights.angles)
+
+
+def added(inputs: Tensor, spec: CompressedSpec) -> Tensor:
+    """What tokens add to compressed rows and index keys, as `CompressedState.pending` has it: a part of inputs."""
+    return inputs[:, spec.head_dim : spec.head_dim + 2 * sum(spec.compressed_widths)]
+
+
+def compressed_queries(
+    projected: Tensor,  # [num_tokens, q_width + index_q_width]: what `weights.queries` give
+    inputs: Tensor,
+    weights: CompressedLayerWeights,
+    spec: CompressedSpec,
+    positions: Tensor,  # [num_tokens]
+) -> CompressedQueries:
+    num_tokens, indexer = len(projected), spec.indexer
+    q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
+    q = turned(functional.rms_norm(q, q.shape[-1:], eps=weights.eps), positions, weights.angles)
+    if indexer is None:
+        return CompressedQueries(q, None, None)
+    index_q = projected[:, spec.q_width :].float().view(num_tokens, indexer.num_heads, -1)
+    weighed = inputs[:, -indexer.num_heads :].float() * (indexer.num_heads * indexer.head_dim) ** -0.5
+    return CompressedQueries(q, turned(index_q, positions, weights.angles), weighed)
+
+
+def compressed_rows(
+    kv: Tensor,  # [num_rows, span, width] float32: what a row's tokens add to it, the earliest first
+    gate: Tensor,  # likewise how much that counts
+    weights: CompressorWeights,
+    positions: Tensor,  # [num_rows]: of the first of its own tokens
+) -> Tensor:
+    """Rows, or index keys, that stand for `ratio` tokens each: [num_rows, head_dim] float32.
+
+    With overlap the tokens before them add their first channels, if there are any, and they themselves their last.
+    """
+    ratio, dim = weights.ratio, weights.head_dim
+    bias = weights.position_bias
+    if weights.overlap:
+        early = gate[:, :ratio, :dim] + bias[:, :dim]
+        early = early.masked_fill((positions == 0)[:, None, None], -torch.inf)
+        kv = torch.cat((kv[:, :ratio, :dim], kv[:, ratio:, dim:]), dim=1)
+        gate = torch.cat((early, gate[:, ratio:, dim:] + bias[:, dim:]), dim=1)
+    else:
+        gate = gate + bias
+    return make_keys(kv, gate, weights, positions)
+
+
+def grouped(attended: Tensor, weights: CompressedLayerWeights, spec: CompressedSpec, positions: Tensor) -> Tensor:
+    """What groups of the output projection read of [num_tokens, num_heads, head_dim]: [num_groups, num_tokens, width].
+
+    Float32. Values turn with their position, and what is attended to back by the query's.
+    """
+    back = turned(attended.float(), -positions, weights.angles)
+    return back.view(len(attended), spec.num_groups, -1).transpose(0, 1)
+
+
+def turned(x: Tensor, positions: Tensor, angles: Tensor) -> Tensor:
+    """The last channels of x [num_tokens, ..., channels], by RoPE; angles: of each pair, per position."""
+    plain = x.shape[-1] - 2 * len(angles)
+    return torch.cat((x[..., :plain], rope(x[..., plain:], positions, angles, interleaved=True)), dim=-1)

@@ -111,9 +111,9 @@ def prefill(
     plain = plain and all(layer.latent is None and layer.compressed is None for layer in spec.layers)
     chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda and plain else CHUNK_LEN)
     positions = torch.arange(context_len, device=hidden.device)[None]
-    embeddings = (
-        position_embeddings(body, hidden[None], positions) if spec.streams is None else [None] * spec.num_layers
-    )
+    embeddings: list[Any] = [None] * spec.num_layers  # of layers that turn by themselves
+    if spec.streams is None:
+        embeddings = position_embeddings(body, hidden[None], positions)
     token_ids, arrays = token_ids.to(hidden.device), _Arrays(spec, context_len, hidden)
     top_k = next((x.latent.top_k for x in spec.layers if x.latent is not None), None)
     chosen = None if top_k is None else torch.empty(context_len, top_k, dtype=torch.int32, device=hidden.device)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from csattn.artifact import Artifact
+from csattn.artifact.reader import as_tensor
+from csattn.lightning.compressed import CompressedState
 from csattn.lightning.operands.compressor import CompressorWeights, make_keys
 from csattn.lightning.operands.rotations import rope
 from csattn.models.spec import CompressedSpec
@@ -22,6 +25,17 @@ class CompressedQueries:
     q: Tensor  # [num_tokens, num_heads, head_dim]
     index_q: Tensor | None  # [num_tokens, num_index_heads, index_head_dim]; None: the layer has no indexer
     index_weights: Tensor | None  # [num_tokens, num_index_heads]
+
+
+def compressed_states(artifact: Artifact) -> list[CompressedState]:
+    """What a context has left in each layer; none where its model has other attention."""
+    if not artifact.spec.model.compressed:
+        return []
+    is_bfloat16 = artifact.spec.kv_dtype == "bfloat16"
+    return [
+        CompressedState(**{name: as_tensor(x, is_bfloat16 and name != "pending") for name, x in state.items()})
+        for state in artifact.states()
+    ]
 
 
 def own_rows(inputs: Tensor, weights: CompressedLayerWeights, positions: Tensor) -> Tensor:
@@ -63,16 +77,13 @@ def compressed_rows(
 
     With overlap the tokens before them add their first channels, if there are any, and they themselves their last.
     """
-    ratio, dim = weights.ratio, weights.head_dim
-    bias = weights.position_bias
+    ratio, dim, bias = weights.ratio, weights.head_dim, weights.position_bias
     if weights.overlap:
-        early = gate[:, :ratio, :dim] + bias[:, :dim]
-        early = early.masked_fill((positions == 0)[:, None, None], -torch.inf)
-        kv = torch.cat((kv[:, :ratio, :dim], kv[:, ratio:, dim:]), dim=1)
-        gate = torch.cat((early, gate[:, ratio:, dim:] + bias[:, dim:]), dim=1)
-    else:
-        gate = gate + bias
-    return make_keys(kv, gate, weights, positions)
+        has_none = (positions == 0)[:, None, None]
+        kv = torch.cat((kv[:, :ratio, :dim].masked_fill(has_none, 0.0), kv[:, ratio:, dim:]), dim=1)
+        gate = torch.cat((gate[:, :ratio, :dim].masked_fill(has_none, -torch.inf), gate[:, ratio:, dim:]), dim=1)
+        bias = torch.cat(bias.split(dim, dim=1))
+    return make_keys(kv, gate + bias, weights, positions)
 
 
 def grouped(attended: Tensor, weights: CompressedLayerWeights, spec: CompressedSpec, positions: Tensor) -> Tensor:

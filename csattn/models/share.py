@@ -69,6 +69,8 @@ def _fault(layer: LayerSpec) -> str | None:
         return "layers of linear attention"
     if layer.latent is not None:
         return "layers of latents"
+    if layer.compressed is not None:
+        return "layers of compressed rows"
     if layer.attention.rows_of is not None:
         return "layers that attend to rows of others"
     if layer.attention.qk_norm == "projection":

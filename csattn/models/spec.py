@@ -264,6 +264,12 @@ class CompressedSpec:
         """Tokens that a compressed row is made of."""
         return self.ratio * self.series
 
+    def context_numbers(self, context_len: int) -> int:
+        """Of what is kept of a context: its last rows, compressed rows and index keys."""
+        num_rows = context_len // self.ratio if self.ratio else 0
+        key_dim = self.indexer.head_dim if self.indexer is not None else 0
+        return min(self.window - 1, context_len) * self.head_dim + num_rows * (self.head_dim + key_dim)
+
     def num_params(self, hidden_size: int) -> int:
         """Of its matrices."""
         of_queries = self.q_rank * (self.q_width + self.index_q_width)

@@ -15,7 +15,7 @@ from workers.capacity import context_bytes, room_for_contexts, spec_of, told_len
 from workers.doctor.facts import Facts
 from workers.doctor.findings import Finding, gib
 from workers.engine.memory import require_heads
-from workers.engine.own_choice import index_key_share, latents_of, require_latents_placed
+from workers.engine.own_choice import chooses_itself, index_key_share, latents_of, require_choice_placed
 from workers.settings import EngineSettings
 
 _ITEM_BYTES = 2  # of bfloat16
@@ -48,10 +48,10 @@ def _needs(
     facts: Facts,
 ) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
-    local = geometry.num_layers - indexed
+    local, kept = geometry.num_layers - indexed, "compressed rows" if geometry.compressed else "latents"
     layers = f"{indexed} layers" if not local else f"{indexed} layers that see everything and {local} that do not"
     if not indexed:
-        layers = f"{local} layers of latents, which it chooses from itself"
+        layers = f"{local} layers of {kept}, which it chooses from itself"
     devices = facts.probes["torch"].get("devices") or []
     wide = "" if devices else f", {gib(2 * size.decoded)} in float32, the default"
     text = f"{name} has {layers}; its weights take {gib(size.decoded)} in bfloat16{wide}."
@@ -68,7 +68,7 @@ def _needs(
     specs = [spec_of(geometry, context_len) for context_len in told_lens(geometry)]
     for spec in specs:
         kv, sketch = context_bytes(spec)
-        rows = f"{gib(kv)} of KV, {gib(sketch)} of sketch" if indexed else f"{gib(kv)} of latents"
+        rows = f"{gib(kv)} of KV, {gib(sketch)} of sketch" if indexed else f"{gib(kv)} of {kept}"
         text += f" {spec.context_len:,} tokens of context: {rows}."
     kv, sketch = context_bytes(specs[0])
     key_share = index_key_share(model)
@@ -103,16 +103,17 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
     """What this model will be refused for, in the words of who refuses."""
     findings = []
     try:
-        if latents_of(spec) is not None:
-            require_latents_placed(spec, "device")
+        if chooses_itself(spec):
+            require_choice_placed(spec, "device")
         else:
             require_heads(spec, torch.bfloat16)
     except ConfigError as error:
         findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
-    if latents_of(spec) is not None:
+    if chooses_itself(spec):
         text = "On a GPU placement `host` is refused: its index keys are scored where it attends."
         if not index_key_share(spec):
-            text = "On a GPU all of its latents lie on the device: placements `hybrid` and `host` are refused."
+            what = "compressed rows" if latents_of(spec) is None else "latents"
+            text = f"On a GPU all of its {what} lie on the device: placements `hybrid` and `host` are refused."
         findings.append(Finding("model", "ok", text))
     kinds = [layer.attention for layer in spec.layers]
     if any(kind.logit_cap is not None for kind in kinds):

@@ -14,6 +14,8 @@ from csattn.config import SearchConfig
 from csattn.cpu.arguments import word
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
+from csattn.lightning.compressed import CompressedState
+from csattn.models.compressed import compressed_states
 from csattn.models.loader import DTYPES
 from csattn.rest import Moments, moments_of
 from csattn.selection import Selection
@@ -88,6 +90,7 @@ class CpuContext:
     in_place: bool  # whether they do so where the rows lie; else rows are gathered and streamed
     indexes: list[LayerIndex | SketchIndex]  # per layer
     states: Sequence[Mapping[str, NDArray[np.float32]]]  # per layer that keeps a state: conv and memory
+    compressed: Sequence[CompressedState] = ()  # per layer of compressed attention, of which `local_kv` are the windows
     # per layer, what selectors have made of the context: made before the first request with one, kept for all
     prepared: dict[SelectorName, list[Prepared]] = field(default_factory=dict)
     # per layer, for estimates of rows that are not read: by which rows may be chosen, made likewise
@@ -110,7 +113,8 @@ class CpuContext:
     def kv_bytes(self) -> int:
         if isinstance(self.store, TieredStore):
             return self.store.held_bytes
-        return sum(layer.nbytes for layer in distinct((*self._layers, *self.local_kv)))
+        made = [part for of in self.compressed for part in (of.rows, of.keys)]
+        return sum(layer.nbytes for layer in distinct((*self._layers, *self.local_kv, *made)))
 
     @property
     def kv_words(self) -> NDArray[np.int64]:
@@ -150,6 +154,8 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
     """
     # all that may be refused as damaged is read before there is a store, which has files open
     kv, rows, index, states = artifact.indexed_kv(), artifact.local_kv(), artifact.indexes(), artifact.states()
+    if compressed := compressed_states(artifact):
+        rows, states = _windows(compressed), []
     store: KvStore
     if budget is not None:
         store = budget.open_store(artifact)
@@ -160,11 +166,20 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
         warn_of_lossy_keys(artifact, kv, kv_format)
     else:
         store = HostStore(kv)
-    return CpuContext(artifact, kv, artifact.spec.context_len, rows, store, budget is None, index, states)
+    return CpuContext(artifact, kv, artifact.spec.context_len, rows, store, budget is None, index, states, compressed)
+
+
+def _windows(compressed: Sequence[CompressedState]) -> list[Tensor]:
+    """Per layer [1, num_kept, 2, half of a row]."""
+    return [of.window.view(1, len(of.window), 2, -1) for of in compressed]
 
 
 def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
     """Without a row."""
+    if geometry.compressed:
+        sizes = [geometry.compressed_sizes(layer_idx, 0) for layer_idx in range(geometry.num_layers)]
+        none_of = [CompressedState(**{name: torch.zeros(x, dtype=dtype) for name, x in of.items()}) for of in sizes]
+        return CpuContext(None, [], 0, _windows(none_of), HostStore([]), True, [], [], none_of)
     num_states = sum(map(geometry.has_state, range(geometry.num_layers)))
     num_local = geometry.num_layers - len(geometry.indexed_layers) - num_states
 

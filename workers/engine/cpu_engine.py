@@ -31,7 +31,7 @@ from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, no_co
 from workers.engine.fidelity import Observer
 from workers.engine.looks import Looks
 from workers.engine.on_cpu import AttendOnCpu
-from workers.engine.own_choice import SELECTOR, latents_of, require_own_choice, require_plain_rows, rows_read
+from workers.engine.own_choice import SELECTOR, chooses_itself, require_own_choice, require_plain_rows, rows_read
 from workers.engine.own_segments import OF_OWN, OwnSegments, grows_alone
 from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
@@ -157,7 +157,9 @@ class CpuEngine:
         require_free_slot(slot, self.num_slots, self._requests)
         self._make(wanted)
         self._model.begin_request(slot, wanted.context.states)
-
+        if self._attention.compressed is not None:
+            context = wanted.context
+            self._attention.compressed.begin_request(slot, context.compressed, context.context_len)
         tails = self._model.indexed_tails[:, slot]
 
         def own_segments(of_own: SketchConfig) -> OwnSegments:
@@ -249,9 +251,9 @@ class CpuEngine:
         return open_request(slot, self._requests)
 
     def reading(self, slot: int) -> Reading:
-        request, latent = self.request(slot), latents_of(self._model.shape)
-        if latent is not None:
-            return Reading(SELECTOR, rows_read(latent, request.view.context_len, request.tail_len))
+        request, shape = self.request(slot), self._model.shape
+        if chooses_itself(shape):
+            return Reading(SELECTOR, rows_read(shape, request.view.context_len, request.tail_len))
         read = request.count.far_rows + request.count.near_rows
         return Reading(request.selector, read / max(1, request.tail_len * self.num_layers))
 
@@ -308,6 +310,8 @@ class CpuEngine:
                 attending = time.perf_counter()
                 if (attend := self._attention.layers[layer_idx]) is not None:
                     self._team.run(attend)
+                if self._attention.compressed is not None:
+                    self._attention.compressed.attend(layer_idx)
                 if number is not None:
                     plan.keep(number)
                     plain.attend(number)

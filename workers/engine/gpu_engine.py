@@ -36,8 +36,8 @@ from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.own_choice import (
     SELECTOR,
-    latents_of,
-    require_latents_placed,
+    chooses_itself,
+    require_choice_placed,
     require_own_choice,
     require_plain_rows,
     rows_read,
@@ -127,7 +127,7 @@ class GpuEngine:
         self.model = loaded if isinstance(loaded, StepModel) else step_model(loaded)
         self.config, self.placement, spec = config, placement_named(placement), self.model.spec
         self.selector = selector
-        require_latents_placed(spec, self.placement)
+        require_choice_placed(spec, self.placement)
         require_heads(spec, self.model.dtype)
         require_device()
         require_selector(selector, self.placement, kv_format)
@@ -199,7 +199,7 @@ class GpuEngine:
         place = self._place(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
         require_own_choice(self.model.spec, config, selector)
-        chooses = latents_of(self.model.spec) is not None  # itself, whatever the request's configuration
+        chooses = chooses_itself(self.model.spec)  # whatever the request's configuration
         if not chooses:
             self._require_as_captured(config, selector)
         self._placing.start(self.model)
@@ -210,8 +210,7 @@ class GpuEngine:
                 "leave it out, or start another engine"
             )
         placed.rows.open(slot)
-        if (local := placed.local) is not None:
-            local.begin_request(slot, place)
+        placed.begin_request(slot, place)
         self._requests[slot] = _Request(context_id, config, self._own_segments(slot, context_id, config))
 
     def write_rows(self, slot: int, rows: Tensor) -> None:
@@ -308,8 +307,8 @@ class GpuEngine:
     def reading(self, slot: int) -> Reading:
         request = self._request(slot)
         context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.tail_len)
-        if (latent := latents_of(self.model.spec)) is not None:
-            return Reading(SELECTOR, rows_read(latent, context_len, request.tail_len))
+        if chooses_itself(self.model.spec):
+            return Reading(SELECTOR, rows_read(self.model.spec, context_len, request.tail_len))
         if self._placing.ready().shape.attends_all:
             return Reading("full", context_len + own)
         resident = min(context_len, request.config.sink_len + request.config.window_len)

@@ -25,10 +25,11 @@ from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import attend_all_bytes, streamed_bytes
 from workers.engine.attend_chosen import make_passes
+from workers.engine.compressed_memory import compressed_bytes, compressed_working_bytes
 from workers.engine.far_rows import cache_bytes
 from workers.engine.latent_memory import index_key_bytes, latents_bytes, latents_working_bytes
 from workers.engine.on_device import make_searches
-from workers.engine.own_choice import latents_of, require_latents_placed
+from workers.engine.own_choice import chooses_itself, require_choice_placed
 from workers.engine.own_on_device import own_bytes, own_cache_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
@@ -59,12 +60,18 @@ def plan_memory(
     working = search_bytes(shape, index_config, placement)
     if shape.latents is not None:
         working = latents_working_bytes(shape)
+    elif shape.compressed:
+        working = compressed_working_bytes(shape)
     elif shape.attends_all or shape.some_or_all:
         working += attend_all_bytes(shape)
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [
         MemoryPart(name="the model's weights", device_bytes=weights_bytes),
-        MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes, pinned_bytes=shape.moved_bytes),
+        MemoryPart(
+            name="the requests' own KV",
+            device_bytes=0 if shape.compressed else shape.tails_bytes,
+            pinned_bytes=shape.moved_bytes,
+        ),
         MemoryPart(name="the slot cache of the requests' own KV", device_bytes=own_cache_bytes(shape)),
         MemoryPart(name="the codes of the requests' own KV", device_bytes=_own_bytes(shape, index_config)),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),
@@ -76,6 +83,9 @@ def plan_memory(
     ]
     if shape.latents is not None and placement == "device":
         parts.append(MemoryPart(name="the contexts' latents", device_bytes=latents_bytes(shape)))
+    elif shape.compressed:
+        name = "the contexts' compressed rows, and requests' own"
+        parts.append(MemoryPart(name=name, device_bytes=compressed_bytes(shape)))
     elif placement != "device" and shape.attends_all and shape.latents is None:
         parts.append(MemoryPart(name="the layers that are streamed", device_bytes=streamed_bytes(shape)))
     elif placement != "device":
@@ -96,7 +106,7 @@ def require_weights(
     """Raise before a model is loaded that is not decoded there, or whose weights alone are more than the device has."""
     config = read_config(name, dtype)
     spec = describe(config)
-    require_latents_placed(spec, placement)
+    require_choice_placed(spec, placement)
     require_heads(spec, DTYPES[dtype])
     size = weight_bytes(config, DTYPES[dtype].itemsize, weights)
     if dtype != "bfloat16" and size.few_bits:
@@ -112,7 +122,7 @@ def require_weights(
 
 def require_heads(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError for heads that a GPU does not attend with."""
-    if latents_of(spec) is None:
+    if not chooses_itself(spec):
         for heads in {spec.heads, *map(spec.heads_of, range(spec.num_layers))}:
             require_supported(heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads, heads.head_dim, dtype)
 
@@ -128,7 +138,7 @@ def _own_bytes(shape: EngineShape, config: IndexConfig) -> int:
 
 def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -> MemoryPlan:
     """What one more context takes, its resident rows, slots and latents aside: an engine has them from the start."""
-    if shape.latents is not None and placement == "device":
+    if shape.compressed or (shape.latents is not None and placement == "device"):
         return MemoryPlan((), shape.max_context_len)
     kv_bytes = shape.kv_bytes(artifact.spec.context_len)
     kv = {"device_bytes": kv_bytes} if placement == "device" else {"pinned_bytes": kv_bytes}

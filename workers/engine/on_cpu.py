@@ -13,6 +13,7 @@ from csattn.cpu.arguments import word, words_of
 from csattn.cpu.tape import Tape
 from csattn.reach import Reach
 from csattn.search.sketch import describe_sketch, query_bytes
+from workers.engine.compressed_on_cpu import CompressedOnCpu
 from workers.engine.latent_rows import LatentChoice, LatentRows
 from workers.engine.row_plan import KEPT, RowPlan
 from workers.model.cpu.cpu_model import CpuModel
@@ -44,6 +45,8 @@ class AttendOnCpu:
         latents = {i: layer.latent for i, layer in enumerate(shape.layers) if layer.latent is not None}
         choice = LatentChoice(max_rows, max((latent.top_k or 0 for latent in latents.values()), default=0))
         self._latent = [LatentRows(layer_idx, latent, model, choice) for layer_idx, latent in latents.items()]
+        are_compressed = any(layer.compressed is not None for layer in shape.layers)
+        self.compressed = CompressedOnCpu(model) if are_compressed else None  # then all layers are, and no tape is
         # whose contexts and lengths are told alike; a model has one kind of them
         self._indexless: list[_LocalRows | LatentRows] = [*self._local, *self._latent]
         self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of
@@ -82,6 +85,8 @@ class AttendOnCpu:
             place[: len(requests)] = of_rows
         for number, local in enumerate(self._indexless):
             local.set_contexts([request.context.local_kv[number] for request in requests])
+        if self.compressed is not None:
+            self.compressed.set_contexts([request.context.compressed for request in requests])
         self._set_sketches(plan)
         self._chosen[:] = 0
         for row, source in enumerate(plan.sources):
@@ -109,6 +114,8 @@ class AttendOnCpu:
         context_lens = np.array([request.view.context_len for request in plan.requests])
         for local in self._indexless:
             local.set_lens(context_lens, tail_lens)
+        if self.compressed is not None:
+            self.compressed.set_lens([request.slot for request in plan.requests], context_lens, tail_lens)
         if not self._arguments:
             return
         heads = int(self._by_row["num_index_heads"][: len(tail_lens)].max())

@@ -3,7 +3,7 @@
 from csattn.config import SearchConfig
 from csattn.cuda import HOPPERS, limits
 from csattn.errors import ConfigError
-from csattn.models.spec import LatentSpec, ModelSpec
+from csattn.models.spec import CompressedSpec, LatentSpec, ModelSpec
 
 SELECTOR = "model"  # what such a request's reading names
 ROWS_AT_ONCE = 8  # of a step over one context, for which there are slots at least
@@ -13,6 +13,11 @@ _LEAST_DIM = 16  # of a matrix product on a GPU
 def latents_of(spec: ModelSpec) -> LatentSpec | None:
     """How its layers keep latents; all do, or none."""
     return spec.layers[0].latent
+
+
+def chooses_itself(spec: ModelSpec) -> bool:
+    """Whether the model itself says what its layers attend to: all do, or none."""
+    return spec.layers[0].latent is not None or spec.layers[0].compressed is not None
 
 
 def index_key_share(spec: ModelSpec) -> float:
@@ -26,39 +31,57 @@ def least_slots(latent: LatentSpec, context_len: int, most_rows: int = ROWS_AT_O
     return min(context_len, min(ROWS_AT_ONCE, most_rows) * (latent.top_k or 1))
 
 
-def rows_read(latent: LatentSpec, context_len: int, tail_len: int) -> float:
-    """Of a request with so many rows of its own: the mean over its tokens."""
+def rows_read(spec: ModelSpec, context_len: int, tail_len: int) -> float:
+    """Of a request with so many rows of its own: the mean over its tokens, and over layers that differ."""
     seen = range(context_len + 1, context_len + tail_len + 1)
-    read = seen if latent.top_k is None else [min(latent.top_k, num_rows) for num_rows in seen]
-    return sum(read) / max(1, tail_len)
+    if (latent := latents_of(spec)) is not None:
+        read = seen if latent.top_k is None else [min(latent.top_k, num_rows) for num_rows in seen]
+        return sum(read) / max(1, tail_len)
+    layers = [layer.compressed for layer in spec.layers if layer.compressed is not None]
+    of_all = sum(_rows_of(of, num_seen) for num_seen in seen for of in layers)
+    return of_all / max(1, tail_len * len(layers))
+
+
+def _rows_of(of: CompressedSpec, num_seen: int) -> int:
+    """That a token reads in such a layer, behind so many with its own."""
+    far = num_seen // of.ratio if of.ratio else 0
+    return min(of.window, num_seen) + (min(of.top_k, far) if of.indexer is not None else far)
 
 
 def require_own_choice(spec: ModelSpec, config: SearchConfig, selector: str) -> None:
     """Raise ConfigError for a request that says who chooses where the model does. `keep` is not looked at there."""
-    if (latent := latents_of(spec)) is None or (selector in ("csattn", "full") and config.rest in (None, "none")):
+    if not chooses_itself(spec) or (selector in ("csattn", "full") and config.rest in (None, "none")):
         return
     asked = f"selector {selector!r}" if selector not in ("csattn", "full") else f"rest {config.rest}"
-    raise ConfigError(f"{_chooses(latent)}, so {asked} has nothing to do there; leave it out")
+    raise ConfigError(f"{_chooses(spec)}, so {asked} has nothing to do there; leave it out")
 
 
 def require_plain_rows(spec: ModelSpec, what: str) -> None:
     """Raise ConfigError for what there is of keys and values only."""
-    if latents_of(spec) is not None:
-        raise ConfigError(f"{what} is for keys and values, and this model keeps latents instead; leave it out")
+    if chooses_itself(spec):
+        kept = "compressed rows" if latents_of(spec) is None else "latents"
+        raise ConfigError(f"{what} is for keys and values, and this model keeps {kept} instead; leave it out")
 
 
-def require_latents_placed(spec: ModelSpec, placement: str) -> None:
-    """Raise ConfigError where a GPU has no such layers, or not in that placement."""
+def require_choice_placed(spec: ModelSpec, placement: str) -> None:
+    """Raise ConfigError where a GPU has no layers of a model that chooses itself, or not in that placement."""
+    if not chooses_itself(spec):
+        return
+    chooses = _chooses(spec)
     if (latent := latents_of(spec)) is None:
+        if placement != "device":
+            raise ConfigError(
+                f"{chooses}; on a GPU they all lie there, for they are few: choose placement device, or cpu"
+            )
         return
     if placement != "device" and latent.top_k is None:
         raise ConfigError(
-            f"{_chooses(latent)}; placement {placement} would bring all of them over the link for each token: choose "
+            f"{chooses}; placement {placement} would bring all of them over the link for each token: choose "
             "placement device, or cpu"
         )
     if placement == "host":
         raise ConfigError(
-            f"{_chooses(latent)}; where a GPU attends it scores their index keys, too, and placement host has the CPU "
+            f"{chooses}; where a GPU attends it scores their index keys, too, and placement host has the CPU "
             "search: choose placement hybrid, device, or cpu"
         )
     for name, dim in (("latents", latent.kv_rank), ("parts that turn", latent.rope_dim)):
@@ -68,10 +91,12 @@ def require_latents_placed(spec: ModelSpec, placement: str) -> None:
                 "placement cpu"
             )
     if not limits().is_hopper or limits().block_bytes < HOPPERS.block_bytes:
-        raise ConfigError(f"{_chooses(latent)}, on GPUs like {HOPPERS}; this GPU has {limits()}: choose placement cpu")
+        raise ConfigError(f"{chooses}, on GPUs like {HOPPERS}; this GPU has {limits()}: choose placement cpu")
 
 
-def _chooses(latent: LatentSpec) -> str:
+def _chooses(spec: ModelSpec) -> str:
+    if (latent := latents_of(spec)) is None:
+        return "this model keeps a row for several tokens each, and chooses among them by an indexer of its own"
     if latent.top_k is None:
         return "this model keeps latents, and attends to all of them"
     return f"this model keeps latents, of which its own indexer chooses {latent.top_k:,} for each token"

@@ -11,14 +11,17 @@ from torch import Tensor
 from csattn.artifact import Artifact
 from csattn.config import IndexConfig
 from csattn.errors import ConfigError
+from csattn.models.compressed import compressed_states
 from csattn.models.weights import ModelWeights
 from csattn.search.device import DeviceLayerIndex, SketchShape, index_shape, to_device
 from offload.errors import MemoryPlanError, PinningError
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
 from workers.engine.attend_all import AttendAll, StreamedRows, reads_once
+from workers.engine.attend_compressed import AttendCompressed
 from workers.engine.attend_latents import AttendLatents
 from workers.engine.beside import finish_beside, run_beside, thread_beside
+from workers.engine.compressed_memory import CompressedMemory
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.local_layers import LocalLayers
@@ -26,6 +29,7 @@ from workers.engine.lossy_keys import warn_of_lossy_keys
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost, StepSearcher
+from workers.engine.own_choice import chooses_itself
 from workers.engine.own_on_device import OwnOnDevice, own_cache
 from workers.engine.own_rows import MovingRows, RowsInTails
 from workers.engine.shape import EngineShape
@@ -34,8 +38,8 @@ from workers.engine.step_model import StepModel
 from workers.model import ModelRunner
 from workers.model.attention import StepAttention
 
-_FarRows = DeviceRows | CachedRows | StreamedRows | LatentPlaces | CachedLatents
-_Attention = SearchOnDevice | SearchOnHost | AttendAll | AttendLatents
+_FarRows = DeviceRows | CachedRows | StreamedRows | LatentPlaces | CachedLatents | CompressedMemory
+_Attention = SearchOnDevice | SearchOnHost | AttendAll | AttendLatents | AttendCompressed
 _LOCKING_S = 0.012  # at least, between two steps of others: about what a step takes
 Progress = Callable[[str, int, int], None]  # what is being loaded, done, in all
 
@@ -77,13 +81,15 @@ class PlacedModel:
         self.own: OwnOnDevice | None = None  # where requests grow
         self._own_rows: tuple[PinnedRows, CachedRows] | None = None  # where the first of their rows move to the host
         of_indexed = None if sinks is None else sinks[list(self._spec.indexed_layers)]
-        self.far, self.attention = self._place(of_indexed)
+        self.far, self.attention = self._place(of_indexed, weights)
         inner: StepAttention = self.attention
         if shape.some_or_all:
             assert isinstance(self.far, DeviceRows) and reads_once(of_all(shape))
-            inner = SomeOrAll(inner, AttendAll(of_all(shape), self.far, device, of_indexed, self.attention.tails))
+            tails = self.attention.tails
+            assert isinstance(tails, Tensor)
+            inner = SomeOrAll(inner, AttendAll(of_all(shape), self.far, device, of_indexed, tails))
         self.local: LocalLayers | None = None
-        if shape.latents is None and len(self._spec.indexed_layers) < self._spec.num_layers:
+        if not chooses_itself(self._spec) and len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, inner, sinks, device)
         self.rows = self._rows()
         self._next_query: Tensor | None = None
@@ -135,7 +141,7 @@ class PlacedModel:
     def remove_context(self, context_id: int) -> None:
         """Forget a context, between steps."""
         self._wait()
-        if not isinstance(self.attention, AttendAll | AttendLatents):
+        if not isinstance(self.attention, AttendAll | AttendLatents | AttendCompressed):
             self.attention.unload(context_id)
         if isinstance(self.attention, SearchOnHost):
             assert self._searcher is not None
@@ -164,8 +170,18 @@ class PlacedModel:
                 f"{self.shape.max_context_len:,}; start it with a larger max_context_len"
             )
 
-    def _place(self, sinks: Tensor | None) -> tuple[_FarRows, _Attention]:
+    def begin_request(self, tail_id: int, context_id: int) -> None:
+        """What layers keep of it besides rows begins as its context has left it; -1: as without one."""
+        if isinstance(self.far, CompressedMemory):
+            self.far.begin_request(tail_id, context_id)
+        elif self.local is not None:
+            self.local.begin_request(tail_id, context_id)
+
+    def _place(self, sinks: Tensor | None, weights: ModelWeights) -> tuple[_FarRows, _Attention]:
         shape, device = self.shape, self.device
+        if shape.compressed:
+            memory, layers = CompressedMemory(shape, device), [layer.compressed for layer in weights.layers]
+            return memory, AttendCompressed(shape, [of for of in layers if of is not None], memory, device)
         if shape.latents is not None:
             everything = self.placement == "device"
             latents = LatentPlaces(shape, device) if everything else CachedLatents(shape, self._num_slots, device)
@@ -198,6 +214,8 @@ class PlacedModel:
 
     def _rows(self) -> RowsInTails:
         tails = self.attention.tails
+        if not isinstance(tails, Tensor):  # of layers that differ, whose rows are not all that a request goes on from
+            return RowsInTails(tails[0][None])
         if self._own_rows is None:
             return RowsInTails(tails)
         others = set(range(self._spec.num_layers)) - set(self._spec.indexed_layers)
@@ -209,7 +227,7 @@ class PlacedModel:
         with ExitStack() as undo:
             with self._together():
                 built = artifact.local_kv() if self.shape.latents is not None else artifact.indexed_kv()
-                if not isinstance(self.far, DeviceRows | LatentPlaces):
+                if not isinstance(self.far, DeviceRows | LatentPlaces | CompressedMemory):
                     self._load_on_host(context_id, built, undo, meanwhile)
                 run_beside(self._loader, partial(self._load_on_device, context_id, artifact, built, undo), meanwhile)
                 if isinstance(self.attention, SearchOnHost):
@@ -240,6 +258,8 @@ class PlacedModel:
         """In places of its own, which steps over other contexts do not read."""
         if isinstance(self.far, LatentPlaces):
             self.far.load(context_id, built)
+        elif isinstance(self.far, CompressedMemory):
+            self.far.load(context_id, compressed_states(artifact), artifact.spec.context_len)
         elif isinstance(self.far, DeviceRows):
             tell = partial(self._on_progress, "loading KV")
             self.far.load(context_id, context_layers(self.shape, built), tell)

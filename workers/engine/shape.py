@@ -10,7 +10,7 @@ from torch import Tensor
 from csattn.attention.device import RowCoding
 from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
-from csattn.models.spec import LatentSpec
+from csattn.models.spec import CompressedSpec, LatentSpec
 from csattn.reach import Reach
 from csattn.rest.device import moments_shape
 from csattn.search.device import RowsShape
@@ -54,6 +54,7 @@ class EngineShape:
     local: tuple[Reach, ...] = ()  # of the layers without an index, which all of the above leaves out
     local_heads: tuple[int, int] | None = None  # their KV heads, and how wide; None: as those above
     latents: LatentSpec | None = None  # all layers keep them: of a model that chooses from them itself
+    compressed: tuple[CompressedSpec, ...] = ()  # of each layer, likewise
     # of each layer, the number of that whose rows of a context it attends to; empty: all have their own
     lenders: tuple[int, ...] = ()
     state_bytes: int = 0  # of a request or a context, in layers that keep a state instead of rows
@@ -128,6 +129,8 @@ class EngineShape:
 
     def kv_bytes(self, context_len: int) -> int:
         """KV of a context, all layers."""
+        if self.compressed:
+            return sum(of.context_numbers(context_len) for of in self.compressed) * self.dtype.itemsize
         return (len(set(self.lenders)) or self.num_layers) * self.num_kv_heads * context_len * self.context_row_bytes
 
     @property

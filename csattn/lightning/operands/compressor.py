@@ -78,24 +78,25 @@ class Compressor:
         self._pending = kv[num_blocks * ratio :].clone(), gate[num_blocks * ratio :].clone()
         if not num_blocks:
             return kv.new_empty(0, weights.head_dim)
-        blocks = kv[: num_blocks * ratio].view(num_blocks, ratio, width)
-        biased = gate[: num_blocks * ratio].view(num_blocks, ratio, width) + weights.position_bias
+        blocks, gates = (x[: num_blocks * ratio].view(num_blocks, ratio, width) for x in (kv, gate))
         first = self._num_keys
         self._num_keys += num_blocks
         positions = torch.arange(first, self._num_keys, device=blocks.device) * ratio
-        return make_keys(*self._with_overlap(blocks, biased), weights, positions)
+        kv, gate = self._with_overlap(blocks, gates)
+        return make_keys(kv, gate, weights, positions)
 
     def _with_overlap(self, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
         """Rows that each key is pooled from: first channels of the block before, then the other channels of its own."""
+        bias = self._weights.position_bias
         if not self._weights.overlap:
-            return kv, gate
+            return kv, gate + bias
         head_dim = self._weights.head_dim
         rows = []
         for before, own in zip(self._before, (kv, gate), strict=True):
             earlier = torch.cat((before, own[:-1, :, :head_dim]))
             rows.append(torch.cat((earlier, own[..., head_dim:]), dim=1))
         self._before = kv[-1:, :, :head_dim].clone(), gate[-1:, :, :head_dim].clone()
-        return rows[0], rows[1]
+        return rows[0], rows[1] + torch.cat(bias.split(head_dim, dim=1))
 
     @property
     def unfinished(self) -> tuple[Tensor, Tensor]:

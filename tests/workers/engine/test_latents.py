@@ -27,7 +27,7 @@ from workers.engine.gpu_engine import GpuEngine
 from workers.engine.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.memory import require_weights
 from workers.engine.opening import open_engine
-from workers.engine.own_choice import require_latents_placed
+from workers.engine.own_choice import require_choice_placed
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 CONTEXT, QUESTION = token_ids(300), token_ids(7, seed=5).tolist()
@@ -315,4 +315,4 @@ def test_nobody_looks_on(model: LoadedModel, on_gpu: None) -> None:
 
 def test_gpus_before_hopper_refuse_models_of_latents(as_ampere: None) -> None:
     with pytest.raises(ConfigError, match=r"on GPUs like compute capability 9\.0 .* this GPU has compute .* 99 KiB"):
-        require_latents_placed(describe(tiny_config("deepseek_v3")), "device")
+        require_choice_placed(describe(tiny_config("deepseek_v3")), "device")

@@ -14,14 +14,14 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import DeltaSpec, HeadsSpec, Temper
-from csattn.models.weights import Frequencies, weights_of
+from csattn.models.spec import CompressedSpec, DeltaSpec, HeadsSpec, Temper
+from csattn.models.weights import CompressedLayerWeights, Frequencies, weights_of
 from offload.host_memory import sparse_zeros
 from workers.model.attention import StepAttention
 from workers.model.cpu.notes import RowTape
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import DeltaState, LatentRoom, Rotation
+from workers.model.ops import CompressedRoom, DeltaState, LatentRoom, Rotation
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -74,6 +74,7 @@ class CpuModel:
         self._rotations = layers.rotations
         # of each layer, what its attention reads and writes instead of q
         self.latents: list[LatentRoom | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
+        self._compressed = [layers.compressed(layer_idx) for layer_idx in range(shape.num_layers)]
         # of each layer [max_rows, num_q_heads, head_dim], and what it attends to, flat
         rooms = [layers.heads(layer_idx) for layer_idx in range(shape.num_layers)]
         self.queries, self.outputs = [x.q.numpy() for x in rooms], [x.attended.flatten(1).numpy() for x in rooms]
@@ -104,6 +105,13 @@ class CpuModel:
         for place, of_context in zip([state for state in self.states if state is not None], states, strict=True):
             place.conv[slot, 0] = torch.tensor(of_context["conv"])
             place.memory[slot, 0] = torch.tensor(of_context["memory"])
+
+    def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedRoom, CompressedLayerWeights]:
+        """Of a layer of compressed attention, what it attends by."""
+        spec, room = self.shape.layers[layer_idx].compressed, self._compressed[layer_idx]
+        weights = self._weights.layers[layer_idx].compressed
+        assert spec is not None and room is not None and weights is not None
+        return spec, room, weights
 
     def commit(self, slots: Collection[int]) -> None:
         """What the step has made of these requests' states is what the next one reads."""
@@ -171,6 +179,9 @@ class _Cutting(StepAttention):
         self.tapes.append(self._ops.cut())
 
     def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
+        self.tapes.append(self._ops.cut())
+
+    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
         self.tapes.append(self._ops.cut())
 
     def end_step(self, rows: StepRows) -> None:

@@ -1,0 +1,223 @@
+"""Steps of compressed attention attend as the same layer does over the whole sequence, on the CPU and on a device.
+
+Requests over contexts of any length, in steps of any rows; what idle rows hold changes nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from csattn.batch import StepRows, make_step_rows
+from csattn.config import SearchConfig
+from csattn.lightning.compressed import CompressedAttention, CompressedWeights
+from csattn.models.families import describe
+from csattn.models.weights import CompressedLayerWeights, Linear, weights_of
+from tests.cuda_on_cpu.emulated import DEVICE
+from tests.tiny import make_model
+from workers.engine.attend_compressed import AttendCompressed
+from workers.engine.compressed_memory import CompressedMemory, compressed_bytes
+from workers.engine.compressed_on_cpu import CompressedOnCpu
+from workers.engine.shape import EngineShape
+from workers.model.ops import CompressedRoom
+
+HIDDEN, CAPACITY, MAX_ROWS, NUM_TAILS = 64, 50, 16, 3
+CONTEXT_LENS = (0, 3, 40, 171)  # none, shorter than a window, ending within a row, one of whose rows are chosen
+
+
+@dataclass(frozen=True)
+class Layers:
+    """All kinds, one after the other, each read by itself."""
+
+    model: Any
+    weights: list[CompressedLayerWeights]
+
+    def whole(self, layer_idx: int) -> CompressedAttention:
+        attention = self.model.model.layers[layer_idx].self_attn
+        return CompressedAttention(CompressedWeights.of(attention, self.model.model.rotary_emb))
+
+
+@pytest.fixture(scope="module")
+def layers() -> Layers:
+    model = make_model("deepseek_v4")
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    model = model.to(DEVICE)
+    return Layers(model, [layer.compressed for layer in weights_of(model).layers])
+
+
+@dataclass
+class Steps:
+    """Runs steps of some requests: rows are a request's number, its context's, and how many rows of its own it sees."""
+
+    begin: Callable[[int, int], None]  # a request, over a context; -1: none
+    attend: Callable[[int, list[tuple[int, int, int]], CompressedRoom], None]  # a layer
+
+
+def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
+    spec = describe(layers.model.config)
+    shape = EngineShape(
+        num_layers=spec.num_layers,
+        num_q_heads=spec.num_q_heads,
+        num_kv_heads=1,
+        num_index_heads=1,
+        head_dim=spec.head_dim,
+        dtype=torch.float32,
+        softmax_scale=1.0,
+        search=SearchConfig(),
+        max_context_len=max(CONTEXT_LENS) + 2,
+        batch_sizes=(1, MAX_ROWS),
+        num_contexts=len(CONTEXT_LENS),
+        num_tails=NUM_TAILS,
+        tail_capacity=CAPACITY,
+        attends_all=True,
+        compressed=tuple(layer.compressed for layer in spec.layers),  # type: ignore[misc]
+    )
+    memory = CompressedMemory(shape, DEVICE)
+    assert memory.nbytes == compressed_bytes(shape)
+    for layer in memory.layers:
+        for part in (layer.rows, layer.keys, layer.pending):
+            part.fill_(torch.nan)
+    for context_id, (of_layers, context_len) in enumerate(zip(states, CONTEXT_LENS, strict=True)):
+        memory.load(context_id, [state_on(of, "cpu") for of in of_layers], context_len)
+    attention = AttendCompressed(shape, layers.weights, memory, DEVICE)
+
+    def attend(layer_idx: int, rows: list[tuple[int, int, int]], room: CompressedRoom) -> None:
+        step = step_rows(rows)
+        if layer_idx:  # which finds what it sees in the first layer
+            attention._seen = memory.find(step)
+        attention.attend_compressed(layer_idx, room, step)
+
+    return Steps(memory.begin_request, attend)
+
+
+def step_rows(rows: list[tuple[int, int, int]]) -> StepRows:
+    step = make_step_rows(MAX_ROWS, DEVICE)
+    for row, (tail, context, tail_len) in enumerate(rows):
+        step.context_ids[row], step.tail_ids[row], step.tail_lens[row] = context, tail, tail_len
+        step.positions[row] = (CONTEXT_LENS[context] if context >= 0 else 0) + tail_len - 1
+    return step
+
+
+def on_cpu(layers: Layers, states: list[list[Any]]) -> Steps:
+    spec, num_layers = describe(layers.model.config), len(layers.weights)
+    rooms: dict[int, CompressedRoom] = {i: room_of(layers, i) for i in range(num_layers)}
+    model: Any = SimpleNamespace(
+        shape=SimpleNamespace(num_layers=num_layers),
+        max_rows=MAX_ROWS,
+        tails=[torch.full((NUM_TAILS, 1, CAPACITY, 2, spec.head_dim), torch.nan) for _ in rooms],
+        compressed=lambda i: (spec.layers[i].compressed, rooms[i], layers.weights[i]),
+    )
+    attention = CompressedOnCpu(model)
+    nothing = [layers.whole(layer_idx).state for layer_idx in range(num_layers)]
+
+    def begin(tail: int, context: int) -> None:
+        context_len = CONTEXT_LENS[context] if context >= 0 else 0
+        attention.begin_request(tail, states[context] if context >= 0 else nothing, context_len)
+
+    def attend(layer_idx: int, rows: list[tuple[int, int, int]], room: CompressedRoom) -> None:
+        tails, contexts, lens = map(list, zip(*rows, strict=True))
+        context_lens = torch.tensor([CONTEXT_LENS[i] if i >= 0 else 0 for i in contexts]).numpy()
+        attention.set_contexts([states[i] if i >= 0 else nothing for i in contexts])
+        attention.set_lens(tails, context_lens, torch.tensor(lens).numpy())
+        mine = rooms[layer_idx]
+        mine.inputs.copy_(room.inputs)
+        mine.projected.copy_(room.projected)
+        attention.attend(layer_idx)
+        room.attended.copy_(mine.attended)
+
+    return Steps(begin, attend)
+
+
+def state_on(state: Any, device: str) -> Any:
+    return type(state)(*(getattr(state, name).to(device) for name in ("window", "rows", "keys", "pending")))
+
+
+def room_of(layers: Layers, layer_idx: int) -> CompressedRoom:
+    of = describe(layers.model.config).layers[layer_idx].compressed
+    assert of is not None
+
+    def room(*sizes: int) -> Tensor:
+        return torch.full(sizes, torch.nan, device=DEVICE)
+
+    return CompressedRoom(
+        latents=room(MAX_ROWS, of.q_rank),
+        normed=room(MAX_ROWS, of.q_rank),
+        projected=room(MAX_ROWS, of.q_width + of.index_q_width),
+        inputs=room(MAX_ROWS, sum(of.in_widths[1:])),
+        attended=room(of.num_groups, MAX_ROWS, of.q_width // of.num_groups),
+        grouped=room(MAX_ROWS, of.out_width),
+    )
+
+
+def products(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:
+    return torch.cat([linear(x, each.weight) for each in linears], dim=-1)
+
+
+def project(weights: CompressedLayerWeights, hidden: Tensor, room: CompressedRoom) -> None:
+    latents = linear(hidden, weights.latents.weight)
+    normed = rms_norm(latents, latents.shape[1:], weights.latent_norm, weights.eps)
+    room.projected[: len(hidden)] = products(normed, weights.queries)
+    room.inputs[: len(hidden)] = products(hidden, weights.inputs)
+
+
+def finish(layers: Layers, layer_idx: int, room: CompressedRoom, num_rows: int) -> Tensor:
+    attention = layers.model.model.layers[layer_idx].self_attn
+    groups = attention.o_a_proj.weight.view(len(room.attended), -1, room.attended.shape[2])
+    return linear(
+        torch.einsum("gti,gri->tgr", room.attended[:, :num_rows], groups).flatten(1), attention.o_b_proj.weight
+    )
+
+
+@pytest.mark.parametrize("layer_idx", range(4))
+@pytest.mark.parametrize(
+    "where", ["cpu", pytest.param("device", marks=pytest.mark.gpu)] if DEVICE.type == "cuda" else ["cpu", "device"]
+)
+@pytest.mark.parametrize("num_rows", [1, 5, MAX_ROWS])
+@torch.no_grad()
+def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int, where: str, num_rows: int) -> None:
+    if where == "cpu" and DEVICE.type == "cuda":
+        pytest.skip("tested where there is no device")
+    contexts = [torch.randn(length, HIDDEN, device=DEVICE) for length in CONTEXT_LENS]
+    states, wanted, own = [], {}, {}
+    for context_id, hidden in enumerate(contexts):
+        whole = [layers.whole(i) for i in range(4)]
+        for attention in whole:
+            if len(hidden):
+                attention.append(hidden)
+        states.append([attention.state for attention in whole])
+    steps = (on_cpu if where == "cpu" else on_device)(layers, states)
+    requests = {0: 3, 1: 2, 2: 1}  # contexts by tail
+    for again in (False, True):  # tails are used again, by requests over other contexts
+        if again:
+            requests = {0: -1, 1: 3, 2: 0}
+        for tail, context in requests.items():
+            own[tail] = torch.randn(CAPACITY, HIDDEN, device=DEVICE)
+            before = contexts[context] if context >= 0 else contexts[0]
+            wanted[tail] = layers.whole(layer_idx).append(torch.cat((before, own[tail])))[len(before) :]
+            steps.begin(tail, context)
+        room, done = room_of(layers, layer_idx), dict.fromkeys(requests, 0)
+        while min(done.values()) < CAPACITY:
+            rows: list[tuple[int, int, int]] = []
+            for tail, context in requests.items():
+                more = min(CAPACITY - done[tail], max(1, num_rows * (tail + 1) // 6), MAX_ROWS - len(rows))
+                rows += [(tail, context, done[tail] + i + 1) for i in range(more)]
+            rows = rows[:num_rows]
+            if not rows:
+                break
+            hidden = torch.stack([own[tail][tail_len - 1] for tail, _, tail_len in rows])
+            project(layers.weights[layer_idx], hidden, room)
+            steps.attend(layer_idx, rows, room)
+            got = finish(layers, layer_idx, room, len(rows))
+            want = torch.stack([wanted[tail][tail_len - 1] for tail, _, tail_len in rows])
+            torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+            for tail, _, tail_len in rows:
+                done[tail] = tail_len
+            requests = dict([*requests.items()][1:] + [*requests.items()][:1])  # each in its turn
+            if all(done[tail] == CAPACITY for tail in requests):
+                break

@@ -1,0 +1,147 @@
+"""What layers of compressed attention keep of contexts and requests on a device, and where steps find it.
+
+A layer's rows lie in one piece: contexts' last rows, requests' own, then compressed rows, contexts' before requests'.
+Index keys lie in another, like the compressed rows. So a number says where a row lies, and where its key does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csattn.batch import StepRows
+from csattn.lightning.compressed import CompressedState
+from csattn.models.spec import CompressedSpec
+from offload.staging import copy_to_device
+from workers.engine.shape import EngineShape
+
+
+@dataclass(frozen=True, slots=True)
+class SeenCompressed:
+    """Compressed rows that the rows of a step see, of one batch size and all layers of a ratio."""
+
+    places: Tensor  # [batch_size, most] int32, each its context's first, then its request's; -1 behind them
+    lens: Tensor  # [batch_size] int32
+    written: Tensor  # [batch_size] int64: where the compressed row lies that ends with the row, or one nobody reads
+    first: Tensor  # [batch_size] int64: position of the first of its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SeenRows:
+    """Of one batch size."""
+
+    slots: Tensor  # [batch_size] int64: of the rows' requests; of idle rows one behind all
+    near: Tensor  # [batch_size, window] int32: where rows lie that are seen one by one, -1: none
+    own: Tensor  # [batch_size] int64: where the row's own lies, or one nobody reads
+
+
+class CompressedMemory:
+    """Owns it, of all layers."""
+
+    def __init__(self, shape: EngineShape, device: torch.device) -> None:
+        first = shape.compressed[0]
+        self._shape, self._device, self._before = shape, device, first.window - 1
+        num_own = shape.num_tails * shape.tail_capacity
+        self._first_own = shape.num_contexts * self._before
+        self.first_compressed = self._first_own + num_own + 1  # behind one that nobody reads
+        self.layers = [_Layer(shape, of, self.first_compressed, device) for of in shape.compressed]
+        own = slice(self._first_own, self._first_own + num_own)
+        sizes = shape.num_tails, 1, shape.tail_capacity, 2, shape.head_dim
+        self.tails = [layer.rows[own].view(sizes) for layer in self.layers]
+        self._lens = torch.zeros(shape.num_contexts + 1, dtype=torch.int64, device=device)  # the last: of no context
+        self._pending: dict[int, tuple[int, list[Tensor]]] = {}  # by context, its length and what its last tokens add
+
+    def __repr__(self) -> str:
+        return f"<CompressedMemory {len(self._pending)} contexts>"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for layer in self.layers for part in (layer.rows, layer.keys, layer.pending))
+
+    def load(self, context_id: int, states: Sequence[CompressedState], context_len: int) -> None:
+        """Give a place to a context. No step may read it yet."""
+        for layer, state in zip(self.layers, states, strict=True):
+            start, end = context_id * layer.rows_of_context, (context_id + 1) * self._before
+            for kept, memory, first in (
+                (state.window, layer.rows, end - len(state.window)),
+                (state.rows, layer.rows, self.first_compressed + start),
+                (state.keys, layer.keys, start),
+            ):
+                if len(kept):
+                    copy_to_device(kept, memory[first : first + len(kept)])
+        self._pending[context_id] = context_len, [state.pending.to(self._device) for state in states]
+        self._lens[context_id] = context_len
+
+    def unload(self, context_id: int) -> None:
+        self._lens[context_id] = 0
+        del self._pending[context_id]
+
+    def begin_request(self, tail_id: int, context_id: int) -> None:
+        """What its context's last tokens add to compressed rows that its own will end; -1: nothing."""
+        if context_id < 0:
+            return
+        context_len, states = self._pending[context_id]
+        for layer, pending in zip(self.layers, states, strict=True):
+            positions = torch.arange(context_len - len(pending), context_len, device=self._device)
+            layer.pending[tail_id, positions % max(1, layer.pending.shape[1])] = pending
+
+    def find(self, rows: StepRows) -> tuple[SeenRows, dict[int, SeenCompressed]]:
+        """What a step's rows see: by ratio, too."""
+        shape, before, positions = self._shape, self._before, rows.positions
+        is_active = rows.tail_lens > 0
+        slots = torch.where(is_active, rows.tail_ids.long(), shape.num_tails)
+        contexts, tail_lens = rows.context_ids.long(), rows.tail_lens.long()
+        context_lens = self._lens[contexts]
+        at = positions[:, None] - before + torch.arange(before + 1, device=self._device)  # seen one by one
+        of_context = contexts[:, None] * before + at - context_lens[:, None] + before
+        of_own = self._first_own + slots[:, None] * shape.tail_capacity + at - context_lens[:, None]
+        near = torch.where(at < context_lens[:, None], of_context, of_own)
+        near = near.masked_fill((at < 0) | ~is_active[:, None], -1).int()
+        own = self._first_own + slots * shape.tail_capacity + tail_lens - 1
+        own = torch.where(is_active, own, self.first_compressed - 1)
+        by_ratio = {}
+        for ratio in {of.ratio for of in shape.compressed if of.ratio}:
+            layer = next(x for x, of in zip(self.layers, shape.compressed, strict=True) if of.ratio == ratio)
+            num_seen, num_of_context = (positions + 1) // ratio, context_lens // ratio
+            most = layer.rows_of_context + layer.rows_of_request
+            numbers = torch.arange(most, device=self._device)
+            far = contexts[:, None] * layer.rows_of_context + numbers
+            requests = shape.num_contexts * layer.rows_of_context
+            first_own = requests + slots * layer.rows_of_request - num_of_context
+            places = torch.where(numbers < num_of_context[:, None], far, first_own[:, None] + numbers)
+            num_seen = torch.where(is_active, num_seen, 0)
+            places = places.masked_fill(numbers >= num_seen[:, None], -1).int()
+            ends = is_active & ((positions + 1) % ratio == 0)
+            nowhere = requests + shape.num_tails * layer.rows_of_request
+            written = torch.where(ends, first_own + num_seen - 1, nowhere)
+            by_ratio[ratio] = SeenCompressed(places, num_seen.int(), written, (positions + 1 - ratio).clamp(min=0))
+        return SeenRows(slots, near, own), by_ratio
+
+
+class _Layer:
+    def __init__(self, shape: EngineShape, of: CompressedSpec, first_compressed: int, device: torch.device) -> None:
+        self.rows_of_context = shape.max_context_len // of.ratio if of.ratio else 0
+        self.rows_of_request = shape.tail_capacity // of.ratio + 1 if of.ratio else 0
+        num_rows = shape.num_contexts * self.rows_of_context + shape.num_tails * self.rows_of_request + 1
+        key_dim = of.indexer.head_dim if of.indexer is not None else 0
+        self.rows = torch.zeros(first_compressed + num_rows, of.head_dim, dtype=shape.dtype, device=device)
+        self.keys = torch.zeros(num_rows if key_dim else 0, key_dim, dtype=shape.dtype, device=device)
+        # of requests, and of idle rows, the last tokens' parts of compressed rows, by their position: of one step, and
+        # of those before it
+        num_pending = max(shape.batch_sizes) + of.span if of.ratio else 0
+        width = 2 * sum(of.compressed_widths)
+        self.pending = torch.zeros(shape.num_tails + 1, num_pending, width, device=device)
+
+
+def compressed_bytes(shape: EngineShape) -> int:
+    """On the device, of contexts and requests: they have their places from the start."""
+    return CompressedMemory(shape, torch.device("meta")).nbytes
+
+
+def compressed_working_bytes(shape: EngineShape) -> int:
+    """Of what steps see, with scores, and while places are found: numbers of 8 bytes at most."""
+    seen = [shape.compressed[0].window]
+    for ratio in {of.ratio for of in shape.compressed if of.ratio}:
+        seen.append((shape.max_context_len + shape.tail_capacity) // ratio + 1)
+    return sum(seen) * (8 * sum(shape.batch_sizes) + 24 * max(shape.batch_sizes))

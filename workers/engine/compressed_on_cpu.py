@@ -1,0 +1,141 @@
+"""Layers of compressed attention in steps on the CPU: what they keep of requests, and how rows attend.
+
+Each row by itself, in torch: it sees the last rows, its context's and its own, and compressed rows, its context's
+before those that its own tokens have made.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.lightning import Operands, top_k
+from csattn.lightning.compressed import CompressedState
+from csattn.lightning.score.cpu import score_tile
+from csattn.models.compressed import added, compressed_queries, compressed_rows, grouped, own_rows
+from csattn.models.spec import CompressedSpec
+from csattn.models.weights import CompressedLayerWeights
+from offload.host_memory import sparse_zeros
+from workers.model.cpu.cpu_model import CpuModel
+from workers.model.ops import CompressedRoom
+
+
+class CompressedOnCpu:
+    """All layers of a model, and what requests have made in each."""
+
+    def __init__(self, model: CpuModel) -> None:
+        self._layers = [_Layer(model, layer_idx) for layer_idx in range(model.shape.num_layers)]
+
+    def begin_request(self, slot: int, contexts: Sequence[CompressedState], context_len: int) -> None:
+        """contexts: what its context has left in each layer."""
+        for layer, state in zip(self._layers, contexts, strict=True):
+            layer.begin_request(slot, state, context_len)
+
+    def set_contexts(self, contexts: Sequence[Sequence[CompressedState]]) -> None:
+        """Of the rows of the next steps, by layer."""
+        self._contexts = contexts
+
+    def set_lens(self, slots: list[int], context_lens: NDArray[np.int64], tail_lens: NDArray[np.int64]) -> None:
+        """Of the rows of the next step; rows of a request stand in their order."""
+        self._slots = torch.tensor(slots)
+        self._context_lens, self._tail_lens = torch.from_numpy(context_lens), torch.from_numpy(tail_lens)
+
+    def attend(self, layer_idx: int) -> None:
+        states = [of_layers[layer_idx] for of_layers in self._contexts]
+        self._layers[layer_idx].attend(states, self._slots, self._context_lens, self._tail_lens)
+
+
+class _Layer:
+    """Requests' own rows are those of the model's tails."""
+
+    def __init__(self, model: CpuModel, layer_idx: int) -> None:
+        spec, room, weights = model.compressed(layer_idx)
+        self._spec: CompressedSpec = spec
+        self._room: CompressedRoom = room
+        self._weights: CompressedLayerWeights = weights
+        self._own = model.tails[layer_idx].flatten(3)[:, 0]  # [num_tails, tail_capacity, head_dim]
+        num_tails, tail_capacity, _ = self._own.shape
+        self._dtype, self._scale = self._own.dtype, spec.head_dim**-0.5
+        # of a request, the last tokens' parts of compressed rows, by their position: of one step, and those before it
+        self._num_pending = model.max_rows + spec.span
+        width = 2 * sum(spec.compressed_widths)
+        self._pending = torch.zeros(num_tails, self._num_pending if spec.ratio else 0, width)
+        num_rows = tail_capacity // spec.ratio + 1 if spec.ratio else 0
+        self._rows = _room(num_tails, num_rows, spec.head_dim, self._dtype)
+        self._keys = _room(num_tails, num_rows, spec.indexer.head_dim if spec.indexer else 0, self._dtype)
+
+    def begin_request(self, slot: int, state: CompressedState, context_len: int) -> None:
+        if self._spec.ratio:
+            positions = torch.arange(context_len - len(state.pending), context_len)
+            self._pending[slot, positions % self._num_pending] = state.pending
+
+    def attend(self, states: list[CompressedState], slots: Tensor, context_lens: Tensor, tail_lens: Tensor) -> None:
+        spec, weights, room, num_rows = self._spec, self._weights, self._room, len(slots)
+        inputs, projected = room.inputs[:num_rows], room.projected[:num_rows]
+        positions = context_lens + tail_lens - 1
+        self._own[slots, tail_lens - 1] = own_rows(inputs, weights, positions).to(self._dtype)
+        if spec.ratio:
+            self._compress(inputs, slots, positions, context_lens // spec.ratio)
+        asked = compressed_queries(projected, inputs, weights, spec, positions)
+        attended = torch.empty_like(asked.q)
+        for row, (state, slot, tail_len) in enumerate(zip(states, slots.tolist(), tail_lens.tolist(), strict=True)):
+            of_context = max(0, min(len(state.window), spec.window - tail_len))
+            seen = [state.window[len(state.window) - of_context :], self._own[slot, :tail_len][-spec.window :]]
+            if spec.ratio:
+                num_own = (int(positions[row]) + 1) // spec.ratio - len(state.rows)
+                far = state.rows, self._rows[slot, :num_own]
+                if asked.index_q is not None and asked.index_weights is not None:
+                    keys = state.keys, self._keys[slot, :num_own]
+                    far = self._chosen(asked.index_q[row], asked.index_weights[row], keys, far)
+                seen += far
+            attended[row] = _attend(asked.q[row], torch.cat(seen).float(), weights.sinks, self._scale)
+        room.attended[:, :num_rows] = grouped(attended, weights, spec, positions)
+
+    def _compress(self, inputs: Tensor, slots: Tensor, positions: Tensor, num_of_context: Tensor) -> None:
+        """Take up what the rows add, and make the compressed rows that end with one of them."""
+        spec, weights = self._spec, self._weights
+        self._pending[slots, positions % self._num_pending] = added(inputs, spec)
+        ends = ((positions + 1) % spec.ratio == 0).nonzero()[:, 0]
+        if not len(ends):
+            return
+        slots, last = slots[ends], positions[ends]
+        span = last[:, None] + torch.arange(1 - spec.span, 1)
+        of_rows, of_keys = spec.compressed_widths
+        pending = self._pending[slots[:, None], span % self._num_pending]
+        parts = torch.split(pending, [of_rows, of_rows, of_keys, of_keys], -1)
+        first, at = last + 1 - spec.ratio, (last + 1) // spec.ratio - 1 - num_of_context[ends]
+        assert weights.rows is not None
+        self._rows[slots, at] = compressed_rows(parts[0], parts[1], weights.rows, first).to(self._dtype)
+        if weights.keys is not None:
+            self._keys[slots, at] = compressed_rows(parts[2], parts[3], weights.keys, first).to(self._dtype)
+
+    def _chosen(
+        self, q: Tensor, head_weights: Tensor, keys: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Of the context's and the request's own, those of the best keys."""
+        most, num_rows = self._spec.top_k, sum(map(len, rows))
+        if num_rows <= most:
+            return rows
+        scores, start = torch.empty(1, num_rows), 0
+        for some in keys:
+            operands = Operands(q[None].to(some.dtype), some, head_weights[None])
+            lens = torch.tensor([len(some)], dtype=torch.int32)
+            score_tile(operands, range(len(some)), lens, scores[:, start : start + len(some)])
+            start += len(some)
+        chosen = top_k(scores, most, order="position")[0].long()
+        of_context = chosen < len(rows[0])
+        return rows[0][chosen[of_context]], rows[1][chosen[~of_context] - len(rows[0])]
+
+
+def _room(num_tails: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[num_tails, num_rows, width]: it costs memory once it is written."""
+    num_bytes = num_tails * num_rows * width * dtype.itemsize
+    return torch.from_numpy(sparse_zeros(num_bytes)).view(dtype).view(num_tails, num_rows, width)
+
+
+def _attend(q: Tensor, rows: Tensor, sinks: Tensor, softmax_scale: float) -> Tensor:
+    """[num_heads, head_dim]. q: likewise; rows: [num_rows, head_dim], each key and value; all float32."""
+    logits = torch.cat((q @ rows.T * softmax_scale, sinks[:, None]), dim=1)
+    return logits.softmax(1)[:, :-1] @ rows

@@ -78,10 +78,10 @@ class ModelGeometry:
                 )
 
     def _check_compressed(self) -> None:
-        are_compressed = [reach == COMPRESSED for reach in self.reaches]
-        if any(are_compressed) != all(are_compressed):
+        has_some = COMPRESSED in self.reaches
+        if has_some and set(self.reaches) != {COMPRESSED}:
             raise ConfigError(f"all layers have compressed rows, or none has, got {self.reaches}")
-        wanted = 1 + 3 * self.num_layers if self.reaches and all(are_compressed) else 0
+        wanted = 1 + 3 * self.num_layers if has_some else 0
         are_sizes = all(type(x) is int and x >= 0 for x in self.compressed) and all(self.compressed[:1])
         layers = [self.compressed[i : i + 3] for i in range(1, len(self.compressed), 3)]
         if (

@@ -30,6 +30,7 @@ from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
 
 REFUSED = {
+    "layers of compressed rows": {"deepseek_v4"},
     "experts with norms of their own": {"gemma4_text, experts"},
     "layers that attend to rows of others": {"gemma4_text, inputs"},
     "layers of latents": {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"},

@@ -20,6 +20,7 @@ TITLES = {
     "cwm": "CWM",
     "deepseek_v3": "DeepSeek-V3, R1, V3.1",
     "deepseek_v32": "DeepSeek-V3.2",
+    "deepseek_v4": "DeepSeek-V4",
     "dots1": "dots.llm1",
     "ernie4_5": "ERNIE 4.5",
     "ernie4_5_moe": "ERNIE 4.5 MoE",
@@ -101,11 +102,15 @@ def table() -> str:
 
 def attention(spec: ModelSpec) -> str:
     kinds = [layer.attention for layer in spec.layers if layer.delta is None]
+    compressed = [layer.compressed for layer in spec.layers if layer.compressed is not None]
     latents = [layer.latent for layer in spec.layers if layer.latent is not None]
     said = {
         "latents, all of them": any(latent.top_k is None for latent in latents),
         "latents, by its own indexer": any(latent.indexer is not None for latent in latents),
         "of which some layers share a choice": any(x.top_k is not None and x.indexer is None for x in latents),
+        "windows and compressed rows": bool(compressed),
+        "of these by its own indexer in some layers": any(of.indexer is not None for of in compressed),
+        "several residual streams": spec.streams is not None,
         "windows": any(kind.reach is not None and not kind.reach.chunked for kind in kinds),
         "chunks": any(kind.reach is not None and kind.reach.chunked for kind in kinds),
         "heads of two widths": spec.local_heads is not None,

@@ -29,6 +29,7 @@ from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
+from workers.engine.own_choice import chooses_itself
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.session import csattn_session
 
@@ -43,7 +44,7 @@ EMULATED = [
     "gpt_oss",
     "qwen3_next",
 ]  # whose layers the device has everything of
-LATENTS = ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"]  # which are read by other kernels
+OWN_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"]  # which are read by other kernels
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,13 @@ class Family:
     @property
     def chooses(self) -> bool:
         """Whether the model says itself which rows it attends to, whatever `keep` is."""
-        return describe(self.loaded.model.config).layers[0].latent is not None
+        return chooses_itself(describe(self.loaded.model.config))
 
     @property
-    def reads_all_latents(self) -> bool:
-        """Of such models, whether it has no indexer."""
-        return self.chooses and describe(self.loaded.model.config).layers[0].latent.top_k is None  # type: ignore[union-attr]
+    def is_on_device(self) -> bool:
+        """Of such models, whether a GPU has all that is attended to on the device."""
+        latent = describe(self.loaded.model.config).layers[0].latent
+        return self.chooses and (latent is None or latent.top_k is None)
 
     def logits(self, following: list[int], num_tokens: int) -> Tensor:
         """What transformers says of the last tokens of context, question and these."""
@@ -172,7 +174,7 @@ def test_requests_beside_each_other_say_what_each_says_alone(family: Family, rng
 @pytest.mark.parametrize("placement", ["device", "hybrid"])
 def test_a_gpu_says_what_transformers_says(family: Family, placement: str) -> None:
     following = token_ids(NUM_TOKENS, seed=6).tolist()
-    if family.reads_all_latents and placement != "device":
+    if family.is_on_device and placement != "device":
         with pytest.raises(ConfigError, match="choose placement device"):
             compare_on_gpu(family, placement, following)
     elif not family.chooses and family.loaded.geometry.head_dim % 16:
@@ -182,7 +184,7 @@ def test_a_gpu_says_what_transformers_says(family: Family, placement: str) -> No
         compare_on_gpu(family, placement, following)
 
 
-@pytest.mark.parametrize("family", [*EMULATED, *LATENTS], indirect=True)
+@pytest.mark.parametrize("family", [*EMULATED, *OWN_CHOICE], indirect=True)
 def test_the_devices_kernels_say_what_transformers_says(
     family: Family, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +257,7 @@ def test_what_is_described_is_there(name: str) -> None:
     for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
         assert all((linear.bias is not None) == spec.attention.qkv_bias for linear in (*layer.qkv, *layer.gates))
         assert (layer.latent is None) == (spec.latent is None)
+        assert (layer.compressed is None) == (spec.compressed is None)
         assert (layer.delta is None) == (spec.delta is None) and bool(layer.gates) == (
             spec.attention.gated and spec.delta is None
         )
@@ -271,7 +274,7 @@ def test_what_is_described_is_there(name: str) -> None:
         assert (layer.before_attention is None) == (not spec.pre_norm)
         assert (layer.before_mlp is None) == (not spec.pre_norm or spec.parallel)
         assert (layer.behind_attention is None) == (layer.behind_mlp is None) == (not spec.post_norm)
-        assert (layer.sinks is None) == (not spec.attention.sinks)
+        assert (layer.sinks is None) == (not spec.attention.sinks or spec.compressed is not None)
         assert (layer.head_norms is not None and layer.head_norms.v is not None) == spec.attention.v_norm
         assert (layer.scale != 1.0) == spec.scaled
     assert (weights.head.bias is not None) == weights.spec.head_bias
@@ -289,6 +292,8 @@ def test_what_is_described_is_there(name: str) -> None:
         if (latent := layer.latent) is not None:
             read += [linear.weight for linear in (*latent.inputs, *latent.queries)]
             read += [latent.up_k, latent.up_v]
+        if (of_rows := layer.compressed) is not None:
+            read += [x.weight for x in (of_rows.latents, *of_rows.queries, *of_rows.inputs, of_rows.groups)]
         for of in layer.experts:
             read += [of.router.weight, of.gates, of.ups, of.down]
         if (taken := layer.layer_input) is not None:

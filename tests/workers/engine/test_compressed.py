@@ -14,16 +14,15 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from csattn.batch import StepRows, make_step_rows
-from csattn.config import SearchConfig
 from csattn.lightning.compressed import CompressedAttention, CompressedWeights
 from csattn.models.families import describe
 from csattn.models.weights import CompressedLayerWeights, Linear, weights_of
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import make_model
+from tests.workers.model.full_context import compressed_shape
 from workers.engine.attend_compressed import AttendCompressed
 from workers.engine.compressed_memory import CompressedMemory, compressed_bytes
 from workers.engine.compressed_on_cpu import CompressedOnCpu
-from workers.engine.shape import EngineShape
 from workers.model.ops import CompressedRoom
 
 HIDDEN, CAPACITY, MAX_ROWS, NUM_TAILS = 64, 50, 16, 3
@@ -60,24 +59,8 @@ class Steps:
 
 
 def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
-    spec = describe(layers.model.config)
-    shape = EngineShape(
-        num_layers=spec.num_layers,
-        num_q_heads=spec.num_q_heads,
-        num_kv_heads=1,
-        num_index_heads=1,
-        head_dim=spec.head_dim,
-        dtype=torch.float32,
-        softmax_scale=1.0,
-        search=SearchConfig(),
-        max_context_len=max(CONTEXT_LENS) + 2,
-        batch_sizes=(1, MAX_ROWS),
-        num_contexts=len(CONTEXT_LENS),
-        num_tails=NUM_TAILS,
-        tail_capacity=CAPACITY,
-        attends_all=True,
-        compressed=tuple(layer.compressed for layer in spec.layers),  # type: ignore[misc]
-    )
+    sizes = {"batch_sizes": (1, MAX_ROWS), "num_tails": NUM_TAILS, "tail_capacity": CAPACITY}
+    shape = compressed_shape(describe(layers.model.config), CONTEXT_LENS, **sizes)
     memory = CompressedMemory(shape, DEVICE)
     assert memory.nbytes == compressed_bytes(shape)
     for layer in memory.layers:
@@ -185,7 +168,7 @@ def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int,
         pytest.skip("tested where there is no device")
     contexts = [torch.randn(length, HIDDEN, device=DEVICE) for length in CONTEXT_LENS]
     states, wanted, own = [], {}, {}
-    for context_id, hidden in enumerate(contexts):
+    for hidden in contexts:
         whole = [layers.whole(i) for i in range(4)]
         for attention in whole:
             if len(hidden):

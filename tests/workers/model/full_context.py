@@ -1,5 +1,6 @@
 """A context prefilled by transformers, for the decode loop's full attention, and what transformers says next."""
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -8,11 +9,17 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from csattn.config import SearchConfig
+from csattn.lightning.compressed import CompressedState
 from csattn.models.attending_cache import CACHE
 from csattn.models.families import describe, layer_type
 from csattn.models.spec import ModelSpec
+from index_build.capture import prefill
 from tests.tiny import token_ids
 from tests.workers.model.full_attention import FullAttention
+from workers.engine.attend_compressed import AttendCompressed
+from workers.engine.compressed_memory import CompressedMemory
+from workers.engine.shape import EngineShape
 from workers.model import ModelRunner, take_weights
 from workers.model.ops import DeltaState
 
@@ -97,7 +104,42 @@ def _begun(model: Any, layer_idx: int, num_tails: int, context_id: int) -> Delta
 
 
 def make_runner(model: Any, batch_sizes: tuple[int, ...] = (1, 3), **options: Any) -> ModelRunner:
-    return ModelRunner(take_weights(model, model.device), full_attention(model), batch_sizes, **options)
+    weights = take_weights(model, model.device)
+    compressed = [layer.compressed for layer in weights.layers if layer.compressed is not None]
+    attention = _attend_compressed(model, compressed, batch_sizes) if compressed else full_attention(model)
+    return ModelRunner(weights, attention, batch_sizes, **options)
+
+
+def compressed_shape(spec: ModelSpec, context_lens: tuple[int, ...], **sizes: Any) -> EngineShape:
+    """For steps of compressed attention over contexts of these lengths."""
+    return EngineShape(
+        num_layers=spec.num_layers,
+        num_q_heads=spec.num_q_heads,
+        num_kv_heads=spec.num_kv_heads,
+        num_index_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=torch.float32,
+        softmax_scale=spec.softmax_scale,
+        search=SearchConfig(),
+        max_context_len=max(context_lens),
+        num_contexts=len(context_lens),
+        attends_all=True,
+        compressed=tuple(layer.compressed for layer in spec.layers if layer.compressed is not None),
+        **sizes,
+    )
+
+
+def _attend_compressed(model: Any, weights: list[Any], batch_sizes: tuple[int, ...], num_tails: int = 4) -> Any:
+    """Over both contexts, tails as behind the first."""
+    sizes = {"batch_sizes": batch_sizes, "num_tails": num_tails, "tail_capacity": 60}
+    shape = compressed_shape(describe(model.config), CONTEXT_LENS, **sizes)
+    memory = CompressedMemory(shape, model.device)
+    for context_id, ids in enumerate(contexts_of(model)):
+        states = [CompressedState(**capture.state) for capture, _ in prefill(model, ids)]
+        memory.load(context_id, [CompressedState(*(x.cpu() for x in astuple(of))) for of in states], len(ids))
+    for tail_id in range(num_tails):
+        memory.begin_request(tail_id, 0)
+    return AttendCompressed(shape, weights, memory, model.device)
 
 
 @torch.no_grad()

@@ -403,6 +403,8 @@ __device__ __forceinline__ float activated(float x, int activation) {
 
 __device__ __forceinline__ float gated_by(float gate, float up, int activation) {
     if (activation < CLAMPED) return activated(gate, activation) * up;
-    if (activation == CLAMPED) return activated(fminf(gate, 7), QUICK_GELU) * (fminf(fmaxf(up, -7), 7) + 1);
-    return activated(gate > 10 ? 10 : gate, SILU) * (up > 10 ? 10 : up < -10 ? -10 : up);  // NaN stays NaN
+    const bool clamped = activation == CLAMPED;
+    gate = clamped ? fminf(gate, 7) : gate > 10 ? 10 : gate;  // of LIMITED NaN stays NaN
+    up = clamped ? fminf(fmaxf(up, -7), 7) + 1 : up > 10 ? 10 : up < -10 ? -10 : up;
+    return activated(gate, clamped ? QUICK_GELU : SILU) * up;
 }

@@ -111,6 +111,11 @@ def random_weights(
             ups=ups,
             down=down,
             scales=torch.ones(of.num_experts, device=device) if of.has_scales else None,
+            by_token=torch.randint(
+                of.num_experts, (spec.vocab_size, of.num_chosen), dtype=torch.int32, device=device, generator=generator
+            )
+            if of.by_token
+            else None,
             norms=ExpertNorms(*torch.ones(4, spec.hidden_size, device=device)) if of.apart else None,
             choice_bias=torch.zeros(of.num_experts, device=device) if of.has_choice_bias else None,
             gate_bias=gate_bias,

@@ -38,14 +38,17 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             shares = {"normed": config.norm_topk_prob, "scale": float(config.routed_scaling_factor)}
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, groups=groups, **shares),)
         case "deepseek_v4":
-            if config.swiglu_limit != 10.0:
-                raise ModelError(f"this model limits its MLPs to {config.swiglu_limit:g}, and csattn to 10 alone")
+            if config.n_shared_experts != 1:
+                raise ModelError(
+                    f"this model's tokens share {config.n_shared_experts} experts (n_shared_experts), and csattn "
+                    "computes one; use a model with that"
+                )
             if config.scoring_func != "sqrtsoftplus" or not config.norm_topk_prob:
                 raise ModelError("this model chooses experts in a way of its own, which csattn does not compute")
             by_token = config.mlp_layer_types[layer_idx] == "hash_moe"
             chosen = {"has_choice_bias": not by_token, "by_token": by_token}
             shares = {"normed": True, "scale": float(config.routed_scaling_factor)}
-            return (ExpertsSpec(**routed | {"activation": "limited"}, scores="root_softplus", **chosen, **shares),)
+            return (ExpertsSpec(**routed, scores="root_softplus", **chosen, **shares),)
         case "hy_v3":
             shares = {"normed": True, "scale": float(config.router_scaling_factor)}
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, **shares),)

@@ -63,8 +63,9 @@ _REFUSED = {
 }
 
 
-# buffers of a layer that are weights: a factor on what leaves it, and what is added to scores to choose experts
-LAYER_SCALE, CHOICE_BIAS = "layer_scalar", "e_score_correction_bias"
+# buffers of a layer that are weights: a factor on what leaves it, what is added to scores to choose experts, and the
+# experts of each token
+LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS = "layer_scalar", "e_score_correction_bias", "tid2eid"
 _ROW_UNIT = 8  # numbers: rows of latents are filled up, to be copied in pieces of 16 bytes
 
 
@@ -85,6 +86,7 @@ class Family:
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the field that says whether: of each head
     interleaved: bool | str = False  # RoPE, or the field that says whether
     gated: bool = True  # the MLP
+    limited: bool = False  # gates and ups
     scaled_embedding: bool = False  # by the root of the hidden size
     scaled_layers: bool = False  # what leaves a layer is multiplied by its LAYER_SCALE
     softmax_scale: float | None = None  # None: by the width of a head
@@ -144,7 +146,9 @@ FAMILIES = {
     "cwm": Family(),
     "deepseek_v3": Family(**_LATENTS, interleaved="rope_interleave"),
     "deepseek_v32": Family(**_LATENTS, interleaved=True, interleaved_indexer=False),
-    "deepseek_v4": Family(biases=(False, False, "mlp_bias"), interleaved=True, sinks=True, compressed=True),
+    "deepseek_v4": Family(
+        biases=(False, False, "mlp_bias"), interleaved=True, sinks=True, limited=True, compressed=True
+    ),
     "dots1": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "ernie4_5": Family(biases=_USE_BIAS, interleaved=True),
     "ernie4_5_moe": Family(biases=_USE_BIAS, interleaved=True, head_bias="use_bias"),
@@ -289,8 +293,10 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
         ),
         mlp=None
         if (width := mlp_width(config, layer_idx)) is None
-        else MlpSpec(intermediate_size=width, activation=_activation(config), gated=family.gated, bias=mlp_bias),
-        experts=experts_of(config, layer_idx, _activation(config)),
+        else MlpSpec(
+            intermediate_size=width, activation=_activation(config, family), gated=family.gated, bias=mlp_bias
+        ),
+        experts=experts_of(config, layer_idx, _activation(config, family)),
         delta=_delta(config) if layer_type(config, layer_idx) == "linear_attention" else None,
         latent=_latent(config, family, layer_idx) if family.latents else None,
         compressed=_compressed(config, layer_idx) if family.compressed else None,
@@ -559,11 +565,18 @@ def _qk_norm(config: Any, family: Family, layer_idx: int) -> Literal["none", "he
     return family.qk_norm  # type: ignore[return-value]
 
 
-def _activation(config: Any) -> Activation:
+def _activation(config: Any, family: Family) -> Activation:
     name = getattr(config, "hidden_act", None) or config.hidden_activation
     if name not in _ACTIVATIONS:
         raise ModelError(
             f"this model's MLP has the activation {name!r}, which csattn does not compute; it has "
             f"{', '.join(_ACTIVATIONS)}"
         )
-    return _ACTIVATIONS[name]
+    if not family.limited:
+        return _ACTIVATIONS[name]
+    if (name, config.swiglu_limit) != ("silu", 10.0):
+        raise ModelError(
+            f"this model's MLPs have {name!r} of gates limited to {config.swiglu_limit:g} (swiglu_limit), and csattn "
+            "computes silu of gates limited to 10 alone; use a model with that"
+        )
+    return "limited"

@@ -21,7 +21,15 @@ from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models.aside import MadeAside, aside
-from csattn.models.families import CHOICE_BIAS, FAMILIES, LAYER_SCALE, describe, stretch_positions, unsupported
+from csattn.models.families import (
+    CHOICE_BIAS,
+    EXPERTS_OF_TOKENS,
+    FAMILIES,
+    LAYER_SCALE,
+    describe,
+    stretch_positions,
+    unsupported,
+)
 from csattn.models.few_bits import forget_changed, keep, round_weights
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
 from csattn.models.hub import fetched, first_line, hub_source
@@ -427,7 +435,8 @@ def _fingerprint(model: Any) -> str:
     are_turned_alike = all(layer.attention.rope == 0 for layer in spec.layers)
     if geometry_of(spec).reaches or not are_turned_alike or any(layer.experts for layer in spec.layers):
         digest.update(repr(replace(spec, max_positions=1)).encode())  # of which there may be more later
-    buffers = ((name, x) for name, x in model.named_buffers() if name.endswith((LAYER_SCALE, CHOICE_BIAS)))
+    heeded_buffers = LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS
+    buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(heeded_buffers))
     for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.is_meta:
             raise ModelError(f"weights are not in memory, {name} for one: they are offloaded; load the model whole")

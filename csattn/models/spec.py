@@ -8,8 +8,8 @@ from torch import Tensor
 
 from csattn.reach import Reach
 
-# clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7) + 1), of gates and ups together
-# limited, likewise: silu(min(gate, 10)) * clip(up, -10, 10)
+# The last two are of gates and ups together. clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7)
+# + 1), and limited: silu(min(gate, 10)) * clip(up, -10, 10).
 Activation = Literal["silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited"]
 
 

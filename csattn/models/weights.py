@@ -1,6 +1,6 @@
 """A loaded model's weights by their part in a step, where the model has them.
 
-Nothing is copied but norms, and the few bits of an expert that all tokens share.
+Nothing is copied but norms, tables of tokens' experts, and the few bits of an expert that all tokens share.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from csattn.errors import ModelError
 from csattn.lightning.compressed import CompressedWeights
 from csattn.lightning.operands.compressor import CompressorWeights
-from csattn.models.families import CHOICE_BIAS, FAMILIES, LAYER_SCALE, Family, describe, rope_parameters
+from csattn.models.families import (
+    CHOICE_BIAS,
+    EXPERTS_OF_TOKENS,
+    FAMILIES,
+    LAYER_SCALE,
+    Family,
+    describe,
+    rope_parameters,
+)
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
 from csattn.models.rope import model_frequencies
 from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, ModelSpec
@@ -77,6 +86,7 @@ class ExpertWeights:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
     scales: Tensor | None = None  # [num_experts] float32
+    by_token: Tensor | None = None  # [vocab_size, num_chosen] int32: each token's experts
     norms: "ExpertNorms | None" = None  # where they are apart
     quantized: QuantizedExperts | None = None  # the same matrices, as steps read them
 
@@ -316,7 +326,9 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         else _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj") if family.gated else ("up_proj",)),
         down=None if of_layer.mlp is None else _linear(mlp.down_proj),
         experts=tuple(
-            _shared(block) if number else _routed(layer if family.experts_beside else block, experts, family)
+            _shared(block)
+            if number
+            else _routed(layer if family.experts_beside else block, experts, family, spec.vocab_size)
             for number, experts in enumerate(of_layer.experts)
         ),
         behind_mlp=norms[3],
@@ -421,7 +433,7 @@ def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Li
     return tuple(parts)
 
 
-def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
+def _routed(block: Any, spec: ExpertsSpec, family: Family, vocab_size: int) -> ExpertWeights:
     router, experts = getattr(block, family.router), block.experts
     scales, norms = getattr(router, "per_expert_scale", None), None
     if spec.apart:
@@ -449,9 +461,21 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
         down=rows(experts.down_proj),
         down_bias=_or_none(experts, "down_proj_bias"),
         scales=None if scales is None else scales.detach().float(),
+        by_token=_experts_of_tokens(router, spec, vocab_size) if spec.by_token else None,
         norms=norms,
         quantized=quantized,
     )
+
+
+def _experts_of_tokens(router: Any, spec: ExpertsSpec, vocab_size: int) -> Tensor:
+    table: Tensor = getattr(router, EXPERTS_OF_TOKENS).detach()
+    if table.shape != (vocab_size, spec.num_chosen) or not 0 <= int(table.min()) <= int(table.max()) < spec.num_experts:
+        raise ModelError(
+            f"a layer's table of tokens' experts is {list(table.shape)} ids of {table.min()} to {table.max()}, and "
+            f"{vocab_size} tokens have {spec.num_chosen} of {spec.num_experts} experts each; load the model as it was "
+            "published"
+        )
+    return table.int().contiguous()
 
 
 _EXPERT_NORMS = ("pre_feedforward", 2), ("post_feedforward", 2), ("post_feedforward", 1)  # as `ExpertNorms` has them

@@ -56,6 +56,12 @@ def test_a_bias_by_which_experts_are_chosen_changes_the_fingerprint() -> None:
     assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded("minimax_m2").fingerprint
 
 
+def test_which_experts_are_a_tokens_changes_the_fingerprint() -> None:
+    model = make_model("deepseek_v4")
+    model.model.layers[0].mlp.gate.tid2eid[0] = model.model.layers[0].mlp.gate.tid2eid[0].roll(1)
+    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded("deepseek_v4").fingerprint
+
+
 def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_path: Path) -> None:
     first = load_model(str(save(tmp_path, "gemma4_text")))
     assert first.fingerprint == load_model(str(tmp_path)).fingerprint

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as product
 
+from csattn.batch import make_step_rows
 from csattn.errors import ConfigError
 from csattn.models.families import describe
 from csattn.models.quantized_weight import CODES, RUN, QuantizedExperts, QuantizedWeight, WeightFormat
@@ -59,7 +60,7 @@ def experts_out(weights: ExpertWeights, spec: ExpertsSpec, x: Tensor) -> Tensor:
     room = expert_room(spec, x.shape[1], zeros)
     room.logits.copy_(product(x, weights.router.weight, weights.router.bias))
     ops, out = TorchOps(), torch.full_like(x, torch.nan)
-    ops.choose_experts(weights.choice_bias, weights.scales, spec, room)
+    ops.choose_experts(weights, spec, make_step_rows(len(x), x.device), room)
     ops.experts(Normed(x), weights, spec, room)
     ops.experts_out(weights, spec, room, out)
     return out

@@ -268,6 +268,7 @@ def test_what_is_described_is_there(name: str) -> None:
         for experts, of in zip(spec.experts, layer.experts, strict=True):
             assert of.down.shape == (experts.num_experts, weights.spec.hidden_size, experts.intermediate_size)
             assert (of.choice_bias is not None) == experts.has_choice_bias
+            assert (of.by_token is not None) == experts.by_token
             biases = of.router.bias, of.gate_bias, of.up_bias, of.down_bias
             assert [bias is not None for bias in biases] == [experts.bias] * 4
             assert (of.scales is not None) == experts.has_scales and (of.norms is not None) == experts.apart

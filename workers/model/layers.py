@@ -315,7 +315,7 @@ class StepLayers:
         for number, (of, weights) in enumerate(together):
             room = self._experts[number, of]
             self._ops.linear(x, [weights.router], room.logits)
-            self._ops.choose_experts(weights.choice_bias, weights.scales, of, room)
+            self._ops.choose_experts(weights, of, self._rows, room)
             self._ops.experts(x, weights, of, room)
             adds.append(partial(self._ops.experts_add, weights, of, room, spec.residual_multiplier, self._stream))
         if spec.experts and self._devices is not None:
@@ -362,7 +362,7 @@ class StepLayers:
         ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
         ops.linear(Normed(gated), [layer.down], branch)
         ops.linear(ops.read_normed(self._stream, norms.router, eps, read), [weights.router], room.logits)
-        ops.choose_experts(weights.choice_bias, weights.scales, of, room)
+        ops.choose_experts(weights, of, self._rows, room)
         ops.experts(ops.read_normed(self._stream, norms.before, eps, read), weights, of, room)
         ops.experts_out(weights, of, room, given)
         ops.add_norms(branch, norms.behind_mlp, given, norms.behind, eps)

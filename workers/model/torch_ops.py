@@ -43,10 +43,19 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 def activated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """What a gated MLP multiplies with its last matrix."""
-    if activation != "clamped":
-        return ACTIVATIONS[activation](gate) * up
-    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    if activation == "clamped":
+        return ACTIVATIONS["quick_gelu"](gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)
+    if activation == "limited":
+        return ACTIVATIONS["silu"](gate.clamp(max=10)) * up.clamp(-10, 10)
+    return ACTIVATIONS[activation](gate) * up
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "softmax_of_chosen": lambda logits: logits,
+    "root_softplus": lambda logits: functional.softplus(logits).sqrt(),
+}
 
 
 class TorchOps:
@@ -105,22 +114,17 @@ class TorchOps:
 
     def choose_experts(
         self,
-        bias: Tensor | None,  # [num_experts] float32
-        scales: Tensor | None,  # likewise: of shares
+        weights: ExpertWeights,
         spec: ExpertsSpec,
+        rows: StepRows,
         room: ExpertRoom,  # of which `logits` are read; `chosen` and `shares` are written
     ) -> None:
-        """Each row's experts, the best first, of equals the first, and their shares."""
-        logits = room.logits
-        scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(spec.scores, logits)
-        ranked = scores if bias is None else scores + bias
-        num_groups, num_kept = spec.groups
-        if num_groups > 1:
-            by_group = ranked.view(len(ranked), num_groups, -1)
-            best = by_group.topk(2, dim=-1).values.sum(-1).sort(descending=True, stable=True).indices[:, :num_kept]
-            kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranked.device).scatter(1, best, True)
-            ranked = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-        ids = ranked.sort(descending=True, stable=True).indices[:, : spec.num_chosen]
+        """Each row's experts, the best first, of equals the first, or as its token has them; and their shares."""
+        scores, scales = SCORES[spec.scores](room.logits), weights.scales
+        if weights.by_token is None:
+            ids = _best_experts(scores if weights.choice_bias is None else scores + weights.choice_bias, spec)
+        else:
+            ids = weights.by_token[rows.token_ids].long()
         of_chosen = scores.gather(1, ids)
         if spec.scores == "softmax_of_chosen":
             of_chosen = of_chosen.softmax(-1)
@@ -396,6 +400,16 @@ class TorchOps:
         """The token id of each row's largest logit, of equals the first; -1 where that is NaN or infinity."""
         largest, token_ids = logits.max(dim=-1)  # NaN is the greatest
         next_ids.copy_(torch.where(largest < torch.inf, token_ids, -1))
+
+
+def _best_experts(ranked: Tensor, spec: ExpertsSpec) -> Tensor:
+    num_groups, num_kept = spec.groups
+    if num_groups > 1:
+        by_group = ranked.view(len(ranked), num_groups, -1)
+        best = by_group.topk(2, dim=-1).values.sum(-1).sort(descending=True, stable=True).indices[:, :num_kept]
+        kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranked.device).scatter(1, best, True)
+        ranked = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    return ranked.sort(descending=True, stable=True).indices[:, : spec.num_chosen]
 
 
 def _prepare(stream: Stream, readers: Readers) -> None:

@@ -131,7 +131,7 @@ class _Mover:
             up_bias=up_bias,
             down_bias=None if experts.down_bias is None else self.matrix(experts.down_bias),
             quantized=kept,
-            **{name: self.moved(getattr(experts, name)) for name in ("choice_bias", "scales", "norms")},
+            **{name: self.moved(getattr(experts, name)) for name in ("choice_bias", "scales", "by_token", "norms")},
         )
 
 

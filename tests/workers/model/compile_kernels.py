@@ -24,7 +24,7 @@ from workers.model.gpu import (
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv kept memory decay"
     " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights",
-    "*i32": "counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
+    "*i32": "by_token counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
     "*i64": "turns token_ids positions next_ids",
     "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale",
     "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
@@ -73,14 +73,21 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         [
             {"SCORES": scores, "HAS_BIAS": groups > 1, "NUM_GROUPS": groups, "NUM_KEPT": 2, "NORMED": groups > 1}
             | {"HAS_SCALES": groups == 1, "NUM_CHOSEN": 6, "BLOCK": 128, "BLOCK_CHOSEN": 8, "LEAST_SUM": 1e-20}
-            for scores, groups in (("softmax", 1), ("sigmoid", 4), ("softmax_of_chosen", 1))
+            | {"BY_TOKEN": by_token}
+            for scores, groups, by_token in (
+                ("softmax", 1, False),
+                ("sigmoid", 4, False),
+                ("softmax_of_chosen", 1, False),
+                ("root_softplus", 1, False),
+                ("root_softplus", 1, True),
+            )
         ],
     ),
     (
         expert_kernels.experts_kernel,
         [
             EXPERTS | {"NORMED": bias, "ON_INPUT": bias, "HAS_BIAS": bias, "ACTIVATION": activation}
-            for bias, activation in ((True, "clamped"), (False, "silu"))
+            for bias, activation in ((True, "clamped"), (False, "silu"), (False, "limited"))
         ],
     ),
     (expert_kernels.experts_down_kernel, [EXPERTS | {"ON_INPUT": bias, "HAS_BIAS": bias} for bias in (False, True)]),
@@ -96,6 +103,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
             TILES | {"SPLIT_K": split, "NORMED": normed, "GATED": gated, "ACTIVATION": activation, "HAS_BIAS": bias}
             for split, normed, gated, activation, bias in (
                 (1, True, True, "silu", False),
+                (1, True, True, "limited", False),
                 (4, True, True, "gelu_tanh", True),
                 (4, False, False, "none", True),
                 (1, True, False, "relu2", True),

@@ -17,7 +17,7 @@ KINDS: list[tuple[WeightFormat, int, bool]] = [
 # experts, format, inputs of a group, whether there are zero points
 KINDS_OF_EXPERTS: list[tuple[str, WeightFormat, int, bool]] = [
     ("clamped", "fp4", 32, False), ("plain", "fp8", 128, False), ("all", "int4", 128, True),
-    ("one", "fp8", 0, False), ("groups", "int4", 32, True),
+    ("one", "fp8", 0, False), ("groups", "int4", 32, True), ("limited", "fp4", 32, False),
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import torch
 
 from csattn.batch import StepRows, make_step_rows
 from csattn.models.spec import ExpertsSpec
-from csattn.models.weights import Linear
+from csattn.models.weights import ExpertWeights, Linear
 from workers.model.ops import ExpertRoom, Normed, Readers, Rotation, Stream, num_squares
 from workers.model.torch_ops import TorchOps
 
@@ -24,6 +24,14 @@ EXPERTS = {
     ),
     "scaled": ExpertsSpec(
         num_experts=7, num_chosen=3, intermediate_size=33, scores="softmax", normed=True, has_scales=True
+    ),
+    "limited": ExpertsSpec(
+        num_experts=9, num_chosen=3, intermediate_size=36, scores="root_softplus", activation="limited",
+        has_choice_bias=True, normed=True, scale=1.5,
+    ),
+    "by_token": ExpertsSpec(
+        num_experts=6, num_chosen=5, intermediate_size=24, scores="root_softplus", activation="limited", normed=True,
+        scale=2.5, by_token=True,
     ),
 }  # fmt: skip
 
@@ -93,6 +101,27 @@ def make_room(
 
     chosen = torch.full((batch_size, spec.num_chosen), -1, dtype=torch.int32, device=DEVICE)
     return ExpertRoom(logits, chosen, nan(of=torch.float32), nan(spec.intermediate_size), nan(hidden_size))
+
+
+def make_choice(spec: ExpertsSpec, vocab_size: int = 11) -> ExpertWeights:
+    """Of experts without matrices, what tells which are a token's."""
+    nothing = torch.empty(0, device=DEVICE)
+    experts = torch.rand(vocab_size, spec.num_experts).argsort()[:, : spec.num_chosen]
+    return ExpertWeights(
+        router=Linear(nothing),
+        gates=nothing,
+        ups=nothing,
+        down=nothing,
+        choice_bias=randn(spec.num_experts) if spec.has_choice_bias else None,
+        scales=randn(spec.num_experts) if spec.has_scales else None,
+        by_token=experts.int().contiguous().to(DEVICE) if spec.by_token else None,
+    )
+
+
+def rows_of_tokens(token_ids: list[int]) -> StepRows:
+    rows = make_step_rows(len(token_ids), DEVICE)
+    rows.token_ids.copy_(torch.tensor(token_ids))
+    return rows
 
 
 def make_rotation(batch_size: int, half: int, interleaved: bool = False) -> Rotation:

@@ -16,6 +16,7 @@ from tests.workers.model.step_ops import (
     EXPERTS,
     assert_same_stream,
     copy_of,
+    make_choice,
     make_linear,
     make_room,
     make_stream,
@@ -23,6 +24,7 @@ from tests.workers.model.step_ops import (
     prepared,
     randn,
     readers,
+    rows_of_tokens,
     tolerance,
 )
 from workers.model.gpu.triton_ops import TritonOps
@@ -36,11 +38,10 @@ def test_choose_experts(kind: str, batch_size: int) -> None:
     spec = EXPERTS[kind]
     logits = randn(batch_size, spec.num_experts, scale=2)
     logits[0] = float(logits[0, 0])  # of equals the first
-    bias = randn(spec.num_experts) if spec.has_choice_bias else None
+    weights, rows = make_choice(spec), rows_of_tokens(torch.randint(11, (batch_size,)).tolist())
     got, want = (make_room(spec, batch_size, 1, torch.float32, logits) for _ in range(2))
-    scales = randn(spec.num_experts) if spec.has_scales else None
-    TritonOps(DEVICE).choose_experts(bias, scales, spec, got)
-    TorchOps().choose_experts(bias, scales, spec, want)
+    TritonOps(DEVICE).choose_experts(weights, spec, rows, got)
+    TorchOps().choose_experts(weights, spec, rows, want)
     assert torch.equal(got.chosen, want.chosen)
     torch.testing.assert_close(got.shares, want.shares, **tolerance(torch.float32))
 
@@ -48,7 +49,7 @@ def test_choose_experts(kind: str, batch_size: int) -> None:
 def test_experts_of_what_is_no_number_are_some() -> None:
     spec = replace(EXPERTS["plain"], scores="sigmoid", normed=False)
     room = make_room(spec, 2, 1, torch.float32, torch.full((2, 5), torch.nan, device=DEVICE))
-    TritonOps(DEVICE).choose_experts(None, None, spec, room)
+    TritonOps(DEVICE).choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), room)
     assert room.chosen.min() >= 0 and room.chosen.max() < 5
 
 
@@ -60,13 +61,14 @@ def test_shares_of_nothing_are_none() -> None:
     logits[1, 3] = 1.0
     for ops in (TritonOps(DEVICE), TorchOps()):
         room = make_room(spec, 2, 1, torch.float32, logits)
-        ops.choose_experts(None, None, spec, room)
+        ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), room)
         assert room.shares[0].tolist() == [0.0, 0.0, 0.0] and room.shares[1].tolist() == [1.5, 0.0, 0.0]
 
 
 def make_experts(spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype) -> ExpertWeights:
     num, width = spec.num_experts, spec.intermediate_size
-    both = randn(num, 2 * width, hidden_size, dtype=dtype, scale=2 * hidden_size**-0.5)
+    scale = 8 if spec.activation == "limited" else 2
+    both = randn(num, 2 * width, hidden_size, dtype=dtype, scale=scale * hidden_size**-0.5)
     biases = randn(num, 2 * width, dtype=dtype).chunk(2, dim=1) if spec.bias else (None, None)
     return ExpertWeights(
         router=make_linear(num, hidden_size, dtype),

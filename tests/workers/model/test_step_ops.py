@@ -163,12 +163,16 @@ def test_logits_may_be_wider_than_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("activation", "gated", "dtype", "sizes"),
-    crossed(list(product(ACTIVATIONS, [False, True], DTYPES)), [(1, 64, 32), (3, 100, 33), (2, 256, 96)]),
+    crossed(
+        [*product(ACTIVATIONS, [False, True], DTYPES), *product(["clamped", "limited"], [True], DTYPES)],
+        [(1, 64, 32), (3, 100, 33), (2, 256, 96)],
+    ),
 )
 def test_mlp(activation, gated, dtype, sizes) -> None:
     batch_size, hidden_size, num_out = sizes
     stream = prepared(batch_size, hidden_size, dtype)
-    linear = make_linear((1 + gated) * num_out, hidden_size, dtype, bias=batch_size == 3, scale=2)
+    scale = 2 if activation in ACTIVATIONS else 8  # beyond limits
+    linear = make_linear((1 + gated) * num_out, hidden_size, dtype, bias=batch_size == 3, scale=scale)
     got = torch.full((batch_size, num_out), torch.nan, dtype=dtype, device=DEVICE)
     want = got.clone()
     TritonOps(DEVICE).mlp(normed(stream), [linear], gated, activation, got)

@@ -14,6 +14,7 @@ from csattn.models.quantized_weight import Rounding
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear, weights_of
 from tests.tiny import ALL_FAMILIES, loaded, make_model
+from tests.workers.model.step_ops import make_choice, rows_of_tokens
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.cpu.linear_stage import linear_stage
 from workers.model.cpu.notes import Notes
@@ -227,7 +228,8 @@ def test_shares_of_nothing_are_none() -> None:
     logits[1, 3] = 1.0
     spec = ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=1, scores="sigmoid", normed=True, scale=1.5)
     ops = TapeOps("float32", np.array([2]))
-    ops.choose_experts(None, None, spec, ExpertRoom(logits, chosen, shares, shares, shares))
+    room = ExpertRoom(logits, chosen, shares, shares, shares)
+    ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), room)
     tape = ops.cut()
     tape.set_rows(2)
     with Team(1) as team:

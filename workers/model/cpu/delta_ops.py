@@ -176,7 +176,7 @@ def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
         v_at, z_at = 2 * k_width + head * v_dim, num_channels + head * v_dim
         numbers_at = num_channels + num_v_heads * v_dim
         write = _sigmoid(inputs[numbers_at + head])
-        kept = np.exp(-decay * _softplus(inputs[numbers_at + num_v_heads + head] + decay_bias))
+        kept = np.exp(-decay * softplus(inputs[numbers_at + num_v_heads + head] + decay_bias))
         change[:], read[:] = 0.0, 0.0
         for i in range(k_dim):
             for j in range(v_dim):
@@ -236,5 +236,5 @@ def _sigmoid(x: np.float32) -> Any:
 
 
 @exact_kernel
-def _softplus(x: np.float32) -> Any:
+def softplus(x: np.float32) -> Any:
     return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))

@@ -6,13 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from csattn.batch import StepRows
 from csattn.cpu.addresses import KindStage, array_at
-from csattn.cpu.arguments import bytes_of, floats_of, number_at, words_at
+from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.simd import LANES
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
+from workers.model.cpu.delta_ops import softplus
 from workers.model.cpu.few_bits import FLOATS, FORMATS, multiply
 from workers.model.cpu.linear import TILE
 from workers.model.cpu.linear_stage import ACTIVATIONS, activate, num_groups
@@ -31,10 +33,13 @@ CHOOSE = (
     "normed",
     "scale",  # address of a float64
     "scales",  # [num_experts], or 0
+    "by_token",  # [vocab_size, num_chosen] int32, or 0
+    "vocab_size",
+    "token_ids",  # [num_rows] int64
     "chosen",  # [num_rows, num_chosen] int32, written
     "shares",  # likewise
 )
-SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "root_softplus")
 EXPERTS = (
     "x",  # [num_rows, num_in]
     "num_in",
@@ -82,7 +87,7 @@ _choose_at, _experts_at, _add_at = words_at(CHOOSE), words_at(EXPERTS), words_at
 class TapeExpertOps(Notes):
     """A part of `TapeOps`."""
 
-    def choose_experts(self, bias: Tensor | None, scales: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom) -> None:
         num_groups, num_kept = spec.groups
         self._note(
             choose_stage,
@@ -90,7 +95,7 @@ class TapeExpertOps(Notes):
             reads=[room.logits],
             writes=[room.chosen, room.shares],
             logits=room.logits,
-            bias=bias,
+            bias=weights.choice_bias,
             num_experts=spec.num_experts,
             num_chosen=spec.num_chosen,
             scores=SCORES.index(spec.scores),
@@ -98,7 +103,10 @@ class TapeExpertOps(Notes):
             num_kept=num_kept,
             normed=spec.normed,
             scale=self._number(spec.scale),
-            scales=scales,
+            scales=weights.scales,
+            by_token=weights.by_token,
+            vocab_size=0 if weights.by_token is None else len(weights.by_token),
+            token_ids=rows.token_ids,
             chosen=room.chosen,
             shares=room.shares,
         )
@@ -219,6 +227,9 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     scores, ranked = np.empty(num_experts, np.float32), np.empty(num_experts, np.float32)
     if kind == 0:
         _softmax(logits, scores)
+    elif kind == 3:
+        for i in range(num_experts):
+            scores[i] = np.sqrt(softplus(logits[i]))
     else:
         for i in range(num_experts):
             scores[i] = np.float32(1.0) / (np.float32(1.0) + np.exp(-logits[i])) if kind == 1 else logits[i]
@@ -230,9 +241,15 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         _keep_groups(ranked, args.num_groups, args.num_kept)
     chosen = array_at(args.chosen + 4 * row * num_chosen, num_chosen, np.int32(0))
     shares = floats_of(args.shares, row, num_chosen)
-    for k in range(num_chosen):
-        best = _largest(ranked)
-        chosen[k], shares[k], ranked[best] = best, scores[best], -np.inf
+    if args.by_token != 0:
+        of_all = array_at(args.by_token, args.vocab_size * num_chosen, np.int32(0))
+        first = word_of(args.token_ids, row) * num_chosen
+        for k in range(num_chosen):
+            chosen[k], shares[k] = of_all[first + k], scores[of_all[first + k]]
+    else:
+        for k in range(num_chosen):
+            best = _largest(ranked)
+            chosen[k], shares[k], ranked[best] = best, scores[best], -np.inf
     if kind == 2:
         _softmax(shares, shares)
     total, scale = np.float32(1.0), number_at(args.scale)

@@ -35,9 +35,9 @@ LINEAR = (
     "multiplier",  # address of a float64: this much of it is added to what is there; 0: it takes its place
 )
 _linear_at = words_at(LINEAR)
-ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped")
+ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited")
 MOST_GROUPS, PIECES_OF_THREAD = 16, 4
-NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED = range(7)
+NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED, LIMITED = range(8)
 
 
 def num_groups(num_out: int) -> int:
@@ -109,10 +109,11 @@ def activate(kind: int, x: NDArray[np.float32], factors: NDArray[np.float32], at
         value = larger(zero, value)  # NaN stays NaN
         store(x, at, value * (value * factor if kind == RELU2 else factor))
         return
-    if kind == CLAMPED:
-        least = fill(F32x16, -7.0)
+    if kind in (CLAMPED, LIMITED):
+        is_clamped = kind == CLAMPED
+        least, more = fill(F32x16, -7.0 if is_clamped else -10.0), fill(F32x16, 1.0 if is_clamped else 0.0)
         value = zero - larger(least, zero - value)  # NaN stays NaN
-        factor = fill(F32x16, 1.0) + larger(least, zero - larger(least, zero - factor))
+        factor = more + larger(least, zero - larger(least, zero - factor))
     inner = value  # x * factor * sigmoid(inner)
     if kind == GELU_TANH:
         inner = fill(F32x16, 1.5957691216057308) * fma(fill(F32x16, 0.044715) * value, value * value, value)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from csattn.cuda.triton_start import wait_for_earlier
-from workers.model.gpu.linear_kernels import activated
+from workers.model.gpu.linear_kernels import gated_by
 
 
 @triton.jit
@@ -16,6 +16,8 @@ def choose_kernel(
     logits,  # [num_rows, num_experts] float32
     bias,  # [num_experts] float32, or logits when not HAS_BIAS
     scales,  # likewise, or logits when not HAS_SCALES: of shares
+    by_token,  # [vocab_size, NUM_CHOSEN] int32: each token's, or chosen when not BY_TOKEN
+    token_ids,  # [num_rows] int64
     chosen,  # [num_rows, NUM_CHOSEN] int32 <-
     shares,  # [num_rows, NUM_CHOSEN] float32 <-
     num_experts,
@@ -23,6 +25,7 @@ def choose_kernel(
     SCORES: tl.constexpr,  # as in `ExpertsSpec`
     HAS_BIAS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
@@ -36,6 +39,10 @@ def choose_kernel(
     e = tl.arange(0, BLOCK)
     inside = e < num_experts
     offsets = tl.load(bias + e, mask=inside, other=0.0) if HAS_BIAS else 0.0
+    of_token = 0
+    if BY_TOKEN:
+        c = tl.arange(0, BLOCK_CHOSEN)
+        of_token = tl.load(by_token + tl.load(token_ids + row) * NUM_CHOSEN + c, mask=c < NUM_CHOSEN, other=0)
     wait_for_earlier(PDL)
     least = float("-inf")
     x = tl.load(logits + row * num_experts + e, mask=inside, other=least)
@@ -44,6 +51,8 @@ def choose_kernel(
         scores = powers / tl.sum(powers, axis=0)
     elif SCORES == "sigmoid":
         scores = tl.sigmoid(x)
+    elif SCORES == "root_softplus":
+        scores = tl.sqrt(tl.maximum(x, 0.0) + _log1p(tl.exp(-tl.abs(x))))
     else:
         tl.static_assert(SCORES == "softmax_of_chosen")
         scores = x
@@ -66,7 +75,10 @@ def choose_kernel(
     of_chosen = tl.full((BLOCK_CHOSEN,), least, tl.float32)
     factors = tl.full((BLOCK_CHOSEN,), 1.0, tl.float32)
     for i in tl.static_range(NUM_CHOSEN):
-        at = _first(ranked == tl.max(ranked, axis=0), e, num_experts)
+        if BY_TOKEN:
+            at = tl.sum(tl.where(k == i, of_token, 0), axis=0)
+        else:
+            at = _first(ranked == tl.max(ranked, axis=0), e, num_experts)
         of_chosen = tl.where(k == i, tl.max(tl.where(e == at, scores, least), axis=0), of_chosen)
         if HAS_SCALES:
             factors = tl.where(k == i, tl.load(scales + at), factors)
@@ -79,6 +91,17 @@ def choose_kernel(
     if NORMED:
         of_chosen = of_chosen / (tl.sum(tl.where(is_one, of_chosen, 0.0), axis=0) + LEAST_SUM)
     tl.store(shares + row * NUM_CHOSEN + k, of_chosen * scale * factors, mask=is_one)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for x of 0 to 1, however small: 2 * atanh(x / (2 + x))."""
+    s = x / (2.0 + x)
+    square = s * s
+    total = tl.full(x.shape, 1.0 / 15.0, tl.float32)
+    for odd in tl.static_range(13, 0, -2):
+        total = total * square + 1.0 / odd
+    return 2.0 * s * total
 
 
 @triton.jit
@@ -160,11 +183,7 @@ def experts_kernel(
         if HAS_BIAS:
             acc += biases[:, None]
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
-        if ACTIVATION == "clamped":
-            gate = tl.minimum(gate, 7.0)
-            value = gate * tl.sigmoid(1.702 * gate) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
-        else:
-            value = activated(gate, ACTIVATION) * up
+        value = gated_by(gate, up, ACTIVATION)
         inside = (n < num_out)[:, None] & there[None, :]
         tl.store(out + pair[None, :] * num_out + n[:, None], value.to(out.dtype.element_ty), mask=inside)
 

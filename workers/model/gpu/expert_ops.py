@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from csattn.batch import StepRows
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
 from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel, experts_kernel, sum_parts_kernel
@@ -18,12 +19,14 @@ from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
 class TritonExpertOps(TritonStreamOps, QuantizedOps):
     """A part of `TritonOps`."""
 
-    def choose_experts(self, bias: Tensor | None, scales: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
-        num_groups, num_kept = spec.groups
+    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom) -> None:
+        (num_groups, num_kept), bias, scales = spec.groups, weights.choice_bias, weights.scales
         choose_kernel[(len(room.logits),)](
             room.logits,
             room.logits if bias is None else bias,
             room.logits if scales is None else scales,
+            room.chosen if weights.by_token is None else weights.by_token,
+            rows.token_ids,
             room.chosen,
             room.shares,
             spec.num_experts,
@@ -31,6 +34,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             SCORES=spec.scores,
             HAS_BIAS=bias is not None,
             HAS_SCALES=scales is not None,
+            BY_TOKEN=weights.by_token is not None,
             NUM_GROUPS=num_groups,
             NUM_KEPT=num_kept,
             NUM_CHOSEN=spec.num_chosen,

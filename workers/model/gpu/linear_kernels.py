@@ -76,13 +76,25 @@ def linear_kernel(
             acc += biases[:, None]
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
-            value = activated(gate, ACTIVATION) * up
+            value = gated_by(gate, up, ACTIVATION)
             n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         else:
             value = activated(acc, ACTIVATION)
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (n < num_out)[:, None] & (m < num_rows)[None, :]
         tl.store(out + m[None, :] * num_out + n[:, None], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_by(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "clamped":
+        return activated(tl.minimum(gate, 7.0), "quick_gelu") * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
+    elif ACTIVATION == "limited":  # NaN stays NaN
+        ALL: tl.constexpr = tl.PropagateNan.ALL
+        gate = tl.minimum(gate, 10.0, propagate_nan=ALL)
+        return activated(gate, "silu") * tl.clamp(up, -10.0, 10.0, propagate_nan=ALL)
+    else:
+        return activated(gate, ACTIVATION) * up
 
 
 @triton.jit

@@ -63,11 +63,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(
 #pragma unroll
                   for (int j = 0; j < 4; ++j) {
                       if (gated && j >= 2) continue;
-                      const float value = activated(with_bias[j], static_cast<int>(activation));
+                      const int kind = static_cast<int>(activation);
                       if (gated)
-                          store(tile * (TILE / 2) + 8 * j + r, value * with_bias[(j + 2) % 4]);
+                          store(tile * (TILE / 2) + 8 * j + r, gated_by(with_bias[j], with_bias[(j + 2) % 4], kind));
                       else
-                          store(tile * TILE + 8 * j + r, value);
+                          store(tile * TILE + 8 * j + r, activated(with_bias[j], kind));
                   }
               });
 }

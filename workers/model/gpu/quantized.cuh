@@ -391,7 +391,7 @@ __device__ __forceinline__ void for_tiles(uint4* memory, const Work& work, int n
 __device__ __forceinline__ float bf16_as_float(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 __device__ __forceinline__ u16 as_bf16(float x) { return static_cast<u16>(pack_bf16(x, x)); }
 
-enum Activation { NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED };
+enum Activation { NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED, LIMITED };  // the last two: of gates and ups together
 
 __device__ __forceinline__ float activated(float x, int activation) {
     if (activation == NONE) return x;
@@ -402,6 +402,9 @@ __device__ __forceinline__ float activated(float x, int activation) {
 }
 
 __device__ __forceinline__ float gated_by(float gate, float up, int activation) {
-    if (activation != CLAMPED) return activated(gate, activation) * up;
-    return activated(fminf(gate, 7), QUICK_GELU) * (fminf(fmaxf(up, -7), 7) + 1);
+    if (activation < CLAMPED) return activated(gate, activation) * up;
+    const bool clamped = activation == CLAMPED;
+    gate = clamped ? fminf(gate, 7) : gate > 10 ? 10 : gate;  // of LIMITED NaN stays NaN
+    up = clamped ? fminf(fmaxf(up, -7), 7) + 1 : up > 10 ? 10 : up < -10 ? -10 : up;
+    return activated(gate, clamped ? QUICK_GELU : SILU) * up;
 }

@@ -23,7 +23,7 @@ _MOST_STAGES, _BARRIER_BYTES = 3, 1 << 10
 _ROWS = 1, 2, 4, 8  # that a block takes together
 MOST_ROWS = _ROWS[-1]  # beyond, inputs are as many bytes as weights, and Triton's larger tiles read them less often
 _FORMATS = get_args(WeightFormat)
-_ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped"
+_ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited"
 assert set(_ACTIVATIONS) == {"none", *get_args(Activation)}
 _MOST_PAIRS = 1024  # of a step's rows and the experts of each
 

@@ -1,0 +1,258 @@
+"""DeepSeek-V4's experts and the MLP beside them give what transformers gives: by definition, on tapes and in Triton."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from csattn.batch import StepRows
+from csattn.cpu.team import Team
+from csattn.errors import ModelError
+from csattn.models.families import FAMILIES, describe
+from csattn.models.few_bits import forget_changed, round_weights
+from csattn.models.quantized_weight import Rounding
+from csattn.models.spec import ExpertsSpec
+from csattn.models.weights import ExpertWeights, Linear, _linear, _routed, by_expert
+from tests.tiny import make_model
+from tests.workers.model.quantized import make_quantized
+from tests.workers.model.step_ops import DEVICE, EXPERTS, make_choice, make_room, randn, rows_of_tokens
+from workers.model.cpu.tape_ops import TapeOps
+from workers.model.layers import expert_room
+from workers.model.ops import ExpertRoom, Normed
+from workers.model.rows import RowBuffer
+from workers.model.torch_ops import TorchOps
+
+NAN = float("nan")
+VOCAB_SIZE, HIDDEN_SIZE = 256, 64
+BY_TOKEN, BY_SCORE = 0, 1  # layers
+Run = Callable[[Callable[[Any], None], int], None]  # what an operation's kind does with so many rows
+
+
+def by_definition(step: Callable[[Any], None], num_rows: int) -> None:
+    step(TorchOps())
+
+
+def on_tapes(step: Callable[[Any], None], num_rows: int) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("what these tests make is on the GPU if there is one")
+    ops = TapeOps("float32", np.array([num_rows]))
+    step(ops)
+    tape = ops.cut()
+    tape.set_rows(num_rows)
+    with Team(2) as team:
+        team.run(tape.tape)
+
+
+def in_triton(step: Callable[[Any], None], num_rows: int) -> None:
+    pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
+    from workers.model.gpu.triton_ops import TritonOps
+
+    step(TritonOps(DEVICE))
+
+
+KINDS = pytest.mark.parametrize("run", [by_definition, on_tapes, in_triton])
+
+
+def make_block(layer_idx: int) -> tuple[Any, ExpertsSpec, int]:
+    """A layer's experts whose gates, ups and logits are far beyond limits; and the width of the MLP beside them."""
+    model = make_model("deepseek_v4").to(DEVICE)
+    layer = describe(model.config).layers[layer_idx]
+    block = model.model.layers[layer_idx].mlp
+    with torch.no_grad():
+        for weight in (block.gate.weight, block.experts.gate_up_proj):
+            weight *= 4
+        for module in (block.shared_experts.gate_proj, block.shared_experts.up_proj):
+            module.weight *= 4
+    assert layer.mlp is not None and layer.mlp.activation == layer.experts[0].activation == "limited"
+    return block, layer.experts[0], layer.mlp.intermediate_size
+
+
+def weights_of_block(block: Any, spec: ExpertsSpec) -> ExpertWeights:
+    return _routed(block, spec, FAMILIES["deepseek_v4"], VOCAB_SIZE)
+
+
+def block_step(block: Any, spec: ExpertsSpec, width: int, x: Tensor, token_ids: list[int], run: Run) -> Tensor:
+    """What csattn makes of x."""
+    weights, rows, mlp = weights_of_block(block, spec), rows_of_tokens(token_ids), block.shared_experts
+
+    def zeros(*sizes: int, dtype: torch.dtype = x.dtype) -> Tensor:
+        return torch.full((len(x), *sizes), NAN if dtype.is_floating_point else -1, dtype=dtype, device=DEVICE)
+
+    room, gated, out = expert_room(spec, HIDDEN_SIZE, zeros), zeros(width), zeros(HIDDEN_SIZE)
+    gates_ups = (_linear(mlp.gate_proj), _linear(mlp.up_proj))
+    if run is in_triton:  # which has them in one matrix
+        gates_ups = (Linear(torch.cat([linear.weight for linear in gates_ups])),)
+
+    def step(ops: Any) -> None:
+        ops.linear(Normed(x), [weights.router], room.logits)
+        ops.choose_experts(weights, spec, rows, room)
+        ops.experts(Normed(x), weights, spec, room)
+        ops.mlp(Normed(x), gates_ups, True, "limited", gated)
+        ops.linear(Normed(gated), [_linear(mlp.down_proj)], out)
+        ops.experts_out(weights, spec, room, out, adds=True)
+
+    run(step, len(x))
+    return out
+
+
+@KINDS
+@pytest.mark.parametrize("layer_idx", [BY_TOKEN, BY_SCORE])
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_a_block_is_that_of_transformers(num_rows: int, layer_idx: int, run: Run) -> None:
+    block, spec, width = make_block(layer_idx)
+    assert spec.by_token == block.is_hash == (layer_idx == BY_TOKEN)
+    x, token_ids = randn(num_rows, HIDDEN_SIZE), torch.randint(VOCAB_SIZE, (num_rows,)).tolist()
+    token_ids[0] = VOCAB_SIZE - 1
+    got = block_step(block, spec, width, x, token_ids, run)
+    with torch.no_grad():
+        want = block(x[None], input_ids=torch.tensor(token_ids, device=DEVICE)[None])[0]
+        gate, up = (x @ block.experts.gate_up_proj[0].T).chunk(2, dim=1)
+    assert gate.max() > 15 and up.abs().max() > 15, "limits matter"
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@KINDS
+def test_scores_of_logits_near_and_far(run: Run) -> None:
+    """However small they are, shares are by what they are to each other."""
+    logits = torch.tensor([-60.0, -40.0, -30.0, -17.0, -8.0, -1.0, 0.0, 0.5, 19.9, 20.1, 21.0, 1e4, -1.5, -16.0])
+    logits = torch.stack([logits.roll(i) for i in range(14)]).to(DEVICE)
+    spec = ExpertsSpec(num_experts=14, num_chosen=2, intermediate_size=1, scores="root_softplus", by_token=True)
+    weights, rows = make_choice(spec, 14), rows_of_tokens(list(range(14)))
+    for scale, normed in ((1.0, False), (2.5, True)):
+        of = replace(spec, normed=normed, scale=scale)
+        room = make_room(of, 14, 1, torch.float32, logits)
+        run(lambda ops, of=of, room=room: ops.choose_experts(weights, of, rows, room), 14)  # type: ignore[misc]
+        assert weights.by_token is not None and torch.equal(room.chosen, weights.by_token)
+        scores = ACT2FN["sqrtsoftplus"](logits.double()).gather(1, room.chosen.long())
+        want = scores / (scores.sum(1, keepdim=True) + 1e-20) * scale if normed else scores
+        torch.testing.assert_close(room.shares.double(), want, rtol=1e-5, atol=0)
+
+
+@KINDS
+def test_of_equal_scores_the_first_are_chosen(run: Run) -> None:
+    """Also where all scores are 0: then they count nothing."""
+    spec = EXPERTS["limited"]
+    logits = torch.tensor([[-300.0] * 9, [3.0] * 9, [1.0, 25.0, 2.0, 25.0, 30.0, 25.0, 0.0, 30.0, 25.0]], device=DEVICE)
+    weights, room = replace(make_choice(spec), choice_bias=None), make_room(spec, 3, 1, torch.float32, logits)
+    run(lambda ops: ops.choose_experts(weights, spec, rows_of_tokens([0, 0, 0]), room), 3)
+    assert room.chosen.tolist() == [[0, 1, 2], [0, 1, 2], [4, 7, 1]]
+    assert room.shares[0].tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(room.shares[1], torch.full((3,), 0.5, device=DEVICE))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by Triton's interpreter
+@KINDS
+def test_rows_read_their_tokens_experts_alone(run: Run) -> None:
+    """Around the table lie ids of no experts. An idle row has what the first token has, whatever its logits are."""
+    spec = EXPERTS["by_token"]
+    weights, buffer = make_choice(spec, 7), torch.full((9, spec.num_chosen), 10**6, dtype=torch.int32, device=DEVICE)
+    assert weights.by_token is not None
+    table = buffer[1:8]
+    table.copy_(weights.by_token)
+    step_rows = RowBuffer(4, DEVICE)
+    step_rows.fill([6, 3], [0, 1], [-1, -1], [0, 0], [1, 2])
+    logits = randn(4, spec.num_experts)
+    logits[2:] = NAN
+    room = make_room(spec, 4, 1, torch.float32, logits)
+    run(lambda ops: ops.choose_experts(replace(weights, by_token=table), spec, step_rows.rows, room), 4)
+    assert torch.equal(room.chosen, table[[6, 3, 0, 0]])
+    assert not room.shares[:2].isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by Triton's interpreter
+@KINDS
+def test_what_is_no_number_stays_none(run: Run) -> None:
+    """Neither limit makes a number of it."""
+    spec = replace(EXPERTS["limited"], num_experts=1, num_chosen=1, has_choice_bias=False)
+    width, x = spec.intermediate_size, torch.tensor([[1.0, 0.0], [0.0, 1.0], [20.0, 0.0]], device=DEVICE)
+    both = torch.ones(1, 2 * width, 2, device=DEVICE)
+    gates, ups = both[:, :width], both[:, width:]
+    ups[..., 1] = -50.0
+    gates[0, 3, 1] = ups[0, 5, 1] = NAN
+    weights = replace(make_choice(spec), gates=gates, ups=ups)
+    room, gated = make_room(spec, 3, 1, torch.float32, torch.zeros(3, 1)), torch.full((3, width), NAN, device=DEVICE)
+    room.chosen.zero_()
+    linears = [Linear(both[0])] if run is in_triton else [Linear(gates[0].contiguous()), Linear(ups[0].contiguous())]
+
+    def step(ops: Any) -> None:
+        ops.experts(Normed(x), weights, spec, room)
+        ops.mlp(Normed(x), linears, True, "limited", gated)
+
+    run(step, 3)
+    for made in (room.gated[:, 0], gated):
+        assert made[1].isnan().nonzero()[:, 0].tolist() == [3, 5]
+        torch.testing.assert_close(made[1, 0].item(), -10 / (1 + np.exp(-1.0)), rtol=1e-5, atol=0)
+        torch.testing.assert_close(made[2, 0].item(), 100 / (1 + np.exp(-10.0)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.usefixtures("two_multiprocessors")
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 18])
+def test_an_mlp_in_few_bits_has_limits(batch_size: int) -> None:
+    """In CUDA C, and of more rows in Triton. What is no number stays none."""
+    pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
+    from workers.model.gpu.triton_ops import TritonOps
+
+    of_rows = torch.bfloat16 if batch_size <= 8 or DEVICE.type == "cuda" else torch.float32  # the interpreter's
+    weight, x = make_quantized(2 * 41, 128, "fp8", 128, False), randn(batch_size, 128, scale=12).to(of_rows)
+    x[-1, 7] = NAN if batch_size > 1 else 0
+    gate_up = Linear(weight.words, None, weight)
+    products = x.float() @ weight.decoded(torch.float32).T
+    assert products[0].max() > 15 and products[0].min() < -15, "limits matter"
+    got, want = torch.full((2, batch_size, 41), -1.0, device=DEVICE)
+    TritonOps(DEVICE).mlp(Normed(x), [gate_up], True, "limited", got)
+    TorchOps().mlp(Normed(x.float()), [gate_up], True, "limited", want)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert got[-1].isnan().all() == (batch_size > 1) and not got[:1].isnan().any()
+
+
+@pytest.mark.parametrize("rounding", ["int4", "fp8"])
+@pytest.mark.parametrize("layer_idx", [BY_TOKEN, BY_SCORE])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tapes read what is in host memory")
+def test_experts_in_few_bits_give_what_decoded_ones_give(layer_idx: int, rounding: Rounding) -> None:
+    model = make_model("deepseek_v4").bfloat16()
+    layer, block = describe(model.config).layers[layer_idx], model.model.layers[layer_idx].mlp
+    with torch.no_grad():
+        block.experts.gate_up_proj *= 4
+    round_weights(model, rounding)
+    forget_changed(model)
+    spec, x = layer.experts[0], torch.randn(3, HIDDEN_SIZE)
+    weights, rows = weights_of_block(block, spec), rows_of_tokens([0, 7, VOCAB_SIZE - 1])
+    assert weights.quantized is not None and (weights.by_token is None) == (layer_idx == BY_SCORE)
+    matrices = weights.quantized.gate_up.decoded(torch.float32), weights.quantized.down.decoded(torch.float32)
+    gates, ups, down = by_expert(*matrices, spec.num_experts)
+    router = Linear(weights.router.weight.float())
+    wide = replace(weights, router=router, gates=gates, ups=ups, down=down, quantized=None)
+    outs = []
+    for of in (replace(weights, router=router), wide):
+        room, out = make_room(spec, 3, HIDDEN_SIZE, torch.float32, torch.empty(3, spec.num_experts)), x.clone()
+        on_tapes(lambda ops, of=of, room=room, out=out: _experts_step(ops, x, of, spec, rows, room, out), 3)  # type: ignore[misc]
+        outs.append(out)
+    assert torch.equal(*outs)
+    room = make_room(spec, 3, HIDDEN_SIZE, torch.float32, torch.empty(3, spec.num_experts))
+    _experts_step(TorchOps(), x, wide, spec, rows, room, defined := x.clone())
+    torch.testing.assert_close(outs[0], defined, rtol=1e-4, atol=1e-3)
+
+
+def _experts_step(
+    ops: Any, x: Tensor, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom, out: Tensor
+) -> None:
+    ops.linear(Normed(x), [weights.router], room.logits)
+    ops.choose_experts(weights, spec, rows, room)
+    ops.experts(Normed(x), weights, spec, room)
+    ops.experts_out(weights, spec, room, out, adds=True)
+
+
+@pytest.mark.parametrize("fault", ["an expert that there is none of", "fewer tokens"])
+def test_a_table_of_other_experts_or_tokens_is_refused(fault: str) -> None:
+    block, spec, _ = make_block(BY_TOKEN)
+    if fault == "fewer tokens":
+        block.gate.tid2eid = block.gate.tid2eid[:-1]
+    else:
+        block.gate.tid2eid[3, 1] = spec.num_experts
+    with pytest.raises(ModelError, match="256 tokens have 3 of 12 experts each; load the model"):
+        weights_of_block(block, spec)

@@ -6,11 +6,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from csattn.lightning.operands.compressor import CompressorWeights
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
 from csattn.models.rope import model_frequencies
 from csattn.models.share import require_shares, share_of_head, share_of_layer, share_of_spec
-from csattn.models.spec import DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec
+from csattn.models.spec import CompressedSpec, DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec
 from csattn.models.weights import (
+    CompressedLayerWeights,
     DeltaWeights,
     ExpertNorms,
     ExpertWeights,
@@ -92,6 +94,30 @@ def random_weights(
             index_norm=index_norm,
         )
 
+    def compressed(of: CompressedSpec) -> CompressedLayerWeights:
+        angles = torch.logspace(0, -4, of.rope_dim // 2, device=device)
+
+        def rows(dim: int) -> CompressorWeights:
+            return CompressorWeights(
+                position_bias=torch.zeros(of.ratio, of.series * dim, device=device),
+                norm_weight=torch.ones(dim, device=device),
+                inv_freq=angles,
+            )
+
+        return CompressedLayerWeights(
+            latents=linear(of.q_rank, spec.hidden_size),
+            latent_norm=torch.ones(of.q_rank, device=device),
+            queries=(linear(of.q_width + of.index_q_width, of.q_rank),),
+            inputs=(linear(sum(of.in_widths[1:]), spec.hidden_size),),
+            kv_norm=torch.ones(of.head_dim, device=device),
+            groups=linear(of.out_width, of.q_width // of.num_groups),
+            sinks=torch.zeros(of.num_heads, device=device),
+            angles=angles,
+            rows=rows(of.head_dim) if of.ratio else None,
+            keys=None if of.indexer is None else rows(of.indexer.head_dim),
+            eps=spec.norm_eps,
+        )
+
     def in_few(weight: Tensor, of: Few) -> QuantizedWeight:
         return _in_mxfp4(weight, generator) if of == "mxfp4" else QuantizedWeight.rounded(weight, of)
 
@@ -128,10 +154,15 @@ def random_weights(
         attention, mlp, hidden_size = of.attention, of.mlp, spec.hidden_size
         sizes = {"none": None, "head": (heads.head_dim,) * 2, "projection": (heads.q_width, heads.kv_width)}
         ones = torch.ones(heads.head_dim, device=device) if attention.v_norm else None
-        plain = of.delta is None and of.latent is None
+        plain = of.delta is None and of.latent is None and of.compressed is None
         of_heads = sizes[attention.qk_norm] if plain else None
         q_norm, k_norm = (torch.ones(size, device=device) for size in of_heads or (0, 0))
-        attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else heads.q_width
+        widths = (
+            of.delta and of.delta.v_width,
+            of.latent and of.latent.v_width,
+            of.compressed and of.compressed.out_width,
+        )
+        attended = next(filter(None, widths), heads.q_width)
         return LayerWeights(
             before_attention=norm(hidden_size, of.pre_norm),
             qkv=(
@@ -144,8 +175,9 @@ def random_weights(
             gates=(linear(heads.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
             delta=None if of.delta is None else delta(of.delta),
             latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
+            compressed=None if of.compressed is None else compressed(of.compressed),
             head_norms=HeadNorms(q_norm, k_norm, ones) if of_heads else None,
-            sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks else None,
+            sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks and plain else None,
             out=linear(hidden_size, attended, attention.out_bias, into_stream),
             behind_attention=norm(hidden_size, of.post_norm),
             before_mlp=norm(hidden_size, of.pre_norm and not of.parallel),

@@ -75,7 +75,9 @@ class Layer:
 
     def num_flops(self, num_tokens: int) -> float:
         """Of products: the projections', those of legal pairs of queries and keys, the attention's."""
-        weights, ratio = self._weights, self._weights.rows.compressor.ratio
+        weights, rows = self._weights, self._weights.rows
+        assert rows is not None, "these layers have compressed rows"
+        ratio = rows.compressor.ratio
         legal = causal_lens(num_tokens, num_tokens // ratio, ratio=ratio).double()
         matrices = [
             weights.q_a,
@@ -83,8 +85,8 @@ class Layer:
             weights.kv,
             weights.out_a,
             weights.out_b,
-            weights.rows.kv,
-            weights.rows.gate,
+            rows.kv,
+            rows.gate,
         ]
         pairs = 0.0
         if (of := weights.indexer) is not None:

@@ -82,7 +82,7 @@ def compressed_rows(
         has_none = (positions == 0)[:, None, None]
         kv = torch.cat((kv[:, :ratio, :dim].masked_fill(has_none, 0.0), kv[:, ratio:, dim:]), dim=1)
         gate = torch.cat((gate[:, :ratio, :dim].masked_fill(has_none, -torch.inf), gate[:, ratio:, dim:]), dim=1)
-        bias = torch.cat(bias.split(dim, dim=1))
+        bias = torch.cat(torch.split(bias, dim, dim=1))
     return make_keys(kv, gate + bias, weights, positions)
 
 

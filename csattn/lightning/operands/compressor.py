@@ -96,7 +96,7 @@ class Compressor:
             earlier = torch.cat((before, own[:-1, :, :head_dim]))
             rows.append(torch.cat((earlier, own[..., head_dim:]), dim=1))
         self._before = kv[-1:, :, :head_dim].clone(), gate[-1:, :, :head_dim].clone()
-        return rows[0], rows[1] + torch.cat(bias.split(head_dim, dim=1))
+        return rows[0], rows[1] + torch.cat(torch.split(bias, head_dim, dim=1))
 
     @property
     def unfinished(self) -> tuple[Tensor, Tensor]:

@@ -157,12 +157,9 @@ def random_weights(
         plain = of.delta is None and of.latent is None and of.compressed is None
         of_heads = sizes[attention.qk_norm] if plain else None
         q_norm, k_norm = (torch.ones(size, device=device) for size in of_heads or (0, 0))
-        widths = (
-            of.delta and of.delta.v_width,
-            of.latent and of.latent.v_width,
-            of.compressed and of.compressed.out_width,
-        )
-        attended = next(filter(None, widths), heads.q_width)
+        attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else heads.q_width
+        if of.compressed is not None:
+            attended = of.compressed.out_width
         return LayerWeights(
             before_attention=norm(hidden_size, of.pre_norm),
             qkv=(

@@ -34,7 +34,6 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, make_model, 
             "linear attention of a kind that",
         ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-        ("llama", {"model_type": "deepseek_v4"}, "'deepseek_v4' is not supported: its layers attend to rows made of"),
         ("llama", {"model_type": "olmo"}, "'olmo' is not supported: its norms have no weights"),
         ("gemma4_text", {"num_kv_shared_layers": 3}, "no full_attention layer before them has any"),
         (

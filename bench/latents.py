@@ -1,9 +1,11 @@
-"""Steps of models that keep latents, at their real widths: latents on the device, or in host memory; chosen, or all.
+"""Steps of models that choose their rows themselves, at their real widths: on the device, or from host memory.
 
-    python -m bench.latents [--layers 8] [--experts 16] [--contexts 131072] [--batches 1,8] [--json FILE]
+    python -m bench.latents [--kinds chosen,all,compressed] [--layers 8] [--experts 16] [--contexts 131072]
+                            [--batches 1,8] [--json FILE]
 
-DeepSeek-V3.2's shape with fewer layers and experts and random weights, each request over a context of its own, made up;
-beside it the same without an indexer (DeepSeek-V3), which attends to all latents. Random weights choose other rows for
+DeepSeek-V3.2's shape with fewer layers and experts and random weights, each request over a context of its own, made up
+(`chosen`); the same without an indexer (DeepSeek-V3), which attends to all latents (`all`); and DeepSeek-V4-Flash's,
+whose rows stand for several tokens each (`compressed`). Random weights choose other rows for
 each token; a model's choices change less. So steps are timed twice: `fed`, with the token that the last step said, and
 `again`, the same step over and over, whose rows are all in the slots: what a model takes lies between, and by how much
 `hit_rate` says. Gate: the same tokens from both placements.
@@ -35,6 +37,7 @@ from workers.engine.latent_memory import CachedLatents
 from workers.engine.step_model import StepModel
 from workers.serving.step_engine import StepRow
 
+KINDS = "chosen", "all", "compressed"
 DTYPE, TAIL_CAPACITY, WARM_UP_STEPS, PROFILED_STEPS = torch.bfloat16, 512, 16, 4
 SAID = 8  # tokens that both placements must say alike
 PURPOSES = {  # part of a kernel's name -> what it is for
@@ -72,8 +75,33 @@ class MadeContext:
         """Likewise."""
 
 
+class MadeCompressed(MadeContext):
+    """Of rows that stand for several tokens each."""
+
+    def __init__(self, spec: ModelSpec, context_len: int, seed: int, like: Tensor) -> None:
+        geometry, generator = geometry_of(spec), torch.Generator(like.device).manual_seed(seed)
+        about = {"context_len": context_len, "index_config": SketchConfig(), "kv_dtype": "bfloat16"}
+        self.spec = SimpleNamespace(model=geometry, **about)
+
+        def made(name: str, shape: tuple[int, int]) -> Any:
+            drawn = torch.randn(shape, generator=generator, device=like.device).cpu()
+            return drawn.numpy() if name == "pending" else drawn.bfloat16().view(torch.uint16).numpy()
+
+        self._states = [
+            {name: made(name, shape) for name, shape in geometry.compressed_sizes(layer_idx, context_len).items()}
+            for layer_idx in range(spec.num_layers)
+        ]
+
+    def indexed_kv(self) -> list[Tensor]:
+        return []
+
+    def states(self) -> list[dict[str, Any]]:
+        return self._states
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--contexts", default="131072")
@@ -83,17 +111,20 @@ def main() -> None:
     arguments = parser.parse_args()
     gate(torch.cuda.is_available(), "this benchmark needs a CUDA device, and torch finds none")
     changes = fewer(arguments.layers, arguments.experts)
+    few = {name: changes[name] for name in ("num_hidden_layers", "n_routed_experts")}
     shapes = {
         "chosen": shape_named("deepseek-v3.2", **changes),
         "all": shape_named("deepseek-v3.2", model_type="deepseek_v3", **changes),
+        "compressed": shape_named("deepseek-v4-flash", **few),
     }
     report: dict[str, Any] = {"bench": "latents", "machine": device_machine(), "layers": arguments.layers, "cases": []}
     with torch.no_grad():
-        for kind, spec in shapes.items():
+        for kind in arguments.kinds.split(","):
+            spec, make = shapes[kind], MadeCompressed if kind == "compressed" else MadeContext
             weights = random_weights(spec, "cuda", DTYPE)
             for context_len in numbers(arguments.contexts):
                 most = max(numbers(arguments.batches))
-                contexts = [MadeContext(spec, context_len, seed, weights.embedding) for seed in range(most)]
+                contexts = [make(spec, context_len, seed, weights.embedding) for seed in range(most)]
                 for batch_size in numbers(arguments.batches):
                     said: dict[str, list[Any]] = {}
                     for placement in ("device", "hybrid") if kind == "chosen" else ("device",):

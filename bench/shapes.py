@@ -200,4 +200,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v32",
         "max_position_embeddings": 163_840,
     },
+    "deepseek-v4-flash": {
+        "model_type": "deepseek_v4",
+        "max_position_embeddings": 1_048_576,
+    },
 }

@@ -42,11 +42,15 @@ ALL = SearchConfig(keep=1.0, sink_len=2, window_len=8)
 PART = replace(ALL, keep=0.2)
 
 
+# in a preset's place: models that choose themselves
+CHOOSING = {"latents": "deepseek_v32", "compressed": "deepseek_v4"}
+
+
 @cache
 def loaded(of_preset: str = "default") -> LoadedModel:
     """Its heads are wide enough for all codecs; or it chooses itself, whatever the preset."""
-    if of_preset == "latents":
-        return tiny.loaded("deepseek_v32")
+    if of_preset in CHOOSING:
+        return tiny.loaded(CHOOSING[of_preset])
     return wrap_model(make_model(num_attention_heads=4, num_key_value_heads=2, head_dim=32), byte_tokenizer(), "wide")
 
 
@@ -78,6 +82,7 @@ CAPABILITIES = {
     "KV in FP8": Capability(codec="fp8"),
     "full attention": Capability(selector="full"),
     "a model that keeps latents and chooses among them, several requests": Capability("latents", num_requests=2),
+    "a model of compressed rows, several requests": Capability("compressed", num_requests=2),
     "search workers": Capability(num_workers=2),
     "a context partly on disk, within a budget of host memory": Capability(budget_bytes=1 << 21),
     "exact Top-K": Capability(selector="exact"),
@@ -89,6 +94,7 @@ REFUSALS = {
     2: "a host budget is for decoding",
     3: "a GPU decodes with",
     4: "where a GPU attends it scores their index keys",
+    5: "on a GPU they all lie there",
 }
 
 
@@ -114,7 +120,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Artifact]]]:
     """Two contexts, by preset."""
     store = tmp_path_factory.mktemp("store")
-    configs = {name: preset("default") for name in ("default", "latents")}
+    configs = {name: preset("default") for name in ("default", *CHOOSING)}
     for name in ("lists", "paper"):
         of_lists = preset(name)
         assert isinstance(of_lists, ListConfig)
@@ -231,5 +237,5 @@ def test_a_cell_that_keeps_a_part_reads_a_part(artifacts, wanted_of_a_part, name
         np.testing.assert_allclose(logits, wanted_of_a_part(name), rtol=2e-2, atol=2e-2)
         for slot in range(asked.num_requests):
             reading = engine.reading(slot)
-            assert reading.selector == ("model" if asked.preset == "latents" else asked.selector)
+            assert reading.selector == ("model" if asked.preset in CHOOSING else asked.selector)
             assert (reading.rows > CONTEXT_LENS[slot]) == (asked.selector == "full")

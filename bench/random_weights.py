@@ -22,6 +22,7 @@ from csattn.models.weights import (
     LayerWeights,
     Linear,
     ModelWeights,
+    StreamWeights,
     by_expert,
 )
 from csattn.share import Share
@@ -92,6 +93,13 @@ def random_weights(
             index_norm=index_norm,
         )
 
+    def mix(joins: bool = False) -> StreamWeights | None:
+        if (of := spec.streams) is None:
+            return None
+        num_out, num_in = of.num if joins else of.num_mixes, of.num * spec.hidden_size
+        told = torch.empty(num_out, num_in, device=device).normal_(std=num_in**-0.5, generator=generator)
+        return StreamWeights(told, torch.zeros(num_out, device=device), torch.ones(1 if joins else 3, device=device))
+
     def in_few(weight: Tensor, of: Few) -> QuantizedWeight:
         return _in_mxfp4(weight, generator) if of == "mxfp4" else QuantizedWeight.rounded(weight, of)
 
@@ -155,6 +163,8 @@ def random_weights(
             )
             if (width := spec.layer_input_width)
             else None,
+            attention_mix=mix(),
+            mlp_mix=mix(),
         )
 
     def inputs(width: int) -> InputWeights:
@@ -185,6 +195,7 @@ def random_weights(
         head=own_head(),
         inputs=inputs(spec.layer_input_width) if spec.layer_input_width else None,
         ropes=tuple(_frequencies(spec, number, device) for number in range(len(spec.ropes))),
+        join=mix(joins=True),
     )
 
 

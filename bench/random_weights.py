@@ -24,6 +24,7 @@ from csattn.models.weights import (
     LayerWeights,
     Linear,
     ModelWeights,
+    StreamWeights,
     by_expert,
 )
 from csattn.share import Share
@@ -118,6 +119,13 @@ def random_weights(
             eps=spec.norm_eps,
         )
 
+    def mix(joins: bool = False) -> StreamWeights | None:
+        if (of := spec.streams) is None:
+            return None
+        num_out, num_in = of.num if joins else of.num_mixes, of.num * spec.hidden_size
+        told = torch.empty(num_out, num_in, device=device).normal_(std=num_in**-0.5, generator=generator)
+        return StreamWeights(told, torch.zeros(num_out, device=device), torch.ones(1 if joins else 3, device=device))
+
     def in_few(weight: Tensor, of: Few) -> QuantizedWeight:
         return _in_mxfp4(weight, generator) if of == "mxfp4" else QuantizedWeight.rounded(weight, of)
 
@@ -189,6 +197,8 @@ def random_weights(
             )
             if (width := spec.layer_input_width)
             else None,
+            attention_mix=mix(),
+            mlp_mix=mix(),
         )
 
     def inputs(width: int) -> InputWeights:
@@ -219,6 +229,7 @@ def random_weights(
         head=own_head(),
         inputs=inputs(spec.layer_input_width) if spec.layer_input_width else None,
         ropes=tuple(_frequencies(spec, number, device) for number in range(len(spec.ropes))),
+        join=mix(joins=True),
     )
 
 

@@ -288,6 +288,15 @@ class StreamsSpec:
     iterations: int  # by which these become such
     eps: float
 
+    @property
+    def num_mixes(self) -> int:
+        """Numbers that tell what a branch reads of them, what it adds to each, and how they are mixed."""
+        return (2 + self.num) * self.num
+
+    def num_params(self, num_layers: int, hidden_size: int) -> int:
+        """Of the matrices that tell these: two of each layer, and one of how they are joined."""
+        return (2 * num_layers * self.num_mixes + self.num) * self.num * hidden_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
@@ -385,4 +394,6 @@ class ModelSpec:
                 columns += (1 + layer.attention.gated) * heads.q_width
             columns += layer.mlp.intermediate_size * (2 + layer.mlp.gated) if layer.mlp is not None else 0
             columns += sum(x.num_experts + 3 * x.num_chosen * x.intermediate_size for x in layer.experts)
+        if self.streams is not None:
+            others += self.streams.num_params(self.num_layers, self.hidden_size)
         return self.hidden_size * columns + others

@@ -70,7 +70,11 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         ):
             few_bits += QuantizedWeight.size(*of_experts, of.num_experts * num_out, num_in)
             experts += of.num_experts * num_out * num_in * item_bytes
-    decoded = sum(parameter.numel() for parameter in model.parameters()) * item_bytes
+    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())  # which transformers loads in float32
+    decoded = sum(
+        parameter.numel() * (torch.float32.itemsize if wide.intersection(name.split(".")) else item_bytes)
+        for name, parameter in model.named_parameters()
+    )
     return WeightBytes(decoded, few_bits, linears, experts)
 
 

@@ -170,6 +170,18 @@ class LayerInputWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """What tells how several residual streams are mixed, or how they are joined: see `csattn.models.streams`.
+
+    All float32. num_out: `StreamsSpec.num_mixes`, or, where they are joined, the number of streams.
+    """
+
+    matrix: Tensor  # [num_out, num * hidden_size]: of all streams together
+    bias: Tensor  # [num_out]
+    scales: Tensor  # of what is read, added and mixed: [3]; where they are joined [1]
+
+
+@dataclass(frozen=True, slots=True)
 class InputWeights:
     """Of tokens' inputs of all layers: (norm(projection(embedding) * scale) + table[token] * table_scale) / sqrt(2)."""
 
@@ -201,6 +213,8 @@ class LayerWeights:
     behind_mlp: Tensor | None
     scale: float = 1.0  # of all of the stream, when it leaves the layer
     layer_input: LayerInputWeights | None = None
+    attention_mix: StreamWeights | None = None  # of the streams that attention reads, where there are several
+    mlp_mix: StreamWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +228,7 @@ class ModelWeights:
     head: Linear  # [vocab_size, hidden_size]; the embedding itself where they are tied
     ropes: tuple[Frequencies, ...]  # of the spec's
     inputs: InputWeights | None = None  # of layers, where they have any
+    join: StreamWeights | None = None  # of the streams behind the last layer, where there are several
 
     @property
     def device(self) -> torch.device:
@@ -250,7 +265,9 @@ class ModelWeights:
                     plain = 3 * of.num_experts * of.intermediate_size * self.spec.hidden_size * self.dtype.itemsize
                     saved += (plain - experts.quantized.nbytes) * of.num_chosen // of.num_experts
         others = (self.spec.vocab_size - len(self.head.weight)) * self.spec.hidden_size  # other devices' of the head
-        return (self.spec.streamed_params - others) * self.dtype.itemsize - saved
+        mixes = [mix for layer in self.layers for mix in (layer.attention_mix, layer.mlp_mix)] + [self.join]
+        of_mixes = sum(mix.matrix.nbytes - mix.matrix.numel() * self.dtype.itemsize for mix in mixes if mix is not None)
+        return (self.spec.streamed_params - others) * self.dtype.itemsize - saved + of_mixes
 
 
 def _products_of(of: CompressedLayerWeights | None) -> tuple[Linear, ...]:
@@ -274,6 +291,7 @@ def weights_of(model: Any) -> ModelWeights:
             *(Frequencies(body.norm.weight.new_empty(0).float()) for rope in spec.ropes if rope.parameters is None),
         ),
         inputs=_inputs(body, family) if spec.layer_input_width else None,
+        join=None if spec.streams is None else stream_weights(body.hc_head, "hc_"),
     )
 
 
@@ -340,7 +358,14 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         )
         if spec.layer_input_width
         else None,
+        attention_mix=None if spec.streams is None else stream_weights(layer.attn_hc),
+        mlp_mix=None if spec.streams is None else stream_weights(layer.ffn_hc),
     )
+
+
+def stream_weights(module: Any, prefix: str = "") -> StreamWeights:
+    """prefix: of its parameters' names."""
+    return StreamWeights(*(getattr(module, prefix + name).detach().float() for name in ("fn", "base", "scale")))
 
 
 def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec) -> tuple[Linear, ...]:

@@ -15,7 +15,14 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec
-from csattn.models.weights import CompressedLayerWeights, LatentWeights, LayerInputWeights, Linear, ModelWeights
+from csattn.models.weights import (
+    CompressedLayerWeights,
+    LatentWeights,
+    LayerInputWeights,
+    Linear,
+    ModelWeights,
+    StreamWeights,
+)
 from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.ops import (
@@ -29,6 +36,7 @@ from workers.model.ops import (
     Readers,
     Rotation,
     Stream,
+    StreamsRoom,
     num_squares,
 )
 
@@ -76,6 +84,13 @@ class StepLayers:
             squares=torch.zeros(num_squares(spec.hidden_size), batch_size, device=weights.device),
             centred=spec.centred,
         )
+        self._streams: StreamsRoom | None = None
+        if (streams := spec.streams) is not None:
+            num = streams.num
+            post, comb, products = (
+                zeros(*sizes, dtype=torch.float32) for sizes in ((num,), (num, num), (streams.num_mixes,))
+            )
+            self._streams = StreamsRoom(zeros(num, spec.hidden_size), post, comb, products)
         self.rotations = []
         for rope, frequencies in zip(spec.ropes, weights.ropes, strict=True):
             cos, sin = (zeros(len(frequencies.angles), dtype=torch.float32) for _ in range(2))
@@ -158,6 +173,7 @@ class StepLayers:
     def _predict(self, layer_idx: int) -> None:
         """Predict that layer's query from the input of the layer before it."""
         layer, spec, stream = self._weights.layers[layer_idx], self._weights.spec, self._stream
+        assert spec.streams is None, "of several, a layer reads a mixture of its own"
         early = stream.scaled if layer.before_attention is None else stream.scaled_ahead
         self._ops.linear(
             self._normed(layer.before_attention, early), _first(layer.qkv, spec.heads.q_width), self._early
@@ -178,6 +194,7 @@ class StepLayers:
 
     def _project(self, layer_idx: int) -> None:
         """q, k and v of the layer; k and v go to the tails."""
+        self._remix_before_attention(layer_idx)
         layer, x = self._weights.layers[layer_idx], self._normed_input(layer_idx)
         if layer.delta is not None:
             self._ops.linear(x, layer.delta.inputs, self._delta_room(layer_idx).inputs)
@@ -274,15 +291,37 @@ class StepLayers:
             attended = of_rows.grouped
         before_mlp, times = Readers(layer.before_mlp, None, eps), spec.residual_multiplier
         if spec.parallel:  # the MLP reads what attention has read
+            assert self._streams is None, "the MLP reads a mixture of its own"
             adds = self._mlps(layer_idx)
             self._add(attended, layer.out, layer.behind_attention, times, before_mlp)
         else:
             self._add(attended, layer.out, layer.behind_attention, times, before_mlp)
+            self._remix(layer.mlp_mix, before_mlp)
             adds = self._mlps(layer_idx)
         *others, last = adds
         for add in others:
             add(Readers(None, None, eps))
         last(self._readers(layer_idx + 1, ahead))
+        if layer_idx + 1 == self._weights.spec.num_layers:
+            self._join()
+
+    def _remix_before_attention(self, layer_idx: int) -> None:
+        layer, eps = self._weights.layers[layer_idx], self._weights.spec.norm_eps
+        self._remix(layer.attention_mix, Readers(layer.before_attention, None, eps), is_first=layer_idx == 0)
+
+    def _remix(self, weights: StreamWeights | None, readers: Readers, is_first: bool = False) -> None:
+        """Of several streams, make what the next branch reads: of `hidden` alone, it reads nothing."""
+        streams = self._weights.spec.streams
+        if streams is not None:
+            assert weights is not None and self._streams is not None
+            self._ops.remix(weights, streams, is_first, self._streams, self._stream, readers)
+
+    def _join(self) -> None:
+        weights, streams = self._weights, self._weights.spec.streams
+        if streams is not None:
+            assert weights.join is not None and self._streams is not None
+            readers = Readers(weights.final_norm, None, weights.spec.norm_eps)
+            self._ops.join(weights.join, streams, self._streams, self._stream, readers)
 
     def _delta_room(self, layer_idx: int) -> DeltaRoom:
         delta = self._weights.spec.layers[layer_idx].delta

@@ -91,6 +91,19 @@ class ExpertRoom:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamsRoom:
+    """Several residual streams of a step, of which `Stream` is what a branch reads and what it adds to.
+
+    Between two branches they are mixed: see `csattn.models.streams`.
+    """
+
+    streams: Tensor  # [batch_size, num, hidden_size]
+    post: Tensor  # [batch_size, num] float32: how much of what the branch adds each gets
+    comb: Tensor  # [batch_size, num, num] float32: at [i, j], how much of stream i becomes stream j's
+    products: Tensor  # [batch_size, num_mixes] float32: of matrices, on the way
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaRoom:
     """What becomes of a step in layers that keep a state, one after the other."""
 

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from csattn.batch import StepRows
 from csattn.models.latent import Turn, latent_queries, latent_rows, latent_values, query_latents
-from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
+from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, StreamsSpec, Temper
+from csattn.models.streams import joined_streams, mixed_streams, mixture_of
 from csattn.models.weights import (
     DeltaWeights,
     ExpertWeights,
@@ -18,6 +19,7 @@ from csattn.models.weights import (
     InputWeights,
     LatentWeights,
     Linear,
+    StreamWeights,
 )
 from workers.model.ops import (
     LEAST_SUM,
@@ -30,6 +32,7 @@ from workers.model.ops import (
     Readers,
     Rotation,
     Stream,
+    StreamsRoom,
 )
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -235,6 +238,47 @@ class TorchOps:
         added = x.float() if norm is None else _norm(x.float(), norm, eps)
         stream.hidden.copy_(scale * (stream.hidden.float() + multiplier * added))
         _prepare(stream, readers)
+
+    def remix(
+        self,
+        weights: StreamWeights,
+        spec: StreamsSpec,
+        is_first: bool,  # of a step: the room has nothing of it yet, and the stream is the token's row
+        room: StreamsRoom,  # of which all is written
+        stream: Stream,  # likewise
+        readers: Readers,  # none of them ahead
+    ) -> None:
+        """Mix the streams, with what the last branch has added; then the stream is prepared as a mixture of them, and
+        hidden = 0, for what the next branch adds."""
+        self._add_to_streams(is_first, room, stream)
+        streams = room.streams.float()
+        mixture = mixture_of(streams, weights, spec, readers.eps)
+        room.post.copy_(mixture.post)
+        room.comb.copy_(mixture.comb)
+        stream.hidden.copy_(joined_streams(streams, mixture.pre))
+        _prepare(stream, readers)
+        stream.hidden.zero_()
+
+    def join(
+        self,
+        weights: StreamWeights,
+        spec: StreamsSpec,
+        room: StreamsRoom,
+        stream: Stream,  # all of it is written
+        readers: Readers,
+    ) -> None:
+        """hidden = what the streams become behind the last branch"""
+        self._add_to_streams(False, room, stream)
+        streams = room.streams.float()
+        stream.hidden.copy_(joined_streams(streams, mixture_of(streams, weights, spec, readers.eps).pre))
+        _prepare(stream, readers)
+
+    def _add_to_streams(self, is_first: bool, room: StreamsRoom, stream: Stream) -> None:
+        given = stream.hidden.float()
+        if is_first:
+            room.streams.copy_(given[:, None])
+        else:
+            room.streams.copy_(mixed_streams(room.streams.float(), given, room.post, room.comb))
 
     def rotate_append(
         self,

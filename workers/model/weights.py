@@ -49,7 +49,7 @@ def take_weights(
         embedding=embedding,
         layers=tuple(layers),
         head=head if tied else to.joined([head]),
-        **{name: to.moved(getattr(there, name)) for name in ("final_norm", "ropes", "inputs")},
+        **{name: to.moved(getattr(there, name)) for name in ("final_norm", "ropes", "inputs", "join")},
     )
 
 

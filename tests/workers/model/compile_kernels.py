@@ -17,19 +17,21 @@ from workers.model.gpu import (
     input_kernels,
     latent_kernels,
     linear_kernels,
+    remix_kernels,
     token_kernels,
 )
 
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv kept memory decay"
-    " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights",
+    " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
+    " post comb matrix products sums biases",
     "*i32": "by_token counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
     "*i64": "turns token_ids positions next_ids",
-    "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale",
+    "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale least",
     "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
     " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
-    " x_row x_head ups_head ups_in ups_out out_row out_head",
+    " x_row x_head ups_head ups_in ups_out out_row out_head iterations",
 }
 ROW = {"BLOCK": 1024, "SQUARES_BLOCK": 32}
 TILES = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "DOT_PRECISION": "tf32", "BLOCK_SQUARES": 128}
@@ -48,6 +50,7 @@ LATENTS = [
     | {"NUM_HEADS": 128, "NOPE_DIM": 128, "NUM_INDEX_HEADS": dim // 2}
     for rank, dim in ((1536, 128), (0, 0))
 ]
+STREAMS = {"NUM": 3, "BLOCK_NUM": 4, "BLOCK_OUT": 16, "ROWS": 4}
 READERS = [{"HAS_NORM": True, "AHEAD": True}, {"HAS_NORM": False, "AHEAD": False}]
 VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.begin_kernel, [ROW | readers | {"CENTRED": not readers["AHEAD"]} for readers in READERS]),
@@ -58,6 +61,14 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     ),
     (token_kernels.weigh_kernel, [{"BLOCK": 1024}]),
     (token_kernels.add_norms_kernel, [{"BLOCK": 1024}]),
+    (remix_kernels.add_to_streams_kernel, [STREAMS | {"BLOCK": 64, "FIRST": first} for first in (False, True)]),
+    (
+        remix_kernels.read_streams_kernel,
+        [
+            ROW | STREAMS | {"BLOCK_PARTS": 16, "JOINS": joins, "HAS_NORM": not joins, "AHEAD": False}
+            for joins in (False, True)
+        ],
+    ),
     (expert_kernels.sum_parts_kernel, [{"NUM_PARTS": 3, "BLOCK": 1024, "ADDS": adds} for adds in (False, True)]),
     (head_kernels.copy_rows_kernel, [{"BLOCK": 512}]),
     (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),

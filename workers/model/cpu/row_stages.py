@@ -137,9 +137,9 @@ def prepare_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         out[:] = hidden
         return 0
     scale = inverse_rms(hidden, 0, width, eps)
-    _scaled(hidden, scale, floats_of(args.norm, 0, width), out)
+    write_scaled(hidden, scale, floats_of(args.norm, 0, width), out)
     if args.norm_ahead != 0:
-        _scaled(hidden, scale, floats_of(args.norm_ahead, 0, width), floats_of(args.out_ahead, row, width))
+        write_scaled(hidden, scale, floats_of(args.norm_ahead, 0, width), floats_of(args.out_ahead, row, width))
     return 0
 
 
@@ -317,7 +317,9 @@ def inverse_rms(x: NDArray[np.float32], first: int, width: int, eps: float) -> A
 
 
 @exact_kernel
-def _scaled(x: NDArray[np.float32], scale: np.float32, weight: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+def write_scaled(
+    x: NDArray[np.float32], scale: np.float32, weight: NDArray[np.float32], out: NDArray[np.float32]
+) -> None:
     """out = x * scale * weight"""
     whole = len(x) - len(x) % LANES
     for i in range(0, whole, LANES):

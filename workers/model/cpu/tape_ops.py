@@ -17,6 +17,7 @@ from workers.model.cpu.expert_ops import TapeExpertOps
 from workers.model.cpu.few_bits import FLOATS, FORMATS
 from workers.model.cpu.latent_ops import TapeLatentOps
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, groups_of_piece, linear_stage, num_groups
+from workers.model.cpu.remix_ops import TapeRemixOps
 from workers.model.cpu.row_stages import (
     ADD_NORMS,
     COPY_ROWS,
@@ -40,7 +41,7 @@ from workers.model.cpu.row_stages import (
 from workers.model.ops import Normed, Readers, Rotation, Stream
 
 
-class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
+class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
     """Notes operations.
 
     The stream's `scaled` is the normed stream; its `squares` are not used. Rotations are computed, and tokens drawn, by

@@ -63,7 +63,7 @@ class TritonStreamOps(Launches):
             hidden_size,
             multiplier,
             CENTRED=stream.centred,
-            **_row_constants(stream, readers),
+            **row_constants(stream, readers),
         )
 
     def add_normed(
@@ -128,7 +128,7 @@ class TritonStreamOps(Launches):
             scale,
             NUM_PARTS=num_parts,
             IS_NORMED=norm is not None,
-            **_row_constants(stream, readers),
+            **row_constants(stream, readers),
             **self._launch(),
         )
 
@@ -139,7 +139,7 @@ def written(stream: Stream, readers: Readers) -> tuple[Tensor, ...]:
     return stream.hidden, norm, stream.scaled, ahead, stream.scaled_ahead, stream.squares
 
 
-def _row_constants(stream: Stream, readers: Readers) -> dict[str, Any]:
+def row_constants(stream: Stream, readers: Readers) -> dict[str, Any]:
     """Of kernels whose programs own a row of the stream each."""
     return {
         "HAS_NORM": readers.norm is not None,

@@ -170,9 +170,34 @@ def _write_stream(
 ):
     i = tl.arange(0, BLOCK)
     inside = i < hidden_size
-    dtype = hidden.dtype.element_ty
+    tl.store(hidden + row * hidden_size + i, value.to(hidden.dtype.element_ty), mask=inside)
+    prepare_row(
+        value, row, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares, hidden_size, HAS_NORM, AHEAD, BLOCK,
+        SQUARES_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def prepare_row(
+    value,  # this, and what follows: as in `_write_stream`
+    row,
+    norm,
+    scaled,
+    norm_ahead,
+    scaled_ahead,
+    squares,
+    num_squares,
+    hidden_size,
+    HAS_NORM: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SQUARES_BLOCK: tl.constexpr,
+):
+    """Write what readers of the stream want, where its row is this value, rounded to its dtype."""
+    i = tl.arange(0, BLOCK)
+    inside = i < hidden_size
+    dtype = scaled.dtype.element_ty
     at = row * hidden_size + i
-    tl.store(hidden + at, value.to(dtype), mask=inside)
     value = value.to(dtype).to(tl.float32)
     weight = tl.load(norm + i, mask=inside, other=0.0) if HAS_NORM else 1.0
     tl.store(scaled + at, (value * weight).to(dtype), mask=inside)

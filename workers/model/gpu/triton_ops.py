@@ -18,6 +18,7 @@ from workers.model.gpu.input_kernels import make_inputs_kernel, take_input_kerne
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
 from workers.model.gpu.quantized_ops import MOST_ROWS
+from workers.model.gpu.remix_ops import TritonRemixOps
 from workers.model.gpu.stream_ops import written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, tiles
 from workers.model.gpu.token_kernels import (
@@ -34,7 +35,7 @@ _PREDICTED_PAIRS, _WIDE_PREDICTED_PAIRS = 128, 32
 _LOGITS_BLOCK = 4096  # that a program looks through
 
 
-class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
+class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps):
     """Owns the scratch memory of split sums, so its operations must follow each other on one stream.
 
     A row's results do not depend on the rows beside it, nor, up to 16 of them, on their number: sums are taken in the

@@ -1,0 +1,185 @@
+"""Steps of models with several residual streams, whose attention is another's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from bench.random_weights import random_weights
+from csattn.batch import StepRows, make_step_rows
+from csattn.cpu.team import Team
+from csattn.models.weight_sizes import weight_bytes
+from csattn.models.weights import ModelWeights, stream_weights, weights_of
+from tests.tiny import make_model
+from tests.workers.model.step_ops import DEVICE
+from tests.workers.model.test_model_weights import sizes_of
+from tests.workers.model.test_streams import ON_CPU, make_modules, make_spec
+from tests.workers.model.test_tapes import Recorded, attended, run_tapes
+from workers.model import take_weights
+from workers.model.cpu import cpu_model
+from workers.model.cpu.cpu_model import CpuModel
+from workers.model.cpu.tape_ops import TapeOps
+from workers.model.devices import Devices
+from workers.model.layers import StepLayers
+from workers.model.torch_ops import TorchOps
+
+TOKENS = [3, 250, 0, 17]
+
+
+class Alone:
+    """All devices that share a model are this one."""
+
+    def room(self, batch_size: int, width: int) -> Tensor:
+        return torch.full((batch_size, width), torch.nan, device=DEVICE)
+
+    def add_over_devices(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+def with_streams(weights: ModelWeights, num: int) -> tuple[ModelWeights, list[Any]]:
+    """The model with so many, and what mixes them: of all branches, and at the end."""
+    spec = replace(weights.spec, streams=make_spec(num, 3))
+    modules = make_modules(spec.streams, spec.hidden_size, 2 * spec.num_layers, spec.norm_eps)
+    mixes = [stream_weights(module) for module in modules[:-1]]
+    layers = tuple(
+        replace(layer, attention_mix=mixes[2 * i], mlp_mix=mixes[2 * i + 1]) for i, layer in enumerate(weights.layers)
+    )
+    return replace(weights, spec=spec, layers=layers, join=stream_weights(modules[-1], "hc_")), modules
+
+
+def logits_in_transformers(model: Any, modules: list[Any]) -> Tensor:
+    """Of the tokens, each at position 0, where nothing turns."""
+    num = modules[0].hc_mult
+    streams = model.model.embed_tokens(torch.tensor(TOKENS, device=DEVICE))[:, None, None].repeat(1, 1, num, 1)
+    waiting = iter(modules)
+
+    def add(streams: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        post, comb, read = next(waiting)(streams)
+        return post[..., None] * branch(read)[:, :, None] + comb.transpose(-1, -2) @ streams
+
+    for layer in model.model.layers:
+
+        def attend(x: Tensor, of: Any = layer) -> Tensor:
+            attention = of.self_attn
+            heads = attention.q_proj(of.input_layernorm(x)).unflatten(-1, (-1, attention.head_dim))
+            norm = getattr(attention, "q_norm", None)
+            return attention.o_proj(attended(heads if norm is None else norm(heads)).flatten(-2))
+
+        def compute(x: Tensor, of: Any = layer) -> Tensor:
+            return of.mlp(of.post_attention_layernorm(x))
+
+        streams = add(add(streams, attend), compute)
+    return model.lm_head(model.model.norm(next(waiting)(streams)))[:, 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+@pytest.mark.parametrize(
+    ("kind", "is_shared"), [("torch", False), ("torch", True), ("triton", False), ("triton", True), ("tapes", False)]
+)
+@torch.no_grad()
+def test_a_step(kind: str, is_shared: bool, family: str) -> None:
+    """Of an MLP, and of experts beside one. is_shared: with others, who have no part of it."""
+    if kind == "tapes" and DEVICE.type == "cuda":
+        pytest.skip("tapes are of CPUs")
+    model = make_model(family).to(DEVICE)
+    weights, modules = with_streams(weights_of(model) if kind == "tapes" else take_weights(model, DEVICE), 3)
+    devices = cast(Devices, Alone()) if is_shared else None
+    got = logits_of_step(weights, kind, devices)
+    torch.testing.assert_close(got, logits_in_transformers(model, modules), rtol=1e-3, atol=1e-3)
+
+
+def logits_of_step(weights: ModelWeights, kind: str, devices: Devices | None) -> Tensor:
+    rows = make_step_rows(len(TOKENS), DEVICE)
+    rows.token_ids.copy_(torch.tensor(TOKENS))
+    tails = [torch.zeros(1, weights.spec.num_kv_heads, 1, 2, weights.spec.head_dim, device=DEVICE)] * len(
+        weights.layers
+    )
+    attention, finish = Recorded(tails, [None] * len(tails)), lambda: None
+    if kind == "tapes":
+        ops: Any = TapeOps("float32", np.array([len(TOKENS)]))
+        rows = replace(rows, tail_ids=rows.tail_ids.long(), tail_lens=torch.ones(len(TOKENS), dtype=torch.int64))
+        attention, finish = AtOnce(tails, ops), lambda: run_noted(ops)
+    elif kind == "triton":
+        ops = pytest.importorskip("workers.model.gpu.triton_ops", reason="Triton is not installed").TritonOps(DEVICE)
+    else:
+        ops = TorchOps()
+    layers = StepLayers(weights, attention, [None] * len(tails), ops, rows, torch.float32, devices)
+    for rotation in layers.rotations:
+        rotation.cos.fill_(1)
+    for call in layers.calls(ahead=False):
+        call.run()
+    finish()
+    return layers.logits
+
+
+class AtOnce(Recorded):
+    """Runs what is noted before it attends."""
+
+    def __init__(self, tails: list[Tensor], ops: TapeOps) -> None:
+        super().__init__(tails, [None] * len(tails))
+        self._ops = ops
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        run_noted(self._ops)
+        super().attend(layer_idx, q, rows, out)
+
+
+def run_noted(ops: TapeOps) -> None:
+    tape = ops.cut()
+    tape.set_rows(len(TOKENS))
+    with Team(2) as team:
+        team.run(tape.tape)
+
+
+@ON_CPU
+@torch.no_grad()
+def test_rows_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the bits that it has alone, and logits are of those that are asked for."""
+    whole = make_model("gpt_oss")
+    weights, _ = with_streams(weights_of(whole), 4)
+    monkeypatch.setattr(cpu_model, "weights_of", lambda _: weights)
+    model = CpuModel(whole, 7, 5, 9)
+    together = run_tapes(model, [0, 1, 2, 3, 4], True, num_threads=2)[2]
+    with Team(2) as team:
+        run_tapes(model, [0, 1, 2, 3, 4], True)
+        team.run(model.logits_tape([3, 0]))
+    np.testing.assert_array_equal(model.logits[:2], together[[3, 0]])
+    for row in range(5):
+        np.testing.assert_array_equal(run_tapes(model, [row], True)[2][0], together[row])
+
+
+def test_random_weights_are_of_the_sizes_of_others() -> None:
+    weights, _ = with_streams(take_weights(make_model("llama"), "cpu"), 3)
+    assert sizes_of(random_weights(weights.spec, "cpu", torch.float32)) == sizes_of(weights)
+
+
+def test_weights_are_counted() -> None:
+    """Those that mix streams are float32 in any model."""
+    model = make_model("llama")
+    plain = take_weights(model, "cpu")
+    matrices = (2 * plain.spec.num_layers * (3 + 2) * 3 + 3) * 3 * plain.spec.hidden_size
+    for weights, item_bytes in ((plain, 4), (take_weights(model.bfloat16(), "cpu"), 2)):
+        several, _ = with_streams(weights, 3)
+        assert several.spec.streamed_params == plain.spec.streamed_params + matrices
+        assert several.streamed_bytes == item_bytes * plain.spec.streamed_params + 4 * matrices
+
+
+def test_what_mixes_streams_stays_float32() -> None:
+    module = make_model("deepseek_v4").bfloat16().model.layers[0].ffn_hc
+    weights = stream_weights(module)
+    assert weights.matrix.dtype == weights.bias.dtype == weights.scales.dtype == torch.float32
+    assert torch.equal(weights.matrix, module.fn.float()) and torch.equal(weights.scales, module.scale.float())
+
+
+def test_memory_is_counted_of_what_stays_float32(tmp_path: Path) -> None:
+    """`transformers` loads what mixes streams, norms and other numbers so, whatever the dtype of the others."""
+    make_model("deepseek_v4").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.bfloat16}
+    assert weight_bytes(model.config, 2).decoded == sum(parameter.nbytes for parameter in model.parameters())

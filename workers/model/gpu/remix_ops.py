@@ -1,0 +1,101 @@
+"""What a step does to several residual streams, in Triton."""
+
+import triton
+from torch import Tensor
+
+from csattn.models.spec import StreamsSpec
+from csattn.models.weights import StreamWeights
+from workers.model.gpu.remix_kernels import add_to_streams_kernel, read_streams_kernel
+from workers.model.gpu.stream_ops import Launches, row_constants, written
+from workers.model.ops import Readers, Stream, StreamsRoom
+
+_MOST_COLUMNS = 64  # of a program, which are as many as its weights fit registers
+_WEIGHTS = 8192
+_ROWS = 4
+
+
+class TritonRemixOps(Launches):
+    """A part of `TritonOps`."""
+
+    _partials: Tensor  # as `TritonOps` has it
+
+    def remix(
+        self,
+        weights: StreamWeights,
+        spec: StreamsSpec,
+        is_first: bool,
+        room: StreamsRoom,
+        stream: Stream,
+        readers: Readers,
+    ) -> None:
+        self._mix_and_read(weights, spec, is_first, False, room, stream, readers)
+
+    def join(
+        self, weights: StreamWeights, spec: StreamsSpec, room: StreamsRoom, stream: Stream, readers: Readers
+    ) -> None:
+        self._mix_and_read(weights, spec, False, True, room, stream, readers)
+
+    def _mix_and_read(
+        self,
+        weights: StreamWeights,
+        spec: StreamsSpec,
+        is_first: bool,
+        joins: bool,
+        room: StreamsRoom,
+        stream: Stream,
+        readers: Readers,
+    ) -> None:
+        assert not stream.centred and readers.ahead is None, "several streams are not centred, nor read ahead"
+        batch_size, num, hidden_size = room.streams.shape
+        num_out = len(weights.bias)
+        block_num, block_out = triton.next_power_of_2(num), triton.next_power_of_2(num_out)
+        columns = max(1, min(_MOST_COLUMNS, _WEIGHTS // (block_num * block_out)))
+        num_parts = triton.cdiv(hidden_size, columns)
+        products = self._partials[: batch_size * num_parts * num_out]
+        sums = self._partials[len(products) : len(products) + batch_size * num_parts]
+        assert len(sums) == batch_size * num_parts, "they fit the room of split sums"
+        add_to_streams_kernel[(num_parts, triton.cdiv(batch_size, _ROWS))](
+            stream.hidden,
+            room.post,
+            room.comb,
+            weights.matrix,
+            room.streams,
+            products,
+            sums,
+            batch_size,
+            num_out,
+            hidden_size,
+            FIRST=is_first,
+            NUM=num,
+            BLOCK_NUM=block_num,
+            BLOCK_OUT=block_out,
+            BLOCK=columns,
+            ROWS=_ROWS,
+            num_warps=4,
+            **self._launch(),
+        )
+        hidden, *prepared = written(stream, readers)
+        read_streams_kernel[(batch_size,)](
+            room.streams,
+            products,
+            sums,
+            weights.bias,
+            weights.scales,
+            room.post,
+            room.comb,
+            hidden,
+            *prepared,
+            len(stream.squares),
+            num_parts,
+            num_out,
+            hidden_size,
+            readers.eps,
+            spec.eps,
+            spec.iterations,
+            JOINS=joins,
+            NUM=num,
+            BLOCK_NUM=block_num,
+            BLOCK_PARTS=triton.next_power_of_2(num_parts),
+            **row_constants(stream, readers),
+            **self._launch(),
+        )

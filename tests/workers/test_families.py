@@ -295,10 +295,13 @@ def test_what_is_described_is_there(name: str) -> None:
             read += [latent.up_k, latent.up_v]
         if (of_rows := layer.compressed) is not None:
             read += [x.weight for x in (of_rows.latents, *of_rows.queries, *of_rows.inputs, of_rows.groups)]
+        read += [mix.matrix for mix in (layer.attention_mix, layer.mlp_mix) if mix is not None]
         for of in layer.experts:
             read += [of.router.weight, of.gates, of.ups, of.down]
         if (taken := layer.layer_input) is not None:
             read += [taken.gate.weight, taken.projection.weight]
+    if weights.join is not None:
+        read.append(weights.join.matrix)
     if (inputs := weights.inputs) is not None:
         read += [inputs.projection.weight, inputs.table]
     assert sum(matrix.numel() for matrix in read) == sum(p.numel() for p in matrices_of(model))

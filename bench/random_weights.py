@@ -271,11 +271,14 @@ def _in_mxfp4(weight: Tensor, generator: torch.Generator) -> QuantizedWeight:
 
 def _frequencies(spec: ModelSpec, number: int, device: torch.device | str) -> Frequencies:
     """Of the rope of that number."""
-    rope, latent = spec.ropes[number], spec.layers[0].latent
+    rope, first = spec.ropes[number], spec.layers[0]
     if rope.parameters is None:
         return Frequencies(torch.empty(0, device=device))
     turned = [spec.heads_of(i) for i, layer in enumerate(spec.layers) if layer.attention.rope == number]
-    head_dim = turned[0].head_dim if latent is None else latent.rope_dim
+    if first.compressed is not None:
+        head_dim = first.compressed.head_dim
+    else:
+        head_dim = turned[0].head_dim if first.latent is None else first.latent.rope_dim
     angles, scale = rotary_frequencies(rope.parameters, head_dim, spec.max_positions)
     return Frequencies(angles.to(device), scale)
 

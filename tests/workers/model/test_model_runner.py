@@ -147,7 +147,7 @@ class PredictionsRecorded(FullAttention):
         self.order.append("end")
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", [name for name in ALL_FAMILIES if name != "deepseek_v4"])  # which attends otherwise
 def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
     """As the session predicts them: the next layer's norm and projection of this layer's input, the map, RoPE."""
     from bench.accuracy.attending.rotation import rotate_for

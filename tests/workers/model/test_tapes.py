@@ -20,7 +20,7 @@ from workers.model.cpu.linear_stage import linear_stage
 from workers.model.cpu.notes import Notes
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import DeltaState, ExpertRoom, Normed
+from workers.model.ops import CompressedRoom, DeltaState, ExpertRoom, Normed
 from workers.model.torch_ops import TorchOps
 
 TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS = [3, 250, 0, 3, 17], [90, 17, 0, 91, 40], [2, 0, 1, 2, 3], [3, 1, 1, 4, 5]
@@ -56,8 +56,17 @@ class Recorded:
         self.q += [part.clone() for part in (asked.q, asked.index_q, asked.index_weights) if part is not None]
         out.copy_(attended(asked.q)[..., : out.shape[-1]])
 
+    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
+        self.q += [room.projected.clone(), room.inputs.clone()]
+        attend_compressed(room, rows.batch_size)
+
     def end_step(self, rows: StepRows) -> None:
         pass
+
+
+def attend_compressed(room: CompressedRoom, num_rows: int) -> None:
+    groups = attended(room.projected[:num_rows, : room.attended.shape[::2].numel()])
+    room.attended[:, :num_rows] = groups.view(num_rows, len(room.attended), -1).transpose(0, 1)
 
 
 def fill(state: DeltaState | None) -> DeltaState | None:
@@ -97,6 +106,12 @@ def run_tapes(
                     if part is not None
                 ]
                 room.attended[:num_rows] = attended(asked.q[:num_rows])[..., : room.attended.shape[-1]]
+                team.run(after)
+                continue
+            if model.shape.layers[layer_idx].compressed is not None:
+                _, of_rows, _ = model.compressed(layer_idx)
+                q += [part[:num_rows].numpy().copy() for part in (of_rows.projected, of_rows.inputs)]
+                attend_compressed(of_rows, num_rows)
                 team.run(after)
                 continue
             q.append(model.queries[layer_idx][:num_rows].copy())

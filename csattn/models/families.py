@@ -147,7 +147,12 @@ FAMILIES = {
     "deepseek_v3": Family(**_LATENTS, interleaved="rope_interleave"),
     "deepseek_v32": Family(**_LATENTS, interleaved=True, interleaved_indexer=False),
     "deepseek_v4": Family(
-        biases=(False, False, "mlp_bias"), interleaved=True, sinks=True, limited=True, compressed=True
+        biases=(False, False, "mlp_bias"),
+        interleaved=True,
+        sinks=True,
+        limited=True,
+        compressed=True,
+        heeds=("hc_sinkhorn_iters", "hc_eps"),
     ),
     "dots1": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "ernie4_5": Family(biases=_USE_BIAS, interleaved=True),

@@ -19,6 +19,8 @@ from tests.tiny import byte_tokenizer, loaded, make_model, save
         ("llama", {"rms_norm_eps": 1e-2}),
         ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}),
         ("smollm3", {"no_rope_layers": [1, 1, 0]}),
+        ("deepseek_v4", {"hc_sinkhorn_iters": 6}),
+        ("deepseek_v4", {"hc_eps": 1e-3}),
     ],
 )
 def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> None:

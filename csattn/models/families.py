@@ -152,7 +152,7 @@ FAMILIES = {
         sinks=True,
         limited=True,
         compressed=True,
-        heeds=("hc_sinkhorn_iters", "hc_eps"),
+        heeds=("hc_sinkhorn_iters", "hc_eps", "index_topk"),
     ),
     "dots1": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "ernie4_5": Family(biases=_USE_BIAS, interleaved=True),

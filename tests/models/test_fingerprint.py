@@ -21,6 +21,7 @@ from tests.tiny import byte_tokenizer, loaded, make_model, save
         ("smollm3", {"no_rope_layers": [1, 1, 0]}),
         ("deepseek_v4", {"hc_sinkhorn_iters": 6}),
         ("deepseek_v4", {"hc_eps": 1e-3}),
+        ("deepseek_v4", {"index_topk": 30}),
     ],
 )
 def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> None:

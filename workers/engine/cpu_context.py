@@ -171,7 +171,7 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
 
 def _windows(compressed: Sequence[CompressedState]) -> list[Tensor]:
     """Per layer [1, num_kept, 2, half of a row]."""
-    return [of.window.unflatten(1, (2, of.window.shape[1] // 2))[None] for of in compressed]
+    return [torch.unflatten(of.window, 1, (2, of.window.shape[1] // 2))[None] for of in compressed]
 
 
 def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:

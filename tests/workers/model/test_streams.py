@@ -114,7 +114,8 @@ def compare(ops: Any, finish: Callable[[], None], sizes: tuple[int, int, int, in
     for number, (norm, own) in enumerate(zip([*norms, None], [*want, want[-1]], strict=True)):
         if norm is not None:
             own = own * torch.rsqrt(own.square().mean(-1, keepdim=True) + EPS) * norm
-        torch.testing.assert_close(got[number], own, equal_nan=True, **tolerance(dtype))
+        close = tolerance(dtype)  # streams are rounded after each branch
+        torch.testing.assert_close(got[number], own, equal_nan=True, rtol=close["rtol"], atol=3 * close["atol"])
         assert own.isfinite().all(1).sum() == rows - (rows > 1) * (1 + (number > 1))
 
 

@@ -13,27 +13,39 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.lightning.compressed import CompressedState
 from csattn.models.spec import CompressedSpec
+from csattn.models.weights import CompressedLayerWeights
 from offload.staging import copy_to_device
 from workers.engine.shape import EngineShape
 
 
 @dataclass(frozen=True, slots=True)
 class SeenCompressed:
-    """Compressed rows that the rows of a step see, of one batch size and all layers of a ratio."""
+    """What the rows of a step see and turn by in all layers of a ratio, of which those without compressed rows have 0.
+
+    Places are among the compressed rows, of contexts and requests, and their keys.
+    """
 
     places: Tensor  # [batch_size, most] int32, each its context's first, then its request's; -1 behind them
+    rows: Tensor  # the same among all of a layer's rows
     lens: Tensor  # [batch_size] int32
-    written: Tensor  # [batch_size] int64: where the compressed row lies that ends with the row, or one nobody reads
+    attended: Tensor  # [batch_size, window + most] int32: all that is seen, among all of a layer's rows, -1: none
+    written: Tensor  # [batch_size] int64: the place of the compressed row that ends with the row, or `nowhere`
     first: Tensor  # [batch_size] int64: position of the first of its tokens
+    cos: Tensor  # [batch_size, rope_dim // 2] float32: of the rows' positions
+    sin: Tensor
+    first_cos: Tensor  # likewise of `first`
+    first_sin: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SeenRows:
-    """Of one batch size."""
+    """What the rows of a step see, of one batch size."""
 
+    positions: Tensor  # [batch_size] int64
     slots: Tensor  # [batch_size] int64: of the rows' requests; of idle rows one behind all
     near: Tensor  # [batch_size, window] int32: where rows lie that are seen one by one, -1: none
     own: Tensor  # [batch_size] int64: where the row's own lies, or one nobody reads
+    by_ratio: dict[int, SeenCompressed]
 
 
 class CompressedMemory:
@@ -45,7 +57,7 @@ class CompressedMemory:
         num_own = shape.num_tails * shape.tail_capacity
         self._first_own = shape.num_contexts * self._before
         self.first_compressed = self._first_own + num_own + 1  # behind one that nobody reads
-        self.layers = [_Layer(shape, of, self.first_compressed, device) for of in shape.compressed]
+        self.layers = [CompressedLayer(shape, of, self.first_compressed, device) for of in shape.compressed]
         own = slice(self._first_own, self._first_own + num_own)
         sizes = shape.num_tails, 1, shape.tail_capacity, 2, shape.head_dim
         self.tails = [layer.rows[own].view(sizes) for layer in self.layers]
@@ -65,7 +77,7 @@ class CompressedMemory:
             start, end = context_id * layer.rows_of_context, (context_id + 1) * self._before
             for kept, memory, first in (
                 (state.window, layer.rows, end - len(state.window)),
-                (state.rows, layer.rows, self.first_compressed + start),
+                (state.rows, layer.compressed, start),
                 (state.keys, layer.keys, start),
             ):
                 if len(kept):
@@ -86,8 +98,8 @@ class CompressedMemory:
             positions = torch.arange(context_len - len(pending), context_len, device=self._device)
             layer.pending[tail_id, positions % max(1, layer.pending.shape[1])] = pending
 
-    def find(self, rows: StepRows) -> tuple[SeenRows, dict[int, SeenCompressed]]:
-        """What a step's rows see: by ratio, too."""
+    def find(self, rows: StepRows, weights: Sequence[CompressedLayerWeights]) -> SeenRows:
+        """weights: of the layers, which say how positions turn rows."""
         shape, before, positions = self._shape, self._before, rows.positions
         is_active = rows.tail_lens > 0
         slots = torch.where(is_active, rows.tail_ids.long(), shape.num_tails)
@@ -101,9 +113,10 @@ class CompressedMemory:
         own = self._first_own + slots * shape.tail_capacity + tail_lens - 1
         own = torch.where(is_active, own, self.first_compressed - 1)
         by_ratio = {}
-        for ratio in {of.ratio for of in shape.compressed if of.ratio}:
-            layer = next(x for x, of in zip(self.layers, shape.compressed, strict=True) if of.ratio == ratio)
-            num_seen, num_of_context = (positions + 1) // ratio, context_lens // ratio
+        ratios = {of.ratio: (x, w) for of, x, w in zip(shape.compressed, self.layers, weights, strict=True)}
+        for ratio, (layer, of_layer) in ratios.items():
+            tokens = max(1, ratio)
+            num_seen, num_of_context = (positions + 1) // tokens, context_lens // tokens
             most = layer.rows_of_context + layer.rows_of_request
             numbers = torch.arange(most, device=self._device)
             far = contexts[:, None] * layer.rows_of_context + numbers
@@ -112,20 +125,33 @@ class CompressedMemory:
             places = torch.where(numbers < num_of_context[:, None], far, first_own[:, None] + numbers)
             num_seen = torch.where(is_active, num_seen, 0)
             places = places.masked_fill(numbers >= num_seen[:, None], -1).int()
-            ends = is_active & ((positions + 1) % ratio == 0)
-            nowhere = requests + shape.num_tails * layer.rows_of_request
-            written = torch.where(ends, first_own + num_seen - 1, nowhere)
-            by_ratio[ratio] = SeenCompressed(places, num_seen.int(), written, (positions + 1 - ratio).clamp(min=0))
-        return SeenRows(slots, near, own), by_ratio
+            ends = is_active & ((positions + 1) % tokens == 0)
+            written = torch.where(ends, first_own + num_seen - 1, layer.nowhere)
+            first = (positions + 1 - tokens).clamp(min=0)
+            in_layer = torch.where(places >= 0, places + self.first_compressed, -1)
+            turns = [x for at in (positions, first) for x in _turns(at, of_layer.angles)]
+            attended = torch.cat((near, in_layer), dim=1)
+            by_ratio[ratio] = SeenCompressed(places, in_layer, num_seen.int(), attended, written, first, *turns)
+        return SeenRows(positions, slots, near, own, by_ratio)
 
 
-class _Layer:
+def _turns(positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [batch_size, rope_dim // 2]."""
+    turned = positions.float()[:, None] * angles
+    return turned.cos(), turned.sin()
+
+
+class CompressedLayer:
+    """The memory of one."""
+
     def __init__(self, shape: EngineShape, of: CompressedSpec, first_compressed: int, device: torch.device) -> None:
         self.rows_of_context = shape.max_context_len // of.ratio if of.ratio else 0
         self.rows_of_request = shape.tail_capacity // of.ratio + 1 if of.ratio else 0
-        num_rows = shape.num_contexts * self.rows_of_context + shape.num_tails * self.rows_of_request + 1
+        self.nowhere = shape.num_contexts * self.rows_of_context + shape.num_tails * self.rows_of_request
+        num_rows = self.nowhere + 1  # the last is one that nobody reads
         key_dim = of.indexer.head_dim if of.indexer is not None else 0
         self.rows = torch.zeros(first_compressed + num_rows, of.head_dim, dtype=shape.dtype, device=device)
+        self.compressed = self.rows[first_compressed:]
         self.keys = torch.zeros(num_rows if key_dim else 0, key_dim, dtype=shape.dtype, device=device)
         # of requests, and of idle rows, the last tokens' parts of compressed rows, by their position: of one step, and
         # of those before it

@@ -23,8 +23,10 @@ from tests.workers.model.full_context import compressed_shape
 from workers.engine.attend_compressed import AttendCompressed
 from workers.engine.compressed_memory import CompressedMemory, compressed_bytes
 from workers.engine.compressed_on_cpu import CompressedOnCpu
+from workers.engine.compressed_ops import CompressedOps
 from workers.model.ops import CompressedRoom
 
+WHERE = ["cpu", "device"] if DEVICE.type == "cpu" else [pytest.param("device", marks=pytest.mark.gpu)]
 HIDDEN, CAPACITY, MAX_ROWS, NUM_TAILS = 64, 50, 16, 3
 CONTEXT_LENS = (0, 3, 40, 171)  # none, shorter than a window, ending within a row, one of whose rows are chosen
 
@@ -73,7 +75,7 @@ def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
     def attend(layer_idx: int, rows: list[tuple[int, int, int]], room: CompressedRoom) -> None:
         step = step_rows(rows)
         if layer_idx:  # which finds what it sees in the first layer
-            attention._seen = memory.find(step)
+            attention._seen = memory.find(step, layers.weights)
         attention.attend_compressed(layer_idx, room, step)
 
     return Steps(memory.begin_request, attend)
@@ -81,10 +83,14 @@ def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
 
 def step_rows(rows: list[tuple[int, int, int]]) -> StepRows:
     step = make_step_rows(MAX_ROWS, DEVICE)
+    fill_rows(step, rows)
+    return step
+
+
+def fill_rows(step: StepRows, rows: list[tuple[int, int, int]]) -> None:
     for row, (tail, context, tail_len) in enumerate(rows):
         step.context_ids[row], step.tail_ids[row], step.tail_lens[row] = context, tail, tail_len
         step.positions[row] = (CONTEXT_LENS[context] if context >= 0 else 0) + tail_len - 1
-    return step
 
 
 def on_cpu(layers: Layers, states: list[list[Any]]) -> Steps:
@@ -158,14 +164,10 @@ def finish(layers: Layers, layer_idx: int, room: CompressedRoom, num_rows: int) 
 
 
 @pytest.mark.parametrize("layer_idx", range(4))
-@pytest.mark.parametrize(
-    "where", ["cpu", pytest.param("device", marks=pytest.mark.gpu)] if DEVICE.type == "cuda" else ["cpu", "device"]
-)
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("num_rows", [1, 5, MAX_ROWS])
 @torch.no_grad()
 def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int, where: str, num_rows: int) -> None:
-    if where == "cpu" and DEVICE.type == "cuda":
-        pytest.skip("tested where there is no device")
     contexts = [torch.randn(length, HIDDEN, device=DEVICE) for length in CONTEXT_LENS]
     states, wanted, own = [], {}, {}
     for hidden in contexts:
@@ -204,3 +206,44 @@ def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int,
             requests = dict([*requests.items()][1:] + [*requests.items()][:1])  # each in its turn
             if all(done[tail] == CAPACITY for tail in requests):
                 break
+
+
+@pytest.mark.parametrize("layer_idx", range(4))
+@torch.no_grad()
+def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
+    """On a GPU, or in Triton's interpreter: rows that end compressed ones, the very first too, and an idle row."""
+    triton_ops = pytest.importorskip("workers.engine.compressed_triton_ops", reason="Triton is not installed")
+    sizes = {"batch_sizes": (1, MAX_ROWS), "num_tails": NUM_TAILS, "tail_capacity": CAPACITY}
+    shape = compressed_shape(describe(layers.model.config), CONTEXT_LENS, **sizes)
+    rows = make_step_rows(5, DEVICE)
+    step = [(0, 3, 1), (1, 2, 7), (1, 2, 8), (2, -1, 4)]
+    fill_rows(rows, step)
+    spec, weights, room = shape.compressed[layer_idx], layers.weights[layer_idx], room_of(layers, layer_idx)
+    room.inputs.normal_()
+    room.projected.normal_()
+    attended = torch.randn(5, spec.num_heads, spec.head_dim, device=DEVICE)
+    pending = torch.randn(NUM_TAILS + 1, MAX_ROWS + spec.span, 2 * sum(spec.compressed_widths), device=DEVICE)
+    pending[2, 4:] = torch.nan  # before the first token
+    made = []
+    for ops in (CompressedOps(), triton_ops.TritonCompressedOps()):
+        memory = CompressedMemory(shape, DEVICE)
+        for context_id, context_len in enumerate(CONTEXT_LENS):
+            memory._lens[context_id] = context_len
+        layer, seen = memory.layers[layer_idx], memory.find(rows, layers.weights)
+        if spec.ratio:
+            layer.pending.copy_(pending)
+        of_ratio, inputs, projected = seen.by_ratio[spec.ratio], room.inputs[:5], room.projected[:5]
+        ops.take_up(inputs, weights, spec, seen, of_ratio, layer)
+        if spec.ratio:
+            ops.compress(weights, spec, seen, of_ratio, layer)
+        asked = ops.ask(projected, inputs, weights, spec, seen, of_ratio, layer)
+        out = torch.full((spec.num_groups, 5, spec.q_width // spec.num_groups), torch.nan, device=DEVICE)
+        ops.turn_back(attended, weights, spec, seen, of_ratio, out)
+        own = layer.rows[: memory.first_compressed - 1]
+        parts = own, layer.compressed[: layer.nowhere], layer.keys[: layer.nowhere], asked.q, out
+        made.append([*(part.clone() for part in parts), layer.pending[:NUM_TAILS], asked.index_q, asked.index_weights])
+    for defined, got in zip(*made, strict=True):
+        assert (defined is None) == (got is None)
+        if defined is not None:
+            torch.testing.assert_close(got, defined, rtol=2e-5, atol=2e-5, equal_nan=True)
+    assert not made[0][1].isnan().any() and (made[0][1] != 0).any(1).sum() == {0: 0, 4: 3, 12: 1}[spec.ratio]

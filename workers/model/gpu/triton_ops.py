@@ -80,12 +80,15 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
         self._linear(x, linears, out, gated=False, activation="none")
 
     def grouped(self, x: Tensor, linear: Linear, out: Tensor) -> None:
-        num_groups, batch_size, _ = x.shape
+        num_groups, batch_size, num_in = x.shape
         num_out = out.shape[1] // num_groups
-        parts = out.new_empty(num_groups, batch_size, num_out)
-        for group, of_group in enumerate(x):
-            start = group * num_out
-            self._linear(Normed(of_group), [linear.outputs(start, start + num_out)], parts[group], False, "none")
+        if linear.quantized is None:
+            parts = torch.bmm(x, linear.weight.view(num_groups, num_out, num_in).mT)
+        else:
+            parts = out.new_empty(num_groups, batch_size, num_out)
+            for group, of_group in enumerate(x):
+                start = group * num_out
+                self._linear(Normed(of_group), [linear.outputs(start, start + num_out)], parts[group], False, "none")
         out.view(batch_size, num_groups, num_out).copy_(parts.transpose(0, 1))
         self.break_chain()
 

@@ -1,0 +1,112 @@
+"""What becomes of a step's rows in compressed attention, in Triton: see `compressed_ops`."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from csattn.models.compressed import CompressedQueries
+from csattn.models.spec import CompressedSpec
+from csattn.models.weights import CompressedLayerWeights
+from workers.engine.compressed_memory import CompressedLayer, SeenCompressed, SeenRows
+from workers.engine.compressed_ops import CompressedOps
+from workers.model.gpu.compressed_kernels import ask_kernel, compress_kernel, take_up_kernel, turn_back_kernel
+
+_BLOCK, _TOKENS = 1024, 8
+
+
+class TritonCompressedOps(CompressedOps):
+    """On torch's current stream."""
+
+    def take_up(
+        self,
+        inputs: Tensor,
+        weights: CompressedLayerWeights,
+        spec: CompressedSpec,
+        seen: SeenRows,
+        of_ratio: SeenCompressed,
+        layer: CompressedLayer,
+    ) -> None:
+        _, num_pending, width = layer.pending.shape
+        take_up_kernel[(len(inputs), 1 + triton.cdiv(width, _BLOCK))](
+            *(inputs, weights.kv_norm, of_ratio.cos, of_ratio.sin, seen.own, seen.slots, seen.positions),
+            *(layer.rows, layer.pending, inputs.shape[1], num_pending, width, weights.eps),
+            DIM=spec.head_dim,
+            BLOCK=_BLOCK,
+            **_turning(spec),
+        )
+
+    def compress(
+        self,
+        weights: CompressedLayerWeights,
+        spec: CompressedSpec,
+        seen: SeenRows,
+        of_ratio: SeenCompressed,
+        layer: CompressedLayer,
+    ) -> None:
+        _, num_pending, width = layer.pending.shape
+        kinds = [(weights.rows, layer.compressed, 0), (weights.keys, layer.keys, 2 * spec.compressed_widths[0])]
+        for made_by, out, kv_at in kinds:
+            if made_by is None:
+                continue
+            compress_kernel[(len(seen.positions),)](
+                *(layer.pending, made_by.position_bias, made_by.norm_weight, of_ratio.first_cos, of_ratio.first_sin),
+                *(seen.slots, seen.positions, of_ratio.written, out),
+                *(num_pending, width, kv_at, layer.nowhere, made_by.norm_eps),
+                RATIO=spec.ratio,
+                SERIES=spec.series,
+                DIM=made_by.head_dim,
+                HALF=spec.rope_dim // 2,
+                BLOCK_PAIRS=triton.next_power_of_2(made_by.head_dim // 2),
+                TOKENS=_TOKENS,
+            )
+
+    def ask(
+        self,
+        projected: Tensor,
+        inputs: Tensor,
+        weights: CompressedLayerWeights,
+        spec: CompressedSpec,
+        seen: SeenRows,
+        of_ratio: SeenCompressed,
+        layer: CompressedLayer,
+    ) -> CompressedQueries:
+        num_rows, of = len(projected), spec.indexer
+        num_index_heads, index_dim = (0, 2) if of is None else (of.num_heads, of.head_dim)
+        q = layer.rows.new_empty(num_rows, spec.num_heads, spec.head_dim)
+        index_q = layer.rows.new_empty(num_rows, num_index_heads, index_dim)
+        index_weights = torch.empty(num_rows, num_index_heads, device=q.device)
+        scale = (num_index_heads * index_dim) ** -0.5 if of is not None else 1.0
+        ask_kernel[(num_rows, spec.num_heads + num_index_heads)](
+            *(projected, inputs, of_ratio.cos, of_ratio.sin, q, index_q, index_weights),
+            *(projected.shape[1], inputs.shape[1], scale, weights.eps),
+            NUM_HEADS=spec.num_heads,
+            DIM=spec.head_dim,
+            NUM_INDEX_HEADS=num_index_heads,
+            INDEX_DIM=index_dim,
+            BLOCK_INDEX=triton.next_power_of_2(index_dim // 2),
+            **_turning(spec),
+        )
+        return CompressedQueries(q, None if of is None else index_q, None if of is None else index_weights)
+
+    def turn_back(
+        self,
+        attended: Tensor,
+        weights: CompressedLayerWeights,
+        spec: CompressedSpec,
+        seen: SeenRows,
+        of_ratio: SeenCompressed,
+        out: Tensor,
+    ) -> None:
+        turn_back_kernel[(len(attended), spec.num_heads)](
+            *(attended, of_ratio.cos, of_ratio.sin, out),
+            NUM_HEADS=spec.num_heads,
+            HEADS=spec.num_heads // spec.num_groups,
+            DIM=spec.head_dim,
+            **_turning(spec),
+        )
+
+
+def _turning(spec: CompressedSpec) -> dict[str, Any]:
+    return {"HALF": spec.rope_dim // 2, "BLOCK_PAIRS": triton.next_power_of_2(spec.head_dim // 2)}

@@ -1,0 +1,192 @@
+"""What a step does to rows of compressed attention by themselves: see `csattn.models.compressed`.
+
+Channels go in pairs, which turn together; the last of them do. A row is a program, or some are.
+"""
+
+# Triton kernels are untyped, and their constants upper case by custom.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def take_up_kernel(
+    inputs,  # [num_rows, in_width]: the row, and what it adds to compressed rows
+    norm,  # [DIM] float32
+    cos,  # [num_rows, HALF] float32, of the row's position
+    sin,
+    own,  # [num_rows] int64: where the row lies
+    slots,  # [num_rows] int64
+    positions,  # [num_rows] int64
+    rows,  # [places, DIM] <- the row
+    pending,  # [slots, num_pending, width] float32 <- what it adds, by its position
+    in_width,
+    num_pending,
+    width,
+    eps,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,  # at least DIM // 2
+    BLOCK: tl.constexpr,  # numbers of a program, but of the first
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x = inputs + row * in_width
+    if part == 0:
+        first, second, p = _pairs(x, DIM, BLOCK_PAIRS)
+        first, second = _normed(first, second, norm, p, DIM, eps)
+        _turn(rows + tl.load(own + row) * DIM, first, second, cos, sin, row, p, 1.0, DIM, HALF)
+    else:
+        i = (part - 1) * BLOCK + tl.arange(0, BLOCK)
+        at = tl.load(slots + row) * num_pending + tl.load(positions + row) % num_pending
+        value = tl.load(x + DIM + i, mask=i < width, other=0.0).to(tl.float32)
+        tl.store(pending + at * width + i, value, mask=i < width)
+
+
+@triton.jit
+def compress_kernel(
+    pending,  # [slots, num_pending, width] float32
+    bias,  # [RATIO, SERIES * DIM] float32
+    norm,  # [DIM] float32
+    cos,  # [num_rows, HALF] float32, of the first token's position
+    sin,
+    slots,  # [num_rows] int64
+    positions,  # [num_rows] int64
+    written,  # [num_rows] int64: where what ends with the row goes; `nowhere`: nothing does
+    out,  # [places, DIM] <-
+    num_pending,
+    width,
+    kv_at,  # of what a token adds; how much that counts lies behind it
+    nowhere,
+    eps,
+    RATIO: tl.constexpr,
+    SERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,  # at least DIM // 2
+    TOKENS: tl.constexpr,  # at a time
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(written + row)
+    if place != nowhere:
+        p, span = tl.arange(0, BLOCK_PAIRS), RATIO * SERIES
+        inside = (p < DIM // 2)[None, :]
+        most_a, most_b = (
+            tl.full([BLOCK_PAIRS], -float("inf"), tl.float32),
+            tl.full([BLOCK_PAIRS], -float("inf"), tl.float32),
+        )
+        total_a, total_b = tl.zeros([BLOCK_PAIRS], tl.float32), tl.zeros([BLOCK_PAIRS], tl.float32)
+        sum_a, sum_b = tl.zeros([BLOCK_PAIRS], tl.float32), tl.zeros([BLOCK_PAIRS], tl.float32)
+        last, slot = tl.load(positions + row), tl.load(slots + row)
+        for start in range(0, span, TOKENS):
+            t = start + tl.arange(0, TOKENS)
+            position = last - span + 1 + t
+            is_there = (t < span) & (position >= 0)
+            series = (t // RATIO) * DIM  # earlier tokens add their first channels
+            token = (
+                pending + (slot * num_pending + tl.where(is_there, position, 0) % num_pending) * width + kv_at + series
+            )
+            of_bias = bias + (t % RATIO) * (SERIES * DIM) + series
+            mask = is_there[:, None] & inside
+            most_a, total_a, sum_a = _add_tokens(token, of_bias, 2 * p, mask, most_a, total_a, sum_a, SERIES * DIM)
+            most_b, total_b, sum_b = _add_tokens(token, of_bias, 2 * p + 1, mask, most_b, total_b, sum_b, SERIES * DIM)
+        first = tl.where(p < DIM // 2, sum_a / total_a, 0.0)
+        second = tl.where(p < DIM // 2, sum_b / total_b, 0.0)
+        first, second = _normed(first, second, norm, p, DIM, eps)
+        _turn(out + place * DIM, first, second, cos, sin, row, p, 1.0, DIM, HALF)
+
+
+@triton.jit
+def ask_kernel(
+    projected,  # [num_rows, projected_width]: all heads' queries, then those of the index heads
+    inputs,  # [num_rows, in_width]: how much each index head counts comes last
+    cos,  # [num_rows, HALF] float32
+    sin,
+    q,  # [num_rows, NUM_HEADS, DIM] <-
+    index_q,  # [num_rows, NUM_INDEX_HEADS, INDEX_DIM] <-
+    index_weights,  # [num_rows, NUM_INDEX_HEADS] float32 <-
+    projected_width,
+    in_width,
+    weight_scale,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    NUM_INDEX_HEADS: tl.constexpr,  # 0: none
+    INDEX_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,  # at least DIM // 2
+    BLOCK_INDEX: tl.constexpr,  # at least INDEX_DIM // 2
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x = projected + row * projected_width
+    if head < NUM_HEADS:
+        first, second, p = _pairs(x + head * DIM, DIM, BLOCK_PAIRS)
+        scale = tl.math.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM + eps)
+        _turn(q + (row * NUM_HEADS + head) * DIM, first * scale, second * scale, cos, sin, row, p, 1.0, DIM, HALF)
+    elif NUM_INDEX_HEADS:
+        head -= NUM_HEADS
+        of_head = row * NUM_INDEX_HEADS + head
+        first, second, p = _pairs(x + NUM_HEADS * DIM + head * INDEX_DIM, INDEX_DIM, BLOCK_INDEX)
+        _turn(index_q + of_head * INDEX_DIM, first, second, cos, sin, row, p, 1.0, INDEX_DIM, HALF)
+        counts = tl.load(inputs + row * in_width + in_width - NUM_INDEX_HEADS + head).to(tl.float32)
+        tl.store(index_weights + of_head, counts * weight_scale)
+
+
+@triton.jit
+def turn_back_kernel(
+    attended,  # [num_rows, NUM_HEADS, DIM]
+    cos,  # [num_rows, HALF] float32
+    sin,
+    groups,  # [num_groups, num_rows, HEADS * DIM] <- turned back
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # of a group
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,  # at least DIM // 2
+):
+    row, head, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
+    first, second, p = _pairs(attended + (row * NUM_HEADS + head) * DIM, DIM, BLOCK_PAIRS)
+    out = groups + ((head // HEADS * num_rows + row) * HEADS + head % HEADS) * DIM
+    _turn(out, first, second, cos, sin, row, p, -1.0, DIM, HALF)
+
+
+@triton.jit
+def _pairs(x, DIM: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Firsts and seconds of DIM numbers, float32, and their pairs' numbers."""
+    p = tl.arange(0, BLOCK_PAIRS)
+    inside = p < DIM // 2
+    first = tl.load(x + 2 * p, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(x + 2 * p + 1, mask=inside, other=0.0).to(tl.float32), p
+
+
+@triton.jit
+def _normed(first, second, norm, p, DIM: tl.constexpr, eps):
+    """RMSNorm."""
+    scale = tl.math.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM + eps)
+    inside = p < DIM // 2
+    first *= scale * tl.load(norm + 2 * p, mask=inside, other=0.0)
+    return first, second * scale * tl.load(norm + 2 * p + 1, mask=inside, other=0.0)
+
+
+@triton.jit
+def _turn(out, first, second, cos, sin, row, p, direction, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Write them, the last HALF pairs turned."""
+    angle = p - (DIM // 2 - HALF)
+    inside, turns = p < DIM // 2, (angle >= 0) & (angle < HALF)
+    c = tl.load(cos + row * HALF + angle, mask=turns, other=1.0)
+    s = tl.load(sin + row * HALF + angle, mask=turns, other=0.0) * direction
+    tl.store(out + 2 * p, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + 2 * p + 1, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_tokens(token, of_bias, channels, mask, most, total, sums, GATE_AT: tl.constexpr):
+    """Some tokens' part of a softmax over tokens, for each channel."""
+    kv = tl.load(token[:, None] + channels[None, :], mask=mask, other=0.0)
+    gate = tl.load(token[:, None] + GATE_AT + channels[None, :], mask=mask, other=-float("inf"))
+    gate += tl.load(of_bias[:, None] + channels[None, :], mask=mask, other=0.0)
+    new_most = tl.maximum(most, tl.max(gate, axis=0))
+    base = tl.where(new_most == -float("inf"), 0.0, new_most)
+    share, before = tl.exp(gate - base[None, :]), tl.exp(most - base)
+    return new_most, total * before + tl.sum(share, axis=0), sums * before + tl.sum(share * kv, axis=0)

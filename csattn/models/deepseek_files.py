@@ -12,17 +12,11 @@ _NAMES = (
     (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
     (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
 )
-_FURTHER_TOKENS = re.compile(r"(model\.)?mtp\.")  # what predicts them is not computed
 # parts of the model's names of linear layers that are in 16 bits
 PLAIN = (
     *("compressor.kv_proj", "compressor.gate_proj", "compressor.indexer.kv_proj", "compressor.indexer.gate_proj"),
     "compressor.indexer.scorer.weights_proj",
 )
-
-
-def named(name: str) -> str | None:
-    """The name itself, by which `transformers` knows its own; None of what the model does not have."""
-    return None if _FURTHER_TOKENS.match(name) else name
 
 
 def in_model(name: str) -> str:

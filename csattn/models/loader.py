@@ -313,7 +313,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
                     f"its weights are in few bits as published; load it without rounding them to {weights}"
                 )
             is_deepseek = config.model_type == "deepseek_v4"
-            named = named_or_beside if is_part else deepseek_files.named if is_deepseek else str
+            named = named_or_beside if is_part or is_deepseek else str
             beside = _beside(config, dtype)
             state, quantized = read_state(folder, quantization, dtype, named, beside)
             if is_deepseek:

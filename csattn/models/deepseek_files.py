@@ -1,4 +1,4 @@
-"""DeepSeek-V4's published files: what they call the weights that they have in few bits, and which they have not so."""
+"""DeepSeek-V4's published files: what they call weights in few bits, and which linear layers are in 16 bits there."""
 
 import re
 

@@ -20,6 +20,7 @@ from csattn.artifact.manifest import ALL, COMPRESSED, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
+from csattn.models import deepseek_files
 from csattn.models.aside import MadeAside, aside
 from csattn.models.families import (
     CHOICE_BIAS,
@@ -311,9 +312,12 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
                 raise ModelError(
                     f"its weights are in few bits as published; load it without rounding them to {weights}"
                 )
-            named = named_or_beside if is_part else str
+            is_deepseek = config.model_type == "deepseek_v4"
+            named = named_or_beside if is_part or is_deepseek else str
             beside = _beside(config, dtype)
             state, quantized = read_state(folder, quantization, dtype, named, beside)
+            if is_deepseek:
+                quantized = {deepseek_files.in_model(name): kept for name, kept in quantized.items()}
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             with _joined_aside(beside):

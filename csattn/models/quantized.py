@@ -2,7 +2,8 @@
 
 By `quant_method` of the `quantization_config`:
 
-* `fp8`: float8_e4m3fn with a scale for each block of weights (DeepSeek-V3, Qwen3-FP8);
+* `fp8`: float8_e4m3fn with a scale for each block of weights (DeepSeek-V3, Qwen3-FP8), which may be a power of two;
+  with an `expert_dtype` of fp4 pairs of 4-bit floats in int8, 32 of which share one (DeepSeek-V4's experts);
 * `fbgemm_fp8`: the same with a scale for each output;
 * `compressed-tensors`: float8 or int8 with a scale for each output, group or matrix, or numbers packed into int32;
 * `gptq`: 2, 4 or 8 bits, packed along inputs, groups of which share a scale and a zero point;
@@ -25,12 +26,14 @@ from csattn.errors import ModelError
 from csattn.models.quantized_weight import FP4_MOST_EXPONENT, QuantizedWeight, WeightFormat, joined
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
-_WORD_BITS, _MXFP4_GROUP = 32, 32
+_EXPERT_DTYPES = ("fp8", "fp4")  # of `fp8`
+_WORD_BITS, _FP4_GROUP = 32, 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each of a word's nibbles belongs to
 _BYTE_TYPES = (torch.float8_e4m3fn, torch.int8)
+_SCALES = ("weight_scale_inv", "weight_scale", "scale")  # of bytes; the first is named for what activations get
 # what a quantized matrix has besides, and a decoded one does without; the last few scale activations
 _PARTS = (
-    *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *(*_SCALES, "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "output_scale"),
 )
 _OF_ROWS = ("q_scale", "k_scale", "v_scale", "kv_scale")  # of attention in 8 bits, which others do
@@ -48,6 +51,7 @@ class Quantization:
     symmetric: bool
     is_float: bool
     in_order: bool  # whether neighbouring inputs are of a group
+    fp4_experts: bool  # whether they are as `mxfp4` has them
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "Quantization":
@@ -61,6 +65,12 @@ class Quantization:
         if config.get("transform_config"):
             raise ModelError(
                 "its weights are rotated (transform_config), which is not undone here; take a checkpoint without it"
+            )
+        expert_dtype = (method == "fp8" and config.get("expert_dtype")) or "fp8"  # others leave DeepSeek's in configs
+        if expert_dtype not in _EXPERT_DTYPES:
+            raise ModelError(
+                f"its experts are in {expert_dtype!r} (expert_dtype), of which nothing here can read weights; take a "
+                f"checkpoint with experts in {' or '.join(_EXPERT_DTYPES)}, or in 16 bits"
             )
         of_weights = config
         if method == "compressed-tensors":
@@ -90,13 +100,14 @@ class Quantization:
             symmetric=bool(of_weights.get("symmetric", of_weights.get("sym", True))),
             is_float=of_weights.get("type") == "float",
             in_order=not (config.get("desc_act") or of_weights.get("actorder") == "group"),
+            fp4_experts=method == "mxfp4" or expert_dtype == "fp4",
         )
 
     @property
     def kept_experts(self) -> tuple[WeightFormat, int] | None:
         """The same of the matrices of experts."""
-        if self.method == "mxfp4":
-            return "fp4", _MXFP4_GROUP
+        if self.fp4_experts:
+            return "fp4", _FP4_GROUP
         return self.kept if self.in_order else None
 
     @property
@@ -154,8 +165,8 @@ def read_state(
     named: Callable[[str], str | None] = str,  # what the model calls a tensor; None: it has no such
     beside: Callable[[Tensor], Tensor] | None = None,  # where what is decoded goes if few bits are kept of it
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
-    """A checkpoint's tensors, by the names that the model has for them, in `dtype`; and the few bits of the
-    matrices that products read so; of experts that are one tensor, they are one below the other.
+    """A checkpoint's tensors, by the names that the model has for them, in `dtype` those that are decoded; and the few
+    bits of the matrices that products read so; of experts that are one tensor, they are one below the other.
 
     Raises ModelError where a tensor is missing, has another shape than its scales say, or cannot be read.
     """
@@ -164,39 +175,15 @@ def read_state(
     quantized: dict[str, QuantizedWeight] = {}
     apart = None if beside is None else _Apart(state, beside)
     for name in files.names:
-        module, _, last = name.rpartition(".")
-        if last in _PARTS and any(f"{module}.{kind}" in files for kind in ("weight", "qweight", "weight_packed")):
+        if _is_part(files, name) or named(name) is None:
             continue
-        if last in _OF_ROWS or (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in files):
-            continue
-        if named(name) is None:
-            continue
-        kept: QuantizedWeight | None = None
         try:
-            if name.endswith("_blocks"):
-                name = name.removesuffix("_blocks")
-                experts = _mxfp4(files.read(f"{name}_blocks"), files.read(f"{name}_scales"))
-                tensor = torch.stack([expert.decoded(dtype).T for expert in experts])  # [experts, num_in, num_out]
-                kept = joined(experts)
-                if kept is not None and int(kept.scales.max()) > FP4_MOST_EXPONENT:
-                    kept = None
-            elif (matrix := _matrix(files, name, quantization)) is None:
-                tensor = files.read(name)
-                if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
-                    raise ModelError(
-                        f"its {name} is in {str(tensor.dtype).removeprefix('torch.')}, whose scales are not read; take "
-                        "a checkpoint in float8_e4m3fn or int8"
-                    )
-            else:
-                name = f"{module}.weight"
-                kept = matrix.kept()
-                tensor = matrix.decoded() if kept is None else kept.decoded(dtype)
+            whole, tensor, kept = _decoded(files, name, quantization, dtype)
         except (RuntimeError, IndexError) as error:  # torch's, of shapes that do not fit
-            raise ModelError(
-                f"{name} cannot be decoded: {str(error).splitlines()[0]}; the checkpoint is damaged"
-            ) from error
-        place = named(name) or name
-        state[place] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            whole, what = name.removesuffix("_blocks"), str(error).splitlines()[0]
+            raise ModelError(f"{whole} cannot be decoded: {what}; the checkpoint is damaged") from error
+        place = named(whole) or whole
+        state[place] = tensor
         if kept is not None:
             quantized[place] = kept
             if apart is not None:
@@ -204,6 +191,46 @@ def read_state(
     if apart is not None:
         apart.end()
     return state, quantized
+
+
+def _is_part(files: "_Tensors", name: str) -> bool:
+    """Whether it is read with another tensor, or by nobody."""
+    module, _, last = name.rpartition(".")
+    if last in _PARTS and any(f"{module}.{kind}" in files for kind in ("weight", "qweight", "weight_packed")):
+        return True
+    return last in _OF_ROWS or (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in files)
+
+
+def _decoded(
+    files: "_Tensors", name: str, quantization: Quantization, dtype: torch.dtype
+) -> tuple[str, Tensor, QuantizedWeight | None]:
+    """The name of what a tensor is a part of, that in `dtype` (what is not quantized as it lies), and its few bits."""
+    module = name.rpartition(".")[0]
+    if name.endswith("_blocks"):
+        whole = name.removesuffix("_blocks")
+        experts = _mxfp4(files.read(name), files.read(f"{whole}_scales"))
+        decoded = torch.stack([expert.decoded(dtype).T for expert in experts])  # [experts, num_in, num_out]
+        return whole, decoded, _if_read(joined(experts))
+    if quantization.method == "fp8" and files.dtype(name) == torch.int8:
+        pairs = _fp4(module, files.read(name), files.scale(module))
+        return name, pairs.decoded(dtype), _if_read(pairs)
+    if (matrix := _matrix(files, name, quantization)) is not None:
+        kept = matrix.kept()
+        return f"{module}.weight", matrix.decoded().to(dtype) if kept is None else kept.decoded(dtype), kept
+    tensor = files.read(name)
+    if tensor.dtype == torch.float8_e8m0fnu:
+        raise ModelError(f"the checkpoint has {name} and not the weights that these scales are of; fetch it whole")
+    if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+        raise ModelError(
+            f"its {name} is in {str(tensor.dtype).removeprefix('torch.')}, whose scales are not read; take "
+            "a checkpoint in float8_e4m3fn or int8"
+        )
+    return name, tensor, None
+
+
+def _if_read(weight: QuantizedWeight | None) -> QuantizedWeight | None:
+    """What products read of 4-bit floats."""
+    return None if weight is None or int(weight.scales.max()) > FP4_MOST_EXPONENT else weight
 
 
 class _Apart:
@@ -245,7 +272,7 @@ def _matrix(files: "_Tensors", name: str, quantization: Quantization) -> _Matrix
     if last == "weight_packed":
         return _packed(files, module, quantization)
     if files.dtype(name) in _BYTE_TYPES:
-        return _scaled(files, module, files.read(name), files.scale(module), quantization)
+        return _scaled(files, module, files.read(name), files.scale(module).float(), quantization)
     return None
 
 
@@ -292,9 +319,17 @@ class _Tensors:
         return {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}.get(self._file_of[name].get_slice(name).get_dtype())
 
     def scale(self, module: str) -> Tensor:
-        """What a byte of its weights is multiplied with."""
-        inverse = f"{module}.weight_scale_inv"  # named for what it does to activations: weights are multiplied with it
-        return self.read(inverse if inverse in self else f"{module}.weight_scale").float()
+        """What a byte of its weights is multiplied with, as it lies."""
+        name = next((x for part in _SCALES if (x := f"{module}.{part}") in self), None)
+        if name is None:
+            raise ModelError(
+                f"the checkpoint has no scales of {module}.weight ({', '.join(_SCALES)}), without which it cannot be "
+                "decoded; fetch it whole"
+            )
+        scale = self.read(name)
+        if scale.float().isnan().any():
+            raise ModelError(f"{name} has scales that are NaN, and all have to be numbers; fetch the checkpoint again")
+        return scale
 
 
 def _scaled(
@@ -310,11 +345,7 @@ def _scaled(
     outs, ins = quantization.block or (1, quantization.group_size or num_in)
     outs, ins = (num_out if scale.shape[0] == 1 else outs), (num_in if scale.shape[1] == 1 else ins)
     expected = -(-num_out // outs), -(-num_in // ins)
-    if tuple(scale.shape) != expected:
-        raise ModelError(
-            f"{module}'s weights of shape {tuple(weight.shape)} have scales of shape {tuple(scale.shape)} where "
-            f"{expected} were expected; the checkpoint is damaged, or its quantization_config is another's"
-        )
+    _require_scales(module, weight, scale, expected)
     zeros = None
     if (name := f"{module}.weight_zero_point") in files and (stored := files.read(name).to(torch.int32)).any():
         zeros = stored.reshape(scale.shape).repeat_interleave(outs, 0)[:num_out]
@@ -322,10 +353,18 @@ def _scaled(
     return _Matrix(weight, 8, scales, zeros, torch.arange(num_in) // ins)
 
 
+def _require_scales(module: str, weight: Tensor, scale: Tensor, expected: tuple[int, int]) -> None:
+    if tuple(scale.shape) != expected:
+        raise ModelError(
+            f"{module}'s weights of shape {tuple(weight.shape)} have scales of shape {tuple(scale.shape)} where "
+            f"{expected} were expected; the checkpoint is damaged, or its quantization_config is another's"
+        )
+
+
 def _packed(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
     """`compressed-tensors`: unsigned numbers, by half their range more than they are, packed along inputs."""
     num_out, num_in = files.read(f"{module}.weight_shape").tolist()
-    packed, scale, bits = files.read(f"{module}.weight_packed"), files.scale(module), quantization.num_bits
+    packed, scale, bits = files.read(f"{module}.weight_packed"), files.scale(module).float(), quantization.num_bits
     groups = _groups_of(files, f"{module}.weight_g_idx", num_in, scale.shape[1], quantization)
     zeros = torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32)
     if not quantization.symmetric:
@@ -375,8 +414,21 @@ def _mxfp4(
         codes = torch.stack([block & 15, block >> 4], dim=-1).flatten(1)
         if scale.shape != block.shape[:2]:
             raise RuntimeError(f"scales of shape {tuple(scale.shape)} for blocks of shape {tuple(block.shape)}")
-        experts.append(QuantizedWeight.pack("fp4", codes, scale, _MXFP4_GROUP))
+        experts.append(QuantizedWeight.pack("fp4", codes, scale, _FP4_GROUP))
     return experts
+
+
+def _fp4(
+    module: str,
+    weight: Tensor,  # [num_out, num_in / 2] int8: of two numbers the first is the lower half
+    scale: Tensor,  # [num_out, num_in / 32] float8_e8m0fnu
+) -> QuantizedWeight:
+    pairs = _FP4_GROUP // 2
+    num_out, num_pairs = weight.shape
+    _require_scales(module, weight, scale, (num_out, num_pairs // pairs))
+    blocks = weight.view(torch.uint8).view(1, num_out, -1, pairs)
+    (matrix,) = _mxfp4(blocks, scale.view(torch.uint8)[None])
+    return matrix
 
 
 def _unpack(words: Tensor, bits: int, dim: int) -> Tensor:

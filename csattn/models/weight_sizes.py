@@ -1,9 +1,11 @@
 """What a model's weights take, decoded and as a GPU keeps them."""
 
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 
+from csattn.models import deepseek_files
 from csattn.models.aside import has_room_aside
 from csattn.models.few_bits import experts_of_layers, linears_of_layers
 from csattn.models.quantized import Quantization
@@ -44,15 +46,18 @@ class WeightBytes(NamedTuple):
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> WeightBytes:
     """Of the model that a config describes, which is not made.
 
-    weights: as `load_model` takes it. Raises ModelError for a quantization that is not read.
+    item_bytes: of a weight, 4 or 2; some families have a few in float32. weights: as `load_model` takes it. Raises
+    ModelError for a quantization that is not read.
     """
-    model = _without_memory(config)
+    model = _without_memory(config, torch.float32 if item_bytes == 4 else torch.bfloat16)
     kept: tuple[WeightFormat, int] | None = None
     of_experts: tuple[WeightFormat, int] | None = None
     skipped: list[str] = []
     if (published := getattr(config, "quantization_config", None)) is not None:
         quantization, left_out = Quantization.read(published), published.get("modules_to_not_convert") or []
         skipped = [named_as_text(name) for name in left_out]
+        if config.model_type == "deepseek_v4":
+            skipped += deepseek_files.PLAIN
         kept, of_experts = quantization.kept, quantization.kept_experts
     elif weights is not None:
         kept = of_experts = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
@@ -70,18 +75,14 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         ):
             few_bits += QuantizedWeight.size(*of_experts, of.num_experts * num_out, num_in)
             experts += of.num_experts * num_out * num_in * item_bytes
-    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())  # which transformers loads in float32
-    decoded = sum(
-        parameter.numel() * (torch.float32.itemsize if wide.intersection(name.split(".")) else item_bytes)
-        for name, parameter in model.named_parameters()
-    )
+    decoded = sum(parameter.nbytes for parameter in model.parameters())
     return WeightBytes(decoded, few_bits, linears, experts)
 
 
 def conversion_bytes(config: Any, item_bytes: int) -> int:
     """Host memory while a GGUF file becomes the model that a config describes: the largest tensor is float32 three
     times, in pieces that take more besides, and all are in memory where the disk has no room to put them aside."""
-    sizes: list[int] = [parameter.numel() for parameter in _without_memory(config).parameters()]
+    sizes: list[int] = [parameter.numel() for parameter in _without_memory(config, torch.float32).parameters()]
     all_bytes = sum(sizes) * item_bytes
     return all_bytes * (not is_converted_aside(all_bytes)) + 7 * max(sizes) * torch.float32.itemsize // 2
 
@@ -91,12 +92,12 @@ def is_converted_aside(all_bytes: int) -> bool:
     return has_room_aside(all_bytes * 11 // 10)
 
 
-def _without_memory(config: Any) -> Any:
-    """A model of shapes alone."""
+def _without_memory(config: Any, dtype: torch.dtype) -> Any:
+    """A model of shapes and dtypes alone."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)  # which it would write into it
 
 
 def device_bytes(model: Any) -> int:

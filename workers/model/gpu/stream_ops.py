@@ -5,11 +5,16 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from csattn.batch import StepRows
 from csattn.cuda import limits
-from workers.model.gpu.token_kernels import add_normed_kernel, add_norms_kernel, begin_kernel, weigh_kernel
+from workers.model.gpu.token_kernels import (
+    add_normed_kernel,
+    add_norms_kernel,
+    begin_kernel,
+    norm_kernel,
+    weigh_kernel,
+)
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
 
@@ -43,8 +48,9 @@ class TritonStreamOps(Launches):
     """A part of `TritonOps`."""
 
     def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
-        out.copy_(rms_norm(x.float(), norm.shape, norm, eps))
-        self.break_chain()
+        num_rows, width = out.shape
+        block = triton.next_power_of_2(width)
+        norm_kernel[(num_rows,)](x, norm, out, width, eps, BLOCK=block, num_warps=8, **self._launch())
 
     def begin(
         self,

@@ -127,6 +127,26 @@ def weigh_kernel(
 
 
 @triton.jit
+def norm_kernel(
+    x,  # [num_rows, width]
+    norm,  # [width] float32
+    out,  # [num_rows, width] <- norm(x)
+    width,
+    eps,
+    BLOCK: tl.constexpr,  # at least width
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    weight = tl.load(norm + i, mask=inside, other=0.0)
+    wait_for_earlier(PDL)
+    value = tl.load(x + row * width + i, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.math.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    tl.store(out + row * width + i, (value * scale * weight).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def add_norms_kernel(
     x,  # [num_rows, hidden_size] <- norm(x) + other_norm(other)
     norm,  # [hidden_size] float32

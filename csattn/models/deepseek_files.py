@@ -1,0 +1,26 @@
+"""DeepSeek-V4's published files: what they call weights in few bits, and which linear layers are in 16 bits there."""
+
+import re
+
+# DeepSeek's names of what they have in few bits, and the model's
+_NAMES = (
+    (r"^(?:model\.)?layers\.", "model.layers."),
+    (r"\.attn\.indexer\.wq_b\.", ".self_attn.compressor.indexer.q_b_proj."),
+    (r"\.attn\.w(q_a|q_b|kv|o_a|o_b)\.", r".self_attn.\1_proj."),
+    (r"\.ffn\.((?:shared_)?experts)\.", r".mlp.\1."),
+    (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
+    (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
+    (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
+)
+# parts of the model's names of linear layers that are in 16 bits
+PLAIN = (
+    *("compressor.kv_proj", "compressor.gate_proj", "compressor.indexer.kv_proj", "compressor.indexer.gate_proj"),
+    "compressor.indexer.scorer.weights_proj",
+)
+
+
+def in_model(name: str) -> str:
+    """What the model calls weights in few bits; those of each expert are of its layer."""
+    for pattern, there in _NAMES:
+        name = re.sub(pattern, there, name)
+    return name

@@ -60,6 +60,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         [ROW | readers | {"NUM_PARTS": parts, "IS_NORMED": parts == 1} for readers in READERS for parts in (1, 3)],
     ),
     (token_kernels.weigh_kernel, [{"BLOCK": 1024}]),
+    (token_kernels.norm_kernel, [{"BLOCK": 1024}]),
     (token_kernels.add_norms_kernel, [{"BLOCK": 1024}]),
     (remix_kernels.add_to_streams_kernel, [STREAMS | {"BLOCK": 64, "FIRST": first} for first in (False, True)]),
     (

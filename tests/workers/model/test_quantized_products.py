@@ -72,6 +72,18 @@ def test_a_packed_weight_is_what_its_codes_say(kind) -> None:
     assert torch.equal(weight.outputs(slice(1, 3)).decoded(torch.float32), got[1:])
 
 
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("num_rows", [1, MOST_ROWS + 1])
+def test_groups_have_their_parts_of_a_matrix(kind, num_rows: int) -> None:
+    dtype = torch.bfloat16 if kind is not None and num_rows <= MOST_ROWS else torch.float32
+    linear = make_linear(64, 128, kind) if kind is not None else Linear(randn(64, 128))
+    x = randn(2, num_rows, 128, dtype=dtype)
+    got, want = (torch.full((num_rows, 64), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
+    TritonOps(DEVICE).grouped(x, linear, got)
+    TorchOps().grouped(x, Linear(linear.plain(dtype)), want)
+    torch.testing.assert_close(got, want, **tolerance(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_in", [127, 128, 129, 192, 300])
 @pytest.mark.parametrize("kind", PACKED)

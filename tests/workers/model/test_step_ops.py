@@ -56,6 +56,16 @@ def test_begin(batch_size, hidden_size, centred, read_by, dtype) -> None:
     assert_same_stream(got, want, read.ahead is not None)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 64), (3, 100), (2, 1)])
+def test_norm(num_rows, width, dtype) -> None:
+    x, norm = randn(num_rows, width, dtype=dtype), randn(width)
+    got, want = (torch.full_like(x, torch.nan) for _ in range(2))
+    TritonOps(DEVICE).norm(x, norm, EPS, got)
+    TorchOps().norm(x, norm, EPS, want)
+    torch.testing.assert_close(got, want, **tolerance(dtype))
+
+
 @pytest.mark.parametrize("temper", [None, Temper(beta=0.3, every=50, offset=1)])
 @pytest.mark.parametrize(("batch_size", "half"), [(1, 8), (3, 12), (2, 32), (2, 0)])
 def test_turn(batch_size, half, temper) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csattn.lightning.compressed import CompressedAttention, CompressedWeights
+from csattn.lightning import CompressedAttention, CompressedWeights
 
 
 class CompressedLayer:

@@ -249,11 +249,11 @@ class CompressedSpec:
 
     @property
     def in_widths(self) -> tuple[int, ...]:
-        """Of what the layer's input is projected to: queries' latents, the token's row, what it adds to compressed rows
-        and how much that counts, likewise for index keys, and how much each of the indexer's heads counts."""
+        """Of what the layer's input is projected to, queries' latents aside: the token's row, what it adds to
+        compressed rows and how much that counts, likewise for index keys, and how much each index head counts."""
         of_rows, of_keys = self.compressed_widths
         num_index_heads = self.indexer.num_heads if self.indexer is not None else 0
-        return self.q_rank, self.head_dim, of_rows, of_rows, of_keys, of_keys, num_index_heads
+        return self.head_dim, of_rows, of_rows, of_keys, of_keys, num_index_heads
 
     @property
     def out_width(self) -> int:
@@ -272,8 +272,8 @@ class CompressedSpec:
 
     def num_params(self, hidden_size: int) -> int:
         """Of its matrices."""
-        of_queries = self.q_rank * (self.q_width + self.index_q_width)
-        return hidden_size * (sum(self.in_widths) + self.out_width) + of_queries + self.q_width * self.out_rank
+        of_queries = self.q_rank * (hidden_size + self.q_width + self.index_q_width)
+        return of_queries + hidden_size * (sum(self.in_widths) + self.out_width) + self.q_width * self.out_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

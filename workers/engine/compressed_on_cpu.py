@@ -11,12 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.lightning import Operands, top_k
-from csattn.lightning.compressed import CompressedState
-from csattn.lightning.score.cpu import score_tile
-from csattn.models.compressed import added, compressed_queries, compressed_rows, grouped, own_rows
+from csattn.lightning import CompressedState, Operands, score_all, top_k
+from csattn.models.compressed import compressed_queries, compressed_rows, own_rows, pending_of, turned_back
 from csattn.models.spec import CompressedSpec
-from csattn.models.weights import CompressedLayerWeights
+from csattn.models.weights import CompressedStepWeights
 from offload.host_memory import sparse_zeros
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.ops import CompressedRoom
@@ -54,7 +52,7 @@ class _Layer:
         spec, room, weights = model.compressed(layer_idx)
         self._spec: CompressedSpec = spec
         self._room: CompressedRoom = room
-        self._weights: CompressedLayerWeights = weights
+        self._weights: CompressedStepWeights = weights
         self._own = model.tails[layer_idx].flatten(3)[:, 0]  # [num_tails, tail_capacity, head_dim]
         num_tails, tail_capacity, _ = self._own.shape
         self._dtype, self._scale = self._own.dtype, spec.head_dim**-0.5
@@ -91,25 +89,23 @@ class _Layer:
                     far = self._chosen(asked.index_q[row], asked.index_weights[row], keys, far)
                 seen += far
             attended[row] = _attend(asked.q[row], torch.cat(seen).float(), weights.sinks, self._scale)
-        room.attended[:, :num_rows] = grouped(attended, weights, spec, positions)
+        room.attended[:, :num_rows] = turned_back(attended, weights, spec, positions)
 
     def _compress(self, inputs: Tensor, slots: Tensor, positions: Tensor, num_of_context: Tensor) -> None:
         """Take up what the rows add, and make the compressed rows that end with one of them."""
-        spec, weights = self._spec, self._weights
-        self._pending[slots, positions % self._num_pending] = added(inputs, spec)
+        spec = self._spec
+        self._pending[slots, positions % self._num_pending] = pending_of(inputs, spec)
         ends = ((positions + 1) % spec.ratio == 0).nonzero()[:, 0]
         if not len(ends):
             return
         slots, last = slots[ends], positions[ends]
         span = last[:, None] + torch.arange(1 - spec.span, 1)
-        of_rows, of_keys = spec.compressed_widths
         pending = self._pending[slots[:, None], span % self._num_pending]
-        parts = torch.split(pending, [of_rows, of_rows, of_keys, of_keys], -1)
-        first, at = last + 1 - spec.ratio, (last + 1) // spec.ratio - 1 - num_of_context[ends]
-        assert weights.rows is not None
-        self._rows[slots, at] = compressed_rows(parts[0], parts[1], weights.rows, first).to(self._dtype)
-        if weights.keys is not None:
-            self._keys[slots, at] = compressed_rows(parts[2], parts[3], weights.keys, first).to(self._dtype)
+        rows, keys = compressed_rows(pending, self._weights, spec, last + 1 - spec.ratio)
+        at = (last + 1) // spec.ratio - 1 - num_of_context[ends]
+        self._rows[slots, at] = rows.to(self._dtype)
+        if keys is not None:
+            self._keys[slots, at] = keys.to(self._dtype)
 
     def _chosen(
         self, q: Tensor, head_weights: Tensor, keys: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor]
@@ -118,13 +114,9 @@ class _Layer:
         most, num_rows = self._spec.top_k, sum(map(len, rows))
         if num_rows <= most:
             return rows
-        scores, start = torch.empty(1, num_rows), 0
-        for some in keys:
-            operands = Operands(q[None].to(some.dtype), some, head_weights[None])
-            lens = torch.tensor([len(some)], dtype=torch.int32)
-            score_tile(operands, range(len(some)), lens, scores[:, start : start + len(some)])
-            start += len(some)
-        chosen = top_k(scores, most, order="position")[0].long()
+        operands = [Operands(q[None].to(some.dtype), some, head_weights[None]) for some in keys]
+        scores = [score_all(of, torch.tensor([len(of.k)], dtype=torch.int32)) for of in operands]
+        chosen = top_k(torch.cat(scores, dim=1), most, order="position")[0].long()
         of_context = chosen < len(rows[0])
         return rows[0][chosen[of_context]], rows[1][chosen[~of_context] - len(rows[0])]
 

@@ -16,7 +16,7 @@ from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec
 from csattn.models.weights import (
-    CompressedLayerWeights,
+    CompressedStepWeights,
     LatentWeights,
     LayerInputWeights,
     Linear,
@@ -236,7 +236,7 @@ class StepLayers:
             self._ops.linear(Normed(room.q_latents), weights.queries, room.projected)
         self._ops.ask_latents(weights, spec, rotation, room)
 
-    def _project_compressed(self, layer_idx: int, x: Normed, weights: CompressedLayerWeights) -> None:
+    def _project_compressed(self, layer_idx: int, x: Normed, weights: CompressedStepWeights) -> None:
         room = self.compressed(layer_idx)
         assert room is not None
         self._ops.linear(x, [weights.latents], room.latents)
@@ -496,7 +496,7 @@ def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor
 def _compressed_room(of: CompressedSpec, zeros: Callable[..., Tensor]) -> CompressedRoom:
     latents, grouped = zeros(of.q_rank), zeros(of.out_width)
     groups = latents.new_zeros(of.num_groups, len(latents), of.q_width // of.num_groups)
-    projected, inputs = zeros(of.q_width + of.index_q_width), zeros(sum(of.in_widths[1:]))
+    projected, inputs = zeros(of.q_width + of.index_q_width), zeros(sum(of.in_widths))
     return CompressedRoom(latents, torch.zeros_like(latents), projected, inputs, groups, grouped)
 
 

@@ -55,6 +55,7 @@ def compressed_queries(
     spec: CompressedSpec,
     positions: Tensor,  # [num_tokens]
 ) -> CompressedQueries:
+    """Queries normed and turned; index heads' weights with the scale of their scores."""
     num_tokens, indexer = len(projected), spec.indexer
     q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
     q = turned(functional.rms_norm(q, q.shape[-1:], eps=weights.eps), positions, weights.angles)

@@ -170,7 +170,7 @@ class LayerInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class StreamWeights:
-    """What tells how several residual streams are mixed, or how they are joined: see `csattn.models.streams`.
+    """By which it is computed how several residual streams are mixed or joined: see `csattn.models.streams`.
 
     All float32. num_out: `StreamsSpec.num_mixes`, or, where they are joined, the number of streams.
     """

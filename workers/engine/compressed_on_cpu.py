@@ -25,6 +25,8 @@ class CompressedOnCpu:
 
     def __init__(self, model: CpuModel) -> None:
         self._layers = [_Layer(model, layer_idx) for layer_idx in range(model.shape.num_layers)]
+        self._contexts: Sequence[Sequence[CompressedState]] = ()
+        self._slots = self._context_lens = self._tail_lens = torch.empty(0, dtype=torch.int64)
 
     def begin_request(self, slot: int, contexts: Sequence[CompressedState], context_len: int) -> None:
         """contexts: what its context has left in each layer."""
@@ -41,6 +43,7 @@ class CompressedOnCpu:
         self._context_lens, self._tail_lens = torch.from_numpy(context_lens), torch.from_numpy(tail_lens)
 
     def attend(self, layer_idx: int) -> None:
+        """From what the layer's room has of the step's rows to what it wants, see `CompressedRoom`."""
         states = [of_layers[layer_idx] for of_layers in self._contexts]
         self._layers[layer_idx].attend(states, self._slots, self._context_lens, self._tail_lens)
 
@@ -61,8 +64,8 @@ class _Layer:
         width = 2 * sum(spec.compressed_widths)
         self._pending = torch.zeros(num_tails, self._num_pending if spec.ratio else 0, width)
         num_rows = tail_capacity // spec.ratio + 1 if spec.ratio else 0
-        self._rows = _room(num_tails, num_rows, spec.head_dim, self._dtype)
-        self._keys = _room(num_tails, num_rows, spec.indexer.head_dim if spec.indexer else 0, self._dtype)
+        self._rows = _reserved(num_tails, num_rows, spec.head_dim, self._dtype)
+        self._keys = _reserved(num_tails, num_rows, spec.indexer.head_dim if spec.indexer else 0, self._dtype)
 
     def begin_request(self, slot: int, state: CompressedState, context_len: int) -> None:
         if self._spec.ratio:
@@ -121,7 +124,7 @@ class _Layer:
         return rows[0][chosen[of_context]], rows[1][chosen[~of_context] - len(rows[0])]
 
 
-def _room(num_tails: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+def _reserved(num_tails: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """[num_tails, num_rows, width]: it costs memory once it is written."""
     num_bytes = num_tails * num_rows * width * dtype.itemsize
     return torch.from_numpy(sparse_zeros(num_bytes)).view(dtype).view(num_tails, num_rows, width)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec
+from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec, StreamsSpec
 from csattn.models.weights import (
     CompressedStepWeights,
     LatentWeights,
@@ -84,13 +84,7 @@ class StepLayers:
             squares=torch.zeros(num_squares(spec.hidden_size), batch_size, device=weights.device),
             centred=spec.centred,
         )
-        self._streams: StreamsRoom | None = None
-        if (streams := spec.streams) is not None:
-            num = streams.num
-            post, comb, products = (
-                zeros(*sizes, dtype=torch.float32) for sizes in ((num,), (num, num), (streams.num_mixes,))
-            )
-            self._streams = StreamsRoom(zeros(num, spec.hidden_size), post, comb, products)
+        self._streams = None if spec.streams is None else _streams_room(spec.streams, spec.hidden_size, zeros)
         self.rotations = []
         for rope, frequencies in zip(spec.ropes, weights.ropes, strict=True):
             cos, sin = (zeros(len(frequencies.angles), dtype=torch.float32) for _ in range(2))
@@ -491,6 +485,11 @@ def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor
         zeros(each, spec.intermediate_size),
         zeros(each, hidden_size),
     )
+
+
+def _streams_room(of: StreamsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> StreamsRoom:
+    post, comb, products = (zeros(*x, dtype=torch.float32) for x in ((of.num,), (of.num, of.num), (of.num_mixes,)))
+    return StreamsRoom(zeros(of.num, hidden_size), post, comb, products)
 
 
 def _compressed_room(of: CompressedSpec, zeros: Callable[..., Tensor]) -> CompressedRoom:

@@ -42,7 +42,7 @@ class SeenCompressed:
 
 
 class CompressedMemory:
-    """Owns it, of all layers."""
+    """Owns what all layers keep of contexts and requests."""
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         first = shape.compressed[0]
@@ -149,20 +149,24 @@ def _turns(positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LayerMemory:
-    """The memory of one."""
+    """What one layer keeps.
+
+    rows: [first_compressed + num_rows, head_dim], of which `compressed` is a view from `first_compressed` on; keys:
+    [num_rows, index head_dim], empty without an indexer; pending: [num_tails + 1, num_pending, 2 * sum of
+    compressed_widths] float32.
+    """
 
     def __init__(self, shape: EngineShape, of: CompressedSpec, first_compressed: int, device: torch.device) -> None:
         self.spec = of
         self.rows_of_context = shape.max_context_len // of.ratio if of.ratio else 0
         self.rows_of_request = shape.tail_capacity // of.ratio + 1 if of.ratio else 0
         self.nowhere = shape.num_contexts * self.rows_of_context + shape.num_tails * self.rows_of_request
-        num_rows = self.nowhere + 1  # the last is one that nobody reads
+        num_rows = self.nowhere + 1  # nobody reads the last one
         key_dim = of.indexer.head_dim if of.indexer is not None else 0
         self.rows = torch.zeros(first_compressed + num_rows, of.head_dim, dtype=shape.dtype, device=device)
         self.compressed = self.rows[first_compressed:]
         self.keys = torch.zeros(num_rows if key_dim else 0, key_dim, dtype=shape.dtype, device=device)
-        # of requests, and of idle rows, the last tokens' parts of compressed rows, by their position: of one step, and
-        # of those before it
+        # by position modulo num_pending: a step's tokens must not overwrite those that its compressed rows are made of
         num_pending = max(shape.batch_sizes) + of.span if of.ratio else 0
         width = 2 * sum(of.compressed_widths)
         self.pending = torch.zeros(shape.num_tails + 1, num_pending, width, device=device)

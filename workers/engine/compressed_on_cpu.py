@@ -13,11 +13,8 @@ from torch import Tensor
 
 from csattn.lightning import CompressedState, Operands, score_all, top_k
 from csattn.models.compressed import compressed_queries, compressed_rows, own_rows, pending_of, turned_back
-from csattn.models.spec import CompressedSpec
-from csattn.models.weights import CompressedStepWeights
 from offload.host_memory import sparse_zeros
 from workers.model.cpu.cpu_model import CpuModel
-from workers.model.ops import CompressedRoom
 
 
 class CompressedOnCpu:
@@ -52,14 +49,12 @@ class _Layer:
     """Requests' own rows are those of the model's tails."""
 
     def __init__(self, model: CpuModel, layer_idx: int) -> None:
-        spec, room, weights = model.compressed(layer_idx)
-        self._spec: CompressedSpec = spec
-        self._room: CompressedRoom = room
-        self._weights: CompressedStepWeights = weights
+        self._spec, self._room, self._weights = model.compressed(layer_idx)
+        spec = self._spec
         self._own = model.tails[layer_idx].flatten(3)[:, 0]  # [num_tails, tail_capacity, head_dim]
         num_tails, tail_capacity, _ = self._own.shape
         self._dtype, self._scale = self._own.dtype, spec.head_dim**-0.5
-        # of a request, the last tokens' parts of compressed rows, by their position: of one step, and those before it
+        # by position modulo num_pending: a step's tokens must not overwrite those that its compressed rows are made of
         self._num_pending = model.max_rows + spec.span
         width = 2 * sum(spec.compressed_widths)
         self._pending = torch.zeros(num_tails, self._num_pending if spec.ratio else 0, width)

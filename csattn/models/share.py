@@ -10,7 +10,7 @@ import torch
 
 from csattn.errors import ConfigError
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
-from csattn.models.spec import ExpertsSpec, HeadsSpec, LayerSpec, ModelSpec
+from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LayerSpec, ModelSpec
 from csattn.models.weights import ExpertWeights, LayerWeights, Linear, ModelWeights, by_expert
 from csattn.share import Share
 
@@ -25,9 +25,11 @@ def require_shares(spec: ModelSpec, num_devices: int) -> None:
     if fault is not None:
         raise ConfigError(f"the model has {fault}, which are not shared out among devices; choose one device")
     if num_devices not in (fitting := _fitting(spec)):
-        told = " and ".join(map(str, sorted(_kv_heads(spec))))
+        told, what = " and ".join(map(str, sorted(_shared(spec)))), "KV heads"
+        if spec.layers[0].compressed is not None:
+            what = "groups of heads"
         raise ConfigError(
-            f"{num_devices} devices cannot share {told} KV heads and the columns of the model's MLPs "
+            f"{num_devices} devices cannot share {told} {what} and the columns of the model's MLPs "
             f"and experts in equal parts; {' or '.join(map(str, fitting))} can"
         )
 
@@ -55,12 +57,15 @@ def _shared_by_inputs(layer: LayerWeights) -> list[QuantizedWeight]:
 
 def _fitting(spec: ModelSpec) -> list[int]:
     """Numbers of devices that can share heads and columns equally."""
-    kv_heads = _kv_heads(spec)
+    shared = _shared(spec)
     widths = [of.intermediate_size for layer in spec.layers for of in (layer.mlp, *layer.experts) if of is not None]
-    return [n for n in range(1, min(kv_heads) + 1) if not any(x % n for x in (*kv_heads, *widths))]
+    return [n for n in range(1, min(shared) + 1) if not any(x % n for x in (*shared, *widths))]
 
 
-def _kv_heads(spec: ModelSpec) -> set[int]:
+def _shared(spec: ModelSpec) -> set[int]:
+    """How many parts there are of attention: KV heads, or groups of heads that see the same rows."""
+    if groups := {layer.compressed.num_groups for layer in spec.layers if layer.compressed is not None}:
+        return groups
     return {spec.heads_of(layer_idx).num_kv_heads for layer_idx in range(spec.num_layers)}
 
 
@@ -69,8 +74,6 @@ def _fault(layer: LayerSpec) -> str | None:
         return "layers of linear attention"
     if layer.latent is not None:
         return "layers of latents"
-    if layer.compressed is not None:
-        return "layers of compressed rows"
     if layer.attention.rows_of is not None:
         return "layers that attend to rows of others"
     if layer.attention.qk_norm == "projection":
@@ -79,26 +82,40 @@ def _fault(layer: LayerSpec) -> str | None:
 
 
 def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
-    """Of each device; all of the vocabulary is in it, of the embedding, and of what chooses experts."""
+    """Of each device; all of the vocabulary is in it, of the embedding, and of what chooses experts.
+
+    Compressed rows are seen by all heads, and so are there on each, with what chooses among them.
+    """
     layers = tuple(
         replace(
             layer,
+            compressed=layer.compressed
+            and replace(
+                layer.compressed,
+                num_heads=layer.compressed.num_heads // num_devices,
+                num_groups=layer.compressed.num_groups // num_devices,
+            ),
             mlp=layer.mlp and replace(layer.mlp, intermediate_size=layer.mlp.intermediate_size // num_devices),
             experts=tuple(replace(of, intermediate_size=of.intermediate_size // num_devices) for of in layer.experts),
         )
         for layer in spec.layers
     )
     num_q_heads, num_kv_heads = spec.num_q_heads // num_devices, spec.num_kv_heads // num_devices
+    if spec.layers[0].compressed is not None:
+        num_kv_heads = spec.num_kv_heads
     local_heads = spec.local_heads and (spec.local_heads[0] // num_devices, spec.local_heads[1])
     return replace(spec, layers=layers, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, local_heads=local_heads)
 
 
 def params_on_all(spec: ModelSpec, num_devices: int) -> int:
     """Parameters of which every one of so many devices has all: the embedding, the head where it cannot be shared out,
-    what chooses experts, and biases behind them. spec: the whole's."""
+    what chooses experts, and biases behind them; what makes compressed rows and chooses them, and what mixes streams,
+    which are float32. spec: the whole's."""
     has_head = not spec.tied_embedding and spec.vocab_size % num_devices > 0
     of_experts = sum(of.num_experts * (1 + of.bias) for layer in spec.layers for of in layer.experts)
-    return (spec.vocab_size * (1 + has_head) + of_experts) * spec.hidden_size
+    of_rows = sum(of.num_row_params(spec.hidden_size) for x in spec.layers if (of := x.compressed) is not None)
+    of_streams = 0 if spec.streams is None else 2 * spec.streams.num_params(spec.num_layers, spec.hidden_size)
+    return (spec.vocab_size * (1 + has_head) + of_experts) * spec.hidden_size + of_rows + of_streams
 
 
 def filling_bytes(weights: ModelWeights, num_devices: int) -> int:
@@ -116,14 +133,11 @@ def filling_bytes(weights: ModelWeights, num_devices: int) -> int:
 
 def share_of_layer(layer: LayerWeights, heads: HeadsSpec, of: LayerSpec, share: Share) -> LayerWeights:
     """heads, of: the whole layer's."""
-    q_width, kv_width = heads.q_width, heads.kv_width
-    widths = (q_width, 0), (kv_width, q_width), (kv_width, q_width + kv_width)
+    layer = (
+        _share_of_attention(layer, heads, share) if of.compressed is None else _of_groups(layer, of.compressed, share)
+    )
     layer = replace(
         layer,
-        qkv=tuple(linear for width in widths for linear in _outputs(layer.qkv, share.of(*width))),
-        gates=_outputs(layer.gates, share.of(q_width)) if layer.gates else (),
-        sinks=None if layer.sinks is None else layer.sinks[share.of(heads.num_q_heads)],
-        out=_inputs(layer.out, share.of(q_width), share.rank == 0),
         experts=tuple(
             _share_of_experts(experts, of_experts, share)
             for experts, of_experts in zip(layer.experts, of.experts, strict=True)
@@ -138,6 +152,33 @@ def share_of_layer(layer: LayerWeights, heads: HeadsSpec, of: LayerSpec, share: 
         gate_up=tuple(linear for part in gate_up for linear in _outputs(layer.gate_up, part)),
         down=_inputs(layer.down, share.of(middle), share.rank == 0),
     )
+
+
+def _share_of_attention(layer: LayerWeights, heads: HeadsSpec, share: Share) -> LayerWeights:
+    q_width, kv_width = heads.q_width, heads.kv_width
+    widths = (q_width, 0), (kv_width, q_width), (kv_width, q_width + kv_width)
+    return replace(
+        layer,
+        qkv=tuple(linear for width in widths for linear in _outputs(layer.qkv, share.of(*width))),
+        gates=_outputs(layer.gates, share.of(q_width)) if layer.gates else (),
+        sinks=None if layer.sinks is None else layer.sinks[share.of(heads.num_q_heads)],
+        out=_inputs(layer.out, share.of(q_width), share.rank == 0),
+    )
+
+
+def _of_groups(layer: LayerWeights, of: CompressedSpec, share: Share) -> LayerWeights:
+    """Some groups of heads of compressed attention, and all of what makes rows."""
+    whole = layer.compressed
+    assert whole is not None
+    part, index_part = share.of(of.q_width), slice(of.q_width, of.q_width + of.index_q_width)
+    groups = share.of(of.out_width)
+    compressed = replace(
+        whole,
+        queries=(*_outputs(whole.queries, part), *_outputs(whole.queries, index_part)),
+        groups=whole.groups.outputs(groups.start, groups.stop),
+        sinks=whole.sinks[share.of(of.num_heads)],
+    )
+    return replace(layer, compressed=compressed, out=_inputs(layer.out, groups, share.rank == 0))
 
 
 def _share_of_experts(experts: ExpertWeights, of: ExpertsSpec, share: Share) -> ExpertWeights:

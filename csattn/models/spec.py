@@ -272,8 +272,12 @@ class CompressedSpec:
 
     def num_params(self, hidden_size: int) -> int:
         """Of its matrices."""
-        of_queries = self.q_rank * (hidden_size + self.q_width + self.index_q_width)
-        return of_queries + hidden_size * (sum(self.in_widths) + self.out_width) + self.q_width * self.out_rank
+        of_heads = self.q_width * (self.q_rank + self.out_rank) + self.out_width * hidden_size
+        return self.num_row_params(hidden_size) + of_heads
+
+    def num_row_params(self, hidden_size: int) -> int:
+        """Of those that make rows, and choose them, for all heads."""
+        return hidden_size * (self.q_rank + sum(self.in_widths)) + self.q_rank * self.index_q_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

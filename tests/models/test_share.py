@@ -31,7 +31,6 @@ from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
 
 REFUSED = {
-    "layers of compressed rows": {"deepseek_v4"},
     "experts with norms of their own": {"gemma4_text, experts"},
     "layers that attend to rows of others": {"gemma4_text, inputs"},
     "layers of latents": {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"},
@@ -76,9 +75,12 @@ def test_the_shares_of_a_layer_make_the_whole(family: str) -> None:
     for number, layer in enumerate(weights.layers):
         of, of_heads = spec.layers[number], spec.heads_of(number)
         parts = [share_of_layer(layer, of_heads, of, share) for share in shares]
-        qkv, heads = [outputs(part.qkv, x) for part in parts], own.heads_of(number)
-        torch.testing.assert_close(merged(qkv, [heads.q_width, heads.kv_width, heads.kv_width]), outputs(layer.qkv, x))
-        for name, width in (("out", of_heads.q_width), ("down", of.mlp and of.mlp.intermediate_size)):
+        if of.compressed is None:
+            qkv, heads = [outputs(part.qkv, x) for part in parts], own.heads_of(number)
+            widths = [heads.q_width, heads.kv_width, heads.kv_width]
+            torch.testing.assert_close(merged(qkv, widths), outputs(layer.qkv, x))
+        out_width = of_heads.q_width if of.compressed is None else of.compressed.out_width
+        for name, width in (("out", out_width), ("down", of.mlp and of.mlp.intermediate_size)):
             if width is None:
                 continue
             read = torch.randn(3, width)
@@ -97,6 +99,24 @@ def test_the_shares_of_a_layer_make_the_whole(family: str) -> None:
         torch.testing.assert_close(merged(gate_up, of_mlp), outputs(layer.gate_up, x))
     head = torch.cat([outputs((share_of_head(weights.head, share),), x) for share in shares], dim=1)
     torch.testing.assert_close(head, outputs((weights.head,), x))
+
+
+def test_groups_of_heads_over_compressed_rows_make_the_whole() -> None:
+    weights = weights_of(loaded("deepseek_v4").model)
+    for layer, of in zip(weights.layers, weights.spec.layers, strict=True):
+        parts = [share_of_layer(layer, weights.spec.heads, of, Share(rank, 2)).compressed for rank in range(2)]
+        whole, spec = layer.compressed, of.compressed
+        assert whole is not None and spec is not None and parts[0] is not None and parts[1] is not None
+        latents, attended = torch.randn(3, spec.q_rank), torch.randn(3, spec.q_width // spec.num_groups)
+        queries = [outputs(part.queries, latents) for part in parts]
+        heads = torch.cat([q[:, : spec.q_width // 2] for q in queries], dim=1)
+        torch.testing.assert_close(heads, outputs(whole.queries, latents)[:, : spec.q_width])
+        for q in queries:
+            torch.testing.assert_close(q[:, spec.q_width // 2 :], outputs(whole.queries, latents)[:, spec.q_width :])
+        groups = torch.cat([outputs((part.groups,), attended) for part in parts], dim=1)
+        torch.testing.assert_close(groups, outputs((whole.groups,), attended))
+        assert torch.equal(torch.cat([part.sinks for part in parts]), whole.sinks)
+        assert parts[0].inputs is whole.inputs and parts[1].rows is whole.rows
 
 
 def test_gates_of_heads_go_with_their_heads() -> None:

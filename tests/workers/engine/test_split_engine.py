@@ -258,6 +258,24 @@ def test_experts_are_shared_out(tmp_path, family) -> None:
     np.testing.assert_allclose(got, want, rtol=CLOSE, atol=CLOSE)
 
 
+def test_groups_of_heads_over_compressed_rows_are_shared_out(tmp_path) -> None:
+    model = loaded("deepseek_v4")
+    built = [build_artifact(model, token_ids(n, seed=n), preset("default"), tmp_path) for n in CONTEXT_LENS]
+    given = []
+    for make in (one, two):
+        with ExitStack() as stack:
+            engine = stack.enter_context(make("device", model))
+            for number, of in enumerate(built):
+                engine.add_context(number, stack.enter_context(open_artifact(of.path)))
+                engine.open(number, number, CONFIG, "csattn")
+                engine.step([StepRow(number, token) for token in QUESTIONS[number][:3]])
+            logits = [logits_of(engine, 0, [9])]
+            for token in range(20, 29):  # which end compressed rows
+                logits.append(engine.step([StepRow(0, token), StepRow(1, token + 1)], want_logits=True).logits)
+            given.append(np.concatenate(logits))
+    np.testing.assert_allclose(given[1], given[0], rtol=CLOSE, atol=CLOSE)
+
+
 @pytest.mark.parametrize("rounding", [pytest.param("fp8", marks=pytest.mark.gpu), "int4"])
 def test_weights_of_few_bits_are_shared_out(tmp_path, rounding) -> None:
     """In float32, as steps of many rows can be: those of few rows are bfloat16, as in the next test."""

@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from workers.model.gpu import (
+    compressed_kernels,
     delta_kernels,
     expert_kernels,
     head_kernels,
@@ -25,13 +26,13 @@ from workers.model.gpu import (
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv kept memory decay"
     " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
-    " post comb matrix products sums biases",
+    " post comb matrix products sums biases pending position_bias",
     "*i32": "by_token counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
-    "*i64": "turns token_ids positions next_ids",
+    "*i64": "turns token_ids positions next_ids own slots written",
     "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale least",
     "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
     " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
-    " x_row x_head ups_head ups_in ups_out out_row out_head iterations",
+    " x_row x_head ups_head ups_in ups_out out_row out_head iterations num_pending kv_at nowhere",
 }
 ROW = {"BLOCK": 1024, "SQUARES_BLOCK": 32}
 TILES = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "DOT_PRECISION": "tf32", "BLOCK_SQUARES": 128}
@@ -51,6 +52,11 @@ LATENTS = [
     for rank, dim in ((1536, 128), (0, 0))
 ]
 STREAMS = {"NUM": 3, "BLOCK_NUM": 4, "BLOCK_OUT": 16, "ROWS": 4}
+COMPRESSED = [
+    {"DIM": 512, "HALF": 32, "BLOCK_PAIRS": 256, "BLOCK": 1024, "RATIO": ratio, "SERIES": series, "TOKENS": 8}
+    | {"NUM_HEADS": 64, "HEADS": 8, "NUM_INDEX_HEADS": num, "INDEX_DIM": 128, "BLOCK_INDEX": 64}
+    for ratio, series, num in ((4, 2, 64), (128, 1, 0))
+]
 READERS = [{"HAS_NORM": True, "AHEAD": True}, {"HAS_NORM": False, "AHEAD": False}]
 VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.begin_kernel, [ROW | readers | {"CENTRED": not readers["AHEAD"]} for readers in READERS]),
@@ -106,6 +112,10 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.finish_logits_kernel, [{"HAS_CAP": cap, "BLOCK": 4096} for cap in (False, True)]),
     (token_kernels.likeliest_of_part_kernel, [{"BLOCK": 4096}]),
     (token_kernels.likeliest_kernel, [{"BLOCK": 32}]),
+    (compressed_kernels.take_up_kernel, COMPRESSED[:1]),
+    (compressed_kernels.compress_kernel, COMPRESSED),
+    (compressed_kernels.ask_kernel, COMPRESSED),
+    (compressed_kernels.turn_back_kernel, COMPRESSED[:1]),
     (latent_kernels.append_latents_kernel, LATENTS),
     (latent_kernels.ask_latents_kernel, LATENTS),
     (latent_kernels.heads_product_kernel, [{"BLOCK_M": rows, **HEAD_TILES} for rows in (16, 64)]),

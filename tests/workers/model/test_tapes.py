@@ -218,7 +218,7 @@ def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None
 
 
 @pytest.mark.parametrize("rounding", ["int4", "fp8"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "gpt_oss", "deepseek_v3", "deepseek_v4"])
 def test_weights_in_few_bits_are_read_instead_of_the_decoded_ones(family: str, rounding: Rounding) -> None:
     """They are what they are decoded to in float32, to the bit."""
     model = make_model(family, intermediate_size=200).bfloat16()

@@ -47,7 +47,7 @@ def take_up_kernel(
 @triton.jit
 def compress_kernel(
     pending,  # [slots, num_pending, width] float32
-    bias,  # [RATIO, SERIES * DIM] float32
+    position_bias,  # [RATIO, SERIES * DIM] float32
     norm,  # [DIM] float32
     cos,  # [num_rows, HALF] float32, of the first token's position
     sin,
@@ -87,7 +87,7 @@ def compress_kernel(
             token = (
                 pending + (slot * num_pending + tl.where(is_there, position, 0) % num_pending) * width + kv_at + series
             )
-            of_bias = bias + (t % RATIO) * (SERIES * DIM) + series
+            of_bias = position_bias + (t % RATIO) * (SERIES * DIM) + series
             mask = is_there[:, None] & inside
             most_a, total_a, sum_a = _add_tokens(token, of_bias, 2 * p, mask, most_a, total_a, sum_a, SERIES * DIM)
             most_b, total_b, sum_b = _add_tokens(token, of_bias, 2 * p + 1, mask, most_b, total_b, sum_b, SERIES * DIM)
@@ -127,8 +127,8 @@ def ask_kernel(
     elif NUM_INDEX_HEADS:
         head -= NUM_HEADS
         of_head = row * NUM_INDEX_HEADS + head
-        first, second, p = _pairs(x + NUM_HEADS * DIM + head * INDEX_DIM, INDEX_DIM, BLOCK_INDEX)
-        _turn(index_q + of_head * INDEX_DIM, first, second, cos, sin, row, p, 1.0, INDEX_DIM, HALF)
+        index_first, index_second, i = _pairs(x + NUM_HEADS * DIM + head * INDEX_DIM, INDEX_DIM, BLOCK_INDEX)
+        _turn(index_q + of_head * INDEX_DIM, index_first, index_second, cos, sin, row, i, 1.0, INDEX_DIM, HALF)
         counts = tl.load(inputs + row * in_width + in_width - NUM_INDEX_HEADS + head).to(tl.float32)
         tl.store(index_weights + of_head, counts * weight_scale)
 

@@ -12,7 +12,7 @@ from csattn.models.rope import model_frequencies
 from csattn.models.share import require_shares, share_of_head, share_of_layer, share_of_spec
 from csattn.models.spec import CompressedSpec, DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec
 from csattn.models.weights import (
-    CompressedLayerWeights,
+    CompressedStepWeights,
     DeltaWeights,
     ExpertNorms,
     ExpertWeights,
@@ -95,7 +95,7 @@ def random_weights(
             index_norm=index_norm,
         )
 
-    def compressed(of: CompressedSpec) -> CompressedLayerWeights:
+    def compressed(of: CompressedSpec) -> CompressedStepWeights:
         angles = torch.logspace(0, -4, of.rope_dim // 2, device=device)
 
         def rows(dim: int) -> CompressorWeights:
@@ -105,11 +105,11 @@ def random_weights(
                 inv_freq=angles,
             )
 
-        return CompressedLayerWeights(
+        return CompressedStepWeights(
             latents=linear(of.q_rank, spec.hidden_size),
             latent_norm=torch.ones(of.q_rank, device=device),
             queries=(linear(of.q_width + of.index_q_width, of.q_rank),),
-            inputs=(linear(sum(of.in_widths[1:]), spec.hidden_size),),
+            inputs=(linear(sum(of.in_widths), spec.hidden_size),),
             kv_norm=torch.ones(of.head_dim, device=device),
             groups=linear(of.out_width, of.q_width // of.num_groups),
             sinks=torch.zeros(of.num_heads, device=device),

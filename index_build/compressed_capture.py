@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from csattn.lightning.compressed import CompressedAttention, CompressedWeights
+from csattn.lightning import CompressedAttention, CompressedWeights
+from csattn.models.streams import mixed_streams
 
 
 class CompressedLayer:
@@ -20,14 +20,14 @@ class CompressedLayer:
         self._attention = CompressedAttention(CompressedWeights.of(layer.self_attn, rotary))
 
     def __call__(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """What leaves it. hidden: [num_tokens, streams * hidden_size]."""
+        """What leaves it, like hidden: [num_tokens, num_streams * hidden_size]. token_ids: [num_tokens] int64."""
         layer, streams = self._layer, hidden.view(1, len(hidden), -1, self._hidden_size)
         post, comb, collapsed = layer.attn_hc(streams)
         attended = self._attention.append(layer.input_layernorm(collapsed)[0])
-        streams = _mixed(streams, post, comb, attended[None])
+        streams = _mixed(streams, attended[None], post, comb)
         post, comb, collapsed = layer.ffn_hc(streams)
         given = layer.mlp(layer.post_attention_layernorm(collapsed), input_ids=token_ids[None])
-        return _mixed(streams, post, comb, given).view(hidden.shape)
+        return _mixed(streams, given, post, comb).view(hidden.shape)
 
     def state(self) -> dict[str, Tensor]:
         """What the context's tokens have left: the arrays of `CompressedState`."""
@@ -35,10 +35,6 @@ class CompressedLayer:
         return {name: getattr(state, name).contiguous() for name in ("window", "rows", "keys", "pending")}
 
 
-def _mixed(streams: Tensor, post: Tensor, comb: Tensor, given: Tensor) -> Tensor:
-    """Streams [1, num_tokens, num, hidden_size] among each other, and what a branch gives [1, num_tokens, hidden_size].
-
-    As `DeepseekV4DecoderLayer` has it.
-    """
-    post, comb = post.to(streams.dtype), comb.to(streams.dtype)
-    return post[..., None] * given[..., None, :] + torch.matmul(comb.mT, streams)
+def _mixed(streams: Tensor, given: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """In the streams' dtype, as `DeepseekV4DecoderLayer` does it."""
+    return mixed_streams(streams, given, post.to(streams.dtype), comb.to(streams.dtype))

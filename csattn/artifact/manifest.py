@@ -105,17 +105,18 @@ class ModelGeometry:
         return bool(self.reaches) and self.reaches[layer_idx] in (STATE, COMPRESSED)
 
     def compressed_sizes(self, layer_idx: int, context_len: int) -> dict[str, tuple[int, int]]:
-        """Of what that layer keeps of a context: see `csattn.lightning.compressed.CompressedState`."""
+        """Of what that layer keeps of a context: see `csattn.lightning.CompressedState`."""
         window, *others = self.compressed
         ratio, span, key_width = others[3 * layer_idx :][:3]
-        num_rows = context_len // ratio if ratio else 0
-        left = context_len - num_rows * ratio + (ratio if span > ratio and num_rows else 0) if ratio else 0
+        num_rows, num_left = divmod(context_len, ratio) if ratio else (0, 0)
+        if span > ratio and num_rows:  # the last row's tokens add to the next one, too
+            num_left += ratio
         series = span // ratio if ratio else 0
         return {
             "window": (min(window - 1, context_len), 2 * self.head_dim),
             "rows": (num_rows, 2 * self.head_dim),
             "keys": (num_rows if key_width else 0, key_width),
-            "pending": (left, 2 * series * (2 * self.head_dim + key_width)),
+            "pending": (num_left, 2 * series * (2 * self.head_dim + key_width)),
         }
 
     def num_kept(self, layer_idx: int, context_len: int) -> int:

@@ -14,6 +14,8 @@ Operands (`operands/`)
     causal_lens          how many keys each query may see: [num_queries]; a key may stand for several tokens
     Compressor, CompressorWeights, indexer_keys
                          V4: every `ratio` tokens become one key [head_dim], token by token with the same bits
+    make_keys            the same of tokens that are all there, [num_keys, head_dim]
+    rope                 rotary embedding of [rows, ..., rope_dim], in float32
     quantise_fp8, dequantise_fp8
                          [..., width] to e4m3 (the dtype FP8) and scales [..., width // block], and back
 
@@ -47,21 +49,23 @@ All of it (`compressed`)
     CompressedAttention  V4's attention layer of one sequence, [num_tokens, hidden_size] in and out, in pieces of any
                          size: window, compressed rows, their indexer, sinks, grouped output
     CompressedWeights    its parameters; `of` takes them from transformers' module
+    CompressedState      what its tokens have left, for those behind them
 
 Arrays on a GPU lie on torch's current device. Arguments that do not fit raise csattn.errors.ArrayError, settings
 ConfigError. In a folder, `reference.py` is the definition, `triton_kernels.py`, `hopper.py` and the `.cu` files beside
 it are the kernels and what launches them.
 """
 
-from csattn.lightning.compressed import CompressedAttention, CompressedWeights
+from csattn.lightning.compressed import CompressedAttention, CompressedState, CompressedWeights
 from csattn.lightning.dsa import DsaDecoder, DsaShape, dsa_sparse_attention, dsa_topk_indexer
 from csattn.lightning.hisa.pooling import PooledKeys
 from csattn.lightning.hisa.select import BlockedKeys, HisaConfig, hisa_top_k
 from csattn.lightning.mla.attend import sparse_mla
 from csattn.lightning.mla.reference import sparse_mla_reference
-from csattn.lightning.operands.compressor import Compressor, CompressorWeights, indexer_keys
+from csattn.lightning.operands.compressor import Compressor, CompressorWeights, indexer_keys, make_keys
 from csattn.lightning.operands.indexer import Operands, causal_lens, in_fp8, v4_operands, v32_operands
 from csattn.lightning.operands.quantise import FP8, dequantise_fp8, quantise_fp8
+from csattn.lightning.operands.rotations import rope
 from csattn.lightning.paged.cache import PAGE_SIZE, make_key_cache, read_keys, write_keys
 from csattn.lightning.paged.score import KeyPages, score_pages
 from csattn.lightning.prefill.stream import choose_keys, score_all
@@ -74,6 +78,7 @@ __all__ = [
     "PAGE_SIZE",
     "BlockedKeys",
     "CompressedAttention",
+    "CompressedState",
     "CompressedWeights",
     "Compressor",
     "CompressorWeights",
@@ -93,8 +98,10 @@ __all__ = [
     "in_fp8",
     "indexer_keys",
     "make_key_cache",
+    "make_keys",
     "quantise_fp8",
     "read_keys",
+    "rope",
     "score_all",
     "score_keys",
     "score_pages",

@@ -24,8 +24,8 @@ TOKENS = 4096  # that go through the layer together: memory for them is bounded,
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedRows:
-    """How tokens become rows that stand for several of them."""
+class RowProjections:
+    """By which tokens become rows, or index keys, that stand for several of them."""
 
     kv: Tensor  # [width, hidden_size], width as of the compressor's `position_bias`
     gate: Tensor  # likewise
@@ -36,7 +36,7 @@ class CompressedRows:
 class CompressedIndexer:
     """How some rows are chosen for a token: by keys, one of each row."""
 
-    keys: CompressedRows
+    keys: RowProjections
     q_b: Tensor  # [num_heads * key_dim, q_rank]
     head_weights: Tensor  # [num_heads, hidden_size]
     top_k: int
@@ -57,7 +57,7 @@ class CompressedWeights:
     window: int  # rows that a token sees one by one, its own among them
     inv_freq: Tensor  # [rope_dim // 2] of RoPE
     norm_eps: float
-    rows: CompressedRows | None = None  # None: a token attends to those of its window alone
+    rows: RowProjections | None = None  # None: a token attends to those of its window alone
     indexer: CompressedIndexer | None = None  # None: a token attends to all of `rows` that it may see
 
     @classmethod
@@ -82,10 +82,10 @@ class CompressedWeights:
             window=attention.sliding_window,
             inv_freq=getattr(rotary, f"{rope_type}_inv_freq").float(),
             norm_eps=attention.kv_norm.variance_epsilon,
-            rows=compressor and _rows_of(compressor, rotary),
+            rows=compressor and _projections_of(compressor, rotary),
             indexer=indexer
             and CompressedIndexer(
-                keys=_rows_of(indexer, rotary),
+                keys=_projections_of(indexer, rotary),
                 q_b=indexer.q_b_proj.weight.detach(),
                 head_weights=indexer.scorer.weights_proj.weight.detach(),
                 top_k=indexer.index_topk,
@@ -128,7 +128,7 @@ class CompressedWeights:
         require_array("indexer.q_b", of.q_b, (len(of.head_weights) * key_dim, len(self.q_norm)), dtype, like=like)
         require_at_least("top_k", of.top_k, 1)
 
-    def _check_rows(self, name: str, rows: CompressedRows) -> None:
+    def _check_rows(self, name: str, rows: RowProjections) -> None:
         of = rows.compressor
         of.check()
         for array in (of.position_bias, of.norm_weight, of.inv_freq):
@@ -157,20 +157,22 @@ class CompressedAttention:
         self._weights = weights
         self._num_tokens, self._is_whole = 0, True
         # in front of the compressed rows lie those of the window, then those of tokens that are on their way
-        self._rows = _Compressed(weights.rows, weights.kv, front=weights.window - 1 + TOKENS)
-        self._keys = None if weights.indexer is None else _Compressed(weights.indexer.keys, weights.kv)
+        self._rows = _GrowingRows(weights.rows, weights.kv, front=weights.window - 1 + TOKENS)
+        self._keys = None if weights.indexer is None else _GrowingRows(weights.indexer.keys, weights.kv)
 
     def __repr__(self) -> str:
         return f"<CompressedAttention after {self._num_tokens} tokens, {self._rows.num_rows} compressed rows>"
 
     @property
     def state(self) -> CompressedState:
-        """Views and copies of what there is."""
-        before, of = self._weights.window - 1, [self._rows, *([self._keys] if self._keys is not None else [])]
-        window = self._rows.all[before - min(before, self._num_tokens) : before]
-        rows, keys = self._rows.all[self._rows.front :], self._rows.all[:0, :0]
-        keys = keys if self._keys is None else self._keys.all
-        return CompressedState(window, rows, keys, torch.cat([part for each in of for part in each.unfinished], dim=1))
+        """Views, of which `window` changes with the next `append`, and copies."""
+        before, made = self._weights.window - 1, [self._rows] if self._keys is None else [self._rows, self._keys]
+        return CompressedState(
+            window=self._rows.all[before - min(before, self._num_tokens) : before],
+            rows=self._rows.all[self._rows.front :],
+            keys=self._rows.all[:0, :0] if self._keys is None else self._keys.all,
+            pending=torch.cat([part for of in made for part in of.unfinished], dim=1),
+        )
 
     @torch.no_grad()
     def append(self, hidden: Tensor) -> Tensor:
@@ -242,10 +244,10 @@ class CompressedAttention:
         return torch.cat((x[..., :plain], rope(x[..., plain:], positions, inv_freq, interleaved=True)), dim=-1)
 
 
-class _Compressed:
+class _GrowingRows:
     """Rows that stand for several tokens each, as they come, behind some that the caller fills."""
 
-    def __init__(self, of: CompressedRows | None, like: Tensor, front: int = 0) -> None:
+    def __init__(self, of: RowProjections | None, like: Tensor, front: int = 0) -> None:
         """of: None: none come. like: of the dtype, and then [head_dim, any]."""
         self._of, self.front, self.num_rows = of, front, 0
         self._compressor = None if of is None else Compressor(of.compressor)
@@ -276,7 +278,7 @@ class _Compressed:
         self.num_rows += len(new)
 
 
-def _rows_of(module: Any, rotary: Any) -> CompressedRows:
+def _projections_of(module: Any, rotary: Any) -> RowProjections:
     """module: transformers' `DeepseekV4CSACompressor`, its indexer, or a `DeepseekV4HCACompressor`."""
     weights = CompressorWeights(
         position_bias=module.position_bias.detach().float(),
@@ -284,4 +286,4 @@ def _rows_of(module: Any, rotary: Any) -> CompressedRows:
         inv_freq=rotary.compress_inv_freq.float(),
         norm_eps=module.kv_norm.variance_epsilon,
     )
-    return CompressedRows(module.kv_proj.weight.detach(), module.gate_proj.weight.detach(), weights)
+    return RowProjections(module.kv_proj.weight.detach(), module.gate_proj.weight.detach(), weights)

@@ -11,11 +11,9 @@ from torch.nn import functional
 
 from csattn.artifact import Artifact
 from csattn.artifact.reader import as_tensor
-from csattn.lightning.compressed import CompressedState
-from csattn.lightning.operands.compressor import CompressorWeights, make_keys
-from csattn.lightning.operands.rotations import rope
+from csattn.lightning import CompressedState, CompressorWeights, make_keys, rope
 from csattn.models.spec import CompressedSpec
-from csattn.models.weights import CompressedLayerWeights
+from csattn.models.weights import CompressedStepWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +36,26 @@ def compressed_states(artifact: Artifact) -> list[CompressedState]:
     ]
 
 
-def own_rows(inputs: Tensor, weights: CompressedLayerWeights, positions: Tensor) -> Tensor:
+def own_rows(inputs: Tensor, weights: CompressedStepWeights, positions: Tensor) -> Tensor:
     """Tokens' rows [num_tokens, head_dim] float32. inputs: what `weights.inputs` give; positions: [num_tokens]."""
     width = len(weights.kv_norm)
     rows = functional.rms_norm(inputs[:, :width].float(), (width,), weights.kv_norm, weights.eps)
     return turned(rows, positions, weights.angles)
 
 
-def added(inputs: Tensor, spec: CompressedSpec) -> Tensor:
-    """What tokens add to compressed rows and index keys, as `CompressedState.pending` has it: a part of inputs."""
+def pending_of(inputs: Tensor, spec: CompressedSpec) -> Tensor:
+    """What tokens add to compressed rows and index keys, as `CompressedState.pending` has it: a view of inputs."""
     return inputs[:, spec.head_dim : spec.head_dim + 2 * sum(spec.compressed_widths)]
 
 
 def compressed_queries(
     projected: Tensor,  # [num_tokens, q_width + index_q_width]: what `weights.queries` give
     inputs: Tensor,
-    weights: CompressedLayerWeights,
+    weights: CompressedStepWeights,
     spec: CompressedSpec,
     positions: Tensor,  # [num_tokens]
 ) -> CompressedQueries:
+    """Queries normed and turned; index heads' weights with the scale of their scores."""
     num_tokens, indexer = len(projected), spec.indexer
     q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
     q = turned(functional.rms_norm(q, q.shape[-1:], eps=weights.eps), positions, weights.angles)
@@ -68,15 +67,29 @@ def compressed_queries(
 
 
 def compressed_rows(
-    kv: Tensor,  # [num_rows, span, width] float32: what a row's tokens add to it, the earliest first
-    gate: Tensor,  # likewise how much that counts
-    weights: CompressorWeights,
-    positions: Tensor,  # [num_rows]: of the first of its own tokens
-) -> Tensor:
-    """Rows, or index keys, that stand for `ratio` tokens each: [num_rows, head_dim] float32.
+    pending: Tensor,  # [num_rows, span, 2 * sum of compressed_widths] float32: `pending_of` a row's tokens, in order
+    weights: CompressedStepWeights,
+    spec: CompressedSpec,
+    positions: Tensor,  # [num_rows]: of the first of a row's own `ratio` tokens
+) -> tuple[Tensor, Tensor | None]:
+    """Rows that stand for `ratio` tokens each, [num_rows, head_dim], and their index keys, if any, likewise; float32.
 
-    With overlap the tokens before them add their first channels, if there are any, and they themselves their last.
+    Of tokens at positions below 0 nothing counts.
     """
+    of_rows, of_keys = spec.compressed_widths
+    parts = torch.split(pending, [of_rows, of_rows, of_keys, of_keys], -1)
+    assert weights.rows is not None, "the layer has compressed rows"
+    rows = _pooled(parts[0], parts[1], weights.rows, positions)
+    return rows, None if weights.keys is None else _pooled(parts[2], parts[3], weights.keys, positions)
+
+
+def _pooled(
+    kv: Tensor,  # [num_rows, span, width]
+    gate: Tensor,  # likewise
+    weights: CompressorWeights,
+    positions: Tensor,
+) -> Tensor:
+    """With overlap the earlier tokens add their first channels, and a row's own tokens their last."""
     ratio, dim, bias = weights.ratio, weights.head_dim, weights.position_bias
     if weights.overlap:
         has_none = (positions == 0)[:, None, None]
@@ -86,7 +99,7 @@ def compressed_rows(
     return make_keys(kv, gate + bias, weights, positions)
 
 
-def grouped(attended: Tensor, weights: CompressedLayerWeights, spec: CompressedSpec, positions: Tensor) -> Tensor:
+def turned_back(attended: Tensor, weights: CompressedStepWeights, spec: CompressedSpec, positions: Tensor) -> Tensor:
     """What groups of the output projection read of [num_tokens, num_heads, head_dim]: [num_groups, num_tokens, width].
 
     Float32. Values turn with their position, and what is attended to back by the query's.

@@ -20,7 +20,7 @@ PLAIN = (
 
 
 def in_model(name: str) -> str:
-    """What the model calls weights in few bits; those of each expert are of its layer."""
+    """What the model calls weights in few bits. `experts.0.w1` stays: there, all experts are one tensor."""
     for pattern, there in _NAMES:
         name = re.sub(pattern, there, name)
     return name

@@ -44,7 +44,11 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
                     "computes one; use a model with that"
                 )
             if config.scoring_func != "sqrtsoftplus" or not config.norm_topk_prob:
-                raise ModelError("this model chooses experts in a way of its own, which csattn does not compute")
+                raise ModelError(
+                    f"this model chooses experts in a way of its own (scoring_func {config.scoring_func!r}, "
+                    f"norm_topk_prob {config.norm_topk_prob}), and csattn by 'sqrtsoftplus' with shares normed; use a "
+                    "model with these"
+                )
             by_token = config.mlp_layer_types[layer_idx] == "hash_moe"
             chosen = {"has_choice_bias": not by_token, "by_token": by_token}
             shares = {"normed": True, "scale": float(config.routed_scaling_factor)}

@@ -460,12 +460,20 @@ def _streams(config: Any) -> StreamsSpec:
 
 def _require_compressed(config: Any) -> None:
     if not set(config.layer_types) & set(_COMPRESSED):
-        raise ModelError("no layer of this model has compressed rows, so nothing of a long context can be read")
+        raise ModelError(
+            f"no layer of this model has compressed rows ({' or '.join(_COMPRESSED)} in layer_types), so nothing of a "
+            "long context can be read; use a model with some"
+        )
     if config.head_dim % _ROW_UNIT:
-        raise ModelError(f"rows of this model have {config.head_dim} numbers; csattn wants a multiple of {_ROW_UNIT}")
+        raise ModelError(
+            f"rows of this model have {config.head_dim} numbers (head_dim), and csattn reads multiples of {_ROW_UNIT}; "
+            "use a model with such"
+        )
     factor = rope_parameters(config)[_ROPES[1]].get("attention_factor", 1.0)
     if factor != 1.0:
-        raise ModelError(f"RoPE multiplies this model's rows by {factor} (attention_factor), which csattn does not")
+        raise ModelError(
+            f"RoPE multiplies this model's rows by {factor} (attention_factor), and csattn by 1; use a model with that"
+        )
 
 
 def _latent_scale(config: Any) -> float:

@@ -238,7 +238,7 @@ class CompressedSpec:
 
     @property
     def series(self) -> int:
-        """What a token adds to: the compressed row of its own tokens and, with overlap, the one after it."""
+        """How many compressed rows a token adds to: the one that stands for it and, with overlap, the one after it."""
         return (1 + self.overlaps) if self.ratio else 0
 
     @property
@@ -249,11 +249,11 @@ class CompressedSpec:
 
     @property
     def in_widths(self) -> tuple[int, ...]:
-        """Of what the layer's input is projected to: queries' latents, the token's row, what it adds to compressed rows
-        and how much that counts, likewise for index keys, and how much each of the indexer's heads counts."""
+        """Of what the layer's input is projected to, queries' latents aside: the token's row, what it adds to
+        compressed rows and how much that counts, likewise for index keys, and how much each index head counts."""
         of_rows, of_keys = self.compressed_widths
         num_index_heads = self.indexer.num_heads if self.indexer is not None else 0
-        return self.q_rank, self.head_dim, of_rows, of_rows, of_keys, of_keys, num_index_heads
+        return self.head_dim, of_rows, of_rows, of_keys, of_keys, num_index_heads
 
     @property
     def out_width(self) -> int:
@@ -277,28 +277,28 @@ class CompressedSpec:
 
     def num_row_params(self, hidden_size: int) -> int:
         """Of those that make rows, and choose them, for all heads."""
-        return hidden_size * sum(self.in_widths) + self.q_rank * self.index_q_width
+        return hidden_size * (self.q_rank + sum(self.in_widths)) + self.q_rank * self.index_q_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamsSpec:
-    """Several residual streams in place of one (hyper-connections, arXiv:2409.19606).
+    """Several residual streams in place of one (hyper-connections, mHC, arXiv:2512.24880): see `streams`.
 
     A branch of a layer reads a mixture of them; what it gives is added to each of them, which are mixed besides, by
     matrices whose rows and columns sum up to 1.
     """
 
     num: int
-    iterations: int  # by which these become such
-    eps: float
+    iterations: int  # of Sinkhorn's algorithm, by which these matrices become such
+    eps: float  # that keeps weights and their sums from 0
 
     @property
     def num_mixes(self) -> int:
-        """Numbers that tell what a branch reads of them, what it adds to each, and how they are mixed."""
+        """Weights of what a branch reads of them, of what it adds to each, and of how they are mixed."""
         return (2 + self.num) * self.num
 
     def num_params(self, num_layers: int, hidden_size: int) -> int:
-        """Of the matrices that tell these: two of each layer, and one of how they are joined."""
+        """Of the matrices that these are computed by: two of each layer, and one of how streams are joined."""
         return (2 * num_layers * self.num_mixes + self.num) * self.num * hidden_size
 
 

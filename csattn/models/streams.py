@@ -1,7 +1,7 @@
-"""Several residual streams in place of one, by definition (hyper-connections, arXiv:2409.19606, of DeepSeek-V4).
+"""Several residual streams in place of one, by definition: DeepSeek-V4's hyper-connections (mHC, arXiv:2512.24880).
 
 A branch reads a mixture of the streams. What it gives is added to each of them, by weights, while they are mixed by a
-matrix whose rows and columns sum up to 1. All of these weights are told by the streams themselves.
+matrix whose rows and columns sum up to 1. All of these weights are computed from the streams themselves.
 """
 
 from typing import NamedTuple
@@ -28,6 +28,7 @@ def mixture_of(
     spec: StreamsSpec,
     eps: float,  # of the model's norms
 ) -> Mixture:
+    """By the weights before a branch or, where they have one scale alone, by those that join the streams."""
     together, num = streams.flatten(-2), spec.num
     normed = together * torch.rsqrt(together.square().mean(-1, keepdim=True) + eps)
     widths = [num, num, num * num][: len(weights.scales)]
@@ -49,12 +50,12 @@ def mixture_of(
 
 
 def mixed_streams(
-    streams: Tensor,  # [..., num, hidden_size] float32
-    given: Tensor,  # [..., hidden_size] float32: by a branch
+    streams: Tensor,  # [..., num, hidden_size]
+    given: Tensor,  # [..., hidden_size]: by a branch
     post: Tensor,
     comb: Tensor,
 ) -> Tensor:
-    """What streams become, [..., num, hidden_size] float32. post, comb: as in `Mixture`."""
+    """What streams become, [..., num, hidden_size]. post, comb: as in `Mixture`. All of one dtype."""
     return post[..., None] * given[..., None, :] + comb.transpose(-1, -2) @ streams
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ModelError
-from csattn.lightning.compressed import CompressedWeights
-from csattn.lightning.operands.compressor import CompressorWeights
+from csattn.lightning import CompressedWeights, CompressorWeights
 from csattn.models.families import (
     CHOICE_BIAS,
     EXPERTS_OF_TOKENS,
@@ -144,13 +143,13 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedLayerWeights:
-    """Of compressed attention, its last projection aside."""
+class CompressedStepWeights:
+    """Of compressed attention as steps compute it, its last projection aside; `CompressedWeights` is for a prefill."""
 
     latents: Linear  # queries' own, [q_rank, hidden_size]
     latent_norm: Tensor  # [q_rank] float32
     queries: tuple[Linear, ...]  # of these latents: queries of all heads, and of the indexer's
-    inputs: tuple[Linear, ...]  # as `CompressedSpec.in_widths` says, from the second on
+    inputs: tuple[Linear, ...]  # as `CompressedSpec.in_widths` says
     kv_norm: Tensor  # [head_dim] float32
     groups: Linear  # [num_groups * out_rank, width]: of each group of heads, one below the other
     sinks: Tensor  # [num_heads] float32
@@ -171,7 +170,7 @@ class LayerInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class StreamWeights:
-    """What tells how several residual streams are mixed, or how they are joined: see `csattn.models.streams`.
+    """By which it is computed how several residual streams are mixed or joined: see `csattn.models.streams`.
 
     All float32. num_out: `StreamsSpec.num_mixes`, or, where they are joined, the number of streams.
     """
@@ -201,7 +200,7 @@ class LayerWeights:
     gates: tuple[Linear, ...]  # of what is attended to
     delta: DeltaWeights | None  # in place of both
     latent: LatentWeights | None  # likewise
-    compressed: CompressedLayerWeights | None  # likewise
+    compressed: CompressedStepWeights | None  # likewise
     head_norms: HeadNorms | None
     sinks: Tensor | None  # [num_q_heads] float32
     out: Linear
@@ -270,7 +269,7 @@ class ModelWeights:
         return (self.spec.streamed_params - others) * self.dtype.itemsize - saved + of_mixes
 
 
-def _products_of(of: CompressedLayerWeights | None) -> tuple[Linear, ...]:
+def _products_of(of: CompressedStepWeights | None) -> tuple[Linear, ...]:
     return () if of is None else (of.latents, *of.queries, *of.inputs, of.groups)
 
 
@@ -422,14 +421,14 @@ def latent_weights(module: Any, spec: LatentSpec) -> LatentWeights:
     )
 
 
-def _compressed(module: Any, rotary: Any) -> CompressedLayerWeights:
+def _compressed(module: Any, rotary: Any) -> CompressedStepWeights:
     """module: a layer's attention."""
     whole, indexer = CompressedWeights.of(module, rotary), getattr(module.compressor, "indexer", None)
     parts = [module, *(x for x in (module.compressor, indexer) if x is not None)]
     projections = [x for part in parts[1:] for x in (part.kv_proj, part.gate_proj)]
     inputs = [module.kv_proj, *projections, *([indexer.scorer.weights_proj] if indexer is not None else [])]
     queries = [module.q_b_proj, *([indexer.q_b_proj] if indexer is not None else [])]
-    return CompressedLayerWeights(
+    return CompressedStepWeights(
         latents=_linear(module.q_a_proj),
         latent_norm=whole.q_norm,
         queries=tuple(map(_linear, queries)),

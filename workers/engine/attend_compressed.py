@@ -8,9 +8,8 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.lightning import KeyPages, score_pages, sparse_mla, top_k
 from csattn.models.compressed import CompressedQueries
-from csattn.models.spec import CompressedSpec
-from csattn.models.weights import CompressedLayerWeights
-from workers.engine.compressed_memory import CompressedLayer, CompressedMemory, SeenCompressed, SeenRows
+from csattn.models.weights import CompressedStepWeights
+from workers.engine.compressed_memory import CompressedMemory, LayerMemory, SeenCompressed
 from workers.engine.compressed_ops import CompressedOps
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
@@ -23,13 +22,13 @@ class AttendCompressed(StepAttention):
     def __init__(
         self,
         shape: EngineShape,
-        weights: Sequence[CompressedLayerWeights],
+        weights: Sequence[CompressedStepWeights],
         memory: CompressedMemory,
         device: torch.device,
     ) -> None:
         self.shape, self.memory, self._weights = shape, memory, weights
         self.tails: Sequence[Tensor] = memory.tails
-        self._seen: SeenRows | None = None  # of the step that is captured or run
+        self._seen: dict[int, SeenCompressed] = {}  # by ratio, of the step that is captured or run
         self._scale = torch.ones(1, 1, device=device)  # of every index key
         self._ops = _ops_for(device)
 
@@ -37,31 +36,26 @@ class AttendCompressed(StepAttention):
         return f"<AttendCompressed {self.memory!r}>"
 
     def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
-        spec, weights, layer = self.shape.compressed[layer_idx], self._weights[layer_idx], self.memory.layers[layer_idx]
         if layer_idx == 0:
             self._seen = self.memory.find(rows, self._weights)
-        seen, ops = self._seen, self._ops
-        assert seen is not None
-        of_ratio = seen.by_ratio[spec.ratio]
-        ops.take_up(room.inputs, weights, spec, seen, of_ratio, layer)
+        ops, weights, layer = self._ops, self._weights[layer_idx], self.memory.layers[layer_idx]
+        seen, scale = self._seen[layer.spec.ratio], layer.spec.head_dim**-0.5
+        ops.take_up(room.inputs, weights, seen, layer)
         if weights.rows is not None:
-            ops.compress(weights, spec, seen, of_ratio, layer)
-        asked = ops.ask(room.projected, room.inputs, weights, spec, seen, of_ratio, layer)
-        attended = of_ratio.attended
-        if spec.indexer is not None:
-            attended = torch.cat((seen.near, self._chosen(asked, spec, of_ratio, layer)), dim=1)
-        out, _ = sparse_mla(asked.q, None, layer.rows, None, attended, spec.head_dim**-0.5, attn_sink=weights.sinks)
-        ops.turn_back(out, weights, spec, seen, of_ratio, room.attended)
+            ops.compress(weights, seen, layer)
+        asked = ops.ask(room.projected, room.inputs, weights, seen, layer)
+        attended = seen.attended
+        if asked.index_q is not None:
+            attended = torch.cat((seen.near, self._chosen(asked, seen, layer)), dim=1)
+        out, _ = sparse_mla(asked.q, None, layer.rows, None, attended, scale, attn_sink=weights.sinks)
+        ops.turn_back(out, weights, seen, layer, room.attended)
 
-    def _chosen(
-        self, asked: CompressedQueries, spec: CompressedSpec, seen: SeenCompressed, layer: CompressedLayer
-    ) -> Tensor:
+    def _chosen(self, asked: CompressedQueries, seen: SeenCompressed, layer: LayerMemory) -> Tensor:
         """Where the compressed rows of the best keys lie: [batch_size, top_k] int32, -1 padded."""
         assert asked.index_q is not None and asked.index_weights is not None
-        pages = KeyPages(layer.keys[:, None], self._scale.expand(len(layer.keys), 1))
-        told = asked.index_q, asked.index_weights, pages, seen.places, seen.lens
-        scores = score_pages(*told, longer_than=spec.top_k)
-        return top_k(scores, spec.top_k, seen.lens, order="position", pages=seen.rows)
+        most, pages = layer.spec.top_k, KeyPages(layer.keys[:, None], self._scale.expand(len(layer.keys), 1))
+        scores = score_pages(asked.index_q, asked.index_weights, pages, seen.places, seen.lens, longer_than=most)
+        return top_k(scores, most, seen.lens, order="position", pages=seen.rows)
 
 
 def _ops_for(device: torch.device) -> CompressedOps:

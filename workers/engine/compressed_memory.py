@@ -11,20 +11,24 @@ import torch
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.lightning.compressed import CompressedState
+from csattn.lightning import CompressedState
 from csattn.models.spec import CompressedSpec
-from csattn.models.weights import CompressedLayerWeights
+from csattn.models.weights import CompressedStepWeights
 from offload.staging import copy_to_device
 from workers.engine.shape import EngineShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeenCompressed:
     """What the rows of a step see and turn by in all layers of a ratio, of which those without compressed rows have 0.
 
     Places are among the compressed rows, of contexts and requests, and their keys.
     """
 
+    positions: Tensor  # [batch_size] int64
+    slots: Tensor  # [batch_size] int64: of the rows' requests; of idle rows one behind all
+    near: Tensor  # [batch_size, window] int32: where rows lie that are seen one by one, -1: none
+    own: Tensor  # [batch_size] int64: where the row's own lies, or one nobody reads
     places: Tensor  # [batch_size, most] int32, each its context's first, then its request's; -1 behind them
     rows: Tensor  # the same among all of a layer's rows
     lens: Tensor  # [batch_size] int32
@@ -37,19 +41,8 @@ class SeenCompressed:
     first_sin: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SeenRows:
-    """What the rows of a step see, of one batch size."""
-
-    positions: Tensor  # [batch_size] int64
-    slots: Tensor  # [batch_size] int64: of the rows' requests; of idle rows one behind all
-    near: Tensor  # [batch_size, window] int32: where rows lie that are seen one by one, -1: none
-    own: Tensor  # [batch_size] int64: where the row's own lies, or one nobody reads
-    by_ratio: dict[int, SeenCompressed]
-
-
 class CompressedMemory:
-    """Owns it, of all layers."""
+    """Owns what all layers keep of contexts and requests."""
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         first = shape.compressed[0]
@@ -57,7 +50,7 @@ class CompressedMemory:
         num_own = shape.num_tails * shape.tail_capacity
         self._first_own = shape.num_contexts * self._before
         self.first_compressed = self._first_own + num_own + 1  # behind one that nobody reads
-        self.layers = [CompressedLayer(shape, of, self.first_compressed, device) for of in shape.compressed]
+        self.layers = [LayerMemory(shape, of, self.first_compressed, device) for of in shape.compressed]
         own = slice(self._first_own, self._first_own + num_own)
         sizes = shape.num_tails, 1, shape.tail_capacity, 2, shape.head_dim
         self.tails = [layer.rows[own].view(sizes) for layer in self.layers]
@@ -98,41 +91,55 @@ class CompressedMemory:
             positions = torch.arange(context_len - len(pending), context_len, device=self._device)
             layer.pending[tail_id, positions % max(1, layer.pending.shape[1])] = pending
 
-    def find(self, rows: StepRows, weights: Sequence[CompressedLayerWeights]) -> SeenRows:
-        """weights: of the layers, which say how positions turn rows."""
-        shape, before, positions = self._shape, self._before, rows.positions
-        is_active = rows.tail_lens > 0
+    def find(self, rows: StepRows, weights: Sequence[CompressedStepWeights]) -> dict[int, SeenCompressed]:
+        """By the layers' ratio. weights: of the layers, which say how positions turn rows."""
+        shape, positions, is_active = self._shape, rows.positions, rows.tail_lens > 0
         slots = torch.where(is_active, rows.tail_ids.long(), shape.num_tails)
-        contexts, tail_lens = rows.context_ids.long(), rows.tail_lens.long()
+        contexts = rows.context_ids.long()
         context_lens = self._lens[contexts]
-        at = positions[:, None] - before + torch.arange(before + 1, device=self._device)  # seen one by one
-        of_context = contexts[:, None] * before + at - context_lens[:, None] + before
-        of_own = self._first_own + slots[:, None] * shape.tail_capacity + at - context_lens[:, None]
-        near = torch.where(at < context_lens[:, None], of_context, of_own)
-        near = near.masked_fill((at < 0) | ~is_active[:, None], -1).int()
-        own = self._first_own + slots * shape.tail_capacity + tail_lens - 1
+        near = self._near(positions, slots, contexts, context_lens).masked_fill(~is_active[:, None], -1).int()
+        own = self._first_own + slots * shape.tail_capacity + rows.tail_lens.long() - 1
         own = torch.where(is_active, own, self.first_compressed - 1)
         by_ratio = {}
-        ratios = {of.ratio: (x, w) for of, x, w in zip(shape.compressed, self.layers, weights, strict=True)}
-        for ratio, (layer, of_layer) in ratios.items():
+        layers = {layer.spec.ratio: (layer, of.angles) for layer, of in zip(self.layers, weights, strict=True)}
+        for ratio, (layer, angles) in layers.items():
             tokens = max(1, ratio)
-            num_seen, num_of_context = (positions + 1) // tokens, context_lens // tokens
-            most = layer.rows_of_context + layer.rows_of_request
-            numbers = torch.arange(most, device=self._device)
+            num_of_context, num_seen = context_lens // tokens, torch.where(is_active, (positions + 1) // tokens, 0)
+            numbers = torch.arange(layer.rows_of_context + layer.rows_of_request, device=self._device)
             far = contexts[:, None] * layer.rows_of_context + numbers
             requests = shape.num_contexts * layer.rows_of_context
             first_own = requests + slots * layer.rows_of_request - num_of_context
             places = torch.where(numbers < num_of_context[:, None], far, first_own[:, None] + numbers)
-            num_seen = torch.where(is_active, num_seen, 0)
             places = places.masked_fill(numbers >= num_seen[:, None], -1).int()
-            ends = is_active & ((positions + 1) % tokens == 0)
-            written = torch.where(ends, first_own + num_seen - 1, layer.nowhere)
-            first = (positions + 1 - tokens).clamp(min=0)
             in_layer = torch.where(places >= 0, places + self.first_compressed, -1)
-            turns = [x for at in (positions, first) for x in _turns(at, of_layer.angles)]
-            attended = torch.cat((near, in_layer), dim=1)
-            by_ratio[ratio] = SeenCompressed(places, in_layer, num_seen.int(), attended, written, first, *turns)
-        return SeenRows(positions, slots, near, own, by_ratio)
+            ends = is_active & ((positions + 1) % tokens == 0)
+            first = (positions + 1 - tokens).clamp(min=0)
+            (cos, sin), (first_cos, first_sin) = (_turns(at, angles) for at in (positions, first))
+            by_ratio[ratio] = SeenCompressed(
+                positions=positions,
+                slots=slots,
+                near=near,
+                own=own,
+                places=places,
+                rows=in_layer,
+                lens=num_seen.int(),
+                attended=torch.cat((near, in_layer), dim=1),
+                written=torch.where(ends, first_own + num_seen - 1, layer.nowhere),
+                first=first,
+                cos=cos,
+                sin=sin,
+                first_cos=first_cos,
+                first_sin=first_sin,
+            )
+        return by_ratio
+
+    def _near(self, positions: Tensor, slots: Tensor, contexts: Tensor, context_lens: Tensor) -> Tensor:
+        """Where rows lie that are seen one by one: [batch_size, window] int64, -1: before the first."""
+        before, (contexts, context_lens) = self._before, (contexts[:, None], context_lens[:, None])
+        at = positions[:, None] - before + torch.arange(before + 1, device=self._device)
+        of_context = contexts * before + at - context_lens + before
+        of_own = self._first_own + slots[:, None] * self._shape.tail_capacity + at - context_lens
+        return torch.where(at < context_lens, of_context, of_own).masked_fill(at < 0, -1)
 
 
 def _turns(positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,20 +148,25 @@ def _turns(positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     return turned.cos(), turned.sin()
 
 
-class CompressedLayer:
-    """The memory of one."""
+class LayerMemory:
+    """What one layer keeps.
+
+    rows: [first_compressed + num_rows, head_dim], of which `compressed` is a view from `first_compressed` on; keys:
+    [num_rows, index head_dim], empty without an indexer; pending: [num_tails + 1, num_pending, 2 * sum of
+    compressed_widths] float32.
+    """
 
     def __init__(self, shape: EngineShape, of: CompressedSpec, first_compressed: int, device: torch.device) -> None:
+        self.spec = of
         self.rows_of_context = shape.max_context_len // of.ratio if of.ratio else 0
         self.rows_of_request = shape.tail_capacity // of.ratio + 1 if of.ratio else 0
         self.nowhere = shape.num_contexts * self.rows_of_context + shape.num_tails * self.rows_of_request
-        num_rows = self.nowhere + 1  # the last is one that nobody reads
+        num_rows = self.nowhere + 1  # nobody reads the last one
         key_dim = of.indexer.head_dim if of.indexer is not None else 0
         self.rows = torch.zeros(first_compressed + num_rows, of.head_dim, dtype=shape.dtype, device=device)
         self.compressed = self.rows[first_compressed:]
         self.keys = torch.zeros(num_rows if key_dim else 0, key_dim, dtype=shape.dtype, device=device)
-        # of requests, and of idle rows, the last tokens' parts of compressed rows, by their position: of one step, and
-        # of those before it
+        # by position modulo num_pending: a step's tokens must not overwrite those that its compressed rows are made of
         num_pending = max(shape.batch_sizes) + of.span if of.ratio else 0
         width = 2 * sum(of.compressed_widths)
         self.pending = torch.zeros(shape.num_tails + 1, num_pending, width, device=device)

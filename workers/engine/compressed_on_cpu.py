@@ -11,15 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.lightning import Operands, top_k
-from csattn.lightning.compressed import CompressedState
-from csattn.lightning.score.cpu import score_tile
-from csattn.models.compressed import added, compressed_queries, compressed_rows, grouped, own_rows
-from csattn.models.spec import CompressedSpec
-from csattn.models.weights import CompressedLayerWeights
+from csattn.lightning import CompressedState, Operands, score_all, top_k
+from csattn.models.compressed import compressed_queries, compressed_rows, own_rows, pending_of, turned_back
 from offload.host_memory import sparse_zeros
 from workers.model.cpu.cpu_model import CpuModel
-from workers.model.ops import CompressedRoom
 
 
 class CompressedOnCpu:
@@ -27,6 +22,8 @@ class CompressedOnCpu:
 
     def __init__(self, model: CpuModel) -> None:
         self._layers = [_Layer(model, layer_idx) for layer_idx in range(model.shape.num_layers)]
+        self._contexts: Sequence[Sequence[CompressedState]] = ()
+        self._slots = self._context_lens = self._tail_lens = torch.empty(0, dtype=torch.int64)
 
     def begin_request(self, slot: int, contexts: Sequence[CompressedState], context_len: int) -> None:
         """contexts: what its context has left in each layer."""
@@ -43,6 +40,7 @@ class CompressedOnCpu:
         self._context_lens, self._tail_lens = torch.from_numpy(context_lens), torch.from_numpy(tail_lens)
 
     def attend(self, layer_idx: int) -> None:
+        """From what the layer's room has of the step's rows to what it wants, see `CompressedRoom`."""
         states = [of_layers[layer_idx] for of_layers in self._contexts]
         self._layers[layer_idx].attend(states, self._slots, self._context_lens, self._tail_lens)
 
@@ -51,20 +49,18 @@ class _Layer:
     """Requests' own rows are those of the model's tails."""
 
     def __init__(self, model: CpuModel, layer_idx: int) -> None:
-        spec, room, weights = model.compressed(layer_idx)
-        self._spec: CompressedSpec = spec
-        self._room: CompressedRoom = room
-        self._weights: CompressedLayerWeights = weights
+        self._spec, self._room, self._weights = model.compressed(layer_idx)
+        spec = self._spec
         self._own = model.tails[layer_idx].flatten(3)[:, 0]  # [num_tails, tail_capacity, head_dim]
         num_tails, tail_capacity, _ = self._own.shape
         self._dtype, self._scale = self._own.dtype, spec.head_dim**-0.5
-        # of a request, the last tokens' parts of compressed rows, by their position: of one step, and those before it
+        # by position modulo num_pending: a step's tokens must not overwrite those that its compressed rows are made of
         self._num_pending = model.max_rows + spec.span
         width = 2 * sum(spec.compressed_widths)
         self._pending = torch.zeros(num_tails, self._num_pending if spec.ratio else 0, width)
         num_rows = tail_capacity // spec.ratio + 1 if spec.ratio else 0
-        self._rows = _room(num_tails, num_rows, spec.head_dim, self._dtype)
-        self._keys = _room(num_tails, num_rows, spec.indexer.head_dim if spec.indexer else 0, self._dtype)
+        self._rows = _reserved(num_tails, num_rows, spec.head_dim, self._dtype)
+        self._keys = _reserved(num_tails, num_rows, spec.indexer.head_dim if spec.indexer else 0, self._dtype)
 
     def begin_request(self, slot: int, state: CompressedState, context_len: int) -> None:
         if self._spec.ratio:
@@ -91,25 +87,23 @@ class _Layer:
                     far = self._chosen(asked.index_q[row], asked.index_weights[row], keys, far)
                 seen += far
             attended[row] = _attend(asked.q[row], torch.cat(seen).float(), weights.sinks, self._scale)
-        room.attended[:, :num_rows] = grouped(attended, weights, spec, positions)
+        room.attended[:, :num_rows] = turned_back(attended, weights, spec, positions)
 
     def _compress(self, inputs: Tensor, slots: Tensor, positions: Tensor, num_of_context: Tensor) -> None:
         """Take up what the rows add, and make the compressed rows that end with one of them."""
-        spec, weights = self._spec, self._weights
-        self._pending[slots, positions % self._num_pending] = added(inputs, spec)
+        spec = self._spec
+        self._pending[slots, positions % self._num_pending] = pending_of(inputs, spec)
         ends = ((positions + 1) % spec.ratio == 0).nonzero()[:, 0]
         if not len(ends):
             return
         slots, last = slots[ends], positions[ends]
         span = last[:, None] + torch.arange(1 - spec.span, 1)
-        of_rows, of_keys = spec.compressed_widths
         pending = self._pending[slots[:, None], span % self._num_pending]
-        parts = torch.split(pending, [of_rows, of_rows, of_keys, of_keys], -1)
-        first, at = last + 1 - spec.ratio, (last + 1) // spec.ratio - 1 - num_of_context[ends]
-        assert weights.rows is not None
-        self._rows[slots, at] = compressed_rows(parts[0], parts[1], weights.rows, first).to(self._dtype)
-        if weights.keys is not None:
-            self._keys[slots, at] = compressed_rows(parts[2], parts[3], weights.keys, first).to(self._dtype)
+        rows, keys = compressed_rows(pending, self._weights, spec, last + 1 - spec.ratio)
+        at = (last + 1) // spec.ratio - 1 - num_of_context[ends]
+        self._rows[slots, at] = rows.to(self._dtype)
+        if keys is not None:
+            self._keys[slots, at] = keys.to(self._dtype)
 
     def _chosen(
         self, q: Tensor, head_weights: Tensor, keys: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor]
@@ -118,18 +112,14 @@ class _Layer:
         most, num_rows = self._spec.top_k, sum(map(len, rows))
         if num_rows <= most:
             return rows
-        scores, start = torch.empty(1, num_rows), 0
-        for some in keys:
-            operands = Operands(q[None].to(some.dtype), some, head_weights[None])
-            lens = torch.tensor([len(some)], dtype=torch.int32)
-            score_tile(operands, range(len(some)), lens, scores[:, start : start + len(some)])
-            start += len(some)
-        chosen = top_k(scores, most, order="position")[0].long()
+        operands = [Operands(q[None].to(some.dtype), some, head_weights[None]) for some in keys]
+        scores = [score_all(of, torch.tensor([len(of.k)], dtype=torch.int32)) for of in operands]
+        chosen = top_k(torch.cat(scores, dim=1), most, order="position")[0].long()
         of_context = chosen < len(rows[0])
         return rows[0][chosen[of_context]], rows[1][chosen[~of_context] - len(rows[0])]
 
 
-def _room(num_tails: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+def _reserved(num_tails: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """[num_tails, num_rows, width]: it costs memory once it is written."""
     num_bytes = num_tails * num_rows * width * dtype.itemsize
     return torch.from_numpy(sparse_zeros(num_bytes)).view(dtype).view(num_tails, num_rows, width)

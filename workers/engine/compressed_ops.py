@@ -3,10 +3,16 @@
 import torch
 from torch import Tensor
 
-from csattn.models.compressed import CompressedQueries, added, compressed_queries, compressed_rows, grouped, own_rows
-from csattn.models.spec import CompressedSpec
-from csattn.models.weights import CompressedLayerWeights
-from workers.engine.compressed_memory import CompressedLayer, SeenCompressed, SeenRows
+from csattn.models.compressed import (
+    CompressedQueries,
+    compressed_queries,
+    compressed_rows,
+    own_rows,
+    pending_of,
+    turned_back,
+)
+from csattn.models.weights import CompressedStepWeights
+from workers.engine.compressed_memory import LayerMemory, SeenCompressed
 
 
 class CompressedOps:
@@ -14,60 +20,49 @@ class CompressedOps:
 
     def take_up(
         self,
-        inputs: Tensor,  # [batch_size, sum of in_widths but the first]
-        weights: CompressedLayerWeights,
-        spec: CompressedSpec,
-        seen: SeenRows,
-        of_ratio: SeenCompressed,
-        layer: CompressedLayer,  # of which the rows are written, and what they add to compressed ones
+        inputs: Tensor,  # [batch_size, sum of in_widths]
+        weights: CompressedStepWeights,
+        seen: SeenCompressed,
+        layer: LayerMemory,  # of which the rows are written, and what they add to compressed ones
     ) -> None:
         """Rows come to where they are seen."""
         layer.rows[seen.own] = own_rows(inputs, weights, seen.positions).to(layer.rows.dtype)
-        if spec.ratio:
-            layer.pending[seen.slots, seen.positions % layer.pending.shape[1]] = added(inputs, spec).float()
+        if layer.spec.ratio:
+            layer.pending[seen.slots, seen.positions % layer.pending.shape[1]] = pending_of(inputs, layer.spec).float()
 
     def compress(
         self,
-        weights: CompressedLayerWeights,
-        spec: CompressedSpec,
-        seen: SeenRows,
-        of_ratio: SeenCompressed,
-        layer: CompressedLayer,  # of which compressed rows and their keys are written
+        weights: CompressedStepWeights,
+        seen: SeenCompressed,
+        layer: LayerMemory,  # of which compressed rows and their keys are written
     ) -> None:
         """Make the compressed rows that end with a row of the step."""
-        num_pending, of_rows, of_keys = layer.pending.shape[1], *spec.compressed_widths
-        span = seen.positions[:, None] + torch.arange(1 - spec.span, 1, device=seen.positions.device)
-        pending = layer.pending[seen.slots[:, None], span % num_pending]
-        parts = torch.split(pending, [of_rows, of_rows, of_keys, of_keys], -1)
-        assert weights.rows is not None
-        made = compressed_rows(parts[0], parts[1], weights.rows, of_ratio.first)
-        layer.compressed[of_ratio.written] = made.to(layer.rows.dtype)
-        if weights.keys is not None:
-            keys = compressed_rows(parts[2], parts[3], weights.keys, of_ratio.first)
-            layer.keys[of_ratio.written] = keys.to(layer.keys.dtype)
+        span = seen.positions[:, None] + torch.arange(1 - layer.spec.span, 1, device=seen.positions.device)
+        pending = layer.pending[seen.slots[:, None], span % layer.pending.shape[1]]
+        rows, keys = compressed_rows(pending, weights, layer.spec, seen.first)
+        layer.compressed[seen.written] = rows.to(layer.rows.dtype)
+        if keys is not None:
+            layer.keys[seen.written] = keys.to(layer.keys.dtype)
 
     def ask(
         self,
         projected: Tensor,  # [batch_size, q_width + index_q_width]
         inputs: Tensor,
-        weights: CompressedLayerWeights,
-        spec: CompressedSpec,
-        seen: SeenRows,
-        of_ratio: SeenCompressed,
-        layer: CompressedLayer,  # whose dtype queries have
+        weights: CompressedStepWeights,
+        seen: SeenCompressed,
+        layer: LayerMemory,
     ) -> CompressedQueries:
-        asked = compressed_queries(projected, inputs, weights, spec, seen.positions)
-        dtype = layer.rows.dtype
+        """Queries in the dtype of the layer's rows; weights of index heads stay float32."""
+        asked, dtype = compressed_queries(projected, inputs, weights, layer.spec, seen.positions), layer.rows.dtype
         index_q = None if asked.index_q is None else asked.index_q.to(dtype)
         return CompressedQueries(asked.q.to(dtype), index_q, asked.index_weights)
 
     def turn_back(
         self,
         attended: Tensor,  # [batch_size, num_heads, head_dim]
-        weights: CompressedLayerWeights,
-        spec: CompressedSpec,
-        seen: SeenRows,
-        of_ratio: SeenCompressed,
+        weights: CompressedStepWeights,
+        seen: SeenCompressed,
+        layer: LayerMemory,
         out: Tensor,  # [num_groups, batch_size, width], written
     ) -> None:
-        out.copy_(grouped(attended, weights, spec, seen.positions))
+        out.copy_(turned_back(attended, weights, layer.spec, seen.positions))

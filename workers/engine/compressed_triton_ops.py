@@ -3,17 +3,16 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from csattn.models.compressed import CompressedQueries
 from csattn.models.spec import CompressedSpec
-from csattn.models.weights import CompressedLayerWeights
-from workers.engine.compressed_memory import CompressedLayer, SeenCompressed, SeenRows
+from csattn.models.weights import CompressedStepWeights
+from workers.engine.compressed_memory import LayerMemory, SeenCompressed
 from workers.engine.compressed_ops import CompressedOps
 from workers.model.gpu.compressed_kernels import ask_kernel, compress_kernel, take_up_kernel, turn_back_kernel
 
-_BLOCK, _TOKENS = 1024, 8
+_BLOCK, _TOKENS = 1024, 8  # numbers of a program, and tokens that it adds at a time
 
 
 class TritonCompressedOps(CompressedOps):
@@ -22,15 +21,13 @@ class TritonCompressedOps(CompressedOps):
     def take_up(
         self,
         inputs: Tensor,
-        weights: CompressedLayerWeights,
-        spec: CompressedSpec,
-        seen: SeenRows,
-        of_ratio: SeenCompressed,
-        layer: CompressedLayer,
+        weights: CompressedStepWeights,
+        seen: SeenCompressed,
+        layer: LayerMemory,
     ) -> None:
-        _, num_pending, width = layer.pending.shape
-        take_up_kernel[(len(inputs), 1 + triton.cdiv(width, _BLOCK))](
-            *(inputs, weights.kv_norm, of_ratio.cos, of_ratio.sin, seen.own, seen.slots, seen.positions),
+        spec, (_, num_pending, width) = layer.spec, layer.pending.shape
+        take_up_kernel[(len(inputs), 1 + -(-width // _BLOCK))](
+            *(inputs, weights.kv_norm, seen.cos, seen.sin, seen.own, seen.slots, seen.positions),
             *(layer.rows, layer.pending, inputs.shape[1], num_pending, width, weights.eps),
             DIM=spec.head_dim,
             BLOCK=_BLOCK,
@@ -39,26 +36,24 @@ class TritonCompressedOps(CompressedOps):
 
     def compress(
         self,
-        weights: CompressedLayerWeights,
-        spec: CompressedSpec,
-        seen: SeenRows,
-        of_ratio: SeenCompressed,
-        layer: CompressedLayer,
+        weights: CompressedStepWeights,
+        seen: SeenCompressed,
+        layer: LayerMemory,
     ) -> None:
-        _, num_pending, width = layer.pending.shape
+        spec, (_, num_pending, width) = layer.spec, layer.pending.shape
         kinds = [(weights.rows, layer.compressed, 0), (weights.keys, layer.keys, 2 * spec.compressed_widths[0])]
         for made_by, out, kv_at in kinds:
             if made_by is None:
                 continue
             compress_kernel[(len(seen.positions),)](
-                *(layer.pending, made_by.position_bias, made_by.norm_weight, of_ratio.first_cos, of_ratio.first_sin),
-                *(seen.slots, seen.positions, of_ratio.written, out),
+                *(layer.pending, made_by.position_bias, made_by.norm_weight, seen.first_cos, seen.first_sin),
+                *(seen.slots, seen.positions, seen.written, out),
                 *(num_pending, width, kv_at, layer.nowhere, made_by.norm_eps),
                 RATIO=spec.ratio,
                 SERIES=spec.series,
                 DIM=made_by.head_dim,
                 HALF=spec.rope_dim // 2,
-                BLOCK_PAIRS=triton.next_power_of_2(made_by.head_dim // 2),
+                BLOCK_PAIRS=_block(made_by.head_dim // 2),
                 TOKENS=_TOKENS,
             )
 
@@ -66,26 +61,24 @@ class TritonCompressedOps(CompressedOps):
         self,
         projected: Tensor,
         inputs: Tensor,
-        weights: CompressedLayerWeights,
-        spec: CompressedSpec,
-        seen: SeenRows,
-        of_ratio: SeenCompressed,
-        layer: CompressedLayer,
+        weights: CompressedStepWeights,
+        seen: SeenCompressed,
+        layer: LayerMemory,
     ) -> CompressedQueries:
-        num_rows, of = len(projected), spec.indexer
+        num_rows, spec, of = len(projected), layer.spec, layer.spec.indexer
         num_index_heads, index_dim = (0, 2) if of is None else (of.num_heads, of.head_dim)
         q = layer.rows.new_empty(num_rows, spec.num_heads, spec.head_dim)
         index_q = layer.rows.new_empty(num_rows, num_index_heads, index_dim)
         index_weights = torch.empty(num_rows, num_index_heads, device=q.device)
         scale = (num_index_heads * index_dim) ** -0.5 if of is not None else 1.0
         ask_kernel[(num_rows, spec.num_heads + num_index_heads)](
-            *(projected, inputs, of_ratio.cos, of_ratio.sin, q, index_q, index_weights),
+            *(projected, inputs, seen.cos, seen.sin, q, index_q, index_weights),
             *(projected.shape[1], inputs.shape[1], scale, weights.eps),
             NUM_HEADS=spec.num_heads,
             DIM=spec.head_dim,
             NUM_INDEX_HEADS=num_index_heads,
             INDEX_DIM=index_dim,
-            BLOCK_INDEX=triton.next_power_of_2(index_dim // 2),
+            BLOCK_INDEX=_block(index_dim // 2),
             **_turning(spec),
         )
         return CompressedQueries(q, None if of is None else index_q, None if of is None else index_weights)
@@ -93,14 +86,14 @@ class TritonCompressedOps(CompressedOps):
     def turn_back(
         self,
         attended: Tensor,
-        weights: CompressedLayerWeights,
-        spec: CompressedSpec,
-        seen: SeenRows,
-        of_ratio: SeenCompressed,
+        weights: CompressedStepWeights,
+        seen: SeenCompressed,
+        layer: LayerMemory,
         out: Tensor,
     ) -> None:
+        spec = layer.spec
         turn_back_kernel[(len(attended), spec.num_heads)](
-            *(attended, of_ratio.cos, of_ratio.sin, out),
+            *(attended, seen.cos, seen.sin, out),
             NUM_HEADS=spec.num_heads,
             HEADS=spec.num_heads // spec.num_groups,
             DIM=spec.head_dim,
@@ -109,4 +102,9 @@ class TritonCompressedOps(CompressedOps):
 
 
 def _turning(spec: CompressedSpec) -> dict[str, Any]:
-    return {"HALF": spec.rope_dim // 2, "BLOCK_PAIRS": triton.next_power_of_2(spec.head_dim // 2)}
+    return {"HALF": spec.rope_dim // 2, "BLOCK_PAIRS": _block(spec.head_dim // 2)}
+
+
+def _block(num_pairs: int) -> int:
+    """The power of two that has room for them."""
+    return 1 << (num_pairs - 1).bit_length()

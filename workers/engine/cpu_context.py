@@ -14,7 +14,7 @@ from csattn.config import SearchConfig
 from csattn.cpu.arguments import word
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
-from csattn.lightning.compressed import CompressedState
+from csattn.lightning import CompressedState
 from csattn.models.compressed import compressed_states
 from csattn.models.loader import DTYPES
 from csattn.rest import Moments, moments_of

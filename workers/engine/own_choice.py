@@ -20,6 +20,11 @@ def chooses_itself(spec: ModelSpec) -> bool:
     return spec.layers[0].latent is not None or spec.layers[0].compressed is not None
 
 
+def kept_instead(spec: ModelSpec) -> str:
+    """What the layers of a model that chooses itself keep instead of keys and values, as messages name it."""
+    return "compressed rows" if latents_of(spec) is None else "latents"
+
+
 def index_key_share(spec: ModelSpec) -> float:
     """Of the bytes of rows, those of the index keys that the model chooses by; 0: it has none."""
     latent = latents_of(spec)
@@ -59,8 +64,9 @@ def require_own_choice(spec: ModelSpec, config: SearchConfig, selector: str) -> 
 def require_plain_rows(spec: ModelSpec, what: str) -> None:
     """Raise ConfigError for what there is of keys and values only."""
     if chooses_itself(spec):
-        kept = "compressed rows" if latents_of(spec) is None else "latents"
-        raise ConfigError(f"{what} is for keys and values, and this model keeps {kept} instead; leave it out")
+        raise ConfigError(
+            f"{what} is for keys and values, and this model keeps {kept_instead(spec)} instead; leave it out"
+        )
 
 
 def require_choice_placed(spec: ModelSpec, placement: str) -> None:

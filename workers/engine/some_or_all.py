@@ -13,7 +13,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
-from workers.engine.own_choice import chooses_itself
+from workers.engine.own_choice import chooses_itself, kept_instead
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
@@ -88,9 +88,9 @@ def require_both(placement: str, selector: str, search: SearchConfig, kv_format:
 
 def require_model(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Likewise, of models for which there is no kernel."""
-    heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
-    if chooses_itself(spec) or not takes_heads(*heads, dtype):
-        kind = f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}" if not chooses_itself(spec) else "latents"
+    heads, has_heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim), not chooses_itself(spec)
+    if not has_heads or not takes_heads(*heads, dtype):
+        kind = f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}" if has_heads else kept_instead(spec)
         raise ConfigError(
             "all_where_faster reads a context once for all requests, in 16 bits, with heads of up to "
             f"{MAX_HEAD_DIM} dimensions and {MAX_GROUP} of them to a KV head, which are {kind} here; leave it out"

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec
+from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec, StreamsSpec
 from csattn.models.weights import (
-    CompressedLayerWeights,
+    CompressedStepWeights,
     LatentWeights,
     LayerInputWeights,
     Linear,
@@ -84,13 +84,7 @@ class StepLayers:
             squares=torch.zeros(num_squares(spec.hidden_size), batch_size, device=weights.device),
             centred=spec.centred,
         )
-        self._streams: StreamsRoom | None = None
-        if (streams := spec.streams) is not None:
-            num = streams.num
-            post, comb, products = (
-                zeros(*sizes, dtype=torch.float32) for sizes in ((num,), (num, num), (streams.num_mixes,))
-            )
-            self._streams = StreamsRoom(zeros(num, spec.hidden_size), post, comb, products)
+        self._streams = None if spec.streams is None else _streams_room(spec.streams, spec.hidden_size, zeros)
         self.rotations = []
         for rope, frequencies in zip(spec.ropes, weights.ropes, strict=True):
             cos, sin = (zeros(len(frequencies.angles), dtype=torch.float32) for _ in range(2))
@@ -236,7 +230,7 @@ class StepLayers:
             self._ops.linear(Normed(room.q_latents), weights.queries, room.projected)
         self._ops.ask_latents(weights, spec, rotation, room)
 
-    def _project_compressed(self, layer_idx: int, x: Normed, weights: CompressedLayerWeights) -> None:
+    def _project_compressed(self, layer_idx: int, x: Normed, weights: CompressedStepWeights) -> None:
         room = self.compressed(layer_idx)
         assert room is not None
         self._ops.linear(x, [weights.latents], room.latents)
@@ -493,10 +487,15 @@ def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor
     )
 
 
+def _streams_room(of: StreamsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> StreamsRoom:
+    post, comb, products = (zeros(*x, dtype=torch.float32) for x in ((of.num,), (of.num, of.num), (of.num_mixes,)))
+    return StreamsRoom(zeros(of.num, hidden_size), post, comb, products)
+
+
 def _compressed_room(of: CompressedSpec, zeros: Callable[..., Tensor]) -> CompressedRoom:
     latents, grouped = zeros(of.q_rank), zeros(of.out_width)
     groups = latents.new_zeros(of.num_groups, len(latents), of.q_width // of.num_groups)
-    projected, inputs = zeros(of.q_width + of.index_q_width), zeros(sum(of.in_widths[1:]))
+    projected, inputs = zeros(of.q_width + of.index_q_width), zeros(sum(of.in_widths))
     return CompressedRoom(latents, torch.zeros_like(latents), projected, inputs, groups, grouped)
 
 

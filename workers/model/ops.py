@@ -131,7 +131,7 @@ class CompressedRoom:
     latents: Tensor  # [batch_size, q_rank]
     normed: Tensor  # likewise
     projected: Tensor  # [batch_size, q_width + index_q_width]
-    inputs: Tensor  # [batch_size, sum of in_widths but the first]
+    inputs: Tensor  # [batch_size, sum of in_widths]
     attended: Tensor  # [num_groups, batch_size, width]: what groups of heads give, for the output projection
     grouped: Tensor  # [batch_size, out_width]
 

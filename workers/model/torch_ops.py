@@ -447,6 +447,7 @@ class TorchOps:
 
 
 def _best_experts(ranked: Tensor, spec: ExpertsSpec) -> Tensor:
+    """Of scores with biases [batch_size, num_experts] the ids [batch_size, num_chosen], within the best groups."""
     num_groups, num_kept = spec.groups
     if num_groups > 1:
         by_group = ranked.view(len(ranked), num_groups, -1)

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm
 from csattn.batch import StepRows, make_step_rows
 from csattn.lightning.compressed import CompressedAttention, CompressedWeights
 from csattn.models.families import describe
-from csattn.models.weights import CompressedLayerWeights, Linear, weights_of
+from csattn.models.weights import CompressedStepWeights, Linear, weights_of
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import make_model
 from tests.workers.model.full_context import compressed_shape
@@ -36,7 +36,7 @@ class Layers:
     """All kinds, one after the other, each read by itself."""
 
     model: Any
-    weights: list[CompressedLayerWeights]
+    weights: list[CompressedStepWeights]
 
     def whole(self, layer_idx: int) -> CompressedAttention:
         attention = self.model.model.layers[layer_idx].self_attn
@@ -138,7 +138,7 @@ def room_of(layers: Layers, layer_idx: int) -> CompressedRoom:
         latents=room(MAX_ROWS, of.q_rank),
         normed=room(MAX_ROWS, of.q_rank),
         projected=room(MAX_ROWS, of.q_width + of.index_q_width),
-        inputs=room(MAX_ROWS, sum(of.in_widths[1:])),
+        inputs=room(MAX_ROWS, sum(of.in_widths)),
         attended=room(of.num_groups, MAX_ROWS, of.q_width // of.num_groups),
         grouped=room(MAX_ROWS, of.out_width),
     )
@@ -148,7 +148,7 @@ def products(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:
     return torch.cat([linear(x, each.weight) for each in linears], dim=-1)
 
 
-def project(weights: CompressedLayerWeights, hidden: Tensor, room: CompressedRoom) -> None:
+def project(weights: CompressedStepWeights, hidden: Tensor, room: CompressedRoom) -> None:
     latents = linear(hidden, weights.latents.weight)
     normed = rms_norm(latents, latents.shape[1:], weights.latent_norm, weights.eps)
     room.projected[: len(hidden)] = products(normed, weights.queries)
@@ -229,16 +229,16 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
         memory = CompressedMemory(shape, DEVICE)
         for context_id, context_len in enumerate(CONTEXT_LENS):
             memory._lens[context_id] = context_len
-        layer, seen = memory.layers[layer_idx], memory.find(rows, layers.weights)
+        layer, seen = memory.layers[layer_idx], memory.find(rows, layers.weights)[spec.ratio]
         if spec.ratio:
             layer.pending.copy_(pending)
-        of_ratio, inputs, projected = seen.by_ratio[spec.ratio], room.inputs[:5], room.projected[:5]
-        ops.take_up(inputs, weights, spec, seen, of_ratio, layer)
+        inputs, projected = room.inputs[:5], room.projected[:5]
+        ops.take_up(inputs, weights, seen, layer)
         if spec.ratio:
-            ops.compress(weights, spec, seen, of_ratio, layer)
-        asked = ops.ask(projected, inputs, weights, spec, seen, of_ratio, layer)
+            ops.compress(weights, seen, layer)
+        asked = ops.ask(projected, inputs, weights, seen, layer)
         out = torch.full((spec.num_groups, 5, spec.q_width // spec.num_groups), torch.nan, device=DEVICE)
-        ops.turn_back(attended, weights, spec, seen, of_ratio, out)
+        ops.turn_back(attended, weights, seen, layer, out)
         own = layer.rows[: memory.first_compressed - 1]
         parts = own, layer.compressed[: layer.nowhere], layer.keys[: layer.nowhere], asked.q, out
         made.append([*(part.clone() for part in parts), layer.pending[:NUM_TAILS], asked.index_q, asked.index_weights])

@@ -15,7 +15,7 @@ from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.latent import LatentQueries
 from csattn.models.spec import CompressedSpec, DeltaSpec, HeadsSpec, Temper
-from csattn.models.weights import CompressedLayerWeights, Frequencies, weights_of
+from csattn.models.weights import CompressedStepWeights, Frequencies, weights_of
 from offload.host_memory import sparse_zeros
 from workers.model.attention import StepAttention
 from workers.model.cpu.notes import RowTape
@@ -106,7 +106,7 @@ class CpuModel:
             place.conv[slot, 0] = torch.tensor(of_context["conv"])
             place.memory[slot, 0] = torch.tensor(of_context["memory"])
 
-    def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedRoom, CompressedLayerWeights]:
+    def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedRoom, CompressedStepWeights]:
         """Of a layer of compressed attention, what it attends by."""
         spec, room = self.shape.layers[layer_idx].compressed, self._compressed[layer_idx]
         weights = self._weights.layers[layer_idx].compressed

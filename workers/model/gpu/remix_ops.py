@@ -9,9 +9,9 @@ from workers.model.gpu.remix_kernels import add_to_streams_kernel, read_streams_
 from workers.model.gpu.stream_ops import Launches, row_constants, written
 from workers.model.ops import Readers, Stream, StreamsRoom
 
-_MOST_COLUMNS = 64  # of a program, which are as many as its weights fit registers
-_WEIGHTS = 8192
-_ROWS = 4
+_MOST_COLUMNS = 64  # of a program
+_WEIGHTS = 8192  # of the matrix, that fit a program's registers
+_ROWS = 4  # that a program does one after the other
 
 
 class TritonRemixOps(Launches):
@@ -55,16 +55,8 @@ class TritonRemixOps(Launches):
         sums = self._partials[len(products) : len(products) + batch_size * num_parts]
         assert len(sums) == batch_size * num_parts, "they fit the room of split sums"
         add_to_streams_kernel[(num_parts, triton.cdiv(batch_size, _ROWS))](
-            stream.hidden,
-            room.post,
-            room.comb,
-            weights.matrix,
-            room.streams,
-            products,
-            sums,
-            batch_size,
-            num_out,
-            hidden_size,
+            *(stream.hidden, room.post, room.comb, weights.matrix, room.streams, products, sums),
+            *(batch_size, num_out, hidden_size),
             FIRST=is_first,
             NUM=num,
             BLOCK_NUM=block_num,
@@ -76,22 +68,8 @@ class TritonRemixOps(Launches):
         )
         hidden, *prepared = written(stream, readers)
         read_streams_kernel[(batch_size,)](
-            room.streams,
-            products,
-            sums,
-            weights.bias,
-            weights.scales,
-            room.post,
-            room.comb,
-            hidden,
-            *prepared,
-            len(stream.squares),
-            num_parts,
-            num_out,
-            hidden_size,
-            readers.eps,
-            spec.eps,
-            spec.iterations,
+            *(room.streams, products, sums, weights.bias, weights.scales, room.post, room.comb, hidden, *prepared),
+            *(len(stream.squares), num_parts, num_out, hidden_size, readers.eps, spec.eps, spec.iterations),
             JOINS=joins,
             NUM=num,
             BLOCK_NUM=block_num,

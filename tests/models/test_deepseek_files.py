@@ -238,3 +238,8 @@ def test_a_config_as_it_is_published_describes_the_same_model(published: Path, t
     assert [x.compressed for x in there.layers] == [x.compressed for x in wanted.layers]
     assert [x.experts[0].by_token for x in there.layers] == [True, False, False, False]
     assert there.ropes == wanted.ropes
+
+
+def test_a_dtype_that_a_part_of_the_weights_would_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"float32 among those in float16.*bfloat16 or float32"):
+        load_model(save(tmp_path, "deepseek_v4"), dtype="float16")

@@ -461,6 +461,11 @@ def _streams(config: Any) -> StreamsSpec:
 def _require_compressed(config: Any) -> None:
     if not set(config.layer_types) & set(_COMPRESSED):
         raise ModelError("no layer of this model has compressed rows, so nothing of a long context can be read")
+    for name in ("sliding_window", "index_topk"):
+        if (value := getattr(config, name)) < 1:
+            raise ModelError(
+                f"this model's config has {name} {value}, and csattn wants 1 at least; take its published one"
+            )
     if config.head_dim % _ROW_UNIT:
         raise ModelError(f"rows of this model have {config.head_dim} numbers; csattn wants a multiple of {_ROW_UNIT}")
     factor = rope_parameters(config)[_ROPES[1]].get("attention_factor", 1.0)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from csattn.models.compressed import CompressedQueries
@@ -29,7 +28,7 @@ class TritonCompressedOps(CompressedOps):
         layer: CompressedLayer,
     ) -> None:
         _, num_pending, width = layer.pending.shape
-        take_up_kernel[(len(inputs), 1 + triton.cdiv(width, _BLOCK))](
+        take_up_kernel[(len(inputs), 1 + -(-width // _BLOCK))](
             *(inputs, weights.kv_norm, of_ratio.cos, of_ratio.sin, seen.own, seen.slots, seen.positions),
             *(layer.rows, layer.pending, inputs.shape[1], num_pending, width, weights.eps),
             DIM=spec.head_dim,
@@ -58,7 +57,7 @@ class TritonCompressedOps(CompressedOps):
                 SERIES=spec.series,
                 DIM=made_by.head_dim,
                 HALF=spec.rope_dim // 2,
-                BLOCK_PAIRS=triton.next_power_of_2(made_by.head_dim // 2),
+                BLOCK_PAIRS=_power_of_2(made_by.head_dim // 2),
                 TOKENS=_TOKENS,
             )
 
@@ -85,7 +84,7 @@ class TritonCompressedOps(CompressedOps):
             DIM=spec.head_dim,
             NUM_INDEX_HEADS=num_index_heads,
             INDEX_DIM=index_dim,
-            BLOCK_INDEX=triton.next_power_of_2(index_dim // 2),
+            BLOCK_INDEX=_power_of_2(index_dim // 2),
             **_turning(spec),
         )
         return CompressedQueries(q, None if of is None else index_q, None if of is None else index_weights)
@@ -109,4 +108,9 @@ class TritonCompressedOps(CompressedOps):
 
 
 def _turning(spec: CompressedSpec) -> dict[str, Any]:
-    return {"HALF": spec.rope_dim // 2, "BLOCK_PAIRS": triton.next_power_of_2(spec.head_dim // 2)}
+    return {"HALF": spec.rope_dim // 2, "BLOCK_PAIRS": _power_of_2(spec.head_dim // 2)}
+
+
+def _power_of_2(size: int) -> int:
+    """The least that is no smaller."""
+    return 1 << (size - 1).bit_length()

@@ -123,7 +123,7 @@ class Artifact:
         layers = (i for i in range(self.spec.model.num_layers) if self.spec.model.has_state(i))
         states = {name: self._file(name) for name in map(state_file, layers)}
         for name, state in states.items():
-            if not all(np.isfinite(array).all() for array in state.values()):
+            if not all(map(_is_finite, state.values())):
                 raise ArtifactCorruptError(f"{self.path / name} holds NaN or infinity; {how_to_heal(self.path)}")
         return list(states.values())
 
@@ -364,6 +364,11 @@ def has_hash(path: Path, sha256: str) -> bool:
         return hash_file(path) == sha256
     except (OSError, ArtifactError):
         return False
+
+
+def _is_finite(array: NDArray[Any]) -> bool:
+    """Whether all numbers are; bfloat16 by its bits, of which NaN and infinity have all of the exponent's."""
+    return bool(((array & 0x7F80) != 0x7F80).all() if array.dtype.kind in "iu" else np.isfinite(array).all())
 
 
 def as_tensor(array: NDArray[Any], is_bfloat16: bool) -> torch.Tensor:

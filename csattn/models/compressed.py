@@ -3,6 +3,7 @@
 A prefill's is `csattn.lightning.CompressedAttention`, which does the same to a sequence.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,13 @@ def compressed_states(artifact: Artifact) -> list[CompressedState]:
         CompressedState(**{name: as_tensor(x, is_bfloat16 and name != "pending") for name, x in state.items()})
         for state in artifact.states()
     ]
+
+
+def no_state(sizes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> CompressedState:
+    """What no token has left in a layer. sizes: `ModelGeometry.compressed_sizes` of none; dtype: of rows."""
+    return CompressedState(
+        **{name: torch.zeros(size, dtype=torch.float32 if name == "pending" else dtype) for name, size in sizes.items()}
+    )
 
 
 def own_rows(inputs: Tensor, weights: CompressedStepWeights, positions: Tensor) -> Tensor:

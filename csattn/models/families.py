@@ -464,6 +464,11 @@ def _require_compressed(config: Any) -> None:
             f"no layer of this model has compressed rows ({' or '.join(_COMPRESSED)} in layer_types), so nothing of a "
             "long context can be read; use a model with some"
         )
+    for name in ("sliding_window", "index_topk"):
+        if (value := getattr(config, name)) < 1:
+            raise ModelError(
+                f"this model's config has {name} {value}, and csattn wants 1 at least; take its published one"
+            )
     if config.head_dim % _ROW_UNIT:
         raise ModelError(
             f"rows of this model have {config.head_dim} numbers (head_dim), and csattn reads multiples of {_ROW_UNIT}; "

@@ -138,6 +138,7 @@ def load_model(
         whole = _whole_config(source)
         config = text_config(whole)
         describe(config)
+        _require_dtype(config, dtype)
         stretch_positions(config, stretch)
         tokenizer = _load_tokenizer(source)
         model = _load_whole(source, config, DTYPES[dtype], rounding, is_part=config is not whole).eval()
@@ -234,6 +235,15 @@ def _too_new(family: str) -> ModelError:
     from transformers import __version__
 
     return ModelError(f"model family {family!r} is not in transformers {__version__}; install a newer one")
+
+
+def _require_dtype(config: Any, dtype: str) -> None:
+    """Refuse before weights are loaded a dtype that `transformers` gives to a part of them alone."""
+    if config.model_type == "deepseek_v4" and dtype == "float16":
+        raise ModelError(
+            "it would have weights in float32 among those in float16, and neither csattn nor transformers multiplies "
+            "these together; load it in bfloat16 or float32"
+        )
 
 
 def _load_tokenizer(source: str) -> Any:

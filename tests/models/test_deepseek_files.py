@@ -18,7 +18,7 @@ from csattn.models.loader import read_config
 from csattn.models.quantized import read_state
 from csattn.models.weight_sizes import device_bytes, weight_bytes
 from csattn.models.weights import weights_of
-from tests.tiny import ALL_FAMILIES, byte_tokenizer, make_model, save
+from tests.tiny import ALL_FAMILIES, byte_tokenizer, make_model, save, tiny_config
 
 pytestmark = pytest.mark.skipif("deepseek_v4" not in ALL_FAMILIES, reason="these transformers do not have the family")
 
@@ -238,3 +238,15 @@ def test_a_config_as_it_is_published_describes_the_same_model(published: Path, t
     assert [x.compressed for x in there.layers] == [x.compressed for x in wanted.layers]
     assert [x.experts[0].by_token for x in there.layers] == [True, False, False, False]
     assert there.ropes == wanted.ropes
+
+
+def test_a_dtype_that_a_part_of_the_weights_would_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"float32 among those in float16.*bfloat16 or float32"):
+        load_model(save(tmp_path, "deepseek_v4"), dtype="float16")
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "index_topk"])
+def test_a_config_by_which_a_token_would_see_no_row_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"{name} 0, and csattn wants 1 at least"):
+        describe(tiny_config("deepseek_v4", **{name: 0}))
+    describe(tiny_config("deepseek_v4", **{name: 1}))

@@ -15,7 +15,7 @@ from csattn.cpu.arguments import word
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.lightning import CompressedState
-from csattn.models.compressed import compressed_states
+from csattn.models.compressed import compressed_states, no_state
 from csattn.models.loader import DTYPES
 from csattn.rest import Moments, moments_of
 from csattn.selection import Selection
@@ -177,8 +177,7 @@ def _windows(compressed: Sequence[CompressedState]) -> list[Tensor]:
 def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
     """Without a row."""
     if geometry.compressed:
-        sizes = [geometry.compressed_sizes(layer_idx, 0) for layer_idx in range(geometry.num_layers)]
-        none_of = [CompressedState(**{name: torch.zeros(x, dtype=dtype) for name, x in of.items()}) for of in sizes]
+        none_of = [no_state(geometry.compressed_sizes(i, 0), dtype) for i in range(geometry.num_layers)]
         return CpuContext(None, [], 0, _windows(none_of), HostStore([]), True, [], [], none_of)
     num_states = sum(map(geometry.has_state, range(geometry.num_layers)))
     num_local = geometry.num_layers - len(geometry.indexed_layers) - num_states

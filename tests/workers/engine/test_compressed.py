@@ -5,26 +5,37 @@ Requests over contexts of any length, in steps of any rows; what idle rows hold 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
+from csattn.artifact import open_artifact
+from csattn.artifact.layout import plan, state_file
 from csattn.batch import StepRows, make_step_rows
+from csattn.config import SearchConfig, preset
+from csattn.errors import ArtifactCorruptError
 from csattn.lightning.compressed import CompressedAttention, CompressedWeights
 from csattn.models.families import describe
+from csattn.models.loader import load_model, wrap_model
 from csattn.models.weights import CompressedStepWeights, Linear, weights_of
+from index_build.pipeline import build_artifact
 from tests.cuda_on_cpu.emulated import DEVICE
-from tests.tiny import make_model
+from tests.tiny import byte_tokenizer, make_model, save, token_ids
+from tests.workers.engine.talks import Talk, alone
 from tests.workers.model.full_context import compressed_shape
 from workers.engine.attend_compressed import AttendCompressed
 from workers.engine.compressed_memory import CompressedMemory, compressed_bytes
 from workers.engine.compressed_on_cpu import CompressedOnCpu
 from workers.engine.compressed_ops import CompressedOps
+from workers.engine.cpu_engine import CpuEngine
 from workers.model.ops import CompressedRoom
+from workers.serving.step_engine import NO_CONTEXT
 
 WHERE = ["cpu", "device"] if DEVICE.type == "cpu" else [pytest.param("device", marks=pytest.mark.gpu)]
 HIDDEN, CAPACITY, MAX_ROWS, NUM_TAILS = 64, 50, 16, 3
@@ -247,3 +258,33 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
         if defined is not None:
             torch.testing.assert_close(got, defined, rtol=2e-5, atol=2e-5, equal_nan=True)
     assert not made[0][1].isnan().any() and (made[0][1] != 0).any(1).sum() == {0: 0, 4: 3, 12: 1}[spec.ratio]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_a_context_it_says_what_transformers_says(dtype: str, tmp_path: Path) -> None:
+    """In bfloat16, too, where `pending` has another dtype than rows."""
+    ids = token_ids(45, seed=3).tolist()
+    loaded = load_model(save(tmp_path, "deepseek_v4"), dtype=dtype)
+    with CpuEngine(loaded, num_slots=2, num_threads=1) as engine:
+        got = alone(engine, Talk(NO_CONTEXT, SearchConfig(), "csattn", ids, 4))
+    whole = torch.tensor(ids + got.tokens[:-1])[None]
+    wide = load_model(tmp_path, dtype=dtype).model.float()
+    with torch.no_grad():
+        want, theirs = wide(whole).logits[0, -4:], loaded.model(whole).logits[0, -4:].float()
+    assert (torch.from_numpy(np.stack(got.logits)) - want).norm() <= 1.2 * (theirs - want).norm() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["window", "rows", "keys", "pending"])
+def test_a_context_with_nan_is_refused(dtype: str, name: str, tmp_path: Path) -> None:
+    model = wrap_model(make_model("deepseek_v4").to(getattr(torch, dtype)), byte_tokenizer(), "altered")
+    path = build_artifact(model, token_ids(257), preset("default"), tmp_path).path
+    with open_artifact(path) as artifact:
+        artifact.require_sound()
+        tensors = {tensor.name: (tensor, at) for tensor, at in plan(artifact.spec, state_file(1)).tensors}
+    tensor, start = tensors[name]
+    with (path / state_file(1)).open("r+b") as file:
+        file.seek(start)
+        file.write(b"\xc0\x7f" if tensor.dtype == "BF16" else b"\x00\x00\xc0\x7f")
+    with open_artifact(path) as artifact, pytest.raises(ArtifactCorruptError, match=r"layer-001.* holds NaN"):
+        artifact.require_sound()

@@ -464,7 +464,7 @@ def _require_compressed(config: Any) -> None:
             f"no layer of this model has compressed rows ({' or '.join(_COMPRESSED)} in layer_types), so nothing of a "
             "long context can be read; use a model with some"
         )
-    for name in ("sliding_window", "index_topk"):
+    for name in ("sliding_window", "index_topk", "hc_mult", "hc_sinkhorn_iters"):
         if (value := getattr(config, name)) < 1:
             raise ModelError(
                 f"this model's config has {name} {value}, and csattn wants 1 at least; take its published one"

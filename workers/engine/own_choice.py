@@ -1,5 +1,7 @@
 """Models that choose their rows themselves, by a learned indexer or all of them: what is not for a request to say."""
 
+from collections import Counter
+
 from csattn.config import SearchConfig
 from csattn.cuda import HOPPERS, limits
 from csattn.errors import ConfigError
@@ -42,9 +44,9 @@ def rows_read(spec: ModelSpec, context_len: int, tail_len: int) -> float:
     if (latent := latents_of(spec)) is not None:
         read = seen if latent.top_k is None else [min(latent.top_k, num_rows) for num_rows in seen]
         return sum(read) / max(1, tail_len)
-    layers = [layer.compressed for layer in spec.layers if layer.compressed is not None]
-    of_all = sum(_rows_of(of, num_seen) for num_seen in seen for of in layers)
-    return of_all / max(1, tail_len * len(layers))
+    kinds = Counter(layer.compressed for layer in spec.layers if layer.compressed is not None)
+    of_all = sum(number * _rows_of(of, num_seen) for of, number in kinds.items() for num_seen in seen)
+    return of_all / max(1, tail_len * spec.num_layers)
 
 
 def _rows_of(of: CompressedSpec, num_seen: int) -> int:

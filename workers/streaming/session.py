@@ -45,8 +45,8 @@ class StreamSession:
         ):
             raise ConfigError(
                 f"{loaded.name} has layers whose rows cannot be given other places: without RoPE or with RoPE of their "
-                "own, with sinks or capped logits, with a state or latents, or that do not see all rows; stream with "
-                "another model"
+                "own, with sinks or capped logits, with a state, latents or compressed rows, or that do not see all "
+                "rows; stream with another model"
             )
         config.require_positions(geometry.max_positions)
         self.loaded = loaded

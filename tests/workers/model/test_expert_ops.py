@@ -100,7 +100,10 @@ def test_experts(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtyp
     x = normed(stream) if batch_size != 3 else Normed(stream.scaled)
     TritonOps(DEVICE).experts(x, weights, spec, got)
     TorchOps().experts(x, weights, spec, want)
-    torch.testing.assert_close(got.gated, want.gated, **tolerance(dtype))
+    close = tolerance(dtype)
+    if spec.activation == "limited":  # gates and ups are ten times as large, so that they reach their limits
+        close["atol"] *= 10
+    torch.testing.assert_close(got.gated, want.gated, **close)
     got_stream = make_stream(batch_size, hidden_size, dtype)
     want_stream, read = copy_of(got_stream), readers("both", hidden_size)
     got.gated.copy_(want.gated)

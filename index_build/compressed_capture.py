@@ -23,10 +23,10 @@ class CompressedLayer:
         """What leaves it, like hidden: [num_tokens, num_streams * hidden_size]. token_ids: [num_tokens] int64."""
         layer, streams = self._layer, hidden.view(1, len(hidden), -1, self._hidden_size)
         post, comb, collapsed = layer.attn_hc(streams)
-        attended = self._attention.append(layer.input_layernorm(collapsed)[0])
+        attended = self._attention.append(layer.input_layernorm(collapsed)[0].to(hidden.dtype))
         streams = _mixed(streams, attended[None], post, comb)
         post, comb, collapsed = layer.ffn_hc(streams)
-        given = layer.mlp(layer.post_attention_layernorm(collapsed), input_ids=token_ids[None])
+        given = layer.mlp(layer.post_attention_layernorm(collapsed).to(hidden.dtype), input_ids=token_ids[None])
         return _mixed(streams, given, post, comb).view(hidden.shape)
 
     def state(self) -> dict[str, Tensor]:

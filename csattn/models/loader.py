@@ -228,7 +228,11 @@ def _whole_config(source: str) -> Any:
     given, _ = PreTrainedConfig.get_config_dict(source)
     if isinstance(given, dict) and (family := given.get("model_type")) and family not in CONFIG_MAPPING:
         raise _too_new(family) if family in FAMILIES else unsupported(family)
-    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    quantized, of_experts = getattr(config, "quantization_config", None), getattr(config, "expert_dtype", None)
+    if isinstance(quantized, dict) and of_experts is not None:  # which newer transformers put there
+        config.quantization_config = {"expert_dtype": of_experts, **quantized}
+    return config
 
 
 def _too_new(family: str) -> ModelError:

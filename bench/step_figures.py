@@ -7,6 +7,8 @@ from bench.records import RESULTS, Case, measured, only
 
 STEPS = "decode-steps-h200.json"
 MODELS, LAYER, LATENTS = "models-h200.json", "layer-h200.json", "latents-h200.json"
+COMPRESSED = "compressed-steps-h200.json"
+OF_LATENTS = {"all": "`device`, all latents", "compressed": "`device`, DeepSeek-V4-Flash's widths"}
 SHAPES = {  # of MODELS: a name, and what is searched of it
     "qwen3-30b-a3b": "Qwen3-30B-A3B: 48 layers, 128 experts",
     "gpt-oss-20b": "gpt-oss-20b: 12 of 24 layers, the others see 128 rows",
@@ -114,12 +116,12 @@ def layer() -> list[str]:
 
 
 def latents() -> list[str]:
-    """Steps of a model that keeps latents, and the parts of a layer."""
+    """Steps of models that choose their rows themselves, and the parts of a layer."""
     parts = ("score", "choose", "gather", "attend", "other")
     named = ["ms a step: as fed, all rows in slots", "GB on the device", *(f"µs a layer: {parts[0]}", *parts[1:])]
     lines = ["| 128K of context | " + " | ".join(named) + " |", "|---|" + "---:|" * len(named)]
-    for of in measured(LATENTS):
-        what = f"`{of['placement']}`" if of["latents"] == "chosen" else "`device`, all latents"
+    for of in (*measured(LATENTS), *measured(COMPRESSED)):
+        what = OF_LATENTS.get(of["latents"], f"`{of['placement']}`")
         requests = "one request" if of["batch_size"] == 1 else f"{of['batch_size']} requests"
         times = f"{of['fed_p50_us'] / 1e3:.2f}, {of['again_p50_us'] / 1e3:.2f}"
         cells = [times, f"{of['hbm_bytes'] / 1e9:.1f}", *(f"{of['parts_us'].get(part, 0):.0f}" for part in parts)]

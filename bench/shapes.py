@@ -203,5 +203,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek-v4-flash": {
         "model_type": "deepseek_v4",
         "max_position_embeddings": 1_048_576,
+        "layer_types": 2 * ["sliding_attention"]
+        + 20 * ["compressed_sparse_attention", "heavily_compressed_attention"]
+        + ["compressed_sparse_attention"],
     },
 }

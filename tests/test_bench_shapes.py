@@ -19,6 +19,7 @@ CARDS = {  # parameters in millions, the embeddings included: of a token's step,
     "gemma-3-27b": (27008, 27008),  # without what sees images
     "qwen3.5-27b": (26893, 26893),  # likewise
     "deepseek-v3.2": (38403, 671877),
+    "deepseek-v4-flash": (13798, 284330),
 }
 
 

@@ -304,7 +304,7 @@ class StepLayers:
         self._remix(layer.attention_mix, Readers(layer.before_attention, None, eps), is_first=layer_idx == 0)
 
     def _remix(self, weights: StreamWeights | None, readers: Readers, is_first: bool = False) -> None:
-        """Of several streams, make what the next branch reads: of `hidden` alone, it reads nothing."""
+        """Make what the next branch reads of several streams; of a single one there is nothing to make."""
         streams = self._weights.spec.streams
         if streams is not None:
             assert weights is not None and self._streams is not None

@@ -15,7 +15,7 @@ Operands (`operands/`)
     Compressor, CompressorWeights, indexer_keys
                          V4: every `ratio` tokens become one key [head_dim], token by token with the same bits
     make_keys            the same of tokens that are all there, [num_keys, head_dim]
-    rope                 rotary embedding of [rows, ..., rope_dim], in float32
+    rope_last            rotary embedding of the last channels of [rows, ..., width], in float32
     quantise_fp8, dequantise_fp8
                          [..., width] to e4m3 (the dtype FP8) and scales [..., width // block], and back
 
@@ -65,7 +65,7 @@ from csattn.lightning.mla.reference import sparse_mla_reference
 from csattn.lightning.operands.compressor import Compressor, CompressorWeights, indexer_keys, make_keys
 from csattn.lightning.operands.indexer import Operands, causal_lens, in_fp8, v4_operands, v32_operands
 from csattn.lightning.operands.quantise import FP8, dequantise_fp8, quantise_fp8
-from csattn.lightning.operands.rotations import rope
+from csattn.lightning.operands.rotations import rope_last
 from csattn.lightning.paged.cache import PAGE_SIZE, make_key_cache, read_keys, write_keys
 from csattn.lightning.paged.score import KeyPages, score_pages
 from csattn.lightning.prefill.stream import choose_keys, score_all
@@ -101,7 +101,7 @@ __all__ = [
     "make_keys",
     "quantise_fp8",
     "read_keys",
-    "rope",
+    "rope_last",
     "score_all",
     "score_keys",
     "score_pages",

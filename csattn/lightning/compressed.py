@@ -17,7 +17,7 @@ from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.mla.attend import sparse_mla
 from csattn.lightning.operands.compressor import Compressor, CompressorWeights
 from csattn.lightning.operands.indexer import Operands, causal_lens
-from csattn.lightning.operands.rotations import rope
+from csattn.lightning.operands.rotations import rope_last
 from csattn.lightning.prefill.stream import choose_keys
 
 TOKENS = 4096  # that go through the layer together: memory for them is bounded, and a GPU is full of so many
@@ -239,9 +239,7 @@ class CompressedAttention:
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """The last channels, by RoPE."""
-        inv_freq = self._weights.inv_freq
-        plain = x.shape[-1] - 2 * len(inv_freq)
-        return torch.cat((x[..., :plain], rope(x[..., plain:], positions, inv_freq, interleaved=True)), dim=-1)
+        return rope_last(x, positions, self._weights.inv_freq, interleaved=True)
 
 
 class _GrowingRows:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from csattn.artifact import Artifact
 from csattn.artifact.reader import as_tensor
-from csattn.lightning import CompressedState, CompressorWeights, make_keys, rope
+from csattn.lightning import CompressedState, CompressorWeights, make_keys, rope_last
 from csattn.models.spec import CompressedSpec
 from csattn.models.weights import CompressedStepWeights
 
@@ -118,5 +118,4 @@ def turned_back(attended: Tensor, weights: CompressedStepWeights, spec: Compress
 
 def turned(x: Tensor, positions: Tensor, angles: Tensor) -> Tensor:
     """The last channels of x [num_tokens, ..., channels], by RoPE; angles: of each pair, per position."""
-    plain = x.shape[-1] - 2 * len(angles)
-    return torch.cat((x[..., :plain], rope(x[..., plain:], positions, angles, interleaved=True)), dim=-1)
+    return rope_last(x, positions, angles, interleaved=True)

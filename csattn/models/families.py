@@ -545,9 +545,9 @@ def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
         return len(rope_parameters(config)) if _unrotated(config) else None
     if family.rotated == "local" and has_local and _reach(config, family, layer_idx) is None:
         return None
-    names = list(rope_parameters(config))
     if family.compressed:
         return int(layer_type(config, layer_idx) in _COMPRESSED)
+    names = list(rope_parameters(config))
     return 0 if names == [""] else names.index(layer_type(config, layer_idx))
 
 

@@ -432,9 +432,8 @@ def _reach(layer: LayerSpec) -> int:
 
 def _compressed_sizes(spec: ModelSpec) -> tuple[int, ...]:
     """As `ModelGeometry.compressed` has them."""
-    layers = [layer.compressed for layer in spec.layers if layer.compressed is not None]
-    sizes = [x for of in layers for x in (of.ratio, of.span, of.indexer.head_dim if of.indexer is not None else 0)]
-    return (layers[0].window, *sizes) if layers else ()
+    layers = spec.compressed
+    return (layers[0].window, *(x for of in layers for x in (of.ratio, of.span, of.key_dim))) if layers else ()
 
 
 def _fingerprint(model: Any) -> str:

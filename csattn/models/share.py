@@ -26,7 +26,7 @@ def require_shares(spec: ModelSpec, num_devices: int) -> None:
         raise ConfigError(f"the model has {fault}, which are not shared out among devices; choose one device")
     if num_devices not in (fitting := _fitting(spec)):
         told, what = " and ".join(map(str, sorted(_shared(spec)))), "KV heads"
-        if spec.layers[0].compressed is not None:
+        if spec.compressed:
             what = "groups of heads"
         raise ConfigError(
             f"{num_devices} devices cannot share {told} {what} and the columns of the model's MLPs "
@@ -64,8 +64,8 @@ def _fitting(spec: ModelSpec) -> list[int]:
 
 def _shared(spec: ModelSpec) -> set[int]:
     """How many parts there are of attention: KV heads, or groups of heads that see the same rows."""
-    if groups := {layer.compressed.num_groups for layer in spec.layers if layer.compressed is not None}:
-        return groups
+    if spec.compressed:
+        return {of.num_groups for of in spec.compressed}
     return {spec.heads_of(layer_idx).num_kv_heads for layer_idx in range(spec.num_layers)}
 
 
@@ -101,7 +101,7 @@ def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
         for layer in spec.layers
     )
     num_q_heads, num_kv_heads = spec.num_q_heads // num_devices, spec.num_kv_heads // num_devices
-    if spec.layers[0].compressed is not None:
+    if spec.compressed:
         num_kv_heads = spec.num_kv_heads
     local_heads = spec.local_heads and (spec.local_heads[0] // num_devices, spec.local_heads[1])
     return replace(spec, layers=layers, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, local_heads=local_heads)
@@ -113,7 +113,7 @@ def params_on_all(spec: ModelSpec, num_devices: int) -> int:
     which are float32. spec: the whole's."""
     has_head = not spec.tied_embedding and spec.vocab_size % num_devices > 0
     of_experts = sum(of.num_experts * (1 + of.bias) for layer in spec.layers for of in layer.experts)
-    of_rows = sum(of.num_row_params(spec.hidden_size) for x in spec.layers if (of := x.compressed) is not None)
+    of_rows = sum(of.num_row_params(spec.hidden_size) for of in spec.compressed)
     of_streams = 0 if spec.streams is None else 2 * spec.streams.num_params(spec.num_layers, spec.hidden_size)
     return (spec.vocab_size * (1 + has_head) + of_experts) * spec.hidden_size + of_rows + of_streams
 

@@ -242,10 +242,14 @@ class CompressedSpec:
         return (1 + self.overlaps) if self.ratio else 0
 
     @property
+    def key_dim(self) -> int:
+        """Of an index key; 0: there are none."""
+        return self.indexer.head_dim if self.indexer is not None else 0
+
+    @property
     def compressed_widths(self) -> tuple[int, int]:
         """Of what a token adds to compressed rows, as much again for how much it counts; and to their index keys."""
-        of_keys = self.series * self.indexer.head_dim if self.indexer is not None else 0
-        return self.series * self.head_dim, of_keys
+        return self.series * self.head_dim, self.series * self.key_dim
 
     @property
     def in_widths(self) -> tuple[int, ...]:
@@ -267,8 +271,7 @@ class CompressedSpec:
     def context_numbers(self, context_len: int) -> int:
         """Of what is kept of a context: its last rows, compressed rows and index keys."""
         num_rows = context_len // self.ratio if self.ratio else 0
-        key_dim = self.indexer.head_dim if self.indexer is not None else 0
-        return min(self.window - 1, context_len) * self.head_dim + num_rows * (self.head_dim + key_dim)
+        return min(self.window - 1, context_len) * self.head_dim + num_rows * (self.head_dim + self.key_dim)
 
     def num_params(self, hidden_size: int) -> int:
         """Of its matrices."""
@@ -359,6 +362,11 @@ class ModelSpec:
         """Those that attend to everything: an index is made of their rows. A learned indexer has made its own."""
         others = (x.delta or x.latent or x.compressed or x.attention.reach for x in self.layers)
         return tuple(i for i, is_other in enumerate(others) if not is_other)
+
+    @property
+    def compressed(self) -> tuple[CompressedSpec, ...]:
+        """Of its layers, which all have such attention, or none has."""
+        return tuple(layer.compressed for layer in self.layers if layer.compressed is not None)
 
     def is_predicted(self, layer_idx: int) -> bool:
         """Whether its queries are told from the input of the layer before: of indexed layers, all but the first."""

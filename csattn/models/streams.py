@@ -28,7 +28,7 @@ def mixture_of(
     spec: StreamsSpec,
     eps: float,  # of the model's norms
 ) -> Mixture:
-    """By the weights before a branch or, where they have one scale alone, by those that join the streams."""
+    """By the weights before a branch, or by those that join the streams."""
     together, num = streams.flatten(-2), spec.num
     normed = together * torch.rsqrt(together.square().mean(-1, keepdim=True) + eps)
     widths = [num, num, num * num][: len(weights.scales)]
@@ -40,7 +40,7 @@ def mixture_of(
     )
     pre, *others = (product * scale + bias for product, bias, scale in parts)
     pre = torch.sigmoid(pre) + spec.eps
-    if not others:
+    if weights.joins:
         return Mixture(pre, pre[..., :0], pre[..., :0, None])
     post, comb = others
     comb = comb.unflatten(-1, (num, num)).softmax(-1) + spec.eps

@@ -179,6 +179,11 @@ class StreamWeights:
     bias: Tensor  # [num_out]
     scales: Tensor  # of what is read, added and mixed: [3]; where they are joined [1]
 
+    @property
+    def joins(self) -> bool:
+        """Whether streams become one by them, instead of what a branch reads."""
+        return len(self.scales) == 1
+
 
 @dataclass(frozen=True, slots=True)
 class InputWeights:

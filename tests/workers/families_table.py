@@ -102,14 +102,13 @@ def table() -> str:
 
 def attention(spec: ModelSpec) -> str:
     kinds = [layer.attention for layer in spec.layers if layer.delta is None]
-    compressed = [layer.compressed for layer in spec.layers if layer.compressed is not None]
     latents = [layer.latent for layer in spec.layers if layer.latent is not None]
     said = {
         "latents, all of them": any(latent.top_k is None for latent in latents),
         "latents, by its own indexer": any(latent.indexer is not None for latent in latents),
         "of which some layers share a choice": any(x.top_k is not None and x.indexer is None for x in latents),
-        "windows and compressed rows": bool(compressed),
-        "of these by its own indexer in some layers": any(of.indexer is not None for of in compressed),
+        "windows and compressed rows": bool(spec.compressed),
+        "of these by its own indexer in some layers": any(of.indexer is not None for of in spec.compressed),
         "several residual streams": spec.streams is not None,
         "windows": any(kind.reach is not None and not kind.reach.chunked for kind in kinds),
         "chunks": any(kind.reach is not None and kind.reach.chunked for kind in kinds),

@@ -162,10 +162,9 @@ class LayerMemory:
         self.rows_of_request = shape.tail_capacity // of.ratio + 1 if of.ratio else 0
         self.nowhere = shape.num_contexts * self.rows_of_context + shape.num_tails * self.rows_of_request
         num_rows = self.nowhere + 1  # nobody reads the last one
-        key_dim = of.indexer.head_dim if of.indexer is not None else 0
         self.rows = torch.zeros(first_compressed + num_rows, of.head_dim, dtype=shape.dtype, device=device)
         self.compressed = self.rows[first_compressed:]
-        self.keys = torch.zeros(num_rows if key_dim else 0, key_dim, dtype=shape.dtype, device=device)
+        self.keys = torch.zeros(num_rows if of.key_dim else 0, of.key_dim, dtype=shape.dtype, device=device)
         # by position modulo num_pending: a step's tokens must not overwrite those that its compressed rows are made of
         num_pending = max(shape.batch_sizes) + of.span if of.ratio else 0
         width = 2 * sum(of.compressed_widths)

@@ -45,9 +45,8 @@ class AttendOnCpu:
         latents = {i: layer.latent for i, layer in enumerate(shape.layers) if layer.latent is not None}
         choice = LatentChoice(max_rows, max((latent.top_k or 0 for latent in latents.values()), default=0))
         self._latent = [LatentRows(layer_idx, latent, model, choice) for layer_idx, latent in latents.items()]
-        are_compressed = any(layer.compressed is not None for layer in shape.layers)
         # where all layers have such, and none a tape
-        self.compressed = CompressedOnCpu(model) if are_compressed else None
+        self.compressed = CompressedOnCpu(model) if shape.compressed else None
         # whose contexts and lengths are told alike; a model has one kind of them
         self._indexless: list[_LocalRows | LatentRows] = [*self._local, *self._latent]
         self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of

@@ -44,8 +44,7 @@ def rows_read(spec: ModelSpec, context_len: int, tail_len: int) -> float:
     if (latent := latents_of(spec)) is not None:
         read = seen if latent.top_k is None else [min(latent.top_k, num_rows) for num_rows in seen]
         return sum(read) / max(1, tail_len)
-    kinds = Counter(layer.compressed for layer in spec.layers if layer.compressed is not None)
-    of_all = sum(number * _rows_of(of, num_seen) for of, number in kinds.items() for num_seen in seen)
+    of_all = sum(n * _rows_of(of, num_seen) for of, n in Counter(spec.compressed).items() for num_seen in seen)
     return of_all / max(1, tail_len * spec.num_layers)
 
 

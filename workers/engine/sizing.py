@@ -141,8 +141,8 @@ class Sizing:
         )
         if (latent := latents_of(spec)) is not None:  # a row is one KV head's; what is chosen is the model's affair
             return replace(all_rows, latents=latent)
-        if compressed := tuple(layer.compressed for layer in spec.layers if layer.compressed is not None):
-            return replace(all_rows, compressed=compressed)
+        if spec.compressed:
+            return replace(all_rows, compressed=spec.compressed)
         attention = spec.layers[spec.indexed_layers[0]].attention
         selector = self.selector
         if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer

@@ -105,8 +105,7 @@ class StepLayers:
         self._deltas = {of: DeltaRoom(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
         self._latents = {of: _latent_room(of, zeros) for of in latents}
-        compressed = {layer.compressed for layer in spec.layers if layer.compressed is not None}
-        self._compressed = {of: _compressed_room(of, zeros) for of in compressed}
+        self._compressed = {of: _compressed_room(of, zeros) for of in set(spec.compressed)}
         self._branch: Tensor | None = None  # what is added to the stream, where no product does it itself
         if devices is not None:
             self._branch = devices.room(batch_size, spec.hidden_size)
@@ -188,8 +187,9 @@ class StepLayers:
 
     def _project(self, layer_idx: int) -> None:
         """q, k and v of the layer; k and v go to the tails."""
-        self._remix_before_attention(layer_idx)
-        layer, x = self._weights.layers[layer_idx], self._normed_input(layer_idx)
+        layer = self._weights.layers[layer_idx]
+        self._remix(layer.attention_mix, self._readers(layer_idx, ahead=False), is_first=layer_idx == 0)
+        x = self._normed_input(layer_idx)
         if layer.delta is not None:
             self._ops.linear(x, layer.delta.inputs, self._delta_room(layer_idx).inputs)
             return
@@ -297,25 +297,14 @@ class StepLayers:
             add(Readers(None, None, eps))
         last(self._readers(layer_idx + 1, ahead))
         if layer_idx + 1 == self._weights.spec.num_layers:
-            self._join()
-
-    def _remix_before_attention(self, layer_idx: int) -> None:
-        layer, eps = self._weights.layers[layer_idx], self._weights.spec.norm_eps
-        self._remix(layer.attention_mix, Readers(layer.before_attention, None, eps), is_first=layer_idx == 0)
+            self._remix(self._weights.join, self._readers(layer_idx + 1, ahead))
 
     def _remix(self, weights: StreamWeights | None, readers: Readers, is_first: bool = False) -> None:
-        """Make what the next branch reads of several streams; of a single one there is nothing to make."""
+        """Make of several streams what is read next, or the stream behind all layers; of a single one nothing."""
         streams = self._weights.spec.streams
         if streams is not None:
             assert weights is not None and self._streams is not None
             self._ops.remix(weights, streams, is_first, self._streams, self._stream, readers)
-
-    def _join(self) -> None:
-        weights, streams = self._weights, self._weights.spec.streams
-        if streams is not None:
-            assert weights.join is not None and self._streams is not None
-            readers = Readers(weights.final_norm, None, weights.spec.norm_eps)
-            self._ops.join(weights.join, streams, self._streams, self._stream, readers)
 
     def _delta_room(self, layer_idx: int) -> DeltaRoom:
         delta = self._weights.spec.layers[layer_idx].delta

@@ -248,37 +248,23 @@ class TorchOps:
         stream: Stream,  # likewise
         readers: Readers,  # none of them ahead
     ) -> None:
-        """Mix the streams, with what the last branch has added; then the stream is prepared as a mixture of them, and
-        hidden = 0, for what the next branch adds."""
-        self._add_to_streams(is_first, room, stream)
-        streams = room.streams.float()
-        mixture = mixture_of(streams, weights, spec, readers.eps)
-        room.post.copy_(mixture.post)
-        room.comb.copy_(mixture.comb)
-        stream.hidden.copy_(joined_streams(streams, mixture.pre))
-        _prepare(stream, readers)
-        stream.hidden.zero_()
+        """Mix the streams, with what the last branch has added; then the stream is prepared as a mixture of them.
 
-    def join(
-        self,
-        weights: StreamWeights,
-        spec: StreamsSpec,
-        room: StreamsRoom,
-        stream: Stream,  # all of it is written
-        readers: Readers,
-    ) -> None:
-        """hidden = what the streams become behind the last branch"""
-        self._add_to_streams(False, room, stream)
-        streams = room.streams.float()
-        stream.hidden.copy_(joined_streams(streams, mixture_of(streams, weights, spec, readers.eps).pre))
-        _prepare(stream, readers)
-
-    def _add_to_streams(self, is_first: bool, room: StreamsRoom, stream: Stream) -> None:
+        hidden = 0, for what the next branch adds, or, where the weights join the streams, that mixture.
+        """
         given = stream.hidden.float()
         if is_first:
             room.streams.copy_(given[:, None])
         else:
             room.streams.copy_(mixed_streams(room.streams.float(), given, room.post, room.comb))
+        streams = room.streams.float()
+        mixture = mixture_of(streams, weights, spec, readers.eps)
+        stream.hidden.copy_(joined_streams(streams, mixture.pre))
+        _prepare(stream, readers)
+        if not weights.joins:
+            room.post.copy_(mixture.post)
+            room.comb.copy_(mixture.comb)
+            stream.hidden.zero_()
 
     def rotate_append(
         self,

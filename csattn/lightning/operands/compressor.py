@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.operands.quantise import round_to_fp4
-from csattn.lightning.operands.rotations import hadamard, rope, tree_sum
+from csattn.lightning.operands.rotations import hadamard, rope_last, tree_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,4 @@ def _norm_and_rotate(keys: Tensor, weights: CompressorWeights, positions: Tensor
     """RMSNorm, then RoPE of the last channels, at the position of the block's first token."""
     mean_square = tree_sum(keys * keys) / keys.shape[1]
     normed = keys * (mean_square[:, None] + weights.norm_eps).rsqrt() * weights.norm_weight
-    plain = weights.head_dim - 2 * len(weights.inv_freq)
-    turned = rope(normed[:, plain:], positions, weights.inv_freq, interleaved=weights.interleaved)
-    return torch.cat((normed[:, :plain], turned), dim=1)
+    return rope_last(normed, positions, weights.inv_freq, interleaved=weights.interleaved)

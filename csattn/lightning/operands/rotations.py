@@ -40,6 +40,12 @@ def rope(
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=side).flatten(-2).to(x.dtype)
 
 
+def rope_last(x: Tensor, positions: Tensor, inv_freq: Tensor, *, interleaved: bool) -> Tensor:
+    """x [rows, ..., width], of which the last 2 * len(inv_freq) channels are turned as `rope` turns them."""
+    plain = x.shape[-1] - 2 * len(inv_freq)
+    return torch.cat((x[..., :plain], rope(x[..., plain:], positions, inv_freq, interleaved=interleaved)), dim=-1)
+
+
 def tree_sum(x: Tensor) -> Tensor:
     """Sum over the last axis in one fixed order, whatever the other axes are: halves are added until one is left."""
     width = x.shape[-1]

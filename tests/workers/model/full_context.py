@@ -124,7 +124,7 @@ def compressed_shape(spec: ModelSpec, context_lens: tuple[int, ...], **sizes: An
         max_context_len=max(context_lens),
         num_contexts=len(context_lens),
         attends_all=True,
-        compressed=tuple(layer.compressed for layer in spec.layers if layer.compressed is not None),
+        compressed=spec.compressed,
         **sizes,
     )
 

@@ -84,11 +84,9 @@ def read_in_step(
     stream.hidden.copy_(row)
     read = []
     for number, (module, norm) in enumerate(zip(modules, norms, strict=True)):
-        joins, readers = number == len(given), Readers(norm, None, EPS)
-        if joins:
-            ops.join(stream_weights(module, "hc_"), spec, room, stream, readers)
-        else:
-            ops.remix(stream_weights(module), spec, number == 0, room, stream, readers)
+        joins = number == len(given)
+        weights = stream_weights(module, "hc_" if joins else "")
+        ops.remix(weights, spec, number == 0, room, stream, Readers(norm, None, EPS))
         finish()
         assert stream.scaled_ahead.isnan().all()
         is_normed = norm is None or isinstance(ops, TapeOps)

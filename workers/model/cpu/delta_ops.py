@@ -15,6 +15,7 @@ from csattn.cpu.jit import exact_kernel
 from csattn.models.spec import DeltaSpec
 from csattn.models.weights import DeltaWeights
 from workers.model.cpu.notes import Notes
+from workers.model.cpu.scalars import sigmoid, softplus
 from workers.model.ops import DeltaRoom, DeltaState
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said. Of a state there are two
@@ -140,7 +141,7 @@ def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
             for i in range(size):
                 total += seen[i] * conv[channel * size + i]
             mixed = floats_of(args.mixed, other, num_channels)
-            mixed[channel] = total * _sigmoid(total)
+            mixed[channel] = total * sigmoid(total)
             for i in range(size - 1):
                 seen[i] = seen[i + 1]
         for i in range(size - 1):
@@ -175,7 +176,7 @@ def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
         _unit(mixed, k_width + k_head * k_dim, k)
         v_at, z_at = 2 * k_width + head * v_dim, num_channels + head * v_dim
         numbers_at = num_channels + num_v_heads * v_dim
-        write = _sigmoid(inputs[numbers_at + head])
+        write = sigmoid(inputs[numbers_at + head])
         kept = np.exp(-decay * softplus(inputs[numbers_at + num_v_heads + head] + decay_bias))
         change[:], read[:] = 0.0, 0.0
         for i in range(k_dim):
@@ -196,7 +197,7 @@ def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
         out = floats_of(args.out, other * num_v_heads + head, v_dim)
         for j in range(v_dim):
             z = inputs[z_at + j]
-            out[j] = read[j] * rms * norm[j] * z * _sigmoid(z)
+            out[j] = read[j] * rms * norm[j] * z * sigmoid(z)
     return 0
 
 
@@ -228,13 +229,3 @@ def _unit(x: NDArray[np.float32], at: int, out: NDArray[np.float32]) -> None:
     scale = np.float32(1.0) / np.sqrt(total)
     for i in range(len(out)):
         out[i] = x[at + i] * scale
-
-
-@exact_kernel
-def _sigmoid(x: np.float32) -> Any:
-    return np.float32(1.0) / (np.float32(1.0) + np.exp(-x))
-
-
-@exact_kernel
-def softplus(x: np.float32) -> Any:
-    return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))

@@ -14,11 +14,11 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.simd import LANES
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
-from workers.model.cpu.delta_ops import softplus
 from workers.model.cpu.few_bits import FLOATS, FORMATS, multiply
 from workers.model.cpu.linear import TILE
 from workers.model.cpu.linear_stage import ACTIVATIONS, activate, num_groups
 from workers.model.cpu.notes import Notes
+from workers.model.cpu.scalars import sigmoid, softplus
 from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said.
@@ -232,7 +232,7 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
             scores[i] = np.sqrt(softplus(logits[i]))
     else:
         for i in range(num_experts):
-            scores[i] = np.float32(1.0) / (np.float32(1.0) + np.exp(-logits[i])) if kind == 1 else logits[i]
+            scores[i] = sigmoid(logits[i]) if kind == 1 else logits[i]
     for i in range(num_experts):
         ranked[i] = scores[i]
     if args.bias != 0:

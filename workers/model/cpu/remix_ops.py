@@ -12,6 +12,7 @@ from csattn.models.spec import StreamsSpec
 from csattn.models.weights import Linear, StreamWeights
 from workers.model.cpu.notes import Notes
 from workers.model.cpu.row_stages import inverse_rms, write_scaled
+from workers.model.cpu.scalars import sigmoid
 from workers.model.ops import Readers, Stream, StreamsRoom
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said.
@@ -55,16 +56,7 @@ class TapeRemixOps(Notes):
         stream: Stream,
         readers: Readers,
     ) -> None:
-        self._add_to_streams(is_first, room, stream)
-        self._read_streams(weights, spec, False, room, stream, readers)
-
-    def join(
-        self, weights: StreamWeights, spec: StreamsSpec, room: StreamsRoom, stream: Stream, readers: Readers
-    ) -> None:
-        self._add_to_streams(False, room, stream)
-        self._read_streams(weights, spec, True, room, stream, readers)
-
-    def _add_to_streams(self, is_first: bool, room: StreamsRoom, stream: Stream) -> None:
+        assert not stream.centred and readers.ahead is None, "several streams are not centred, nor read ahead"
         _, num, width = room.streams.shape
         self._note(
             add_stage,
@@ -78,18 +70,6 @@ class TapeRemixOps(Notes):
             post=None if is_first else room.post,
             comb=None if is_first else room.comb,
         )
-
-    def _read_streams(
-        self,
-        weights: StreamWeights,
-        spec: StreamsSpec,
-        joins: bool,
-        room: StreamsRoom,
-        stream: Stream,
-        readers: Readers,
-    ) -> None:
-        assert not stream.centred and readers.ahead is None, "several streams are not centred, nor read ahead"
-        _, num, width = room.streams.shape
         self._linear(room.streams.flatten(1), Linear(weights.matrix), room.products)
         self._note(
             read_stage,
@@ -105,8 +85,8 @@ class TapeRemixOps(Notes):
             scales=weights.scales,
             iterations=spec.iterations,
             least=self._number(spec.eps),
-            post=None if joins else room.post,
-            comb=None if joins else room.comb,
+            post=None if weights.joins else room.post,
+            comb=None if weights.joins else room.comb,
             hidden=stream.hidden,
             norm=readers.norm,
             out=stream.scaled,
@@ -194,7 +174,7 @@ def _write_sigmoids(
 ) -> None:
     biases, factor = floats_of(bias, 0, first + len(out)), inverse * scale
     for i in range(len(out)):
-        out[i] = np.float32(1.0) / (np.float32(1.0) + np.exp(-(products[first + i] * factor + biases[first + i])))
+        out[i] = sigmoid(products[first + i] * factor + biases[first + i])
 
 
 @exact_kernel

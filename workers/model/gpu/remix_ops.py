@@ -28,23 +28,6 @@ class TritonRemixOps(Launches):
         stream: Stream,
         readers: Readers,
     ) -> None:
-        self._mix_and_read(weights, spec, is_first, False, room, stream, readers)
-
-    def join(
-        self, weights: StreamWeights, spec: StreamsSpec, room: StreamsRoom, stream: Stream, readers: Readers
-    ) -> None:
-        self._mix_and_read(weights, spec, False, True, room, stream, readers)
-
-    def _mix_and_read(
-        self,
-        weights: StreamWeights,
-        spec: StreamsSpec,
-        is_first: bool,
-        joins: bool,
-        room: StreamsRoom,
-        stream: Stream,
-        readers: Readers,
-    ) -> None:
         assert not stream.centred and readers.ahead is None, "several streams are not centred, nor read ahead"
         batch_size, num, hidden_size = room.streams.shape
         num_out = len(weights.bias)
@@ -70,7 +53,7 @@ class TritonRemixOps(Launches):
         read_streams_kernel[(batch_size,)](
             *(room.streams, products, sums, weights.bias, weights.scales, room.post, room.comb, hidden, *prepared),
             *(len(stream.squares), num_parts, num_out, hidden_size, readers.eps, spec.eps, spec.iterations),
-            JOINS=joins,
+            JOINS=weights.joins,
             NUM=num,
             BLOCK_NUM=block_num,
             BLOCK_PARTS=triton.next_power_of_2(num_parts),

@@ -48,6 +48,8 @@ from csattn.errors import DevicesError
 from csattn.models.share import share_of_spec
 from csattn.share import Share
 from workers.model.devices import Devices
+from workers.model.gpu.triton_ops import TritonOps
+from workers.model.ops import Readers, Stream, num_squares
 
 CLOSE = 0.25  # of the logits' spread: what rounding to bfloat16 in all layers may change of the one it changes most
 
@@ -221,12 +223,17 @@ class _Bench:
         }, logits
 
     def _time_add(self, batch_size: int) -> float:
-        """One sum over devices, as the step has them."""
-        room, num_adds = self._devices.room(batch_size, self._shape.hidden_size), 2 * self._shape.num_layers
+        """One sum over devices, and what adds it to the residual stream, as the step has them."""
+        sizes, device = (batch_size, self._shape.hidden_size), self._devices.device
+        ops, exchange, num_adds = TritonOps(device), self._devices.exchange(*sizes), 2 * self._shape.num_layers
+        hidden, scaled, ahead = (torch.zeros(sizes, dtype=DTYPE, device=device) for _ in range(3))
+        squares = torch.zeros(num_squares(sizes[1]), batch_size, device=device)
+        stream, branch = Stream(hidden, scaled, ahead, squares), torch.zeros(sizes, device=device)
+        readers = Readers(torch.ones(sizes[1], device=device), None, self._shape.norm_eps)
 
         def adds() -> None:
             for _ in range(num_adds):
-                self._devices.add_over_devices(room)
+                ops.add_normed(branch, None, 0.0, 1.0, 1.0, stream, readers, exchange)
 
         return round(_graph_us(adds) / num_adds, 2)
 

@@ -25,6 +25,7 @@ from csattn.errors import ConfigError, DevicesError
 from csattn.share import Share
 from offload.errors import NoDeviceError
 from workers.model.deadline import ends_within
+from workers.model.ops import Exchange
 
 MEET_S = 180.0  # for all to find each other, and each other's memory
 _NOT_MET = "another device has not come to where this one waits for it"
@@ -74,8 +75,8 @@ class Devices:
                 timeout=_WAIT,
                 device_id=device if is_gpu else None,
             )
-            adds = not is_gpu or self._all(self._adds_symmetric())
-        if not adds:
+            reads = not is_gpu or self._all(self._reads_others())
+        if not reads:
             self.close()
             raise NoDeviceError(
                 "these GPUs cannot read each other's memory, and several were not tried in another way; choose one "
@@ -92,25 +93,36 @@ class Devices:
         with ends_within(MEET_S, _NOT_MET):
             dist.destroy_process_group()
 
-    def room(self, *sizes: int) -> Tensor:
-        """Memory for what is to be added up, or gathered: float32, zeros. All ask for theirs at the same time."""
+    def room(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory that all devices can reach, zeros. All ask for theirs at the same time."""
         if not self._is_symmetric:
-            return torch.zeros(sizes, device=self.device)
+            return torch.zeros(sizes, dtype=dtype, device=self.device)
         import torch.distributed._symmetric_memory as symmetric  # which takes long, and has needs of its own
 
         with self.together():
-            room = symmetric.empty(sizes, dtype=torch.float32, device=self.device)
+            room: Tensor = symmetric.empty(sizes, dtype=dtype, device=self.device).zero_()
+            torch.cuda.synchronize(self.device)  # from the meeting on others may write to it
         with ends_within(MEET_S, _NOT_MET):
             self._handles[room.data_ptr()] = symmetric.rendezvous(room, self._name)  # type: ignore[arg-type]
-        return room.zero_()
+        return room
 
-    def add_over_devices(self, x: Tensor) -> Tensor:
-        """Enqueue the sum of all devices' x, which `room` gave, and may be written to again behind it."""
-        if self._is_symmetric:
-            total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", self._name)
-            return total
+    def exchange(self, batch_size: int, width: int) -> Exchange | None:
+        """By which GPUs' kernels add up rows of `width` numbers, of `batch_size` at a time; None for CPUs: see `add`.
+
+        All ask for theirs at the same time.
+        """
+        if not self._is_symmetric:
+            return None
+        ranks = range(self.share.num_devices)
+        own = self.room(2, len(ranks), batch_size, width, dtype=torch.int64)
+        handle = self._handles[own.data_ptr()]
+        inboxes = [handle.get_buffer(rank, own.shape, own.dtype).data_ptr() for rank in ranks]
+        counts = torch.zeros(batch_size, dtype=torch.int32, device=self.device)
+        return Exchange(torch.tensor(inboxes, device=self.device), counts, self.share.rank)
+
+    def add(self, x: Tensor) -> None:
+        """x becomes the sum of all devices' x, which are CPUs."""
         dist.all_reduce(x)
-        return x
 
     def gather(self, part: Tensor, out: Tensor) -> None:
         """Enqueue out = all devices' parts, side by side.
@@ -175,17 +187,17 @@ class Devices:
         """Whether it is so for all."""
         return bool(self.least(int(is_so)))
 
-    def _adds_symmetric(self) -> bool:
+    def _reads_others(self) -> bool:
         """Whether this machine can, tried."""
         try:
             with self.together():
                 self._name_group()
             ones = self.room(4, 8).fill_(1 + self.share.rank)
             torch.cuda.synchronize()
-            total, parts = self.add_over_devices(ones), torch.zeros(4, 8 * self.share.num_devices, device=self.device)
+            parts = torch.zeros(4, 8 * self.share.num_devices, device=self.device)
             self.gather(ones, parts)
             ranks = torch.arange(1, self.share.num_devices + 1, device=self.device)
-            return bool((total == ranks.sum()).all() and (parts == ranks.repeat_interleave(8)).all())
+            return bool((parts == ranks.repeat_interleave(8)).all())
         except (RuntimeError, AttributeError, ImportError, DevicesError):  # for links and versions without it
             return False
 

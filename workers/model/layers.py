@@ -107,8 +107,9 @@ class StepLayers:
         self._latents = {of: _latent_room(of, zeros) for of in latents}
         self._compressed = {of: _compressed_room(of, zeros) for of in set(spec.compressed)}
         self._branch: Tensor | None = None  # what is added to the stream, where no product does it itself
+        self._exchange = None if devices is None else devices.exchange(batch_size, spec.hidden_size)
         if devices is not None:
-            self._branch = devices.room(batch_size, spec.hidden_size)
+            self._branch = zeros(spec.hidden_size, dtype=torch.float32)
         elif any(layer.post_norm for layer in spec.layers):
             self._branch = zeros(spec.hidden_size)
         width = spec.layer_input_width
@@ -420,10 +421,10 @@ class StepLayers:
         """Add what a branch gave, on all devices together, to the stream."""
         added = self._branch
         assert added is not None
-        if self._devices is not None:
-            added = self._devices.add_over_devices(added)
-            self._ops.break_chain()
-        self._ops.add_normed(added, norm, self._weights.spec.norm_eps, multiplier, scale, self._stream, readers)
+        if self._devices is not None and self._exchange is None:
+            self._devices.add(added)
+        eps, stream = self._weights.spec.norm_eps, self._stream
+        self._ops.add_normed(added, norm, eps, multiplier, scale, stream, readers, self._exchange)
 
     def _finish(self) -> None:
         weights, spec = self._weights, self._weights.spec

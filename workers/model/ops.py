@@ -38,6 +38,22 @@ class Readers:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """Memory by which kernels on several GPUs add up what each has, in the order of their ranks: see `_sum_of_devices`.
+
+    Each device writes into the inboxes of all others, and reads its own.
+    """
+
+    inboxes: Tensor  # [num_devices] int64: where each device's begins, [2, num_devices, batch_size, hidden_size] int64
+    counts: Tensor  # [batch_size] int32: sums so far
+    rank: int
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.inboxes)
+
+
+@dataclass(frozen=True, slots=True)
 class Normed:
     """What a product reads: norm(x), or x itself."""
 

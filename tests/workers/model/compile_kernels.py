@@ -27,8 +27,8 @@ TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv kept memory decay"
     " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
     " post comb matrix products sums biases pending position_bias",
-    "*i32": "by_token counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
-    "*i64": "turns token_ids positions next_ids own slots written",
+    "*i32": "by_token counts counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
+    "*i64": "turns inboxes token_ids positions next_ids own slots written",
     "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale least",
     "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
     " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
@@ -63,7 +63,11 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.turn_kernel, [{"BLOCK": 32}]),
     (
         token_kernels.add_normed_kernel,
-        [ROW | readers | {"NUM_PARTS": parts, "IS_NORMED": parts == 1} for readers in READERS for parts in (1, 3)],
+        [
+            ROW | readers | {"NUM_PARTS": parts, "IS_NORMED": parts == 1, "RANK": 0, "NUM_DEVICES": 4 - parts}
+            for readers in READERS
+            for parts in (1, 3)
+        ],
     ),
     (token_kernels.weigh_kernel, [{"BLOCK": 1024}]),
     (token_kernels.norm_kernel, [{"BLOCK": 1024}]),

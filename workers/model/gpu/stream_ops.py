@@ -15,7 +15,7 @@ from workers.model.gpu.token_kernels import (
     norm_kernel,
     weigh_kernel,
 )
-from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
+from workers.model.ops import SQUARES_BLOCK, Exchange, Normed, Readers, Stream
 
 
 class Launches:
@@ -81,8 +81,9 @@ class TritonStreamOps(Launches):
         scale: float,
         stream: Stream,
         readers: Readers,
+        exchange: Exchange | None = None,
     ) -> None:
-        self._add_parts(x, 1, norm, eps, multiplier, scale, stream, readers)
+        self._add_parts(x, 1, norm, eps, multiplier, scale, stream, readers, exchange)
 
     def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
         batch_size, hidden_size = out.shape
@@ -121,8 +122,10 @@ class TritonStreamOps(Launches):
         scale: float,
         stream: Stream,
         readers: Readers,
+        exchange: Exchange | None = None,
     ) -> None:
         batch_size, hidden_size = stream.hidden.shape
+        among = (x, x) if exchange is None else (exchange.inboxes, exchange.counts)
         add_normed_kernel[(batch_size,)](
             x,
             x if norm is None else norm,
@@ -132,7 +135,10 @@ class TritonStreamOps(Launches):
             eps,
             multiplier,
             scale,
+            *among,
             NUM_PARTS=num_parts,
+            RANK=0 if exchange is None else exchange.rank,
+            NUM_DEVICES=1 if exchange is None else exchange.num_devices,
             IS_NORMED=norm is not None,
             **row_constants(stream, readers),
             **self._launch(),

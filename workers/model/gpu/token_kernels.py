@@ -72,7 +72,7 @@ def turn_kernel(
 def add_normed_kernel(
     x,  # [num_rows, NUM_PARTS, hidden_size]
     weight,  # [hidden_size] float32, or x when not IS_NORMED
-    hidden,  # [num_rows, hidden_size] <- scale * (hidden + multiplier * norm(the sum of x))
+    hidden,  # [num_rows, hidden_size] <- scale * (hidden + multiplier * norm(the sum of x, over devices too))
     norm,  # what follows is as in `_write_stream`
     scaled,
     norm_ahead,
@@ -83,7 +83,11 @@ def add_normed_kernel(
     eps,
     multiplier,
     scale,
+    inboxes,  # of an `Exchange`, or anything where there is one device
+    counts,
     NUM_PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    NUM_DEVICES: tl.constexpr,
     IS_NORMED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -99,6 +103,8 @@ def add_normed_kernel(
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         value += tl.load(x + (row * NUM_PARTS + part) * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
+    if NUM_DEVICES > 1:
+        value = _sum_of_devices(value, row, inboxes, counts, hidden_size, RANK, NUM_DEVICES, BLOCK)
     if IS_NORMED:
         value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / hidden_size + eps) * factor
     before = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
@@ -106,6 +112,49 @@ def add_normed_kernel(
         scale * (before + multiplier * value), row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares,
         num_squares, hidden_size, HAS_NORM, AHEAD, BLOCK, SQUARES_BLOCK,
     )  # fmt: skip
+
+
+@triton.jit
+def _sum_of_devices(
+    own,  # [BLOCK] float32, 0 from hidden_size on
+    row,
+    inboxes,  # [NUM_DEVICES] int64: addresses of [2, NUM_DEVICES, num_rows, hidden_size] int64
+    counts,  # [num_rows] int32
+    hidden_size,
+    RANK: tl.constexpr,
+    NUM_DEVICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of all devices' rows, added in the order of their ranks: the same to the bit on each device.
+
+    A word holds a number and, in its upper half, which sum it belongs to. It arrives whole, so that it needs neither a
+    fence nor a flag behind it: whoever reads a word of this sum has the number. Two inboxes take turns. A device writes
+    to one again two sums later, when it has read the sum between, which the reader sent after it had read this one.
+    """
+    i = tl.arange(0, BLOCK)
+    inside = i < hidden_size
+    number = tl.load(counts + row) + 1
+    at = (number & 1) * NUM_DEVICES * tl.num_programs(0) * hidden_size + row * hidden_size + i
+    of_device = tl.num_programs(0) * hidden_size
+    tag = number.to(tl.int64) << 32
+    words = tag | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    for rank in tl.static_range(NUM_DEVICES):
+        if rank != RANK:
+            inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
+            tl.store(inbox + RANK * of_device + at, words, mask=inside)
+    inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(NUM_DEVICES):
+        if rank == RANK:
+            total += own
+        else:
+            words = tl.load(inbox + rank * of_device + at, mask=inside, other=tag, volatile=True)
+            while tl.max(((words >> 32).to(tl.int32) != number).to(tl.int32), axis=0) > 0:
+                words = tl.load(inbox + rank * of_device + at, mask=inside, other=tag, volatile=True)
+            total += words.to(tl.int32).to(tl.float32, bitcast=True)
+    tl.debug_barrier()  # all threads have read the count
+    tl.store(counts + row, number)
+    return total
 
 
 @triton.jit

@@ -8,7 +8,7 @@
 #include "common.cuh"
 
 constexpr float HEADROOM = 94;
-constexpr float LEAST_EXPONENT = HEADROOM - 216;  // log2 of reference.LEAST_SHARE, so scaled
+constexpr float LEAST_EXPONENT = HEADROOM - 216;  // log2 of reference.LEAST_SHARE, scaled by 2 ** HEADROOM
 constexpr u32 NUM_BINS = 4096;
 constexpr u32 MAX_CANDIDATES = 512;  // keys in the bin of the top_k-th that are compared one by one
 constexpr u32 MAX_BLOCKS = 256;      // blocks that share the keys of a slot
@@ -103,7 +103,7 @@ __device__ __forceinline__ float score_of(u32 ordered) {
 
 // The bins in which the top_k-th group score is looked for first; if it is in none, one block looks further.
 //
-// For several query rows, the group scores of all keys sum up to GROUP_SIZE, so the top_k-th is at most GROUP_SIZE / top_k: the bins
+// For several query rows, the group scores of all keys sum up to GROUP_SIZE (before scaling), so the top_k-th is at most GROUP_SIZE / top_k: the bins
 // cover 32 octaves below that, 1/128 octave each. A single query row's scores lie on both sides of zero: bins of equal width cover
 // them from the least to the largest.
 struct FirstBins {

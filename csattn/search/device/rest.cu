@@ -7,7 +7,7 @@
 
 constexpr int PART = HEAD_DIM + 4;   // floats of a part: the unnormalised output, then its exponent and the sum of its weights
 constexpr int OCTETS = GROUP_SIZE > 8 ? 2 : 1;
-constexpr int NUM_SUMS = SUMS - 3, WEIGHTS_AT = 32 * FINE_GROUPS;  // of a query
+constexpr int NUM_SUMS = SUMS - 3, WEIGHTS_AT = 32 * FINE_GROUPS;  // sums of a query, and where that of its weights is
 constexpr int TRANSFORM_UNITS = STAGED ? COORDS * HEAD_DIM / 8 : 0;  // of 16 bytes: in shared memory, if there is room
 constexpr float LEAST_LEFT = 1.0f / (1 << 18);  // of a sum of weights: a remainder below this share is rounding error
 

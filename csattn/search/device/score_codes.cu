@@ -81,7 +81,7 @@ struct Rows {
     const RowGroup* group = nullptr;
     int head = -1, segment = -1, segment_end = 0;
     LanePlaces lanes;
-    Unit units[2];  // of the octets' slots
+    Unit units[2];  // for each octet: its slot's
     QueryRows queries;
     TwinRows twins;  // for at most four queries
     u32* octaves;    // [MOST_QUERIES][NUM_OCTAVES]: the warp's counts

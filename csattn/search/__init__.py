@@ -1,7 +1,7 @@
-"""Search on the CPU: from a step's queries to the context rows each head should attend to.
+"""Search on the CPU: for a step's queries, choose the context rows that each head attends to.
 
-`reference.py` is the definition. A `LayerSearch` runs in the calling thread; a `SearchPool` shares it out among
-threads, at once or from `start` to `finish`. Scratch memory is kept.
+`reference.py` is the definition. A `LayerSearch` runs in the calling thread; a `SearchPool` divides it among threads
+and waits for it, or runs it in the background from `start` to `finish`. Scratch memory is reused.
 """
 
 from csattn.search.in_turn import SearchSeries, make_series

@@ -1,6 +1,6 @@
-"""The second half of a job over lists: the keys' group scores, the best of them copied out by range.
+"""The second half of a job over lists: compute the keys' group scores, and copy out the best, range by range.
 
-And the choice among what is copied, which ends jobs over sketches, too.
+`choose_job`, the choice among the copies, also ends the search of jobs over sketches.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from csattn.sketch.reference import LOG2_E
 
 
 def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: sum up the ranges, and guess a group score that a little more than top_k keys reach."""
+    """Stage: combine the ranges' sums, and guess a group score that a few more than top_k keys reach."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     group_size, sample_stride = search.group_size, scratch.sample_stride
@@ -42,13 +42,13 @@ def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> in
 
 
 def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: copy out the keys of one range whose group score reaches the guess, in their order."""
+    """Stage: copy out, in order, the keys of one range whose group score reaches the guess."""
     _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece)
     return 0
 
 
 def choose_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: choose among the copied keys. 1: too few reach the guess, which is lower now: copy again."""
+    """Stage: choose among the copied keys. Returns 1 if too few reached the guess: it has been lowered, copy again."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     guess = array_at(slot + scratch.at_guess, 2, np.int64(0))
@@ -74,7 +74,7 @@ def choose_job(search_address: int, scratch_address: int, job: int, _: int) -> i
 
 @exact_kernel
 def first_guess(search: Any, scratch: Any, slot: int) -> None:
-    """From the group scores of the sampled keys."""
+    """Make the first guess from the group scores of the sampled keys."""
     guess = array_at(slot + scratch.at_guess, 2, np.int64(0))
     group_scores = array_at(slot + scratch.at_sample_group_scores, scratch.sample_stride, np.int32(0))
     count = num_sampled(search)
@@ -84,7 +84,7 @@ def first_guess(search: Any, scratch: Any, slot: int) -> None:
 
 @exact_kernel
 def _settle_terms(search: Any, scratch: Any, slot: int) -> None:
-    """From the ranges' shifts and sums to those over all keys, and to what makes shares of scores."""
+    """Combine the ranges' shifts and sums into those over all keys, and compute each query row's `share_terms`."""
     group_size, num_ranges = search.group_size, search.num_ranges
     shifts = array_at(slot + scratch.at_shifts, num_ranges * group_size, np.float64(0))
     totals = array_at(slot + scratch.at_totals, num_ranges * group_size, np.float64(0))
@@ -102,6 +102,7 @@ def _settle_terms(search: Any, scratch: Any, slot: int) -> None:
 
 @exact_kernel
 def num_sampled(search: Any) -> int:
+    """Return how many keys of each query row are sampled."""
     count = 0
     if search.sample_step > 1:
         for number in range(search.num_ranges):
@@ -112,7 +113,7 @@ def num_sampled(search: Any) -> int:
 
 @exact_kernel
 def _lowest_group_score(search: Any) -> int:
-    """What every scored key's group score reaches: shares are positive."""
+    """Return the group score that every scored key reaches: shares are positive."""
     if search.sketch != 0:
         return LEAST_GROUP_SCORE
     return 1 if search.group_size > 1 else NOT_SCORED + 1
@@ -120,7 +121,7 @@ def _lowest_group_score(search: Any) -> int:
 
 @exact_kernel
 def _copy_range(search: Any, scratch: Any, job: int, number: int) -> None:
-    """To where the range begins; the keys' group scores beside them, and how many they are."""
+    """Write the keys from where the range begins, their group scores beside them, and how many they are."""
     group_size, stride = search.group_size, scratch.stride
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     scores = array_at(slot + scratch.at_scores, group_size * stride, np.float32(0))
@@ -149,7 +150,7 @@ def _copy_range(search: Any, scratch: Any, job: int, number: int) -> None:
 def _join_ranges(
     search: Any, counts: NDArray[np.int64], copied: NDArray[np.int32], copied_group_scores: NDArray[np.int32]
 ) -> None:
-    """Move the ranges' copies together, to the front."""
+    """Move the ranges' copies to the front, without gaps."""
     to = 0
     for number in range(search.num_ranges):
         first, _ = eligible_of(search, number)

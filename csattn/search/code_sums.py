@@ -1,7 +1,7 @@
-"""Weights of coded keys and the weighted sums of their codes: integers of 16 bits, which are a byte and a byte more.
+"""Weights of coded keys, and the weighted sums of their codes. Weights are 16-bit integers, multiplied as two bytes.
 
-The largest weight of a chunk of keys is 2**15. Rounding down what has a fixed pattern of numbers in [0, 1) added is
-right on average, however small the weights are.
+The largest weight of a chunk of keys is 2**15. Weights are rounded by ordered dithering: adding a fixed pattern of
+numbers in [0, 1) before rounding down is right on average, however small the weights are.
 """
 
 from typing import Any
@@ -31,14 +31,14 @@ from csattn.cpu.simd import (
 from csattn.search.sketch_group_scores import NOT_COUNTED
 from csattn.sketch.codes import BLOCK_KEYS, FINE_BITS
 
-CHUNK_KEYS = 512  # whose weights stay in the first-level cache
-WEIGHT_BITS = 15  # of the largest
-WEIGHT_BYTES = 8  # of a key: both bytes, four times
-FURTHEST = 40  # octaves from the largest weight: what is below counts as much, which is nothing
+CHUNK_KEYS = 512  # their weights stay in the L1 cache
+WEIGHT_BITS = 15  # of the largest weight
+WEIGHT_BYTES = 8  # of a key: both bytes of its weight, four times
+FURTHEST = 40  # octaves below the largest weight at which weights are clamped: they round to nothing
 AHEAD_BLOCKS = 32  # prefetch distance
 MANTISSA_BITS = 23
 _MANTISSA, _ONE = 2**MANTISSA_BITS - 1, 127 << MANTISSA_BITS  # bits of a float32; those of 1.0
-# 2**(x - 1) of x from 1 to 2 is C0 + C1 x + C2 x**2 + C3 x**3 but for a relative error of 7.5e-5 at most
+# for x from 1 to 2, 2**(x - 1) is C0 + C1 x + C2 x**2 + C3 x**3, with a relative error of 7.5e-5 at most
 C0, C1, C2, C3 = 0.45213589, 0.4777697, -0.0080044232, 0.078024112
 _FINE_MASK = 0x0F0F0F0F
 _DITHER = (((np.arange(BLOCK_KEYS) * 37) % BLOCK_KEYS + 0.5) / BLOCK_KEYS).astype(np.float32)
@@ -46,17 +46,19 @@ _DITHER = (((np.arange(BLOCK_KEYS) * 37) % BLOCK_KEYS + 0.5) / BLOCK_KEYS).astyp
 
 @exact_kernel
 def weigh_chunk(
-    scores: NDArray[np.uint16],  # from `at` on as of `sketch_scores`, or NOT_COUNTED
+    scores: NDArray[np.uint16],  # from `at` on, as in `sketch_scores`, or NOT_COUNTED
     at: int,
     num_keys: int,  # a multiple of 64
     exponent: int,  # a weight is 2 ** (2**exponent * score)
-    weights: NDArray[np.int32],  # [.., num_keys / 16, 2, 16, ..] from `to` on, written: of every four keys the lower
-    to: int,  # bytes of their weights, four times, then the upper ones
+    # [.., num_keys / 16, 2, 16, ..] from `to` on, written: of every four keys the lower bytes of their weights, four
+    # times, then the upper bytes
+    weights: NDArray[np.int32],
+    to: int,
     codes: NDArray[np.uint32],
-    word: int,  # where a word of the same keys' begins: half of its lines are asked for, some chunks ahead
+    word: int,  # where a word of the same keys begins: half of its cache lines are prefetched, AHEAD_BLOCKS before use
     block_words: int,  # from one block of keys to the next
 ) -> tuple[Any, Any]:
-    """The largest score and the sum of the weights in units of 2**-15 of its own; NOT_COUNTED and 0: no key counts."""
+    """Return the largest score, and the sum of weights in units of 2**-15 of its own; NOT_COUNTED, 0: none counts."""
     highs = fill(U16x32, NOT_COUNTED)
     for i in range(at, at + num_keys, 2 * LANES):
         highs = larger(highs, load(U16x32, scores, i))
@@ -67,9 +69,9 @@ def weigh_chunk(
             store(weights, i, zero)
         return top, np.int64(0)
     furthest = FURTHEST << -exponent if exponent <= 0 else max(FURTHEST >> exponent, 1)
-    shift = min(MANTISSA_BITS + exponent, 30)  # from units of score to those of a float's exponent
+    shift = min(MANTISSA_BITS + exponent, 30)  # from units of score to the bits of a float's exponent
     floors, shifts, sums = fill(I32x16, top - furthest), fill(I32x16, shift), zero
-    of_zero = fill(I32x16, (WEIGHT_BITS << MANTISSA_BITS) - (top << shift))  # modulo 2**32, as what is added to it
+    of_zero = fill(I32x16, (WEIGHT_BITS << MANTISSA_BITS) - (top << shift))  # modulo 2**32, like the summand
     for i in range(0, num_keys, LANES):
         score = convert(I32x16, load(U16x16, scores, at + i))
         power = _power_of_two((larger(score, floors) << shifts) + of_zero)
@@ -85,7 +87,7 @@ def weigh_chunk(
 
 @inlined_kernel
 def _power_of_two(x):  # type: ignore[no-untyped-def]
-    """2 ** (x / 2**MANTISSA_BITS) of integers, with a relative error of 7.5e-5 at most."""
+    """Return 2 ** (x / 2**MANTISSA_BITS) of integers x, with a relative error of 7.5e-5 at most."""
     bits = as_bits(F32x16, (x & fill(I32x16, _MANTISSA)) | fill(I32x16, _ONE))  # from 1.0 to 2.0
     power = fma(fill(F32x16, C3), bits, fill(F32x16, C2))
     power = fma(power, bits, fill(F32x16, C1))
@@ -96,17 +98,19 @@ def _power_of_two(x):  # type: ignore[no-untyped-def]
 @exact_kernel
 def add_code_sums(
     codes: NDArray[np.uint32],  # flat; whole blocks
-    num_fine: int,  # words of a key whose codes are summed up, the first of
+    num_fine: int,  # words of a key whose codes are summed, the first of num_words
     num_words: int,
     first: int,  # of the blocks [first, last)
     last: int,
-    weights: NDArray[np.int32],  # [group_size * row_weights]: of `weigh_chunk`
+    weights: NDArray[np.int32],  # [group_size * row_weights]: see `weigh_chunk`
     row_weights: int,
-    scales: NDArray[np.float32],  # [group_size]: of the weights
-    sums: NDArray[np.float32],  # [group_size * row_sums]: to which the sums are added, [num_fine, 2, 16] in each row.
-    row_sums: int,  # Lanes i, i + 4, ... of half h of word w are those of coordinate 8 w + 4 h + i
+    scales: NDArray[np.float32],  # [group_size]: factors of the rows' weights
+    # [group_size * row_sums], added to: each row's begin with [num_fine, 2, 16], where lanes i, i + 4, ... of half h of
+    # word w belong to coordinate 8 w + 4 h + i
+    sums: NDArray[np.float32],
+    row_sums: int,
 ) -> None:
-    """Sums over keys of weight * code."""
+    """Add the sums over keys of weight * code to `sums`."""
     group_size = len(scales)
     row = 0
     while row < group_size:
@@ -157,9 +161,9 @@ def _add_four(
     scales: NDArray[np.float32],
     sums: NDArray[np.float32],
     of_rows: tuple[int, int, int, int, int],
-    skip: int,  # of the four rows, those that have been added before
+    skip: int,  # how many of the four rows have been added before
 ) -> None:
-    # a loop of one turn is one that LLVM makes worse code of
+    # LLVM makes worse code of a loop with one iteration
     if TILE_LANES == LANES:
         _add_four_in(0, codes, place, num_words, num_blocks, weights, scales, sums, of_rows, skip)
     else:
@@ -169,7 +173,7 @@ def _add_four(
 
 @inlined_kernel
 def _add_four_in(lane, codes, place, num_words, num_blocks, weights, scales, sums, of_rows, skip):  # type: ignore[no-untyped-def]
-    """The same in a tile's lanes, from that one on."""
+    """Do the same in a tile's lanes, from `lane` on."""
     zero, mask, step = fill(I32xTile, 0), fill(I32xTile, _FINE_MASK), fill(I32xTile, FINE_BITS)
     row, first_weight, row_weights, first_sum, row_sums = of_rows
     at, to = first_weight + lane, first_sum + lane
@@ -179,7 +183,7 @@ def _add_four_in(lane, codes, place, num_words, num_blocks, weights, scales, sum
         begin = (place + block * num_words) * BLOCK_KEYS
         for i in range(begin, begin + BLOCK_KEYS, LANES):
             word = turn_fours(load(I32xTile, codes, i + lane))
-            if lane == 0 and i % (2 * LANES) != 0:  # the others `weigh_chunk` has asked for
+            if lane == 0 and i % (2 * LANES) != 0:  # `weigh_chunk` has prefetched the others
                 prefetch_early(codes, i + AHEAD_BLOCKS * num_words * BLOCK_KEYS)
             low, high = word & mask, (word >> step) & mask
             a = _add_word(a, low, high, weights, at)
@@ -198,7 +202,7 @@ def _add_four_in(lane, codes, place, num_words, num_blocks, weights, scales, sum
 
 @inlined_kernel
 def _add_word(sums, low, high, weights, at):  # type: ignore[no-untyped-def]
-    """Sums of one row: lower halves times lower bytes, times upper bytes, and the upper halves likewise."""
+    """Add to one row's sums: lower nibbles times lower and times upper bytes, then upper nibbles times both."""
     lower, upper = load(I32xTile, weights, at), load(I32xTile, weights, at + LANES)
     return (
         add_byte_dots(sums[0], lower, low),

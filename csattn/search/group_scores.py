@@ -1,8 +1,8 @@
-"""The group score of each key of lists, as an int32 that orders keys.
+"""The group score of each key over lists, as an int32 that orders keys.
 
-A query row's share of a key is its softmax weight, at least LEAST_SHARE (`reference.combine_group`). Shares are
-computed as 2**HEADROOM times themselves: float32 then reaches from LEAST_SHARE, well above its smallest normal
-number, to group_size * 2**HEADROOM. Positive floats order like their bits, so the bits of the sum are the group score.
+A key's share in a query row is its softmax weight, at least LEAST_SHARE (`reference.combine_group`). Shares are scaled
+by 2**HEADROOM, so that float32 holds LEAST_SHARE, well above its smallest normal number, and sums up to
+group_size * 2**HEADROOM. Positive floats order like their bits, so the bits of the sum are the group score.
 
 With slope = softmax_scale * log2(e), a share is 2 ** (slope * score) / total, where total is the sum of these
 powers over all scored keys. Keys are cut into ranges, and each range has a shift: its powers are summed as
@@ -20,19 +20,19 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal, where_less
 from csattn.cpu.simd import LANES, F32x16, I32x16, as_bits, fill, lane_numbers, load
 
-NOT_SCORED = -(2**31)  # group score of what may not be chosen, and the bits of -0.0
+NOT_SCORED = -(2**31)  # group score of a key that may not be chosen; also the bits of -0.0
 HEADROOM = 94
 LOG2_LEAST_SHARE = -216  # of reference.LEAST_SHARE
 ROUNDER = 1.5 * 2.0**23  # x + ROUNDER - ROUNDER rounds x to an integer, which the sum's low bits hold
 KEYS_PER_SUM = 1 << 14  # powers summed in float32 before the sum moves to float64
-NO_SHIFT = -1e300  # of a range that has no scored key
+NO_SHIFT = -1e300  # of a range without scored keys
 LARGEST_SHIFT = 2.0**20  # of either sign: `exp2_lanes` takes about twice that
-WIDEST = 100.0  # octaves between the powers of a range: what is further below the largest counts as much as that
+WIDEST = 100.0  # octaves below a range's largest power at which its powers are clamped
 
 
 @exact_kernel
 def sum_powers(scores: NDArray[np.float32], start: int, num_keys: int, slope: np.float32) -> tuple[float, float]:
-    """Of the keys [start, start + num_keys) the shift, and the sum of their powers; NO_SHIFT and 0: none is scored."""
+    """Return the shift of keys [start, start + num_keys) and the sum of their powers; NO_SHIFT, 0 if none is scored."""
     largest = _largest_score(scores, start, num_keys)
     if largest == -np.inf:
         return NO_SHIFT, 0.0
@@ -54,7 +54,7 @@ def sum_powers(scores: NDArray[np.float32], start: int, num_keys: int, slope: np
 
 @exact_kernel
 def share_terms(slope: float, shift: float, total: float) -> tuple[float, float, float, float]:
-    """Of one query row with that shift and sum over all keys: what `group_scores_of_shares` takes.
+    """Return the terms of `group_scores_of_shares` for a query row with this shift and sum over all keys.
 
     slope, floor, rounder, factor: a share is factor * 2 ** (slope * larger(score, floor) + offset), where rounder is
     ROUNDER + offset. The floor is the score whose share is LEAST_SHARE.
@@ -74,7 +74,7 @@ def group_scores_of_shares(
     at: int,
     terms: NDArray[np.float32],  # [4 * group_size]: `share_terms` of each row
 ) -> Any:
-    """The group scores of 16 keys from `at` on, as int32 lanes: bits of 0.0 where no row scores a key."""
+    """Return the group scores of 16 keys from `at` on, as int32 lanes: the bits of 0.0 where no row scores a key."""
     share = fill(F32x16, 0)
     for row in range(len(terms) // 4):
         slopes, floors = fill(F32x16, terms[4 * row]), fill(F32x16, terms[4 * row + 1])
@@ -86,7 +86,7 @@ def group_scores_of_shares(
 
 @exact_kernel
 def exp2_lanes(x, slopes, rounder):  # type: ignore[no-untyped-def]
-    """2 ** (slope * x + offset) in float32, where rounder is ROUNDER + offset, offset an even integer.
+    """Return 2 ** (slope * x + offset) in float32, where rounder is ROUNDER + offset, offset an even integer.
 
     The result must be a normal float32, |slope * x| below 2**21. The relative error is 4.1e-6 at most.
     """
@@ -102,13 +102,13 @@ def exp2_lanes(x, slopes, rounder):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def scored_only(scores, at, value):  # type: ignore[no-untyped-def]
-    """`value` in the lanes of scored keys from `at` on, 0.0 in the others."""
+    """Return `value` in the lanes of scored keys from `at` on, 0.0 in the others."""
     return where_equal(load(I32x16, scores, at), fill(I32x16, NOT_SCORED), fill(F32x16, 0), value)
 
 
 @exact_kernel
 def as_group_scores(scores: NDArray[np.float32], at: int) -> Any:
-    """int32 lanes in the order of the scores from `at` on, NOT_SCORED for keys that are not scored."""
+    """Return int32 lanes that order like the scores from `at` on; NOT_SCORED for keys that are not scored."""
     bits, not_scored = load(I32x16, scores, at), fill(I32x16, NOT_SCORED)
     ordered = bits ^ ((bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF))  # negative floats order backwards
     return where_equal(bits, not_scored, not_scored, ordered)
@@ -116,7 +116,7 @@ def as_group_scores(scores: NDArray[np.float32], at: int) -> Any:
 
 @exact_kernel
 def _largest_score(scores: NDArray[np.float32], start: int, num_keys: int) -> Any:
-    """Of the scored keys [start, start + num_keys); negative infinity: there are none."""
+    """Return the largest score of the scored keys in [start, start + num_keys); -inf if there are none."""
     end, none = start + num_keys, fill(F32x16, -np.inf)
     highs = none
     for at in range(start, end, LANES):

@@ -1,4 +1,4 @@
-"""Searches that follow one another, each begun as soon as its query is there, without Python in between."""
+"""A series of searches, each started as soon as its query arrives, without Python in between."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,25 +19,26 @@ DONE, GIVEN_UP, UNSOUND = 0, 1, 2  # how a series ends
 
 @dataclass(frozen=True, slots=True)
 class SearchSeries:
-    """Searches in the order in which their queries come, without tails, of one kind of index.
+    """Searches in the order in which their queries arrive, without tails, all over the same kind of index.
 
-    A flag is the address of an int64 word, written by anybody, also a device or another process, and what it has at
-    least when it is up, counted from what a run says. A search whose last choice flag is up already was made by
-    somebody else and is left out.
+    A flag is the address of an int64 word and a value, relative to the `since` of a run: it is up once the word has
+    reached the value. A device or another process may write the word. A search whose last choice flag is already up
+    was made elsewhere and is skipped.
     """
 
     searches: Sequence[LayerSearch]
-    room: tuple[int, ...]  # what `SearchWorkspace.prepare` is told
-    query_flags: NDArray[np.int64]  # [num_searches, 2]: up when the search's query is there
-    choice_flags: NDArray[np.int64]  # [num_searches, 3]: so many neighbouring words, raised when its choice is there
-    calls: NDArray[np.int64]  # [num_searches]: addresses of what the kernels are told
+    room: tuple[int, ...]  # arguments of `SearchWorkspace.prepare`, large enough for all
+    query_flags: NDArray[np.int64]  # [num_searches, 2], address and value: up when the query is there
+    # [num_searches, 3], address, value and number of neighbouring words: raised when the choice is there
+    choice_flags: NDArray[np.int64]
+    calls: NDArray[np.int64]  # [num_searches]: addresses of the searches' `calls` (see `work`)
     num_jobs: NDArray[np.int64]  # [num_searches]
 
 
 def make_series(
     searches: Sequence[LayerSearch],
     query_flags: Sequence[tuple[int, int]],  # address and value
-    choice_flags: Sequence[tuple[int, int, int]],  # address, value and how many
+    choice_flags: Sequence[tuple[int, int, int]],  # address, value, number of neighbouring words
 ) -> SearchSeries:
     assert len(query_flags) == len(choice_flags) == len(searches)
     assert all(search.tail is None for search in searches), "searches of a series have no tails"
@@ -60,11 +61,11 @@ def run_series(
     num_jobs: NDArray[np.int64],
     query_flags: NDArray[np.int64],
     choice_flags: NDArray[np.int64],
-    since: int,  # what flags count from
+    since: int,  # what the flags' values are relative to
     give_up: NDArray[np.int64],
-    number: int,  # of the first search: the others count on
+    number: int,  # of the search before this series: the next number is used first
 ) -> tuple[int, int]:
-    """DONE, GIVEN_UP or UNSOUND, and the last number that was used."""
+    """Run the searches in their order; return DONE, GIVEN_UP or UNSOUND, and the last number that was used."""
     for i in range(len(wanted)):
         num_chosen, value = choice_flags[i, 2], choice_flags[i, 1] + since
         chosen = array_at(choice_flags[i, 0], num_chosen, np.int64(0))
@@ -86,7 +87,7 @@ def run_series(
 
 @exact_kernel
 def await_flag(address: int, value: int, give_up: NDArray[np.int64]) -> bool:
-    """Wait until the word at the address has at least that value; false if it is given up."""
+    """Wait until the word at the address has reached the value; return False if `give_up` [1] is set before."""
     flag, turn = array_at(address, 1, np.int64(0)), 0
     while load_acquire(flag, 0) < value:
         if load_acquire(give_up, 0) != 0:

@@ -1,4 +1,4 @@
-"""Scores from lists: reduce by key, each list's weighted scores in turn to a chunk of keys that stays in the cache."""
+"""Reduce by key: add each list's weighted scores in turn to those of a chunk of keys, which stays in the cache."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,16 +9,16 @@ from csattn.cpu.lanes import add_spread, population
 from csattn.cpu.simd import LANES, F32x16, U16x16, fill, floats_of_halves, load, store
 from csattn.table.lists import CHUNK_KEYS, SCORE_UNIT
 
-WORDS = CHUNK_KEYS // 64  # of a chunk's bits, as kernels read them
-WEIGHTED_ROOM = CHUNK_KEYS + 2 * SCORE_UNIT  # of a chunk's scores, read and spread by whole vectors
+WORDS = CHUNK_KEYS // 64  # 64-bit words of a chunk's bits
+WEIGHTED_ROOM = CHUNK_KEYS + 2 * SCORE_UNIT  # a chunk's scores, with padding: they are read and spread by whole vectors
 
 
 @exact_kernel
 def clear_scores(scores: NDArray[np.float32], start: int, num_keys: int) -> None:
-    """Mark keys as in no list: -0.0.
+    """Mark keys as in no list, by scores of -0.0.
 
-    x + -0.0 is x, so the mark costs the sum nothing; a sum is -0.0 only if everything added to -0.0 was -0.0, and what
-    lists add is no -0.0. So a key's bits are still those of -0.0 if and only if no list holds it.
+    x + -0.0 is x, so the mark does not change a sum. A sum is -0.0 only if everything added to -0.0 was -0.0, and lists
+    never add -0.0. So a key's bits are still those of -0.0 if and only if no list holds it.
     """
     mark = fill(F32x16, -0.0)
     for key in range(start, start + num_keys, LANES):
@@ -27,13 +27,13 @@ def clear_scores(scores: NDArray[np.float32], start: int, num_keys: int) -> None
 
 @exact_kernel
 def weigh_scores(
-    halves: NDArray[np.int16],  # float16 bits, from whole units on
+    halves: NDArray[np.int16],  # float16 bits, read from the beginning of the first one's unit
     first: int,
     last: int,
     weight: float,
     weighted: NDArray[np.float32],  # [WEIGHTED_ROOM], written
 ) -> int:
-    """weight * score of scores first ... last - 1, never -0.0; where the first one is in `weighted`."""
+    """Write weight * score, never -0.0, for scores first ... last - 1; return where the first is in `weighted`."""
     weights, begin = fill(F32x16, weight), first - first % SCORE_UNIT
     for at in range(begin, last, LANES):
         score = floats_of_halves(load(U16x16, halves, at))
@@ -51,8 +51,8 @@ def leave_out(
     weighted: NDArray[np.float32],
     begin: int,
 ) -> None:
-    """Of the scores that `weigh_scores` weighed, let those add nothing that are below `least`, or as low and behind
-    `place`: -0.0."""
+    """Let weighted scores add nothing, by setting them to -0.0, if the score is below `least`, or equal to it and after
+    `place`."""
     for i in range(last - first):
         score = load_float(halves, first + i)
         if score < least or (score == least and first + i > place):
@@ -68,7 +68,7 @@ def add_chunk(
     weighted: NDArray[np.float32],  # [WEIGHTED_ROOM]: of the listed keys in their order, from `at` on
     at: int,
 ) -> None:
-    """scores[key] += weighted for every listed key of a chunk."""
+    """Add the weighted scores to those of the listed keys of a chunk."""
     for number in range(word, word + WORDS):
         bits = listed[number]
         for _ in range(64 // LANES):

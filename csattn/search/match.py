@@ -1,7 +1,7 @@
-"""From the queries of a group to the nearest centroids of some subspaces, and the subspaces' weights.
+"""Find the centroids of some subspaces that are nearest to a group's queries, and the subspaces' weights.
 
-Every sum runs in index order in float64, where products of float32 are exact: vectors hold sums side by side, and the
-results are those of `reference`, bit for bit.
+Every sum runs in index order in float64, where products of float32 are exact. Vectors hold independent sums side by
+side, so the results are those of `reference`, bit for bit.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from csattn.cpu.simd import LANES, F32x16, F64x16, convert, fill, load, store
 @exact_kernel
 def match_centroids(
     q: NDArray[np.float64],  # [group_size * head_dim]
-    columns: NDArray[np.float32],  # [(last - first) * subspace_dim * room]: `LayerIndex.codebook_columns` of those
+    columns: NDArray[np.float32],  # [(last - first) * subspace_dim * room]: `LayerIndex.codebook_columns` of these
     first: int,  # of the subspaces [first, last) that are matched
     last: int,
     group_size: int,
@@ -23,7 +23,7 @@ def match_centroids(
     subspace_dim: int,
     weigh_by_norm: bool,
     centroid_ids: NDArray[np.int64],  # [group_size * stride], written from first to last
-    weights: NDArray[np.float64],  # likewise
+    weights: NDArray[np.float64],  # written in the same places
     stride: int,
 ) -> None:
     """Choose centroids as `reference.match_centroids` does."""
@@ -48,7 +48,7 @@ def match_centroids(
 
 @exact_kernel
 def _first_largest(values: NDArray[np.float64], count: int) -> int:
-    """Where the largest of the first `count` values stands first: NaN is none; 0 if there is no other."""
+    """Return the first index of the largest of the first `count` values. NaN is ignored; 0 if nothing exceeds -inf."""
     whole = count - count % LANES
     largest = -np.inf
     if whole > 0:
@@ -69,7 +69,7 @@ def _first_largest(values: NDArray[np.float64], count: int) -> int:
 
 @exact_kernel
 def widen(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The same numbers, ready for sums in float64."""
+    """Convert to float64."""
     wide, whole = np.empty(len(values), np.float64), len(values) - len(values) % LANES
     for i in range(0, whole, LANES):
         store(wide, i, convert(F64x16, load(F32x16, values, i)))

@@ -1,7 +1,7 @@
-"""What kernels are told of a search, as records that threads share, and how keys are cut into ranges.
+"""The records that describe a search to the kernels of all threads, and how keys are cut into ranges.
 
-A job is one index head of one token. Its keys, the context's and then the tail's, are cut into ranges of range_keys, in
-context and tail apart. Ranges depend on the number of keys only: what is summed by range is the same whoever sums it.
+A job is one index head of one token. Its keys, the context's and then the tail's, are cut into ranges of range_keys,
+none of which has keys of both. They depend only on the number of keys, so sums by range do not depend on the threads.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import record_at
 from csattn.cpu.jit import exact_kernel
 
-MAX_PIECES = 64  # of a stage of a job: one bit each in a word
-MAX_JOBS = 64  # that are worked on at a time
-RANGE_KEYS = 8192  # at least, where there are as many: their scores and powers stay in the L2 cache
+MAX_PIECES = 64  # of a job's stage: one bit each in a word
+MAX_JOBS = 64  # in progress at a time
+RANGE_KEYS = 8192  # least size of a range, if there are as many keys: their scores and powers stay in the L2 cache
 STEP_KEYS = 4096  # ranges are multiples of this
-SUBSPACES_AT_ONCE = 8  # that a piece of matching takes, where that makes few enough pieces
-SEGMENTS_AT_ONCE = 2  # likewise
-SAMPLE = 2048  # at least that many keys are looked at for a first guess, fewer than twice as many
+SUBSPACES_AT_ONCE = 8  # in a piece of the match stage: more only if there would be more than MAX_PIECES pieces
+SEGMENTS_AT_ONCE = 2  # the same over a sketch
+SAMPLE = 2048  # keys sampled for the first guess: at least so many, fewer than twice as many
 
 SEARCH = np.dtype(
     [
@@ -28,11 +28,11 @@ SEARCH = np.dtype(
             "q",  # [num_tokens, num_heads, group_size, head_dim] float32
             "kv_indices",  # [num_tokens, num_heads, top_k] int32, written
             "valid_len",  # [num_tokens, num_heads] int32, written
-            "rest",  # [num_tokens, num_heads, group_size, head_dim + 2] float32, written: parts as of `rest`; 0: none
+            "rest",  # [num_tokens, num_heads, group_size, head_dim + 2] float32, written: see `search.rest`; 0: none
             # sizes
             "num_tokens",
             "num_heads",
-            "group_size",  # queries that one index head answers for
+            "group_size",  # query heads that share an index head
             "head_dim",
             "top_k",
             "context_len",
@@ -40,33 +40,33 @@ SEARCH = np.dtype(
             "window_len",
             "tail_rows",
             "tail_room",
-            "first_job",  # job h * num_tokens + t serves head h of token t: neighbours read the same
+            "first_job",  # job h * num_tokens + t serves head h of token t: neighbouring jobs read the same index
             "num_jobs",
             "heeds_marks",  # whether marked keys are chosen first
             "num_stages",
             # pieces
-            "num_parts",  # that a query is matched with: subspaces or segments
-            "match_parts",  # of a piece
+            "num_parts",  # of the index: subspaces, or segments of a sketch
+            "match_parts",  # of these, in a piece of the match stage
             "match_pieces",
             "score_pieces",
-            "row_parts",  # pieces of lists that a query row's keys are cut into: part_ranges ranges of the context each
+            "row_parts",  # over lists: score pieces of a query row, with part_ranges ranges of the context each
             "part_ranges",
             "range_keys",
             "num_ranges",
             "context_ranges",  # the others are the tail's
-            "sample_step",  # every how many keys one is looked at; 1: there are so few that none is
-            "sketch",  # address of a SKETCH; 0: what follows is an index of lists
+            "sample_step",  # one of so many keys is sampled; 1: the keys are few, and none is sampled
+            "sketch",  # address of a SKETCH; 0: the index is lists, which the fields from here on describe
             "codebook_columns",  # [num_heads, num_subspaces, subspace_dim, centroid_room] float32
             "num_subspaces",
             "num_centroids",
             "centroid_room",
             "weigh_by_norm",
-            "listed",  # of a `ListTable`, and its other arrays
+            "listed",  # addresses of a `ListTable`'s arrays: listed, starts, scores
             "starts",
             "list_scores",
             "list_len",
-            "score_room",  # what the scores of a list are filled up to
-            "num_inserted",  # of a `ListTail`, and its other arrays
+            "score_room",  # length of a list's scores with padding
+            "num_inserted",  # addresses of a `ListTail`'s arrays, from here on
             "inserted_indices",
             "inserted_scores",
             "kept_least",
@@ -81,38 +81,39 @@ SCRATCH = np.dtype(
         (name, np.int64)
         for name in (
             "num_threads",
-            "num_slots",  # jobs that may be between their scores and their selection at a time
+            "num_slots",  # jobs that may be between scoring and selection at the same time
             "query_bytes",  # of a job's queries
-            "stride",  # from one query row's scores to the next's
+            "stride",  # elements from one query row's scores to the next's
             "sample_stride",
-            # address of MAX_JOBS blocks of query_bytes. Of a sketch: see `sketch.query_places`. Of lists: [group_size,
-            # num_subspaces] int64, the matched centroid, then the number of its list; likewise float64, its weight
+            # address of MAX_JOBS blocks of query_bytes. Over a sketch: see `sketch.query_places`. Over lists:
+            # [group_size, num_subspaces] int64, the nearest centroid, later the number of its list; then its weight,
+            # float64 in the same shape
             "queries",
             "slots",  # address of num_slots blocks of slot_bytes
             "slot_bytes",
-            # where arrays begin in a slot
-            "at_copied",  # [stride] int32
+            # byte offsets of arrays in a slot
+            "at_copied",  # [stride] int32: keys that reach the guess
             "at_copied_group_scores",  # [stride] int32
-            "at_sample",  # [group_size, sample_stride], like scores
+            "at_sample",  # [group_size, sample_stride], of the scores' dtype
             "at_sample_group_scores",  # [sample_stride] int32
-            "at_counts",  # [num_ranges] int64: keys that reach the guess
-            "at_guess",  # [2] int64: what the copied keys reach, and which rank of the sample that is
-            # of sketches
-            "at_scores",  # [group_size, stride] uint16, of lists float32
-            "at_greatest",  # [group_size, stride / NORMALISER_KEYS] uint16: of `keep_greatest`
-            "at_group_shifts",  # [group_size] uint16: of `best_share`
-            "at_parts",  # [num_ranges, group_size, head_dim + 2] float32: of the rest, if it is asked for
-            # of lists
+            "at_counts",  # [num_ranges] int64: how many keys reach the guess
+            "at_guess",  # [2] int64: the guess, a threshold of group scores, and its rank in the sample
+            "at_scores",  # [group_size, stride]: uint16 over sketches, float32 over lists
+            # sketches only
+            "at_greatest",  # [group_size, stride / NORMALISER_KEYS] uint16: see `keep_greatest`
+            "at_group_shifts",  # [group_size] uint16: see `best_share`
+            "at_parts",  # [num_ranges, group_size, head_dim + 2] float32: parts of the rest, if it is wanted
+            # lists only
             "at_shifts",  # [num_ranges, group_size] float64
             "at_totals",  # [num_ranges, group_size] float64
-            "at_terms",  # [group_size, 4] float32: of `group_scores_of_shares`
+            "at_terms",  # [group_size, 4] float32: see `share_terms`
         )
     ]
 )
 
 
 def record(dtype: np.dtype[Any]) -> NDArray[Any]:
-    """One record of zeros [1]."""
+    """Return one record of zeros [1]."""
     return np.zeros(1, dtype)
 
 
@@ -121,7 +122,7 @@ search_at, scratch_at = record_at(SEARCH), record_at(SCRATCH)
 
 @exact_kernel
 def cut_pieces(search: Any) -> None:
-    """Fill in what a SEARCH says about pieces, once the other sizes are there."""
+    """Fill in the fields of a SEARCH about pieces and ranges; the other sizes must be set."""
     context_len, tail_rows, of_sketch = search.context_len, search.tail_rows, search.sketch != 0
     at_once = SEGMENTS_AT_ONCE if of_sketch else SUBSPACES_AT_ONCE
     search.match_parts = max(at_once, -(-search.num_parts // MAX_PIECES))
@@ -133,7 +134,8 @@ def cut_pieces(search: Any) -> None:
     search.num_ranges = context_ranges + -(-tail_rows // range_keys)
     search.row_parts = min(context_ranges, max(1, MAX_PIECES // search.group_size))
     search.part_ranges = -(-context_ranges // search.row_parts)
-    # none is empty: the last chunk clears the tail's room, so its thread has to score the tail, and after it
+    # No piece is empty: clearing the context's last chunk also clears scores of the tail, so the piece with this chunk
+    # must be the one that scores the tail, afterwards.
     search.row_parts = -(-context_ranges // search.part_ranges)
     search.score_pieces = search.num_ranges if of_sketch else search.group_size * search.row_parts
     sampled = context_len + tail_rows > 2 * SAMPLE
@@ -142,14 +144,14 @@ def cut_pieces(search: Any) -> None:
 
 @exact_kernel
 def place_of(search: Any, job: int) -> tuple[int, int]:
-    """The token and the head that a job serves."""
+    """Return the token and the head that a job serves."""
     head, token = divmod(search.first_job + job, search.num_tokens)
     return token, head
 
 
 @exact_kernel
 def range_of(search: Any, number: int) -> tuple[int, int]:
-    """First and one past the last key of a range."""
+    """Return the first and one past the last key of a range."""
     if number < search.context_ranges:
         first = number * search.range_keys
         return first, min(first + search.range_keys, search.context_len)
@@ -159,9 +161,9 @@ def range_of(search: Any, number: int) -> tuple[int, int]:
 
 @exact_kernel
 def eligible_of(search: Any, number: int) -> tuple[int, int]:
-    """First and one past the last key of a range that may be chosen: neither sink nor window."""
+    """Return the first and one past the last key of a range that may be chosen: neither sinks nor window."""
     first, last = range_of(search, number)
     if number < search.context_ranges:
-        first = min(max(first, search.sink_len), last)  # its keys are read by whole blocks, also where none is left
+        first = min(max(first, search.sink_len), last)  # kernels read whole blocks from here, even if no key is left
         last = max(first, min(last, search.context_len - search.window_len))
     return first, last

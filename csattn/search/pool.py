@@ -1,4 +1,4 @@
-"""Searches shared out among the threads of a team; what they choose does not depend on them."""
+"""Searches divided among the threads of a team. What is chosen does not depend on the number of threads."""
 
 import threading
 from collections.abc import Sequence
@@ -14,34 +14,34 @@ from csattn.search.run import LayerSearch
 from csattn.search.work import finish, help_search
 from csattn.search.workspace import SearchWorkspace
 
-SMALL_WORK_KEYS = 1 << 17  # scored keys, over all query rows: nobody is woken for some tens of microseconds of work
-NUM_SLOTS = 8  # jobs under way: one thread chooses, which takes as long as all take to score and copy several more
+SMALL_WORK_KEYS = 1 << 17  # scored keys over all query rows, some tens of microseconds: for less, no thread is woken
+NUM_SLOTS = 8  # jobs in flight: one thread chooses for a job while all of them score and copy several more
 
 
 class SearchPool:
-    """num_threads threads, the calling one included. Close it, or use it as a context manager.
+    """A pool of num_threads threads, the calling one included. Close it, or use it as a context manager.
 
-    `start` hands a search over and returns; `finish` helps with what is left of it and waits for the rest.
-    Several threads may use one pool: from its start to its finish, a search has the pool for itself.
+    `start` hands a search to the threads and returns; `finish` helps with what is left of it and waits for its end.
+    Several threads may use one pool: from `start` to `finish`, a search has it to itself.
     """
 
     _crew: Crew
-    _post: Post  # holds the workspace and the search that is under way: their arrays must live as long as threads
+    _post: Post  # holds the workspace and the running search: their arrays must live while threads may read them
     _workspace: SearchWorkspace
-    _user: int | None  # the thread whose search is under way
+    _user: int | None  # id of the thread whose search is running
     _number: int  # of the last search
 
     def __init__(
         self,
-        threads: int | Team,  # a team that runs tapes, too, serves both with the same threads; closed with the pool
-        cpus: Sequence[int] | None = None,  # as `Team` has them, where there is none yet
+        threads: int | Team,  # how many; or a team, whose threads then run its tapes and searches. The pool closes it
+        cpus: Sequence[int] | None = None,  # of the `Team` that the pool makes if it is given none
     ) -> None:
         self._team = threads if isinstance(threads, Team) else Team(threads, cpus, "search pool")
         self.num_threads = self._team.num_threads
         self._open()
 
     def start(self, search: LayerSearch) -> None:
-        """Hand the search over to the pool's threads. Until this thread's `finish`, its arrays must be left alone."""
+        """Hand the search to the pool's threads. Its arrays must not be touched until this thread's `finish`."""
         self._acquire()
         try:
             self._crew.require_sound()
@@ -54,7 +54,7 @@ class SearchPool:
             raise
 
     def finish(self) -> None:
-        """Return when the search that this thread has started is done."""
+        """Help with the search that this thread has started, and return when it is done."""
         self._after_fork()
         workspace, search = self._post.held
         assert self._user == threading.get_ident() and search is not None, "this thread has started no search"
@@ -71,15 +71,15 @@ class SearchPool:
             self._release()
 
     def run_series(self, series: SearchSeries, since: int, give_up: NDArray[np.int64]) -> bool:
-        """Run searches as their queries come; False if the word `give_up` [1] was set before the last query came.
+        """Run searches as their queries arrive; return False if the word `give_up` [1] was set before the last arrived.
 
-        since: what the flags of the series count from.
+        since: what the values of the series' flags are relative to.
         """
         self._acquire()
         try:
             crew, workspace = self._crew, self._workspace
             crew.require_sound()
-            crew.hire()  # also for no searches: then nobody waits while it compiles
+            crew.hire()  # also for an empty series, which compiles everything before anybody waits for it
             if series.searches:
                 workspace.prepare(*series.room)
             crew.wake()
@@ -99,7 +99,7 @@ class SearchPool:
             self.finish()
 
     def close(self) -> None:
-        """Let the threads go, for good. What this thread has started and not finished, it gives up."""
+        """Stop the threads for good. A search that this thread has started and not finished is abandoned."""
         self._after_fork()
         if self._user != threading.get_ident():
             self._lock.acquire()
@@ -117,7 +117,7 @@ class SearchPool:
         self._post = self._crew.add_post(Post(workspace.control, help_search, addresses, (workspace, None)))
 
     def _after_fork(self) -> None:
-        """A forked process has another crew, and the lock in whatever state it was."""
+        """In a forked process, start anew: it has another crew, and the lock is in an unknown state."""
         if self._crew is not self._team.crew:
             self._open()
 
@@ -129,7 +129,7 @@ class SearchPool:
         self._user = me
 
     def _begin(self, search: LayerSearch, first_job: int) -> int:
-        """Hand jobs over from first_job on; how many."""
+        """Hand over jobs from first_job on; return how many."""
         self._number += 1
         num_jobs = search.begin_in(self._workspace, first_job, self._number)
         if search.num_scored_keys >= SMALL_WORK_KEYS:
@@ -137,7 +137,7 @@ class SearchPool:
         return num_jobs
 
     def _release(self) -> None:
-        """Threads that have found nothing left to do may still be reading the search's record: it goes after them."""
+        """Let go of the search, once the threads that found no more work have stopped reading its record."""
         await_others(self._workspace.control)
         self._post.held, self._user = (self._workspace, None), None
         self._lock.release()

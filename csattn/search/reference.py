@@ -1,8 +1,8 @@
 """The definition of a search, in plain numpy: slow, obviously right, and what every faster version must meet.
 
-One search serves one token of one request in one layer. Index head h answers for the query rows
-h * group_size ... (h + 1) * group_size - 1. A row's position in the request's KV is its kv index: the context
-comes first, row t of the tail has index context_len + t.
+One search serves one token of one request in one layer. The query rows h * group_size ... (h + 1) * group_size - 1
+share index head h. A row's kv index is its position in the request's KV: the context comes first, row t of the tail
+has index context_len + t.
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ from csattn.sketch.index import SketchIndex
 from csattn.table.lists import ListTable
 from csattn.table.tail import ListTail
 
-# A key's share in one query row's softmax counts as at least this much, so that shares never underflow and
-# a scored key is never mistaken for one that is not: 2**-216 is e**-149, far below anything attention sees.
+# Lower bound of a scored key's share in one query row's softmax: shares never underflow, and a scored key is never
+# mistaken for an unscored one. 2**-216 is about e**-150, far below any weight that matters to attention.
 LEAST_SHARE = 2.0**-216
 
 
@@ -57,7 +57,7 @@ def sketch_group_scores(
     top_k: int,
     softmax_scale: float,
 ) -> NDArray[np.float64]:
-    """Each key's group score by a sketch [context_len]; marked ones come first where they are few."""
+    """Return each key's group score from the sketch [context_len]; marked keys come first if they are few enough."""
     _, exponent, scores = sketch.score_group(group, index, head, softmax_scale)
     marks = index.marked_rows(head) if index.heeds_marks(top_k) else None
     return sketch.group_scores(scores, exponent, marks).astype(np.float64)
@@ -66,7 +66,7 @@ def sketch_group_scores(
 def score_keys(
     q: NDArray[np.float32], index: LayerIndex, tail: ListTail | None, head: int
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """One query row's scores [num_keys] of all keys, and which keys are scored at all."""
+    """Return one query row's scores of all keys, and whether any list holds each key: both [num_keys]."""
     centroid_ids, weights = match_centroids(q, index, head)
     return list_scores(index.table, tail, head, centroid_ids, weights)
 
@@ -74,16 +74,16 @@ def score_keys(
 def match_centroids(
     q: NDArray[np.float32], index: LayerIndex, head: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The nearest centroid of each subspace, and the subspace's weight: both [num_subspaces].
+    """Return the nearest centroid of each subspace, and the subspace's weight: both [num_subspaces].
 
-    Sums run in index order in float64, where products of float32 are exact: fused or not, vectorised or not,
-    every machine rounds alike.
+    Sums run in index order in float64, where products of float32 are exact. So every machine rounds alike, whether or
+    not it fuses multiply and add or vectorises.
     """
     parts = q.reshape(index.num_subspaces, -1)
     centroid_ids = np.empty(index.num_subspaces, np.int64)
     weights = np.ones(index.num_subspaces)
     for b, part in enumerate(parts):
-        centroid_ids[b] = np.argmax(_dot_in_order(part, index.codebooks[head, b]))  # the lowest of equals
+        centroid_ids[b] = np.argmax(_dot_in_order(part, index.codebooks[head, b]))  # the lowest id among equals
         if index.weigh_by_norm:
             weights[b] = np.sqrt(_dot_in_order(part, part[None])[0])
     return centroid_ids, weights
@@ -92,7 +92,10 @@ def match_centroids(
 def list_scores(
     table: ListTable, tail: ListTail | None, head: int, centroid_ids: NDArray[np.int64], weights: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Reduce by key: the weighted scores of the chosen lists, summed in float32 in the order of the subspaces."""
+    """Reduce by key: sum each key's weighted scores in the chosen lists, in float32, in the order of the subspaces.
+
+    Returns the sums, and whether any list holds each key: both [num_keys].
+    """
     num_keys = table.context_len + (tail.num_rows if tail is not None else 0)
     sums = np.zeros(num_keys, np.float32)
     listed = np.zeros(num_keys, bool)
@@ -106,7 +109,10 @@ def list_scores(
 def combine_group(
     rows: list[tuple[NDArray[np.float64], NDArray[np.bool_]]], softmax_scale: float
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Each key's group score [num_keys]: its score for the only row, or the sum of its shares in each row's softmax."""
+    """Return each key's group score, and whether it is scored: both [num_keys].
+
+    The group score is the sum of the key's shares in each query row's softmax; of a single row, the score itself.
+    """
     if len(rows) == 1:
         return rows[0]
     group_scores = np.zeros(len(rows[0][0]))
@@ -119,11 +125,11 @@ def combine_group(
 
 
 def top_k_of(group_scores: NDArray[np.float64], top_k: int) -> NDArray[np.int64]:
-    """Positions of the top_k largest, ascending; of equals the first."""
+    """Return the positions of the top_k largest group scores, ascending; among equals the first win."""
     order = np.argsort(-group_scores, kind="stable")
     return np.sort(order[:top_k])
 
 
 def _dot_in_order(x: NDArray[np.float32], rows: NDArray[np.float32]) -> NDArray[np.float64]:
-    """x [n] times each of rows [r, n], as float64 sums in index order."""
+    """Return the dot product of x [n] with each of rows [r, n], summed in float64 in index order."""
     return np.add.accumulate(rows.astype(np.float64) * x.astype(np.float64), axis=1)[:, -1]

@@ -1,7 +1,7 @@
-"""Attention by codes to rows that are not chosen: sums over a range, from scores that a search has left or anew.
+"""Attention by codes to the rows of a range that are not chosen, from a search's scores or from new ones.
 
-A part, of one query row, is head_dim + 2 float32: the sums of e^(logit - top) times value, then the top, a logit (about
-the largest; -inf where no row counts), then the sum of e^(logit - top).
+A part is the result of one query row, head_dim + 2 float32: the sum of e^(logit - top) * value, then the top, a logit
+(about the largest; -inf if no row counts), then the sum of e^(logit - top).
 """
 
 from typing import Any
@@ -28,15 +28,15 @@ LEAST_OCTAVES = -120.0
 def attend_rows(
     sketch: Any,
     head: int,
-    queries: int,  # address of the group's queries, weighed: see `csattn.search.sketch`
+    queries: int,  # address of the group's weighed queries: see `csattn.search.sketch`
     group_size: int,
     first: int,  # of the rows [first, stop)
     stop: int,
-    chosen: NDArray[np.int32],  # ascending: these do not count
+    chosen: NDArray[np.int32],  # ascending: these rows are left out
     parts: int,  # address of the query rows' parts, written
-    part_words: int,  # from one to the next
+    part_words: int,  # from one part to the next
 ) -> None:
-    """Parts of some rows."""
+    """Score some rows, and compute the query rows' parts from them."""
     scores = np.empty(group_size * CHUNK_KEYS, np.uint16)
     attend_scored(sketch, head, queries, group_size, first, stop, chosen, scores, 0, parts, part_words)
 
@@ -50,12 +50,14 @@ def attend_scored(
     first: int,
     stop: int,
     chosen: NDArray[np.int32],
-    scores: NDArray[np.uint16],  # row g's of key i at g * stride + i; those of rows that do not count are overwritten,
-    stride: int,  # and up to CHUNK_KEYS before `first` and 63 from `stop` on. 0: none yet, but room for a chunk's
+    # query row g's of key i is at g * stride + i. Overwritten: scores of rows that do not count, and up to CHUNK_KEYS
+    # before `first` and 63 from `stop` on. stride 0: there are no scores yet, only room for a chunk's
+    scores: NDArray[np.uint16],
+    stride: int,
     parts: int,
     part_words: int,
 ) -> None:
-    """`attend_rows`, to the bit, of rows that have been scored."""
+    """Compute the same parts as `attend_rows`, bit for bit, for rows that have been scored."""
     head_dim, num_segments, unit = sketch.head_dim, sketch.num_segments, 2.0 ** exponent_of(queries)
     starts = array_at(sketch.segment_starts, num_segments, np.int32(0))
     means = array_at(queries + query_places(sketch, group_size)[1], group_size * num_segments, np.float32(0))
@@ -83,11 +85,11 @@ def join_parts(
     head_dim: int,
     joined: NDArray[np.float32],  # [head_dim + 2], written
 ) -> None:
-    """One part of several of the same query row, in their order."""
+    """Merge several parts of the same query row into one, in their order."""
     all_parts = array_at(parts, num_parts * part_words, np.float32(0))
     top = np.float32(-np.inf)
     for at in range(head_dim, num_parts * part_words, part_words):
-        if not all_parts[at] <= top:  # also where it is no number: so is all that follows
+        if not all_parts[at] <= top:  # also if it is NaN: then the following parts' are, too
             top = all_parts[at]
     joined[:] = 0.0
     joined[head_dim] = top
@@ -112,8 +114,8 @@ def _sum_segment(
     scores: NDArray[np.uint16],
     stride: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32]]:
-    """Of each query row the largest score, the sum of the weights in units of its own, and their sums with the fine
-    codes as of `add_code_sums`.
+    """Return each query row's largest score and, in units of that score's weight, the sum of the weights and the
+    weighted sums of fine codes (see `add_code_sums`).
     """
     num_words, exponent = sketch.num_fine + sketch.num_coarse, exponent_of(queries)
     unit = 2.0**exponent
@@ -156,7 +158,7 @@ def _sum_segment(
 
 @exact_kernel
 def _lines(num_words: int) -> NDArray[np.int32]:
-    """Memory that begins with a cache line: vectors that reach over two lines take twice as long."""
+    """Return memory that begins at a cache line: vectors that straddle two lines take twice as long."""
     memory = np.empty(num_words + LANES, np.int32)
     first = -(memory.ctypes.data // 4) % LANES
     lines: NDArray[np.int32] = memory[first : first + num_words]
@@ -172,7 +174,7 @@ def _leave_out(scores: NDArray[np.uint16], group_size: int, stride: int, first: 
 
 @exact_kernel
 def _raise_top(unit: float, top: int, g: int, tops: Any, totals: Any, sums: Any) -> None:
-    """From now on a query row's total and sums are in units of the weight of that score."""
+    """Rescale a query row's total and sums to units of the weight of the score `top`."""
     factor, row_sums = np.exp2(unit * (tops[g] - top)), len(sums) // len(tops)
     totals[g] *= factor
     for i in range(g * row_sums, (g + 1) * row_sums):
@@ -182,7 +184,7 @@ def _raise_top(unit: float, top: int, g: int, tops: Any, totals: Any, sums: Any)
 
 @exact_kernel
 def _weight_of(octaves: float) -> Any:
-    """2**octaves, of 0 and less, with a relative error of 1e-5 at most; what is next to nothing stays that."""
+    """Return 2**octaves for octaves of 0 and less, at least LEAST_OCTAVES, with a relative error of 1e-5 at most."""
     lanes = fill(F32x16, max(octaves, LEAST_OCTAVES))
     return lane_0(exp2_lanes(lanes, fill(F32x16, 1.0), fill(F32x16, ROUNDER)))
 
@@ -197,7 +199,7 @@ def _values_of(
     totals: NDArray[np.float64],
     sums: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Sums of weight times value [group_size * head_dim], told from the sums of the fine codes and from the query."""
+    """Return sums of weight * value [group_size * head_dim], predicted from sums of fine codes and from the query."""
     head_dim, num_coords, place = sketch.head_dim, sketch.num_coords, head * sketch.num_segments + segment
     size = num_coords * head_dim
     mean = array_at(sketch.value_mean + 4 * place * head_dim, head_dim, np.float32(0))
@@ -239,7 +241,10 @@ def _mean_codes(
     sums: NDArray[np.float32],
     codes: NDArray[np.float32],
 ) -> None:
-    """A query row's sums of weight times code, of coarse ones as the query tells: codes [group_size, num_coords]."""
+    """Write a query row's sums of weight * code, predicted from the query for coarse codes.
+
+    codes: [group_size, num_coords].
+    """
     num_coords, num_fine = sketch.num_coords, FINE_CODES * sketch.num_fine
     _, _, at_coordinates, _, _ = query_places(sketch, group_size)
     of_segment = queries + at_coordinates + 4 * (g * sketch.num_segments + segment) * num_coords
@@ -260,7 +265,7 @@ def _last_values(
     codes: NDArray[np.float32],
     values: NDArray[np.float32],
 ) -> None:
-    """Of the dimensions behind the last whole vector; what is loaded with them ends with the transform."""
+    """Compute the dimensions after the last whole vector. Loads end with the transform at the latest."""
     head_dim, row = len(mean), np.empty(LANES, np.float32)
     for g in range(len(totals)):
         for i in range(head_dim - head_dim % LANES, head_dim):

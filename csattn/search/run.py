@@ -1,4 +1,4 @@
-"""Searches of a layer: check what came in, tell the kernels where it is, and run them in the calling thread."""
+"""Searches of a layer: check the arguments, describe them to the kernels, and run these in the calling thread."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ from csattn.table.tail import ListTail
 
 
 class LayerSearch:
-    """One layer's search of one or more tokens of a request.
+    """One layer's search for one or more tokens of a request.
 
-    Making one costs more than handing it over. It holds on to its arrays, so keep it: fill q anew, search again, and
-    find the new choice in out; rows that the tail has got meanwhile are searched, too. It runs once at a time.
+    Making one costs more than starting it, so keep it. It refers to its arrays: write new queries to q, search again,
+    and find the new choice in out. Rows appended to the tail meanwhile are searched, too. It runs once at a time.
     """
 
     __slots__ = (
@@ -45,7 +45,7 @@ class LayerSearch:
         sink_len: int,
         window_len: int,
         softmax_scale: float,
-        out: TokenSelections,  # [num_tokens, num_heads, top_k]; as many rows are chosen as it has room for
+        out: TokenSelections,  # written: [num_tokens, num_heads, top_k]; its last axis sets how many rows are chosen
     ) -> None:
         self.q, self.index, self.tail, self.out = q, index, tail, out
         self.sink_len, self.window_len, self.softmax_scale = sink_len, window_len, softmax_scale
@@ -66,12 +66,12 @@ class LayerSearch:
 
     @property
     def _group_size(self) -> int:
-        """Queries that one index head answers for."""
+        """Query heads that share an index head."""
         return int(self.q.shape[1] // self.index.num_heads)
 
     @property
     def room(self) -> tuple[int, int, int, int, int]:
-        """What `SearchWorkspace.prepare` is told."""
+        """The arguments of `SearchWorkspace.prepare`."""
         num_keys = self.index.context_len + (self.tail.num_rows if self.tail is not None else 0)
         if isinstance(self.index, SketchIndex):
             part_words = self.out.rest.shape[2] if self.out.rest is not None else 0
@@ -85,12 +85,12 @@ class LayerSearch:
 
     @property
     def num_scored_keys(self) -> int:
-        """A measure of the work: keys scored, over all query rows."""
+        """Keys scored, summed over all query rows: a measure of the work."""
         tail_rows = self.tail.num_rows if self.tail is not None else 0
         return int(self.q.shape[0] * self.q.shape[1] * (self.index.context_len + tail_rows))
 
     def begin_in(self, workspace: SearchWorkspace, first_job: int, number: int = 1) -> int:
-        """Open jobs from first_job on to the kernels that use this workspace; return how many."""
+        """Open jobs from first_job on, at most MAX_JOBS, to the threads that use this workspace; return how many."""
         if self.tail is not None:
             self._describe_tail(self.tail.num_rows)
         workspace.prepare(*self.room)
@@ -100,7 +100,7 @@ class LayerSearch:
 
     @property
     def calls_address(self) -> int:
-        """Where `begin` finds what kernels have to call; it stays there."""
+        """The address of this search's `calls` (see `work`), as `begin` takes them. It never changes."""
         return int(self._calls.ctypes.data)
 
     def run(self, workspace: SearchWorkspace) -> None:
@@ -136,7 +136,7 @@ class LayerSearch:
         assert self.tail is None or not of_sketch, f"a sketch cannot use {self.tail!r}"
 
     def _describe(self) -> NDArray[Any]:
-        """The record of this search, but for what changes with the tail."""
+        """Return the SEARCH record, with the tail's fields left at zero."""
         index = self.index
         values: dict[str, Any] = {
             "q": _address(self.q, np.float32),
@@ -164,7 +164,7 @@ class LayerSearch:
         return np.array([tuple(values.get(name, 0) for name in SEARCH.names or ())], SEARCH)
 
     def _describe_tail(self, tail_rows: int) -> None:
-        """What the tail now holds, and where."""
+        """Update the record's fields about the tail: its number of rows, and the addresses of its arrays."""
         fields, tail = self._record, self.tail
         fields["tail_rows"] = tail_rows
         if tail is not None and tail.inserted_indices is not self._tail_array:
@@ -194,7 +194,7 @@ def _describe_lists(index: LayerIndex) -> dict[str, int]:
 
 
 def _address(array: NDArray[Any], dtype: Any) -> int:
-    """Where the array lies: kernels take it for a contiguous one of that type."""
+    """Return the array's address, after checking what kernels rely on: its dtype, and that it is contiguous."""
     assert array.dtype == dtype, f"an array of {array.dtype} came where {np.dtype(dtype)} was wanted"
     assert array.flags.c_contiguous, f"an array of shape {array.shape} must be contiguous, not strided {array.strides}"
     address: int = array.__array_interface__["data"][0]

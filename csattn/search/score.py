@@ -1,4 +1,4 @@
-"""The first half of a job over lists: match its queries, score its keys and sum up their powers."""
+"""The first half of a job over lists: match its queries, score its keys, and sum their powers for the softmax."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from csattn.table.lists import CHUNK_KEYS
 
 
 def match_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: find the group's centroids in some subspaces."""
+    """Stage: find the group's nearest centroids in some subspaces."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     token, head = place_of(search, job)
     num_subspaces = search.num_subspaces
@@ -36,7 +36,7 @@ def match_piece(search_address: int, scratch_address: int, job: int, piece: int)
 
 
 def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: from centroids to the numbers of their lists; a query that is not finite weighs nothing."""
+    """Stage: turn centroid ids into the numbers of their lists; a query that is not finite gets weights of 0."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     _, head = place_of(search, job)
     group_size, num_subspaces = search.group_size, search.num_subspaces
@@ -53,7 +53,7 @@ def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> in
 
 
 def score_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: some ranges of keys for one query row. A row's last piece has the tail's keys, too."""
+    """Stage: score some ranges of keys for one query row. A row's last piece also scores the tail's keys."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     row, part = divmod(piece, search.row_parts)
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
@@ -81,7 +81,7 @@ def _score_range(
     at: int,
     number: int,
 ) -> None:
-    """Score a range of the context's keys by what is left of the shared lists; key 0 has its score at `at`."""
+    """Score a range of the context's keys by the shared lists' entries that still count; key 0's score is at `at`."""
     num_lists = search.num_heads * search.num_subspaces * search.num_centroids
     chunks, list_len, room = -(-search.context_len // CHUNK_KEYS), search.list_len, search.score_room
     listed = array_at(search.listed, num_lists * chunks * WORDS, np.uint64(0))
@@ -111,7 +111,7 @@ def _score_range(
 def _score_tail(
     search: Any, lists: NDArray[np.int64], weights: NDArray[np.float64], scores: NDArray[np.float32], at: int
 ) -> None:
-    """Score the tail's keys by the lists that they joined; key 0 of the context has its score at `at`."""
+    """Score the tail's keys by the lists that they have entered; the score of the context's key 0 is at `at`."""
     tail_room, num_lists = search.tail_room, search.num_heads * search.num_subspaces * search.num_centroids
     num_inserted = array_at(search.num_inserted, num_lists, np.int32(0))
     inserted_indices = array_at(search.inserted_indices, num_lists * tail_room, np.int32(0))
@@ -125,7 +125,7 @@ def _score_tail(
 
 @exact_kernel
 def make_smaller(search: Any, scratch: Any, slot: int, row: int) -> None:
-    """Divide a query row's scores, where they are too large for powers of 2, by one: a softmax of such has one key."""
+    """Divide a query row's scores by a power of 2 if they are too large to be exponents: their softmax has one key."""
     num_shifts = search.num_ranges * search.group_size
     shifts, largest = array_at(slot + scratch.at_shifts, num_shifts, np.float64(0)), 0.0
     for i in range(row, num_shifts, search.group_size):
@@ -136,7 +136,7 @@ def make_smaller(search: Any, scratch: Any, slot: int, row: int) -> None:
     scores = array_at(slot + scratch.at_scores, search.group_size * scratch.stride, np.float32(0))
     factor, at = np.float32(2.0 ** -np.ceil(np.log2(largest / LARGEST_SHIFT))), row * scratch.stride
     for key in range(at, at + search.context_len + search.tail_rows):
-        if scores[key] != 0:  # what becomes too small for float32 must not become -0.0, the mark of no list
+        if scores[key] != 0:  # an underflow must not become -0.0, the mark of a key in no list
             scores[key] = scores[key] * factor + np.float32(0)
     for number in range(search.num_ranges):
         _keep_range(search, scratch, slot, row, number, scores)
@@ -144,7 +144,7 @@ def make_smaller(search: Any, scratch: Any, slot: int, row: int) -> None:
 
 @exact_kernel
 def queries_of(search: Any, token: int, head: int) -> NDArray[np.float32]:
-    """A job's queries [group_size * head_dim]."""
+    """Return a job's queries [group_size * head_dim]."""
     size = search.group_size * search.head_dim
     queries: NDArray[np.float32] = array_at(
         search.q + 4 * (token * search.num_heads + head) * size, size, np.float32(0)
@@ -154,7 +154,7 @@ def queries_of(search: Any, token: int, head: int) -> NDArray[np.float32]:
 
 @exact_kernel
 def _matches_of(search: Any, scratch: Any, job: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """A job's lists and their weights [group_size * num_subspaces]."""
+    """Return a job's lists and their weights: both [group_size * num_subspaces]."""
     size = search.group_size * search.num_subspaces
     queries = scratch.queries + job * scratch.query_bytes
     return array_at(queries, size, np.int64(0)), array_at(queries + 8 * size, size, np.float64(0))
@@ -162,7 +162,7 @@ def _matches_of(search: Any, scratch: Any, job: int) -> tuple[NDArray[np.int64],
 
 @exact_kernel
 def _keep_range(search: Any, scratch: Any, slot: int, row: int, number: int, scores: NDArray[np.float32]) -> None:
-    """Keep what the second half of the job needs of one range of one query row: the sum of its powers, a sample."""
+    """Keep what the second half of the job needs from one range of a query row: the sum of its powers, and a sample."""
     group_size = search.group_size
     if group_size > 1:
         first, last = range_of(search, number)
@@ -176,7 +176,7 @@ def _keep_range(search: Any, scratch: Any, slot: int, row: int, number: int, sco
 
 @exact_kernel
 def keep_sample(search: Any, scratch: Any, slot: int, row: int, number: int, scores: NDArray[Any]) -> None:
-    """Of one range of one query row, the scores that the first guess looks at."""
+    """Copy the scores of one range of a query row that the first guess is made from."""
     step = search.sample_step
     if step == 1:
         return
@@ -190,6 +190,6 @@ def keep_sample(search: Any, scratch: Any, slot: int, row: int, number: int, sco
     for i in range((last - first) // step):
         sample[to + i] = scores[np.uint64(at + phase)]
         at += step
-        phase += 1  # walking: no period of the scores lines up with it
+        phase += 1  # it shifts with every sample, so that no period of the scores aligns with it
         if phase == step:
             phase = 0

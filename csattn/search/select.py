@@ -1,8 +1,8 @@
-"""The top_k of a job's keys, exactly: group score descending, then index ascending; written by ascending index.
+"""Select the exact top_k of a job's keys: group score descending, then index ascending; written by ascending index.
 
-A sample guesses a threshold that a little more than top_k keys reach. Those are copied out, range by range, the exact
-threshold is found among the copies by bisection over the integers, and the copies are filtered. A guess that too few
-reach is lowered and tried again, so that the guess decides the time and never the result.
+A sample gives a guess: a threshold that a few more than top_k keys reach. These are copied out, range by range.
+Bisection over the integers finds the exact threshold among the copies, which are then filtered. If too few keys reach
+the guess, it is lowered and tried again: the guess decides the time, never the result.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ from csattn.cpu.simd import LANES, I32x16, fill, load
 from csattn.search.group_scores import NOT_SCORED
 from csattn.search.plan import SAMPLE
 
-SAMPLE_ROOM = 2 * SAMPLE + LANES  # for the group scores of sampled keys, in whole vectors
+SAMPLE_ROOM = 2 * SAMPLE + LANES  # group scores of sampled keys, in whole vectors
 
 
 @exact_kernel
 def first_rank(top_k: int, num_sampled: int, step: int) -> int:
-    """The rank in the sample whose group score is guessed to be a little below that of the top_k-th key."""
+    """Return the rank in the sample whose group score is probably a little below that of the top_k-th key."""
     expected = top_k / step
     rank: int = int(expected + 3.0 * np.sqrt(expected) + 4.0) if step > 1 else num_sampled
     return rank
@@ -29,7 +29,7 @@ def first_rank(top_k: int, num_sampled: int, step: int) -> int:
 
 @exact_kernel
 def guess_threshold(sample: NDArray[np.int32], num_sampled: int, rank: int, lowest: int) -> int:
-    """A group score that about `rank` sampled keys reach; `lowest`, which all scored keys reach, beyond the sample."""
+    """A group score that about `rank` sampled keys reach; if they are fewer, `lowest`, which all scored keys reach."""
     if rank >= num_sampled:
         return lowest
     guess: int = max(lowest, kth_largest(sample, num_sampled, rank, NOT_SCORED))
@@ -39,12 +39,12 @@ def guess_threshold(sample: NDArray[np.int32], num_sampled: int, rank: int, lowe
 @exact_kernel
 def take_best(
     copied: NDArray[np.int32],  # [at least num_copied] indices, ascending
-    copied_group_scores: NDArray[np.int32],  # and their group scores
+    copied_group_scores: NDArray[np.int32],  # their group scores
     num_copied: int,
-    guess: int,  # that the copied keys reach
+    guess: int,  # a group score that all copied keys reach
     chosen: NDArray[np.int32],  # [top_k], written: ascending, -1 padded
 ) -> int:
-    """The number of chosen indices: top_k, or all that are copied if they are fewer."""
+    """Choose among the copied keys; return how many: top_k, or num_copied if that is less."""
     top_k = len(chosen)
     num_chosen = min(num_copied, top_k)
     if num_copied <= top_k:
@@ -63,12 +63,12 @@ def _take_above(
     copied: NDArray[np.int32],
     copied_group_scores: NDArray[np.int32],
     num_copied: int,
-    threshold: int,  # group score of the last one that fits
+    threshold: int,  # the top_k-th group score
     chosen: NDArray[np.int32],
 ) -> None:
-    """All that are above the threshold and the first of those that are equal to it."""
+    """Write the keys above the threshold, and the first of those equal to it."""
     top_k, limits = len(chosen), fill(I32x16, threshold)
-    ties = top_k - count_at_least(copied_group_scores, num_copied, threshold + 1)  # how many of those still fit
+    ties = top_k - count_at_least(copied_group_scores, num_copied, threshold + 1)  # how many keys equal to it still fit
     to = np.int64(0)
     for at in range(0, num_copied, LANES):
         group_scores = load(I32x16, copied_group_scores, at)
@@ -83,7 +83,7 @@ def _take_above(
 
 @exact_kernel
 def _highest_bit(bits: np.uint64) -> np.uint64:
-    """Of up to 16, of which there is one."""
+    """Return the highest of up to 16 bits, of which at least one is set."""
     highest = bits
     for shift in (1, 2, 4, 8):
         highest |= highest >> np.uint64(shift)
@@ -92,7 +92,7 @@ def _highest_bit(bits: np.uint64) -> np.uint64:
 
 @exact_kernel
 def store_lanes(to: NDArray[np.int32], start: int, value: Any, bits: np.uint64) -> int:
-    """Write the lanes whose bits are set to elements start, start + 1, ...; how many they are."""
+    """Write the lanes whose bits are set to elements start, start + 1, ...; return how many."""
     count: int = population(bits)
     store_first(to, start, pack_lanes(value, bits), count)
     return count
@@ -100,11 +100,11 @@ def store_lanes(to: NDArray[np.int32], start: int, value: Any, bits: np.uint64) 
 
 @exact_kernel
 def kth_largest(values: NDArray[np.int32], num_values: int, k: int, low: int) -> int:
-    """A number that the k largest of the values reach and, ties with the k-th aside, no others.
+    """Return a number that the k largest of the values reach and, except for ties with the k-th, no others.
 
-    By bisection: at least k of the values must reach `low`.
+    Found by bisection: at least k of the values must reach `low`.
     """
-    high: int = largest_of(values, num_values) + 1  # none reaches it
+    high: int = largest_of(values, num_values) + 1  # no value reaches it
     while high - low > 1:
         middle = (low + high) >> 1
         reach = count_at_least(values, num_values, middle)
@@ -119,7 +119,7 @@ def kth_largest(values: NDArray[np.int32], num_values: int, k: int, low: int) ->
 
 @exact_kernel
 def largest_of(values: NDArray[np.int32], num_values: int) -> np.int64:
-    """The largest of the values, or a number below all of them where there are none."""
+    """Return the largest of the values; -2**31 if there are none."""
     whole = num_values - num_values % LANES
     highs = fill(I32x16, -(2**31))
     for i in range(0, whole, LANES):
@@ -132,7 +132,7 @@ def largest_of(values: NDArray[np.int32], num_values: int) -> np.int64:
 
 @exact_kernel
 def count_at_least(values: NDArray[np.int32], num_values: int, threshold: int) -> int:
-    """How many of the values reach the threshold, which may be 2**31."""
+    """Return how many of the values reach the threshold, which may be 2**31."""
     if threshold > 2**31 - 1:
         return 0
     limit = fill(I32x16, threshold)

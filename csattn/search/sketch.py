@@ -1,7 +1,8 @@
-"""What kernels read of a sketch, and what a group's queries become before its codes are read.
+"""The fields of a sketch that kernels read, and what they compute from a group's queries before they read codes.
 
-Every sum runs in index order in float64, where products of what comes in are exact: vectors hold sums side by side,
-and the results are those of `csattn.sketch.reference`, bit for bit.
+Every sum runs in index order: in float64, where products of the inputs are exact, or for coordinates in float32, where
+each product and each sum is rounded. Vectors hold independent sums side by side. So the results are those of
+`csattn.sketch.reference`, bit for bit.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ sketch_at = record_at(SKETCH)
 
 
 def describe_sketch(index: SketchIndex) -> NDArray[Any]:
-    """A SKETCH [1]; the index must live as long as that is used."""
+    """Return the SKETCH record [1] of an index, which must live as long as the record is used."""
     arrays = {name: getattr(index, name) for name in _ARRAYS}
     for name, array in arrays.items():
         assert array.flags.c_contiguous, f"{name} of shape {array.shape} must be contiguous, not {array.strides}"
@@ -48,17 +49,17 @@ def describe_sketch(index: SketchIndex) -> NDArray[Any]:
 
 
 def query_bytes(index: SketchIndex, group_size: int) -> int:
-    """Of the memory of a group's queries."""
+    """Return the size of the memory of a group's queries: see `query_places`."""
     return 8 + group_size * index.num_segments * (24 + 5 * index.num_coords)
 
 
 @exact_kernel
 def query_places(sketch: Any, group_size: int) -> tuple[int, int, int, int, int]:
-    """Where, in the memory of a group's queries, in bytes, there are
+    """Return the byte offsets of these arrays in the memory of a group's queries:
 
     bounds [group_size, num_segments, 2] float64, means [group_size, num_segments] float32, coordinates [group_size,
     num_segments, num_coords] float32, offsets [group_size, num_segments] int32 and multipliers [group_size,
-    num_segments, num_coords] int8. At its begin there is the exponent, an int64.
+    num_segments, num_coords] int8. The memory begins with the exponent, an int64.
     """
     segments = group_size * sketch.num_segments
     bounds = 8
@@ -70,13 +71,13 @@ def query_places(sketch: Any, group_size: int) -> tuple[int, int, int, int, int]
 
 @exact_kernel
 def exponent_of(queries: int) -> Any:
-    """Of weighed queries: a unit of their scores is 2**exponent octaves."""
+    """Return the exponent of weighed queries: a unit of their scores is 2**exponent octaves."""
     return array_at(queries, 1, np.int64(0))[0]
 
 
 @exact_kernel
 def rows_of_segment(starts: NDArray[np.int32], segment: int, first: int, last: int) -> Any:
-    """Which of the rows [first, last) belong to a segment: from its first to one past its last."""
+    """Return the first and one past the last of the rows [first, last) that belong to a segment."""
     end = np.int64(starts[segment + 1]) if segment + 1 < len(starts) else np.int64(last)
     return max(np.int64(starts[segment]), np.int64(first)), min(end, np.int64(last))
 
@@ -91,7 +92,7 @@ def project_queries(
     softmax_scale: float,
     memory: int,  # address of the group's queries: means, coordinates and bounds are written
 ) -> None:
-    """`reference.project`; bounds are the largest coordinate's magnitude, and the most that codes add to a score."""
+    """Compute `reference.project`, and bounds: the largest coordinate's magnitude, and the most that codes can add."""
     head_dim, num_coords, num_segments = sketch.head_dim, sketch.num_coords, sketch.num_segments
     group_size, octaves = len(q) // head_dim, softmax_scale * LOG2_E
     at_bounds, at_means, at_coordinates, _, _ = query_places(sketch, group_size)
@@ -115,7 +116,7 @@ def project_queries(
 
 @exact_kernel
 def four_rows(row: int, group_size: int) -> tuple[int, int, int, int]:
-    """Four rows from that one on; where there are fewer, the last one again."""
+    """Return the four rows from `row` on; where there are fewer, the last one again."""
     last = group_size - 1
     return row, min(row + 1, last), min(row + 2, last), min(row + 3, last)
 
@@ -123,7 +124,7 @@ def four_rows(row: int, group_size: int) -> tuple[int, int, int, int]:
 @exact_kernel
 def _mean_four(
     q: NDArray[np.float64],
-    octaves: float,  # for 1 of a product
+    octaves: float,  # softmax_scale * log2(e)
     place: tuple[int, int, int],  # first of the rows, segment, num_segments
     key_mean: NDArray[np.float32],
     means: NDArray[np.float32],
@@ -156,7 +157,7 @@ def _project_four(
     r0, r1, r2, r3 = four_rows(row, len(q) // head_dim)
     q0, q1, q2, q3 = r0 * head_dim, r1 * head_dim, r2 * head_dim, r3 * head_dim
     for wanted in range(0, num_coords, LANES):
-        j = min(wanted, num_coords - LANES)  # of the last ones some may be done twice
+        j = min(wanted, num_coords - LANES)  # the last vector may overlap the one before
         if j < 0:
             for row in (r0, r1, r2, r3):
                 _project_few(q, head_dim, (row, segment, num_segments), transform, num_coords, coordinates)
@@ -185,7 +186,7 @@ def _project_few(
     num_coords: int,  # 8
     coordinates: NDArray[np.float32],
 ) -> None:
-    """Fewer coordinates than a vector holds: two rows of the transform at a time, of which one is used."""
+    """Project onto fewer coordinates than a vector holds: load two rows of the transform at a time, and use one."""
     row, segment, num_segments = place
     both, sums = np.empty(LANES, np.float32), np.zeros(num_coords, np.float32)
     for i in range(head_dim):
@@ -221,7 +222,7 @@ def _bound_four(
 
 @exact_kernel
 def weigh_queries(sketch: Any, group_size: int, memory: int) -> None:
-    """`reference.integer_queries`: the exponent, multipliers and offsets are written."""
+    """Compute `reference.integer_queries`: write the exponent, multipliers and offsets."""
     num_coords, num_segments = sketch.num_coords, sketch.num_segments
     _, at_means, at_coordinates, at_offsets, at_multipliers = query_places(sketch, group_size)
     asked, largest = np.empty(group_size, np.float64), 0.0
@@ -254,7 +255,7 @@ def weigh_queries(sketch: Any, group_size: int, memory: int) -> None:
 
 @exact_kernel
 def _largest_sum(sketch: Any, multipliers: NDArray[np.int8]) -> np.int64:
-    """Of multipliers times the largest codes."""
+    """Return the sum of multipliers times the largest codes."""
     num_fine, fine, coarse = FINE_CODES * sketch.num_fine, np.int64(0), np.int64(0)
     for i in range(num_fine):
         fine += multipliers[i]
@@ -265,7 +266,7 @@ def _largest_sum(sketch: Any, multipliers: NDArray[np.int8]) -> np.int64:
 
 @exact_kernel
 def _unit_asked(sketch: Any, group_size: int, row: int, memory: int) -> float:
-    """`reference.unit_asked`; infinity: there is none."""
+    """Return `reference.unit_asked`, but infinity instead of NaN where no unit will do."""
     num_segments = sketch.num_segments
     at_bounds, at_means, _, _, _ = query_places(sketch, group_size)
     bounds = array_at(memory + at_bounds + 16 * row * num_segments, 2 * num_segments, np.float64(0))

@@ -1,7 +1,7 @@
 """The group score of each coded key. `csattn.sketch.reference.group_scores` is the definition.
 
-Kernels keep scores as 16-bit numbers above 0, by BIAS more than they are: then unsigned numbers order them, and 0 is
-below them all. Integers throughout, so that neither ranges nor their order matter.
+Kernels store scores with BIAS added, as uint16 above 0: unsigned comparison orders them, and 0 is below all of them.
+All arithmetic is on integers, so that neither ranges nor their order matter.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from csattn.cpu.lanes import larger, largest_lane, largest_of_eights, less_or_ze
 from csattn.cpu.simd import LANES, I32x16, U16x16, U16x32, convert, fill, lane_numbers, load, store
 from csattn.sketch.reference import LEAST_OCTAVE, LOG_BITS, NORMALISER_KEYS, TOTAL_BITS
 
-BIAS = 2**15  # of the scores that are kept
-NOT_COUNTED = 0  # instead of a score
-VECTORS_PER_SUM = 1 << 6  # whose weights add up to less than 2**31 in each lane
+BIAS = 2**15  # added to scores when stored
+NOT_COUNTED = 0  # in place of a score
+VECTORS_PER_SUM = 1 << 6  # their weights add up to less than 2**31 in each lane
 _VECTOR_KEYS = LANES * NORMALISER_KEYS
 NO_OCTAVE = LEAST_OCTAVE - 2 * TOTAL_BITS
 LEAST_GROUP_SCORE = 1
@@ -25,10 +25,10 @@ MARKED = 2**16 - 1  # group score of a marked key, which no other key exceeds
 
 @exact_kernel
 def keep_greatest(scores: NDArray[np.uint16], at: int, num_keys: int, greatest: NDArray[np.uint16], to: int) -> None:
-    """Of every NORMALISER_KEYS from `at` on the greatest score, written from `to` on.
+    """Write, from `to` on, the greatest score of every NORMALISER_KEYS keys from `at` on.
 
-    Where the last ones are fewer, scores behind them are overwritten. What lies behind the greatest may be another
-    thread's.
+    If the last keys are fewer, the scores after them are overwritten. Nothing is written past the last of `greatest`:
+    it may be another thread's.
     """
     for i in range(at + num_keys, at - (-num_keys // NORMALISER_KEYS) * NORMALISER_KEYS):
         scores[i] = NOT_COUNTED
@@ -51,7 +51,7 @@ def _greatest_of(scores, at):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def normaliser(greatest: NDArray[np.uint16], first: int, count: int, exponent: int) -> int:
-    """`reference.normaliser`, of what `keep_greatest` has left from `first` on."""
+    """Return `reference.normaliser` of the `count` values that `keep_greatest` wrote from `first` on."""
     highs = fill(I32x16, LEAST_OCTAVE)
     for at in range(first, first + count, LANES):
         highs = larger(highs, _octaves(greatest, at, first + count, exponent))
@@ -73,7 +73,7 @@ def normaliser(greatest: NDArray[np.uint16], first: int, count: int, exponent: i
 
 @inlined_kernel
 def _octaves(greatest, at, end, exponent):  # type: ignore[no-untyped-def]
-    """Whole octaves of 16 scores, far below all others from `end` on."""
+    """Return 16 scores in whole octaves; from `end` on NO_OCTAVE, far below all others."""
     score = convert(I32x16, load(U16x16, greatest, at)) - fill(I32x16, BIAS)
     octaves = score >> fill(I32x16, max(-exponent, 0)) << fill(I32x16, max(exponent, 0))
     octaves = larger(octaves, fill(I32x16, LEAST_OCTAVE))
@@ -82,7 +82,7 @@ def _octaves(greatest, at, end, exponent):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def _wide_sum(sums):  # type: ignore[no-untyped-def]
-    """The sum of int32 lanes, none of them negative, in 64 bits."""
+    """Return the sum, in 64 bits, of int32 lanes that are not negative."""
     high, low = sums >> fill(I32x16, 16), sums & fill(I32x16, 0xFFFF)
     return (np.int64(sum_of_lanes(high)) << 16) + np.int64(sum_of_lanes(low))
 
@@ -94,7 +94,7 @@ def best_share(
     at: int,
     shifts: NDArray[np.uint16],  # [group_size]: normalisers less the least of them
 ) -> Any:
-    """The group scores of 32 keys from `at` on, in uint16 lanes that hold 2**15 more than it is."""
+    """Return the group scores of 32 keys from `at` on, in uint16 lanes, with BIAS added."""
     best = fill(U16x32, LEAST_GROUP_SCORE)
     for row in range(len(shifts)):
         best = larger(best, less_or_zero(load(U16x32, scores, row * stride + at), fill(U16x32, shifts[row])))

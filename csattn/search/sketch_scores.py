@@ -1,6 +1,6 @@
-"""Scores of coded keys, sums of codes times 8-bit multipliers: a code that is read serves four query heads.
+"""Scores of coded keys: sums of codes times 8-bit multipliers. A code that is loaded serves four query heads.
 
-`sketch_group_scores` says how they are kept.
+`sketch_group_scores` describes how scores are stored.
 """
 
 from typing import Any
@@ -17,26 +17,26 @@ from csattn.search.sketch_group_scores import BIAS, keep_greatest
 from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS
 from csattn.sketch.reference import NORMALISER_KEYS
 
-AHEAD_WORDS = 16384  # prefetch distance: 64 KiB; hardware stops at every page
-TILE_KEYS = 4 * TILE_LANES  # whose sums, of four rows, stay in registers
-STEP_KEYS = 1024  # whose codes stay in the caches while all of the group's rows are scored
+AHEAD_WORDS = 16384  # prefetch distance: 64 KiB; the hardware's prefetch stops at every page
+TILE_KEYS = 4 * TILE_LANES  # their sums, for four rows, stay in registers
+STEP_KEYS = 1024  # their codes stay in the caches while all rows of the group are scored
 
 
 @exact_kernel
 def score_range(
     sketch: Any,
     head: int,
-    queries: int,  # address of the group's queries, weighed: see `csattn.search.sketch`
+    queries: int,  # address of the group's weighed queries: see `csattn.search.sketch`
     group_size: int,
     first: int,  # of the keys [first, last): a multiple of 64
     last: int,
-    scores: NDArray[np.uint16],  # row g's from g * stride + at on are written, up to 63 more than there are keys
+    scores: NDArray[np.uint16],  # row g's are written from g * stride + at on, up to 63 past the last key
     stride: int,
     at: int,
-    # row g's from (g * stride + at) / NORMALISER_KEYS on are written, see `keep_greatest`; empty: they are not wanted
+    # row g's are written from (g * stride + at) / NORMALISER_KEYS on: see `keep_greatest`; empty: not wanted
     greatest: NDArray[np.uint16],
 ) -> None:
-    """Scores of some keys, for all query rows of a group, BIAS added to them."""
+    """Score some keys for all query rows of a group; BIAS is added to scores."""
     num_coords, num_segments = sketch.num_coords, sketch.num_segments
     _, _, _, at_offsets, at_multipliers = query_places(sketch, group_size)
     starts = array_at(sketch.segment_starts, num_segments, np.int32(0))
@@ -73,20 +73,20 @@ def score_range(
 @exact_kernel
 def score_blocks(
     codes: NDArray[np.uint32],  # flat; whole blocks
-    num_fine: int,  # words of a key
+    num_fine: int,  # words of 4-bit codes of a key
     num_coarse: int,
     first: int,  # of the blocks [first, last)
     last: int,
-    multipliers: NDArray[np.int32],  # a query row's begin every row_multipliers: four of 8 bits in each
+    multipliers: NDArray[np.int32],  # row g's begin at g * row_multipliers: four of 8 bits in each word
     row_multipliers: int,
-    offsets: NDArray[np.int32],  # a query row's is every row_offsets
+    offsets: NDArray[np.int32],  # row g's is at g * row_offsets
     row_offsets: int,
     group_size: int,
-    scores: NDArray[np.uint16],  # row g's from g * stride + at on are written: 64 for each block
+    scores: NDArray[np.uint16],  # row g's are written from g * stride + at on: 64 for each block
     stride: int,
     at: int,
 ) -> None:
-    """scores = the sum over coordinates of multiplier * code + offset + BIAS."""
+    """Compute scores: the sum over coordinates of multiplier * code, plus offset and BIAS."""
     size = num_fine, num_coarse
     row = 0
     while row < group_size:
@@ -97,7 +97,7 @@ def score_blocks(
             )
             row += 1
         else:
-            four = min(row, group_size - 4)  # of a group that is no multiple of four some are scored twice
+            four = min(row, group_size - 4)  # some rows are scored twice if group_size is no multiple of four
             of_rows = four * row_multipliers, row_multipliers, four * row_offsets, row_offsets
             _score_four(codes, size, first, last, multipliers, offsets, of_rows, scores, four * stride + at, stride)
             row = four + 4
@@ -132,13 +132,13 @@ def _score_one(
 
 @inlined_kernel
 def _place_of(key, words):  # type: ignore[no-untyped-def]
-    """Where the first of a key's words lies: those of a block are together, each of all its keys."""
+    """Return the place of a key's first word. A block has the first words of all its keys, then the second, ..."""
     return key // BLOCK_KEYS * words * BLOCK_KEYS + key % BLOCK_KEYS
 
 
 @inlined_kernel
 def _add_fine(sums, codes, at, multipliers, place):  # type: ignore[no-untyped-def]
-    """One query row's sums of a tile of keys with a word's codes added, four at a time."""
+    """Add a word's codes, four at a time, to one query row's sums for a tile of keys."""
     word = _load_word(codes, at)
     sums = _add_one(sums, word, 0, FINE_BITS, multipliers[np.uint64(place)])
     return _add_one(sums, word, 4, FINE_BITS, multipliers[np.uint64(place + 1)])
@@ -187,7 +187,7 @@ def _score_four(
     )
     words = num_fine + num_coarse
     for tile in range(first * BLOCK_KEYS, last * BLOCK_KEYS, TILE_KEYS):
-        a, b, c, d = begin, begin, begin, begin  # of a quarter of the keys each, four rows' sums
+        a, b, c, d = begin, begin, begin, begin  # each: four rows' sums for a quarter of the keys
         i, m = _place_of(tile, words), place
         for _ in range(num_fine):
             a, b, c, d = _add_fine_to_four(a, b, c, d, codes, i, multipliers, m, row_multipliers)
@@ -204,7 +204,7 @@ def _score_four(
 
 @inlined_kernel
 def _add_fine_to_four(a, b, c, d, codes, at, multipliers, place, row_multipliers):  # type: ignore[no-untyped-def]
-    """Four rows' sums, of a quarter of a tile each in a, b, c and d, with a word's codes added, four at a time."""
+    """Add a word's codes, four at a time, to four rows' sums; a, b, c and d each have a quarter of the tile's keys."""
     word = _load_word(codes, at)
     a, b, c, d = _add_bits(a, b, c, d, word, 0, FINE_BITS, _of_rows(multipliers, place, row_multipliers))
     return _add_bits(a, b, c, d, word, 4, FINE_BITS, _of_rows(multipliers, place + 1, row_multipliers))
@@ -241,7 +241,7 @@ def _add_four(sums, codes, multipliers):  # type: ignore[no-untyped-def]
 
 @inlined_kernel
 def _of_rows(values, place, step):  # type: ignore[no-untyped-def]
-    """Four rows' values, each in all lanes."""
+    """Return four rows' values, each in all lanes of a vector."""
     return (
         fill(I32xTile, values[np.uint64(place)]),
         fill(I32xTile, values[np.uint64(place + step)]),
@@ -252,7 +252,7 @@ def _of_rows(values, place, step):  # type: ignore[no-untyped-def]
 
 @inlined_kernel
 def _load_word(codes, at):  # type: ignore[no-untyped-def]
-    """A word of a tile of keys; what is needed a little later is asked for."""
+    """Load a word of a tile of keys, and prefetch the words needed a little later."""
     for line in range(0, TILE_KEYS, LANES):
         prefetch_early(codes, at + AHEAD_WORDS + line)
     return (
@@ -271,5 +271,5 @@ def _store_scores(scores, at, a, b, c, d):  # type: ignore[no-untyped-def]
 
 @inlined_kernel
 def _biased(offset):  # type: ignore[no-untyped-def]
-    """What sums begin with: modulo 2**16, as scores are kept."""
+    """Return what sums begin with, modulo 2**16, as scores are stored."""
     return (np.int64(offset) + BIAS) & 0xFFFF

@@ -1,7 +1,7 @@
-"""The stages of a job over a sketch: from queries to scores, to the keys' group scores, to copies of the best.
+"""The stages of a job over a sketch: project queries, score keys, compute group scores, and copy out the best.
 
-`choose.choose_job` chooses among the copies. If the rest is asked for, a last stage attends to what is not chosen, by
-the scores that are still there; each range leaves a part, and parts are joined in the order of the ranges.
+`choose.choose_job` then chooses among the copies. If the rest is wanted, a last stage attends to the rows that are not
+chosen, by their scores, which are still there. Each range yields a part; parts are merged in the order of the ranges.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from csattn.sketch.reference import NORMALISER_KEYS
 
 
 def project_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: the group's coordinates in some segments."""
+    """Stage: compute the group's coordinates in some segments."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     token, head = place_of(search, job)
     first = piece * search.match_parts
@@ -37,14 +37,14 @@ def project_piece(search_address: int, scratch_address: int, job: int, piece: in
 
 
 def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: from coordinates to what multiplies codes."""
+    """Stage: turn coordinates into the integers that multiply codes."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     weigh_queries(sketch_at(search.sketch), search.group_size, _queries_at(scratch, job))
     return 0
 
 
 def score_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: all query rows of the group over one range: codes are read from memory once."""
+    """Stage: score one range for all query rows of the group, so that codes are read from memory once."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     first, last = range_of(search, piece)
     _, head = place_of(search, job)
@@ -59,7 +59,7 @@ def score_piece(search_address: int, scratch_address: int, job: int, piece: int)
 
 
 def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: the query rows' normalisers, and a guess of a group score that a little more than top_k keys reach."""
+    """Stage: compute the query rows' normalisers, and guess a group score that a few more than top_k keys reach."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     group_size, stride, slot = search.group_size, scratch.sample_stride, _slot_of(scratch, job)
     _settle_shifts(search, scratch, slot, exponent_of(_queries_at(scratch, job)))
@@ -76,9 +76,9 @@ def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> in
 
 
 def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: copy out the marked keys of one range and those whose group score reaches the guess, in their order.
+    """Stage: copy out, in order, the marked keys of one range and those whose group score reaches the guess.
 
-    To where the range begins; the keys' group scores beside them, and how many they are.
+    They are written from where the range begins, their group scores beside them, and how many they are.
     """
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     slot, stride = _slot_of(scratch, job), scratch.stride
@@ -113,7 +113,7 @@ def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) 
 
 
 def attend_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: attend to what is not chosen of one range. Nobody reads its scores after that."""
+    """Stage: attend to the rows of one range that are not chosen. This overwrites scores, which nobody reads later."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     group_size, part_words, slot = search.group_size, search.head_dim + 2, _slot_of(scratch, job)
     token, head = place_of(search, job)
@@ -128,7 +128,7 @@ def attend_piece(search_address: int, scratch_address: int, job: int, piece: int
 
 
 def join_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: one part of each query row."""
+    """Stage: merge the ranges' parts into one part for each query row."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     group_size, part_words = search.group_size, search.head_dim + 2
     token, head = place_of(search, job)
@@ -142,7 +142,7 @@ def join_job(search_address: int, scratch_address: int, job: int, _: int) -> int
 
 @exact_kernel
 def _settle_shifts(search: Any, scratch: Any, slot: int, exponent: int) -> None:
-    """What `best_share` takes off each query row's scores. A single row has nobody to be compared with."""
+    """Compute what `best_share` subtracts from each query row's scores. A single row needs no normaliser."""
     group_size, per_row = search.group_size, scratch.stride // NORMALISER_KEYS
     shifts = _shifts_of(search, scratch, slot)
     if group_size == 1:
@@ -157,7 +157,7 @@ def _settle_shifts(search: Any, scratch: Any, slot: int, exponent: int) -> None:
 
 @exact_kernel
 def _greatest_of(search: Any, scratch: Any, slot: int) -> NDArray[np.uint16]:
-    """[group_size * stride / NORMALISER_KEYS], or nothing for a single query row."""
+    """Return a slot's `at_greatest` [group_size * stride / NORMALISER_KEYS]; empty for a single query row."""
     size = search.group_size * scratch.stride // NORMALISER_KEYS if search.group_size > 1 else 0
     greatest: NDArray[np.uint16] = array_at(slot + scratch.at_greatest, size, np.uint16(0))
     return greatest
@@ -165,7 +165,7 @@ def _greatest_of(search: Any, scratch: Any, slot: int) -> NDArray[np.uint16]:
 
 @exact_kernel
 def _keys_between(first: int, last: int) -> np.uint64:
-    """Of 64 keys, bits of [first, last)."""
+    """Return the bits of [first, last) among those of 64 keys."""
     bits = ~np.uint64(0)
     if first > 0:
         bits = bits << np.uint64(first)
@@ -176,27 +176,27 @@ def _keys_between(first: int, last: int) -> np.uint64:
 
 @exact_kernel
 def _slot_of(scratch: Any, job: int) -> int:
-    """Address of what a job has to itself."""
+    """Return the address of a job's slot of scratch memory."""
     slot: int = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     return slot
 
 
 @exact_kernel
 def _queries_at(scratch: Any, job: int) -> int:
-    """Address of the job's queries: see `sketch.query_places`."""
+    """Return the address of a job's queries: see `sketch.query_places`."""
     queries: int = scratch.queries + job * scratch.query_bytes
     return queries
 
 
 @exact_kernel
 def _scores_of(search: Any, scratch: Any, slot: int) -> NDArray[np.uint16]:
-    """[group_size * stride]"""
+    """Return a slot's scores [group_size * stride]."""
     scores: NDArray[np.uint16] = array_at(slot + scratch.at_scores, search.group_size * scratch.stride, np.uint16(0))
     return scores
 
 
 @exact_kernel
 def _shifts_of(search: Any, scratch: Any, slot: int) -> NDArray[np.uint16]:
-    """[group_size]"""
+    """Return a slot's shifts [group_size]: see `best_share`."""
     shifts: NDArray[np.uint16] = array_at(slot + scratch.at_group_shifts, search.group_size, np.uint16(0))
     return shifts

@@ -1,9 +1,9 @@
-"""How threads share a search: each runs `work` over the same records until nothing is left to take.
+"""How threads share a search: each runs `work` over the same records until no piece is left.
 
-A job passes some stages: `calls` says which. A stage is cut into pieces; a thread takes a piece by setting its bit in
-the stage's word, and whoever finishes the last piece also does what ends the stage, and marks it done. All threads
-walk through the stages in one order, and wait only before they take a piece, for stages that come earlier in that
-order. A piece that is taken is worked on without waiting: some thread can always go on, however many there are.
+A job passes through the stages in `calls`. A stage is cut into pieces. A thread takes a piece by setting its bit in the
+stage's word; whoever finishes the last piece also runs the function that ends the stage, and marks the stage done. All
+threads walk through the stages in the same order, and wait only before they take a piece, for stages earlier in that
+order. They finish a piece without waiting, so that some thread can always make progress, however many there are.
 """
 
 from typing import Any
@@ -19,29 +19,29 @@ from csattn.cpu.posts import FAILED, LINE, NUM_POST_WORDS, OPENED, await_others
 from csattn.cpu.waiting import wait
 from csattn.search.plan import MAX_JOBS, cut_pieces, scratch_at, search_at
 
-# `calls` of a search: addresses of its records and of the functions of its stages, two of each: of a piece and, when
-# all pieces are done, of the job
+# `calls` of a search: addresses of its two records, then of two functions of each stage: one for a piece, and one for
+# the job when all pieces are done
 SEARCH_RECORD, SCRATCH_RECORD, FIRST_STAGE = 0, 1, 2
 MAX_STAGES = 4
 NUM_CALLS = FIRST_STAGE + 2 * MAX_STAGES
 
-# of a search's progress: a line for each stage of each job
-MATCH, SCORE = 0, 1  # the first stages; what follows is by range
-TAKEN, FINISHED, DONE = 0, 1, 2  # in a line: bits of pieces, count of pieces, whether the stage has ended
+# progress of a search: a cache line for each stage of each job
+MATCH, SCORE = 0, 1  # the first stages; the later ones have a piece for each range
+TAKEN, FINISHED, DONE = 0, 1, 2  # words of a line: bits of the pieces taken, number finished, whether the stage is done
 PROGRESS_WORDS = MAX_STAGES * MAX_JOBS * LINE
 
 
 @exact_kernel
 def begin(
-    calls: NDArray[np.int64],  # [NUM_CALLS] that threads see
-    wanted: NDArray[np.int64],  # [NUM_CALLS] of the search to open; of the scratch record only `calls` knows
+    calls: NDArray[np.int64],  # [NUM_CALLS] of the workspace, which threads read
+    wanted: NDArray[np.int64],  # [NUM_CALLS] of the search to open, copied to `calls` except for the scratch record
     progress: NDArray[np.int64],  # [PROGRESS_WORDS]
     control: NDArray[np.int64],  # [NUM_POST_WORDS]
     first_job: int,
     num_jobs: int,  # at most MAX_JOBS
-    number: int,  # neither 0 nor that of the search before
+    number: int,  # neither 0 nor the previous search's
 ) -> None:
-    """Open some jobs of a search to the threads."""
+    """Open the jobs [first_job, first_job + num_jobs) of a search to the threads."""
     await_others(control)
     for i in range(NUM_CALLS):
         if i != SCRATCH_RECORD:
@@ -59,7 +59,7 @@ def begin(
 
 @exact_kernel
 def finish(calls: NDArray[np.int64], progress: NDArray[np.int64], control: NDArray[np.int64], num_jobs: int) -> bool:
-    """Help with the search, wait for its end and close it; false if a thread has failed."""
+    """Help with the search, wait for its end and close it; return False if a thread has failed."""
     work(calls, progress, control, 0)
     sound, last_stage = True, search_at(calls[SEARCH_RECORD]).num_stages - 1
     for job in range(num_jobs):
@@ -69,7 +69,7 @@ def finish(calls: NDArray[np.int64], progress: NDArray[np.int64], control: NDArr
 
 
 def help_search(argument: int, thread: int, _unused: int, _neither: int) -> int:
-    """A stage for a post. argument: address of the addresses of `calls`, `progress` and `control`."""
+    """Stage of a `Post`: help with the search. argument: address of the addresses of `calls`, `progress`, `control`."""
     at = array_at(argument, 3, np.int64(0))
     progress, control = array_at(at[1], PROGRESS_WORDS, np.int64(0)), array_at(at[2], NUM_POST_WORDS, np.int64(0))
     work(array_at(at[0], NUM_CALLS, np.int64(0)), progress, control, thread)
@@ -81,16 +81,16 @@ def work(
     calls: NDArray[np.int64],
     progress: NDArray[np.int64],
     control: NDArray[np.int64],
-    thread: int,  # below num_threads: where it begins to look for pieces, so that its caches serve it again
+    thread: int,  # below num_threads: decides where it begins to look for pieces, for the sake of its caches
 ) -> None:
-    """Take pieces of the search until there are none."""
+    """Take and run pieces of the search until none is left."""
     search, scratch = search_at(calls[SEARCH_RECORD]), scratch_at(calls[SCRATCH_RECORD])
     num_jobs, num_slots, last_stage = search.num_jobs, scratch.num_slots, search.num_stages - 1
     first = thread * num_jobs // scratch.num_threads
     for job in range(first, first + num_jobs):
         _stage(calls, progress, MATCH, job % num_jobs, thread)
-    # A stage of a job comes so many jobs after the one before it: until then all threads have other pieces, and nobody
-    # waits for the last one of a stage. What a slot waits for must come earlier than its next job's scores.
+    # A stage of a job comes `lag` jobs after the stage before it: until then all threads have other pieces, and nobody
+    # waits for a stage's last piece. The stage that frees a slot must come before the scores of the slot's next job.
     lag = min(-(-scratch.num_threads // _num_pieces(calls, SCORE)), (num_slots - 1) // (last_stage - SCORE))
     for step in range(num_jobs + lag * (last_stage - SCORE)):
         for stage in range(SCORE, last_stage + 1):
@@ -98,7 +98,7 @@ def work(
             if job < 0 or job >= num_jobs or not _any_left(calls, progress, stage, job):
                 continue
             sound = _await(progress, control, _line(stage - 1, job))
-            if stage == SCORE and job >= num_slots:  # until the job that has had the slot before is done with it
+            if stage == SCORE and job >= num_slots:  # until the slot's previous job is done with it
                 sound = sound and _await(progress, control, _line(last_stage, job - num_slots))
             if not sound:
                 return
@@ -107,7 +107,7 @@ def work(
 
 @exact_kernel
 def _stage(calls: NDArray[np.int64], progress: NDArray[np.int64], stage: int, job: int, thread: int) -> None:
-    """Take pieces of a job's stage while there are any, beginning with the thread's own."""
+    """Take and run pieces of a job's stage while any are left, beginning with the thread's own."""
     line, pieces = _line(stage, job), _num_pieces(calls, stage)
     search, scratch = calls[SEARCH_RECORD], calls[SCRATCH_RECORD]
     num_threads = scratch_at(scratch).num_threads
@@ -135,7 +135,7 @@ def _num_pieces(calls: NDArray[np.int64], stage: int) -> int:
 
 @exact_kernel
 def _line(stage: int, job: int) -> int:
-    """Where the words of a job's stage begin."""
+    """Return where the words of a job's stage begin in `progress`."""
     return (stage * MAX_JOBS + job) * LINE
 
 
@@ -147,7 +147,7 @@ def _any_left(calls: NDArray[np.int64], progress: NDArray[np.int64], stage: int,
 
 @exact_kernel
 def _free(progress: NDArray[np.int64], line: int, pieces: int) -> Any:
-    """Bits of the pieces that nobody has taken."""
+    """Return a bit for each piece that nobody has taken."""
     all_pieces = ~np.uint64(0) >> np.uint64(64 - pieces)
     return ~np.uint64(load_acquire(progress, line + TAKEN)) & all_pieces
 
@@ -168,7 +168,7 @@ def _take(progress: NDArray[np.int64], line: int, pieces: int, preferred: int) -
 
 @exact_kernel
 def _await(progress: NDArray[np.int64], control: NDArray[np.int64], line: int) -> bool:
-    """Wait for the end of a stage; false if a thread has failed and there may be none."""
+    """Wait until a stage is done; return False if a thread has failed, after which it may never be."""
     turn = 0
     while load_acquire(progress, line + DONE) == 0:
         if load_acquire(control, FAILED) != 0:

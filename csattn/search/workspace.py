@@ -1,4 +1,4 @@
-"""What a search writes to: the caller's selections, and scratch memory that is used again and again."""
+"""What a search writes to: the caller's selections, and scratch memory that later searches reuse."""
 
 from dataclasses import dataclass
 
@@ -15,20 +15,20 @@ from csattn.sketch.reference import NORMALISER_KEYS
 from csattn.table.lists import CHUNK_KEYS
 
 SKETCH_SCORE_BYTES, LIST_SCORE_BYTES = 2, 4
-# Kernels write whole blocks: of lists, the scores of the context's last chunk up to its end; of sketches and tails,
-# up to 63 keys behind the last one. An odd number of cache lines from one query row's scores or powers to the next's
-# keeps them out of each other's places in the caches.
+# Kernels write whole blocks: over lists, scores up to the end of the context's last chunk; over sketches and tails, up
+# to 63 scores past the last key. The stride between query rows is an odd number of cache lines of uint16 scores (of
+# float32 scores, twice that), so that the rows do not compete for the same sets of the caches.
 STRIDE_STEP, STRIDE_EXTRA = CHUNK_KEYS, 512 + 32
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSelections:
-    """One layer's selections of several tokens."""
+    """One layer's selections for several tokens."""
 
     kv_indices: NDArray[np.int32]  # [num_tokens, num_index_heads, top_k], each row as in Selection
     valid_len: NDArray[np.int32]  # [num_tokens, num_index_heads]
-    # of a sketch, if wanted: attention by codes to the rows that are neither resident nor chosen, as parts to be merged
-    # with others [num_tokens, num_q_heads, head_dim + 2]: see `csattn.search.rest`
+    # over a sketch, if wanted: attention by codes to the rows that are neither resident nor chosen, as parts to be
+    # merged by their log-sum-exps [num_tokens, num_q_heads, head_dim + 2]: see `csattn.search.rest`
     rest: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
@@ -39,24 +39,24 @@ class TokenSelections:
 
 
 def empty_selection(num_index_heads: int, top_k: int) -> Selection:
-    """A selection of no rows, with room for top_k per head."""
+    """Return a selection of no rows, with room for top_k per head."""
     return Selection(np.full((num_index_heads, top_k), -1, np.int32), np.zeros(num_index_heads, np.int32))
 
 
 def empty_token_selections(num_tokens: int, num_index_heads: int, top_k: int) -> TokenSelections:
-    """Selections of no rows for several tokens, with room for top_k per head."""
+    """Return selections of no rows for several tokens, with room for top_k per head."""
     shape = num_tokens, num_index_heads
     return TokenSelections(np.full((*shape, top_k), -1, np.int32), np.zeros(shape, np.int32))
 
 
 class SearchWorkspace:
-    """Scratch memory of searches that run one after the other, over any layers: it grows to the largest it has served.
+    """Scratch memory for searches that run one at a time, over any layers. It grows to fit the largest of them.
 
-    Sharing one among layers is not only smaller: it stays in the cache.
+    One workspace for all layers saves memory and stays in the cache.
     """
 
     def __init__(self, num_threads: int = 1, num_slots: int = 1) -> None:
-        """num_slots: jobs that may be between their scores and their selection at a time."""
+        """num_slots: jobs that may be between scoring and selection at the same time."""
         self.scratch = record(SCRATCH)
         self.calls = np.zeros(NUM_CALLS, np.int64)
         self.calls[SCRATCH_RECORD] = self.scratch.ctypes.data
@@ -68,9 +68,9 @@ class SearchWorkspace:
         self._layout: tuple[int, ...] = ()
 
     def prepare(self, group_size: int, query_bytes: int, score_bytes: int, num_keys: int, part_words: int) -> None:
-        """Make room for searches of that shape and describe it in `scratch`.
+        """Make room for searches of these sizes and describe it in `scratch`.
 
-        query_bytes: of a job's queries; part_words: of a query row's part of the rest, 0 if it is not asked for.
+        query_bytes: of a job's queries; part_words: of a query row's part of the rest, 0 if the rest is not wanted.
         """
         layout = group_size, query_bytes, score_bytes, -(-num_keys // STRIDE_STEP), part_words
         if layout == self._layout:
@@ -91,7 +91,7 @@ class SearchWorkspace:
         self._layout = layout
 
     def reserve(self, num_bytes: int) -> NDArray[np.uint8]:
-        """At least num_bytes of scratch memory, with whatever was left in it."""
+        """Return at least num_bytes of scratch memory, with arbitrary contents."""
         if len(self._memory) < num_bytes:
             self._memory = aligned(num_bytes)
             self._layout = ()
@@ -102,7 +102,7 @@ class SearchWorkspace:
 
 
 def _slot_arrays(group_size: int, stride: int, score_bytes: int, part_words: int) -> dict[str, int]:
-    """Bytes of each array of a slot: see plan.SCRATCH."""
+    """Return the bytes of each array of a slot: see plan.SCRATCH."""
     per_range = MAX_PIECES * group_size
     common = {
         "at_scores": score_bytes * group_size * stride,
@@ -127,7 +127,7 @@ def _slot_arrays(group_size: int, stride: int, score_bytes: int, part_words: int
 
 
 def _places(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Where arrays of these sizes in bytes begin, one behind the other on lines of their own; and their end."""
+    """Lay arrays of these sizes in bytes out on cache lines of their own; return their offsets and the total size."""
     places, end = {}, 0
     for name, num_bytes in sizes.items():
         places[name] = end

@@ -1,4 +1,4 @@
-"""The search on a CUDA device, a batch over several contexts; and attention by codes to what is not chosen."""
+"""Search on a CUDA device for a batch over several contexts, and attention by codes to the rows not chosen."""
 
 from csattn.search.device.exact import ExactSearch, exact_bytes
 from csattn.search.device.indexes import (

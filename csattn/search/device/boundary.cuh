@@ -1,9 +1,9 @@
-// Where the top_k-th group score lies: for `find` in either form.
+// For `find`: the bin of the top_k-th group score, and the marks above it.
 #pragma once
 
 #include "choice.cuh"
 
-// A thread's neighbouring bins of all; thread 0 has the highest.
+// The counts of a thread's neighbouring bins; thread 0 has the highest bins.
 struct BinCounts {
     static constexpr int EACH = NUM_BINS / THREADS;
     static_assert(NUM_BINS % THREADS == 0 && EACH % 4 == 0, "threads share out the bins, and read them four at a time");
@@ -36,11 +36,12 @@ __device__ Boundary find_bin(const BinCounts& mine, u32 wanted, u32* scratch) {
     return found;
 }
 
-// The least shift that leaves a range, of that many group scores besides the first, no more bins than there are.
+// The least shift with which a range of width + 1 group scores takes at most NUM_BINS bins.
 __device__ __forceinline__ u32 shift_for(u32 width) { return width < NUM_BINS ? 0 : 1 + __clz(NUM_BINS) - __clz(width); }
 
-// One block does it all by itself, over as many passes as it takes: where group scores tie, or lie further apart than the bins.
-template <typename GroupScores>  // by units: uint4
+// One block chooses by itself, by a radix select of as many passes as it takes: if too many keys are in the bin of the top_k-th, as
+// when group scores tie, or if it is in none of the first bins.
+template <typename GroupScores>  // indexed by unit: uint4
 __device__ void choose_alone(GroupScores group_scores, int num_units, u32 wanted, Range range, Boundary boundary, u32* bins,
                              u32* scratch, int* chosen) {
     u32 above = boundary.above;
@@ -72,7 +73,7 @@ __device__ void choose_alone(GroupScores group_scores, int num_units, u32 wanted
     }
 }
 
-// Mark the part's keys above the range, count them, and list those in it.
+// Mark the part's keys above the range, and list those in it. Returns how many of the thread's keys are above.
 __device__ u32 mark_part(const uint4* group_scores, const Part& part, const Range& range, u32* marks, Choice& choice) {
     u32 above = 0;
     for (int key = threadIdx.x * UNIT_KEYS; key < part.num_keys; key += THREADS * UNIT_KEYS) {

@@ -1,33 +1,33 @@
-// Of lists: each key's group score, as bits that order keys: the sum of its shares in the query rows' softmaxes, times
-// 2 ** HEADROOM (csattn.search.group_scores has the same scale); for a single query row, its score. 0: may not be chosen.
+// Group scores over lists, as bits that order keys: the sum of a key's shares in the query rows' softmaxes, times 2 ** HEADROOM
+// (the scale of csattn.search.group_scores); for a single query row, the key's score. 0: the key may not be chosen.
 //
-// The top_k keys, exactly: group score descending, then key ascending. `combine` counts all group scores in bins; `find` takes the bin
-// of the top_k-th, marks what lies above it, and lists what lies in it; `write` ranks those, and writes.
+// The top_k keys are chosen exactly: group score descending, then key ascending. `combine` makes a histogram of all group scores;
+// `find` takes the bin of the top_k-th, marks the keys above it, and lists those in it, the candidates; `write` ranks these, and writes.
 #pragma once
 
 #include "common.cuh"
 
 constexpr float HEADROOM = 94;
-constexpr float LEAST_EXPONENT = HEADROOM - 216;  // of reference.LEAST_SHARE
+constexpr float LEAST_EXPONENT = HEADROOM - 216;  // log2 of reference.LEAST_SHARE, scaled by 2 ** HEADROOM
 constexpr u32 NUM_BINS = 4096;
 constexpr u32 MAX_CANDIDATES = 512;  // keys in the bin of the top_k-th that are compared one by one
-constexpr u32 MAX_BLOCKS = 256;      // that share the keys of one slot
-constexpr u32 ALONE = 0xffffffffu;   // as a quota: one block has chosen by itself
+constexpr u32 MAX_BLOCKS = 256;      // blocks that share the keys of a slot
+constexpr u32 ALONE = 0xffffffffu;   // a quota that says: one block has chosen by itself
 constexpr int UNIT_KEYS = 4;         // group scores are read and written four at a time
 constexpr int CHUNK_KEYS = 1024;     // the blocks of a slot share out whole chunks
 
-constexpr int TILE_KEYS = CHUNK_KEYS;  // of which a warp makes the statistics
-constexpr float NOT_LISTED = -0.0f;    // in place of a score: no list holds the key; no sum of scores is -0.0
+constexpr int TILE_KEYS = CHUNK_KEYS;  // keys of a warp's statistics
+constexpr float NOT_LISTED = -0.0f;    // in place of a score if no list holds the key; no sum of scores is -0.0
 
 __device__ __forceinline__ bool is_listed(float score) { return __float_as_uint(score) != 0x80000000u; }
 
 struct TileStatistics {
     float top;    // largest score of a listed key
-    float total;  // sum over listed keys of 2 ** (slope * (score - top)); of a single query the least score
+    float total;  // sum over listed keys of 2 ** (slope * (score - top)); for a single query row, the least score
 };
 
-// For the whole warp, of the lanes' scores: score i is of key `key` + 32 i. Of a single query, of keys that may be chosen: nothing
-// else is asked of them than where to look for the last that is.
+// By the whole warp, from the lanes' scores: score i is that of key `key` + 32 i. For a single query row, only from keys that may be
+// chosen: there the statistics only bound where the top_k-th score is looked for.
 template <int NUM>
 __device__ __forceinline__ TileStatistics tile_statistics(float (&scores)[NUM], int key, float slope, const Context& context) {
     float top = -1.0f / 0.0f, bottom = 1.0f / 0.0f, total = 0;
@@ -48,26 +48,26 @@ __device__ __forceinline__ TileStatistics tile_statistics(float (&scores)[NUM], 
     return {top, sum_over_warp(total)};
 }
 
-// What the launches of one slot leave for each other. The first one clears the counts.
+// What the launches leave for each other, for one slot. The first one clears the counts.
 struct alignas(16) Choice {
     u32 bins[NUM_BINS];
     u32 num_listed;  // keys that may be chosen
     u32 num_candidates;
     u32 quota;               // how many of the candidates fit
-    float bottom, top;       // of a single query: its scores of keys that may be chosen
+    float bottom, top;       // for a single query row: the least and the largest score of keys that may be chosen
     u32 above[MAX_BLOCKS];   // keys above the bin, by block
     u32 group_scores[MAX_CANDIDATES];
     u32 keys[MAX_CANDIDATES];
 };
 
-// Part of it, by one of as many blocks.
+// Clear the counts: each of num_parts blocks, one part.
 __device__ __forceinline__ void clear_counts(Choice& choice, int part, int num_parts) {
     uint4* bins = reinterpret_cast<uint4*>(choice.bins);
     for (int i = part * THREADS + threadIdx.x; i < NUM_BINS / 4; i += num_parts * THREADS) bins[i] = make_uint4(0, 0, 0, 0);
     if (part == 0 && threadIdx.x == 0) choice.num_listed = choice.num_candidates = 0;
 }
 
-// Group scores from `low` to `last`, counted in NUM_BINS bins of 2 ** shift; the last bin also has what does not fit below it.
+// Group scores from `low` to `last`, counted in NUM_BINS bins of 2 ** shift; the last bin also counts those past the bins.
 struct Range {
     u32 low, last, shift;
 
@@ -84,7 +84,7 @@ struct Range {
         count(four.w, bins);
     }
 
-    // What lies in the boundary's bin, or below all bins.
+    // The group scores in the boundary's bin, or below all bins.
     __device__ __forceinline__ Range of(const Boundary& boundary) const {
         if (boundary.inside == 0) return {1, low - 1, 0};
         const u32 first = low + (boundary.bin << shift);
@@ -92,7 +92,7 @@ struct Range {
     }
 };
 
-// Positive numbers order like their bits and negative ones backwards: bits that order all of them.
+// Positive floats order like their bits and negative ones backwards: bits that order all of them.
 __device__ __forceinline__ u32 ordered_bits(float score) {
     const u32 bits = __float_as_uint(score);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -101,17 +101,17 @@ __device__ __forceinline__ float score_of(u32 ordered) {
     return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
 }
 
-// Where the top_k-th group score is looked for first; if it is not there, one block looks further.
+// The bins in which the top_k-th group score is looked for first; if it is in none, one block looks further.
 //
-// Of a group, the group scores of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
-// below that, in bins of 1/128 octave. A single query's scores lie on both sides of zero: from the least to the largest, in bins
-// of equal width.
+// For several query rows, the group scores of all keys sum up to GROUP_SIZE (before scaling), so the top_k-th is at most GROUP_SIZE / top_k: the bins
+// cover 32 octaves below that, 1/128 octave each. A single query row's scores lie on both sides of zero: bins of equal width cover
+// them from the least to the largest.
 struct FirstBins {
     Range of_group;
     float bottom, per_unit;
     u32 lowest, highest;
 
-    // bottom, top: a single query's scores of keys that may be chosen
+    // bottom, top: for a single query row, the least and the largest score of keys that may be chosen
     __device__ __forceinline__ FirstBins(const Context& context, float bottom, float top)
         : bottom(bottom), per_unit((NUM_BINS - 1) / (top - bottom)), lowest(ordered_bits(bottom)), highest(ordered_bits(top)) {
         const u32 largest = __float_as_uint(exp2f(HEADROOM) * (1.01f * GROUP_SIZE) / context.top_k);
@@ -125,19 +125,19 @@ struct FirstBins {
             if (words[i] >= lowest && words[i] > 0) atomicAdd(&bins[bin_of(words[i])], 1u);
     }
 
-    // What lies in the boundary's bin, or below all bins.
+    // The group scores in the boundary's bin, or below all bins.
     __device__ __forceinline__ Range of(const Boundary& boundary) const {
         if (GROUP_SIZE > 1) return of_group.of(boundary);
         if (boundary.inside == 0) return {1, lowest - 1, 0};
         return {first_of(boundary.bin), boundary.bin == NUM_BINS - 1 ? 0xffffffffu : first_of(boundary.bin + 1) - 1, 0};
     }
 
-    // Of a single query's; grows with the score.
+    // For a single query row; grows with the score.
     __device__ __forceinline__ u32 bin_of(u32 group_score) const {
         if (group_score >= highest) return NUM_BINS - 1;
         return static_cast<u32>(fminf(fmaxf((score_of(group_score) - bottom) * per_unit, 0.0f), NUM_BINS - 1));
     }
-    // The least that is in that bin, or in a higher one.
+    // The least group score in that bin or in a higher one.
     __device__ __forceinline__ u32 first_of(u32 bin) const {
         u32 low = lowest, high = highest;
         while (low < high) {
@@ -149,7 +149,7 @@ struct FirstBins {
     }
 };
 
-// Group scores, with 0 for keys that may not be chosen; key: the first of the four, in the context.
+// The group scores of four keys, 0 for those that may not be chosen; key: the first of them, in the context.
 __device__ __forceinline__ uint4 eligible_only(uint4 four, int key, const Context& context) {
     if (key >= context.sink_end && key + 3 < context.window_start) return four;
     auto eligible = [&](int k) { return k >= context.sink_end && k < context.window_start; };
@@ -157,7 +157,7 @@ __device__ __forceinline__ uint4 eligible_only(uint4 four, int key, const Contex
                       eligible(key + 3) ? four.w : 0);
 }
 
-// Which of four keys lie above the range, or in it: a bit for each.
+// A bit for each of four keys: whether it is above the range, or in it.
 __device__ __forceinline__ u32 keys_above(uint4 four, const Range& range) {
     return (four.x > range.last) | (four.y > range.last) << 1 | (four.z > range.last) << 2 | (four.w > range.last) << 3;
 }
@@ -165,7 +165,7 @@ __device__ __forceinline__ u32 keys_inside(uint4 four, const Range& range) {
     return range.holds(four.x) | range.holds(four.y) << 1 | range.holds(four.z) << 2 | range.holds(four.w) << 3;
 }
 
-// The chunks of keys of one block of `find` and of `write`: both share them out alike.
+// The chunks of keys of a block: `find` and `write` divide them alike.
 struct Part {
     int first_key, num_keys;  // the last part may reach into the padding
 
@@ -177,7 +177,7 @@ struct Part {
     }
 };
 
-// How many keys are wanted: what was planned, or as many as are listed.
+// How many keys to choose: top_k, or all that are listed if they are fewer.
 __device__ __forceinline__ int num_wanted(const Context& context, const Choice& choice) {
     return min(context.top_k, static_cast<int>(choice.num_listed));
 }

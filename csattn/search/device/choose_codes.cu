@@ -1,9 +1,10 @@
-// Third launch of a search over a sketch: the choice. Of one slot, BLOCKS blocks have neighbouring keys each. In integers throughout,
-// so that neither the device nor how keys are shared out makes a difference: see csattn.sketch.reference.group_scores.
+// Third launch over a sketch: the choice. BLOCKS blocks share a slot, with neighbouring keys each. All arithmetic is on integers, so
+// neither the device nor the division of keys makes a difference: see csattn.sketch.reference.group_scores.
 //
-// Group scores are counted in bins, one for each where there is room, from the greatest that there may be down to one that as many keys as
-// are wanted certainly reach. Every block posts, for each bin, how many of its keys are in it or in a higher one. Once they have met,
-// each looks up for itself where the last one to choose lies, and how many the blocks before it choose.
+// A radix select: group scores are counted in bins, one for each score if there is room, from the greatest possible down to one that as
+// many keys as are wanted certainly reach. Every block posts the prefix sums of its counts: for each bin, how many of its keys are in it
+// or in a higher one. After a barrier, each block finds for itself the bin of the last key to choose, and how many keys the blocks before
+// it choose.
 
 #include "codes.cuh"
 
@@ -11,14 +12,14 @@ constexpr u32 NUM_BINS = 4096;
 constexpr int TOTAL_BITS = 24, LOG_BITS = 16;  // of reference.normaliser
 constexpr int UNIT_KEYS = 8;                   // 16 bytes of scores
 constexpr u32 MARKED = 65535, LEAST = 1;       // group scores, in 16 bits; 0: may not be chosen
-constexpr u32 TWICE = 0x00010001u;             // times a number of 16 bits: twice side by side
-constexpr u32 EACH = NUM_BINS / THREADS / 4;  // times four bins of a thread
+constexpr u32 TWICE = 0x00010001u;             // times a number of 16 bits: the number in both halves
+constexpr u32 EACH = NUM_BINS / THREADS / 4;  // a thread's bins, by fours
 static_assert(EACH * 4 * THREADS == NUM_BINS, "threads share out the bins");
-// A bin is found in two steps: among samples, one for each piece of bins, then in a piece.
+// A bin is found in two steps: first its piece of neighbouring bins, by one sample of each piece, then the bin in this piece.
 constexpr u32 SAMPLES = THREADS / BLOCKS, PIECE = NUM_BINS / SAMPLES;
 static_assert(BLOCKS <= 16, "half a warp has all blocks' counts of a bin");
 
-// The neighbouring keys of one block, in units, and of a warp of it.
+// The neighbouring keys of a block and of one of its warps, in units.
 struct Share {
     int of_block, first, end;
 
@@ -31,8 +32,8 @@ struct Share {
         end = min(end_of_block, first + of_warp);
     }
 
-    // use(unit) for the units that are the thread's, TOGETHER of whose loads are under way at a time. Nothing else is unrolled: it
-    // gains nothing, and five kernels a layer are many instructions.
+    // use(unit) for each of the thread's units, with TOGETHER loads in flight. Nothing else is unrolled: it gains nothing, and five
+    // kernels a layer are many instructions.
     template <int TOGETHER, class Use> __device__ __forceinline__ void for_each(Use use) const {
 #pragma unroll TOGETHER
         for (int unit = first + threadIdx.x % 32; unit < end; unit += 32) use(unit);
@@ -44,13 +45,14 @@ __device__ __forceinline__ u32 greatest_of(const uint4& eight) {
     return max(both & 0xffffu, both >> 16);
 }
 
-// Group scores are scores less what their query's normaliser is more than the least of them. See reference.normaliser.
+// The normalisers of a group's queries: see reference.normaliser. A score minus its query's normaliser, plus the least normaliser of the
+// group, is its share in the softmax, as a score; a key's group score is the greatest of these.
 struct Normalisers {
     int found[GROUP_SIZE];
     int tops[GROUP_SIZE], floors[GROUP_SIZE];  // no score reaches the top; as many eligible keys as are wanted reach the floor
 
-    // By one warp each. four: the lane's of its NUM_OCTAVES counts of units, by their greatest score; enough: that many units
-    // have as many eligible keys as are wanted.
+    // By one warp for each query. four: the lane's of the query's NUM_OCTAVES counts of units, by their greatest score; enough: so many
+    // units certainly have as many eligible keys as are wanted.
     __device__ __forceinline__ void find(const uint4& four, int exponent, u32 enough) {
         const int lane = threadIdx.x % 32;
         if (const int g = threadIdx.x / 32; g < GROUP_SIZE) {
@@ -65,7 +67,7 @@ struct Normalisers {
             const u64 high = __reduce_add_sync(ALL_LANES, static_cast<u32>(of_octaves >> 16));  // fits: units are few
             const u64 total = (high << 16) + low;
             const u32 of_lane = four.x + four.y + four.z + four.w, up_to = sum_up_to_lane(of_lane);
-            u32 reached = __shfl_sync(ALL_LANES, up_to, 31) - up_to, floor = 0;  // units above the lane's octaves
+            u32 reached = __shfl_sync(ALL_LANES, up_to, 31) - up_to, floor = 0;  // units in octaves above the lane's
             for (int i = 3; i >= 0; --i) {
                 reached += word_of(four, i);
                 if (floor == 0 && reached >= enough) floor = 4 * lane + i;
@@ -77,7 +79,8 @@ struct Normalisers {
             floors[g] = floor == 0 ? 0 : BIAS + first_score(static_cast<int>(floor), exponent);
         }
     }
-    // Where a query's scores reach octaves that are not counted, by the whole block: of all its units again. scratch: [WARPS].
+    // By the whole block, if a query's scores reach octaves that are not counted: find its normaliser from all its units. scratch:
+    // [WARPS].
     __device__ __forceinline__ void find_again(int g, const uint4* scores, int num_units, int exponent, u32* scratch) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         u32 greatest = 0, low, high;
@@ -102,16 +105,16 @@ struct Normalisers {
         const long long log = static_cast<long long>(top + whole - TOTAL_BITS - 1) * (1 << LOG_BITS) + static_cast<long long>(total >> (whole - LOG_BITS));
         return static_cast<int>(log >> (LOG_BITS + exponent));
     }
-    // Of an octave; rounded down.
+    // The first score of an octave, rounded down.
     __device__ __forceinline__ static int first_score(int place, int exponent) {
         return (place + LEAST_OCTAVE) * (1 << max(-exponent, 0)) >> max(exponent, 0);
     }
 };
 
-// Of a group's scores, in 16 bits.
+// How group scores are made of a group's scores, in 16 bits.
 struct GroupScores {
-    u32 least[GROUP_SIZE];  // what is taken off a query's scores, twice side by side
-    u32 top, floor;         // no group score is greater; as many keys as are wanted reach it
+    u32 least[GROUP_SIZE];  // what is subtracted from a query's scores, in both halves
+    u32 top, floor;         // no group score exceeds top; as many eligible keys as are wanted reach floor
 
     __device__ __forceinline__ GroupScores() : top(MARKED), floor(LEAST) {
         for (int g = 0; g < GROUP_SIZE; ++g) least[g] = 0;
@@ -131,13 +134,13 @@ struct GroupScores {
 
 __device__ __forceinline__ u32 less(u32 scores, u32 least) { return __vmaxu2(scores, least) - least; }
 
-// Which of the keys may be chosen: all ones in their halves of words.
+// Which of two keys may be chosen: all ones in their halves of a word.
 __device__ __forceinline__ u32 eligible(int key, const Context& context) {
     return (key >= context.sink_end && key < context.window_start ? 0xffffu : 0u) |
            (key + 1 >= context.sink_end && key + 1 < context.window_start ? 0xffff0000u : 0u);
 }
 
-// Of eight keys, in 16 bits each, none of them marked.
+// The group scores of eight keys, in 16 bits each, as if none were marked.
 __device__ __forceinline__ uint4 group_scores_of(const uint4* scores, long long plane, int unit, const u32* least, const Context& context) {
     u32 words[4] = {LEAST * TWICE, LEAST * TWICE, LEAST * TWICE, LEAST * TWICE};
 #pragma unroll
@@ -156,7 +159,7 @@ __device__ __forceinline__ uint4 group_scores_of(const uint4* scores, long long 
     return all;
 }
 
-// Of eight keys, some of them marked; what may not be chosen stays 0.
+// The group scores of eight keys with those of marked ones set to MARKED; 0, if a key may not be chosen, stays.
 __device__ __forceinline__ uint4 with_marks(const uint4& eight, u32 marked) {
     uint4 words = eight;
 #pragma unroll 1
@@ -168,7 +171,7 @@ __device__ __forceinline__ uint4 with_marks(const uint4& eight, u32 marked) {
     return words;
 }
 
-// Group scores from `lowest` on, the highest first, in bins of 2 ** shift. Where it is open, the first bin also has what is above `highest`.
+// Bins of 2 ** shift for group scores from `lowest` on, the highest first. If is_open, the first bin also has those above `highest`.
 struct Bins {
     u32 highest, lowest, shift;
     bool is_open;
@@ -180,18 +183,18 @@ struct Bins {
     __device__ __forceinline__ bool has(u32 group_score) const { return group_score >= lowest && (group_score <= highest || is_open); }
     __device__ __forceinline__ u32 bin_of(u32 group_score) const { return highest - min(group_score, highest) >> shift; }
     __device__ __forceinline__ bool is_one_score(u32 bin) const { return shift == 0 && !(is_open && bin == 0 && highest < MARKED); }
-    // Of one bin, in bins again.
+    // One bin, divided into bins again.
     __device__ __forceinline__ Bins of_bin(u32 bin) const {
         const u32 top = highest - (bin << shift), width = min(1u << shift, top - lowest + 1);
         return over(is_open && bin == 0 ? MARKED : top, top + 1 - width, false);
     }
 };
 
-// The blocks of a slot. All of them run at the same time: together, slots have no more than the device has room for.
+// A barrier of the blocks of a slot. All of them run at the same time: all slots together have no more than the device has room for.
 struct Meeting {
-    u32* num_arrived;  // goes on counting from launch to launch
+    u32* num_arrived;  // keeps counting from launch to launch
 
-    // What any of their threads wrote to memory before is seen by all of them after.
+    // Wait for all blocks. What any of their threads wrote to memory before, all of them see afterwards.
     __device__ __forceinline__ void meet() const {
         __syncthreads();
         if (BLOCKS == 1) return;
@@ -203,12 +206,12 @@ struct Meeting {
     }
 };
 
-// What all blocks of a slot have in bins, in turns of two for the rounds of a search.
+// The posted counts of all blocks of a slot, double-buffered: rounds alternate.
 struct Counts {
-    u32 (*posted)[BLOCKS][NUM_BINS];  // [2]: up to each bin
+    u32 (*posted)[BLOCKS][NUM_BINS];  // [2]: keys in each bin or a higher one
     u32 sampled[THREADS], in_piece[PIECE * BLOCKS], scratch[WARPS];
 
-    // For the whole block: post its counts, which become 0.
+    // By the whole block: post the prefix sums of its counts, and clear these.
     __device__ __forceinline__ void post(uint4* counts, int round) {
         uint4* mine = counts + threadIdx.x * EACH;
         uint4 up_to[EACH];
@@ -227,19 +230,19 @@ struct Counts {
             to[i] = make_uint4(before + up_to[i].x, before + up_to[i].y, before + up_to[i].z, before + up_to[i].w);
     }
 
-    // The sum over blocks of a count of each, by neighbouring lanes.
+    // The sum of a count over all blocks, which neighbouring lanes have.
     __device__ __forceinline__ static u32 over_blocks(u32 count) {
         for (u32 step = 1; step < BLOCKS; step <<= 1) count += __shfl_xor_sync(ALL_LANES, count, step);
         return count;
     }
 
     struct Found {
-        u32 bin;                               // of the wanted one
-        u32 above;                             // how many are in the bins before
-        u32 above_in_before, equal_in_before;  // of those, and of the bin's, how many the blocks before have
+        u32 bin;                               // of the wanted key
+        u32 above;                             // keys in higher bins
+        u32 above_in_before, equal_in_before;  // of those, and of the bin's, how many the blocks before this one have
     };
 
-    // For the whole block, when all have posted; as many as are wanted are counted.
+    // By the whole block, when all have posted; at least as many keys as are wanted must be counted.
     __device__ __forceinline__ Found find(u32 wanted, int round) {
         const u32 rank = threadIdx.x % BLOCKS, place = threadIdx.x / BLOCKS, lane = threadIdx.x % 32;
         const u32* of_rank = posted[round % 2][rank];
@@ -262,7 +265,7 @@ struct Counts {
         sum_before(before, scratch, at);
         at /= BLOCKS;
         Found found{piece * PIECE + at, 0, 0, 0};
-        u32 up_to = 0, above = 0;  // of block `lane`: up to the bin, and before it
+        u32 up_to = 0, above = 0;  // of block `lane`: keys in the bin or above, and above it
         if (lane < BLOCKS) {
             up_to = in_piece[at * BLOCKS + lane];
             above = at > 0 ? in_piece[(at - 1) * BLOCKS + lane] : piece > 0 ? sampled[(piece - 1) * BLOCKS + lane] : 0;
@@ -270,15 +273,16 @@ struct Counts {
         found.above = __reduce_add_sync(ALL_LANES, above);
         found.above_in_before = __reduce_add_sync(ALL_LANES, lane < blockIdx.x ? above : 0);
         found.equal_in_before = __reduce_add_sync(ALL_LANES, lane < blockIdx.x ? up_to - above : 0);
-        __syncthreads();  // others may still read what the next search writes
+        __syncthreads();  // others may still read what the next call writes
         return found;
     }
 };
 
-// The upper bits of those halves of a word that are not 0.
+// The highest bit of each half of a word that is not 0.
 __device__ __forceinline__ u32 some_in_halves(u32 word) { return ((word & 0x7fff7fffu) + 0x7fff7fffu | word) & 0x80008000u; }
 
-// Of eight keys, a bit for each whose group score is above the last, at 8 one for each whose is equal. Key 2 i + h is bit i + 4 h.
+// Of eight keys, a bit for each whose group score is above `last`, and from bit 8 on one for each whose is equal. Key 2 i + h has bit
+// i + 4 h.
 __device__ __forceinline__ u32 above_and_equal(const uint4& eight, u32 last) {
     u32 not_equal = 0, above = 0;
 #pragma unroll
@@ -290,7 +294,7 @@ __device__ __forceinline__ u32 above_and_equal(const uint4& eight, u32 last) {
     const u32 equal = ~not_equal;
     return (above >> 12 & 0xfu) | (above >> 24 & 0xf0u) | (equal >> 4 & 0xf00u) | (equal >> 16 & 0xf000u);
 }
-// How many they are: those above, and 2 ** 16 times those equal.
+// The number of keys above, plus 2 ** 16 times that of equal ones.
 __device__ __forceinline__ u32 count_both(u32 bits) { return __popc(bits & 0xffu) | __popc(bits >> 8) << 16; }
 
 struct AboveAndEqual {
@@ -307,8 +311,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const Sketch* sketches,   // [num_contexts], of this layer
     const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
     const uint4* scores, long long max_keys,  // as score_codes writes them
-    const u32* octaves,       // [slots, GROUP_SIZE, NUM_OCTAVES], likewise
-    uint4* set_aside,         // [slots, max_keys / UNIT_KEYS], where a block's group scores do not fit into its memory
+    const u32* octaves,       // [slots, GROUP_SIZE, NUM_OCTAVES], as score_codes writes them
+    uint4* set_aside,         // [slots, max_keys / UNIT_KEYS], if a block's group scores do not fit into its shared memory
     u32* num_arrived,         // [slots, 32]: see `Meeting`
     u32* posted,              // [slots, 2, BLOCKS, NUM_BINS]: see `Counts`
     int* kv_indices,          // [batch_size, num_index_heads, max_top_k], written
@@ -343,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const long long plane = max_keys / UNIT_KEYS;
     scores += slot * GROUP_SIZE * plane;
     uint4* group_scores = (IN_SHARED ? memory : set_aside + slot * plane + share.of_block) - share.of_block;
-    const int resident = context.sink_end + context.num_keys - context.window_start;  // in so many units, and two more at most
+    const int resident = context.sink_end + context.num_keys - context.window_start;  // in fewer than resident / UNIT_KEYS + 4 units
     if (GROUP_SIZE > 1) normalisers.find(of_octaves, exponent, wanted + resident / UNIT_KEYS + 4);
     __syncthreads();
 #pragma unroll 1
@@ -354,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const GroupScores of_scores = GROUP_SIZE > 1 ? GroupScores(normalisers) : GroupScores();
     if (marks) marks += head * static_cast<long long>((context.num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS) * (BLOCK_KEYS / 8);
 
-    // the group score of the last that is chosen
+    // find the group score of the last key that is chosen
     Bins bins = Bins::over(of_scores.top, of_scores.floor, true);
     auto count = [&](uint4 eight) {
         if (greatest_of(eight) < bins.lowest) return;
@@ -385,9 +389,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
         if (is_one_score) break;
         share.for_each<1>([&](int unit) { count(group_scores[unit]); });
     }
-    const u32 last = bins.lowest, quota = wanted - above;  // of the keys with the same group score as the last one, so many
+    const u32 last = bins.lowest, quota = wanted - above;  // quota: how many of the keys with that group score are chosen
 
-    // which they are, and how many in the warps before
+    // find the keys above and equal, and how many the warps before have
     u32 here = 0;
     share.for_each<1>([&](int unit) {
         const u32 bits = above_and_equal(group_scores[unit], last);

@@ -1,11 +1,11 @@
-// Products of queries with the codes of a sketch's keys: see csattn.sketch.codes for how codes lie in memory, and
-// `place_of_piece` for how a device has them.
+// Products of queries with the codes of a sketch's keys, on tensor cores. csattn.sketch.codes defines how codes lie in memory,
+// `place_of_piece` in which order a device has them.
 //
-// Compiled for FINE and COARSE, the words of a key, and TILE_KEYS, those that are summed up together.
+// Compiled for FINE and COARSE, the words of 4-bit and of 2-bit codes of a key, and TILE_KEYS, the keys that are summed together.
 //
-// On tensor cores: rows are up to 16 queries, in two octets, columns are keys; of both, a lane has row r = lane / 4 (of each
-// octet) and, in its registers, what c = lane % 4 says. A lane reads, of 32 keys, words c, c + 4, ... of the four keys 4 r ...,
-// and gets scores of the eight keys 8 c ...
+// The rows of a product are up to 16 queries, in two octets; its columns are keys. A lane holds operands of row r = lane / 4 (of each
+// octet) and of column r; c = lane % 4 says which. Of 32 keys it reads words c, c + 4, ... of the four keys from 4 r on, and gets the
+// scores of the eight keys from 8 c on.
 #pragma once
 
 #include "common.cuh"
@@ -16,16 +16,16 @@ constexpr int WORDS = FINE + COARSE, COORDS = 8 * FINE + 16 * COARSE;
 constexpr int FINE_GROUPS = (FINE + 3) / 4, COARSE_GROUPS = (COARSE + 3) / 4;  // of four words, one for each c
 constexpr int WORD_GROUPS = FINE_GROUPS + COARSE_GROUPS;
 constexpr int PRODUCTS = FINE_GROUPS + 2 * COARSE_GROUPS;  // of 32 coordinates each
-constexpr int SUMS = 32 * FINE_GROUPS + 4;  // of a query over keys: see `ValueSums`
+constexpr int SUMS = 32 * FINE_GROUPS + 4;  // sums of a query over keys: see `ValueSums`
 constexpr int LEAST_OCTAVE = -32;  // of reference.normaliser
-constexpr int NUM_OCTAVES = 128;   // that are counted: the last one has what is above it, too
-constexpr int BIAS = 32768;                 // scores are stored without sign, in 16 bits
-constexpr int SCORE_BITS = 0x4b000000 + BIAS;  // of a score of 0: as a float, it is 2 ** 23 + BIAS + score
+constexpr int NUM_OCTAVES = 128;   // in which scores are counted: the last one also has those above it
+constexpr int BIAS = 32768;                 // added to scores, which are stored unsigned, in 16 bits
+constexpr int SCORE_BITS = 0x4b000000 + BIAS;  // the bits of a score of 0: as a float, a score is 2 ** 23 + BIAS + score
 
-// A context's sketch of one layer. Addresses come from a table in device memory, so that a captured graph follows them when
-// another context takes the place.
+// The addresses of a context's sketch of one layer. They are read from a table in device memory, so that a captured graph follows
+// them when another context takes the place.
 struct Sketch {
-    const u32* codes;               // [num_heads, num_blocks, WORDS, BLOCK_KEYS], in places of `place_of_piece`
+    const u32* codes;               // [num_heads, num_blocks, WORDS, BLOCK_KEYS]: see `place_of_piece`
     const int* segment_starts;      // [num_segments]
     const float* key_mean;          // [num_heads, num_segments, HEAD_DIM]
     const u16* query_transform;     // [num_heads, num_segments, HEAD_DIM, COORDS] halves
@@ -34,10 +34,10 @@ struct Sketch {
     const u8* marks;                // [num_heads, num_blocks, BLOCK_KEYS / 8]
     long long num_segments;
 
-    // For `wait_then_let_next_start`: the table has been read.
+    // For `wait_then_let_next_start`: depends on the table having been read.
     __device__ __forceinline__ u32 low_bits() const { return static_cast<u32>(reinterpret_cast<u64>(codes)); }
 
-    // For the whole warp: the segment that a key lies in.
+    // By the whole warp: the segment of a key.
     __device__ __forceinline__ int segment_of(int key) const {
         int found = 0;
 #pragma unroll 1
@@ -52,17 +52,17 @@ struct Sketch {
     }
 };
 
-// The queries of a batch, as project_queries leaves them, in octaves.
+// The queries of a batch, in octaves, as project_queries leaves them.
 struct Queries {
     const float* coordinates;  // [slots, max_segments, GROUP_SIZE, COORDS]: what a step of a code adds to a logit
     const float* means;        // [slots, max_segments, GROUP_SIZE]: products with the mean keys
-    const u8* asked;           // [slots, GROUP_SIZE, max_segments]: units asked for, 2 ** (asked - LARGEST_EXPONENT); UNSOUND
-    long long max_segments;    // whole pieces of 16
+    const u8* asked;           // [slots, GROUP_SIZE, max_segments]: units needed, 2 ** (asked - LARGEST_EXPONENT); or UNSOUND
+    long long max_segments;    // a multiple of 16
 };
 constexpr int LARGEST_EXPONENT = 15;  // of a unit of score; the least is its negative
-constexpr u8 UNSOUND = 255;           // of a query that is not finite: it has no say, and its scores are 0
+constexpr u8 UNSOUND = 255;           // of a query that is not finite or too large: the unit ignores it, its scores are 0
 
-// Of bytes, the greatest in each half.
+// In each half, the greatest of `halves` and the half's two bytes.
 __device__ __forceinline__ u32 greatest_bytes(u32 bytes, u32 halves) {
     return __vmaxu2(halves, __vmaxu2(bytes & 0x00ff00ffu, bytes >> 8 & 0x00ff00ffu));
 }
@@ -73,7 +73,7 @@ struct Unit {
     u32 sound = 0;  // a bit for each query
 
     Unit() = default;
-    // By four neighbouring lanes; all lanes of the warp take part.
+    // By every four neighbouring lanes; all lanes of the warp take part.
     __device__ __forceinline__ Unit(const Queries& queries, int slot) {
         const int num_pieces = static_cast<int>(queries.max_segments / 16);
         const uint4* asked = reinterpret_cast<const uint4*>(queries.asked) + slot * GROUP_SIZE * num_pieces;
@@ -101,12 +101,12 @@ struct Unit {
     __device__ __forceinline__ float per_octave() const { return __int_as_float(127 - exponent << 23); }
 };
 
-// Up to 16 queries in integers.
+// Up to 16 queries as integers.
 struct QueryRows {
     u32 multipliers[PRODUCTS][4];
-    int offsets[4];    // in each octet, twice
-    float slopes[2];   // octaves of a unit of score
-    int exponents[2];  // of that power of two
+    int offsets[4];    // twice for each octet
+    float slopes[2];   // octaves of a unit of score, a power of two
+    int exponents[2];  // its exponent
 
     // The first of the lane's eight neighbouring coordinates in a product; COORDS where it has none.
     __device__ __forceinline__ static int coordinate(int product) {
@@ -116,7 +116,7 @@ struct QueryRows {
         return word < COARSE ? 8 * FINE + 16 * word + (product - FINE_GROUPS) % 2 * 8 : COORDS;
     }
 
-    // Four signed bytes.
+    // Four numbers times factor, rounded to signed bytes.
     __device__ __forceinline__ static u32 rounded(float4 x, float factor) {
         const u32 low = __byte_perm(__float2int_rn(x.x * factor), __float2int_rn(x.y * factor), 0x0040);
         const u32 high = __byte_perm(__float2int_rn(x.z * factor), __float2int_rn(x.w * factor), 0x0040);
@@ -125,11 +125,11 @@ struct QueryRows {
     // The sum of four signed bytes.
     __device__ __forceinline__ static int sum_of_bytes(u32 bytes) { return __dp4a(static_cast<int>(bytes), 0x01010101, 0); }
 
-    // The lane's row of an octet in a segment; any query where it has none. unit: of the slot. All lanes of the warp take part.
+    // Load the lane's row of an octet for a segment; if it has none, any query. unit: of the slot. All lanes of the warp take part.
     __device__ __forceinline__ void load(int octet, const Queries& queries, const Unit& unit, int slot, int g, int segment) {
         const long long of_slot = slot * queries.max_segments * GROUP_SIZE, of_segment = of_slot + segment * GROUP_SIZE + g;
         const float4* row = reinterpret_cast<const float4*>(queries.coordinates + of_segment * COORDS);
-        float4 fours[PRODUCTS][2];  // all that is loaded is asked for before any of it is needed
+        float4 fours[PRODUCTS][2];  // all loads are issued before any result is used
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
             const int first = coordinate(i) < COORDS ? coordinate(i) / 4 : 0;
@@ -137,7 +137,7 @@ struct QueryRows {
         }
         const float mean = __ldcg(queries.means + of_segment), first_mean = __ldcg(queries.means + of_slot + g);
         const float per_octave = unit.sound >> g & 1 ? unit.per_octave() : 0.0f;
-        int excess = 0;  // twice what codes stand for when they are 0
+        int excess = 0;  // twice what a key with all codes 0 would subtract: a code u stands for u - 7.5 or u - 1.5
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
             const float factor = coordinate(i) < COORDS ? per_octave : 0.0f;
@@ -152,7 +152,7 @@ struct QueryRows {
         offsets[2 * octet] = offsets[2 * octet + 1] = SCORE_BITS + shift - (excess >> 1);
         slopes[octet] = unit.octaves(), exponents[octet] = unit.exponent;
     }
-    // Where there are no queries in the second octet.
+    // If there are no queries in the second octet.
     __device__ __forceinline__ void clear_second() {
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) multipliers[i][1] = multipliers[i][3] = 0;
@@ -161,7 +161,7 @@ struct QueryRows {
     }
 };
 
-// d = c + the products of one key's words with the rows.
+// d = c + the products of the rows with word t of each group: those of one of the lane's four keys.
 __device__ __forceinline__ void multiply_words(int (&d)[4], const u32 (&multipliers)[PRODUCTS][4], const uint4 (&words)[WORD_GROUPS], int t,
                                                const int (&c)[4]) {
     constexpr u32 FINE_MASK = 0x0f0f0f0f, COARSE_MASK = 0x03030303;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void multiply_words(int (&d)[4], const u32 (&multipli
     }
 }
 
-// Scores of 32 keys, as SCORE_BITS + score: scores[o][i] is that of key 8 c + i with the lane's row of octet o.
+// The scores of 32 keys, as SCORE_BITS + score: scores[o][i] is that of key 8 c + i with the lane's row of octet o.
 template <int OCTETS>
 __device__ __forceinline__ void score_half(const uint4 (&words)[WORD_GROUPS], const QueryRows& rows, u32 (&scores)[OCTETS][8]) {
 #pragma unroll
@@ -195,8 +195,8 @@ __device__ __forceinline__ void score_half(const uint4 (&words)[WORD_GROUPS], co
     }
 }
 
-// The rows of an octet of which each is there twice, 16 lanes apart: the first ones for 32 keys, the second ones for 32 others.
-// What a lane has no part in meets multipliers of 0.
+// Up to four rows, each twice in an octet, 16 lanes apart: the first copies score 32 keys, the second copies 32 others. Multipliers
+// of 0 cancel the keys that are the other copy's.
 struct TwinRows {
     u32 first[PRODUCTS][4], second[PRODUCTS][4];
     int offsets[4];
@@ -213,7 +213,7 @@ struct TwinRows {
 #pragma unroll
         for (int k = 0; k < 4; ++k) offsets[k] = static_cast<int>(in_register(static_cast<u32>(rows.offsets[0])));
     }
-    // A product takes four neighbouring registers. Of equal numbers, or known ones, the compiler keeps one, and copies it every time.
+    // A product takes four neighbouring registers. Equal or constant numbers the compiler would keep once, and copy every time.
     __device__ __forceinline__ static u32 in_register(u32 x) { return __shfl_sync(ALL_LANES, x, threadIdx.x % 32); }
     __device__ __forceinline__ void score(const uint4 (&words)[WORD_GROUPS], const uint4 (&others)[WORD_GROUPS],
                                           u32 (&scores)[1][8]) const {
@@ -227,13 +227,13 @@ struct TwinRows {
     }
 };
 
-// Of a score of 16 bits.
+// The octave of a score in 16 bits.
 __device__ __forceinline__ int octave_of(u32 score, int exponent) {
     const int octave = (static_cast<int>(score) - BIAS) * (1 << max(exponent, 0)) >> max(-exponent, 0);
     return max(octave, LEAST_OCTAVE);
 }
 
-// A score's number, exactly.
+// The exact value of a score that comes as SCORE_BITS + score.
 __device__ __forceinline__ float number_of(u32 score) { return __uint_as_float(score) - (8388608.0f + BIAS); }
 
 __device__ __forceinline__ float weight_of(u32 score, float slope, float exponent) {
@@ -242,16 +242,16 @@ __device__ __forceinline__ float weight_of(u32 score, float slope, float exponen
 
 constexpr int PIECE_KEYS = 4, WORD_PIECES = BLOCK_KEYS / PIECE_KEYS, HALF_PIECES = WORD_PIECES / 2;  // of 16 bytes
 
-// Where a block's piece of a word lies among the word's: such that lanes which read different words, the same pieces of each,
-// read different banks of shared memory. See `DeviceSketch`.
+// Where a block's piece of a word lies among the word's pieces: lanes that read the same pieces of different words then read different
+// banks of shared memory. See `place_codes` of indexes.py.
 __device__ __forceinline__ int place_of_piece(int word, int piece) { return piece ^ 2 * (word % 4); }
 
-// The word that a lane's c stands for in a group; the last of the kind where it has none.
+// The word of a group that lanes with that c have; the last of its kind if there is none.
 __device__ __forceinline__ int word_in_group(int group, int c) {
     return group < FINE_GROUPS ? min(4 * group + c, FINE - 1) : FINE + min(4 * (group - FINE_GROUPS) + c, COARSE - 1);
 }
 
-// What a lane reads of the first half of a block, in bytes: its own words, and those that its sums are made of.
+// The byte offsets of what a lane reads in the first half of a block: its own words, and those that its sums are made of.
 struct LanePlaces {
     u32 own[WORD_GROUPS], summed[FINE_GROUPS];
 
@@ -268,16 +268,16 @@ struct LanePlaces {
     }
 };
 
-// Sums over keys of weights and of weights times codes, by query: bfloat16 products on tensor cores. A code u comes as
-// 128 + u. The rows of a product are coordinates, its columns the queries of an octet: a lane has those of queries 2 c and
-// 2 c + 1. Of a query, number 32 v + 4 r + i is the sum of coordinate `coordinate_of(...)`, the first after them that of weights.
+// Sums over keys of weights, and of weights times codes, by query: bfloat16 products on tensor cores. A code u comes as 128 + u. The
+// rows of a product are coordinates, its columns the queries of an octet: a lane has those of queries 2 c and 2 c + 1. A query's sum
+// number 32 v + 4 r + i is that of coordinate `coordinate_of(number)`; the first after these is that of weights.
 template <int OCTETS> struct ValueSums {
     float of_codes[OCTETS][FINE_GROUPS][2][4], of_ones[OCTETS][4];
 
     __device__ __forceinline__ void clear() {
         for_each([](float& sum, int) { sum = 0; });
     }
-    // use(sum, 0 or 1): of the lane's first or second query
+    // use(sum, 0 or 1), for sums of the lane's first or second query
     template <typename Use> __device__ __forceinline__ void for_each_of(int o, Use use) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -292,7 +292,7 @@ template <int OCTETS> struct ValueSums {
         for (int o = 0; o < OCTETS; ++o) for_each_of(o, use);
     }
 
-    // half: of a block, 32 keys; weights[o]: of the lane's eight keys and row, two by two.
+    // half: 32 keys of a block; weights[o]: of the lane's eight keys and row, in pairs.
     __device__ __forceinline__ void add(const uint4* half, const LanePlaces& places, const u32 (&weights)[OCTETS][4]) {
         const u32 half_of_two = threadIdx.x / 4 % 2 ? 0x7632 : 0x5410;
 #pragma unroll
@@ -317,7 +317,7 @@ template <int OCTETS> struct ValueSums {
             for (int step = 0; step < 2; ++step) multiply_values(of_ones[o], ONES, weights[o][2 * step], weights[o][2 * step + 1]);
     }
 
-    // Of the lane's query 2 c + e of an octet: [SUMS].
+    // Write the sums [SUMS] of the lane's query 2 c + e of an octet.
     __device__ __forceinline__ void store(int o, int e, float* sums) const {
         const int r = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -327,11 +327,11 @@ template <int OCTETS> struct ValueSums {
         if (r == 0) sums[32 * FINE_GROUPS] = of_ones[o][e];
     }
 
-    // One operation, where the compiler keeps a mask in a register.
+    // One instruction, if the compiler keeps a mask in a register.
     __device__ __forceinline__ static u32 code_pair(u32 pair) { return and_or(pair, 0x000f000fu, 0x43004300u); }
 };
 
-// The coordinate of a query's sum number i; it may lie beyond the fine ones.
+// The coordinate of a query's sum number i; it may be past the fine ones.
 __device__ __forceinline__ int coordinate_of(int i) {
     const int r = i % 32 / 4, nibble = i % 4;
     return 8 * (i / 32 * 4 + r / 2) + r % 2 * 2 + nibble % 2 * 4 + nibble / 2;

@@ -1,14 +1,14 @@
-// Group scores of the sums that score_lists makes, counted in bins.
+// Third launch over lists: the keys' group scores, from the sums that score_lists leaves, and their histogram.
 
 #include "choice.cuh"
 
-// What turns a query row's scores into shares.
+// Turns a query row's scores into shares.
 struct Softmax {
-    float top;     // of all listed keys' scores
+    float top;     // the largest score of all listed keys
     float offset;  // HEADROOM - log2(total over all listed keys)
 };
 
-// One warp: all tiles of a query row, in fixed order.
+// By one warp: the softmax over all tiles of a query row, in fixed order.
 __device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float slope) {
     float top = -1.0f / 0.0f, total = 0;
     for (int t = threadIdx.x % 32; t < num_tiles; t += 32) top = fmaxf(top, tiles[t].top);
@@ -18,7 +18,7 @@ __device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float
     return {top, HEADROOM - log2f(sum_over_warp(total))};
 }
 
-// One warp: the least and the largest score of a single query row.
+// By one warp: the least and the largest score of a single query row.
 __device__ float2 merge_ends(const TileStatistics* tiles, int num_tiles) {
     float bottom = 1.0f / 0.0f, top = -1.0f / 0.0f;
     for (int t = threadIdx.x % 32; t < num_tiles; t += 32) bottom = fminf(bottom, tiles[t].total), top = fmaxf(top, tiles[t].top);
@@ -46,13 +46,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     long long window_len,
     double softmax_scale,
     const float* scores,               // as score_lists leaves them
-    const TileStatistics* statistics,  // likewise
+    const TileStatistics* statistics,  // as score_lists leaves them
     uint4* group_scores,               // [batch_size, num_index_heads, max_keys / UNIT_KEYS], written
     long long max_keys,                // whole chunks
-    Choice* choices                    // [batch_size, num_index_heads], counted up
+    Choice* choices                    // [batch_size, num_index_heads], counts added to
 ) {
     __shared__ Softmax rows[GROUP_SIZE];
-    __shared__ float2 ends;  // of a single query
+    __shared__ float2 ends;  // for a single query row
     __shared__ u32 bins[NUM_BINS];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
     const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);

@@ -1,9 +1,9 @@
-// What every kernel of the search needs. Compiled for GROUP_SIZE, HEAD_DIM, THREADS and QUERY: float, or u16 for
-// bfloat16 and (QUERY_IS_HALF) float16. GROUP_SIZE queries share an index head.
+// Shared by all kernels of the search. Compiled for GROUP_SIZE, HEAD_DIM, THREADS and QUERY: float, or u16 for bfloat16
+// and (QUERY_IS_HALF) float16. GROUP_SIZE query heads share an index head.
 //
-// The launches of a search follow each other: of a sketch project_queries, score_codes, choose_codes; of lists
-// match_centroids, score_lists, combine_lists, find_keys, write_keys. What one leaves for the next lies in memory of the
-// search, for each index head of each row of the batch: its number is the `slot`.
+// The launches of a search follow each other, by programmatic dependent launch: over a sketch project_queries, score_codes,
+// choose_codes; over lists match_centroids, score_lists, combine_lists, find_keys, write_keys. What one leaves for the next
+// is in the search's memory, by `slot`: the number of an index head of a row of the batch.
 
 #pragma once
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ float as_float(u16 bits) {
     return QUERY_IS_HALF ? half_as_float(bits) : __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-// What of a context may be chosen.
+// A context, and which of its keys may be chosen.
 struct Context {
     int num_keys;
     int top_k;
@@ -24,7 +24,7 @@ struct Context {
     int window_start;  // keys from it on are resident
 };
 
-// That of row blockIdx.z. An idle row (id -1) has a context of nothing. row_top_ks: null, or K where it is less than its
+// The context of row blockIdx.z, empty for an idle row (id -1). row_top_ks: null, or each row's K, where less than its
 // context's.
 __device__ __forceinline__ Context context_of(const int* context_lens, const int* top_ks, const int* context_ids,
                                               const int* row_top_ks, int sink_len, int window_len) {

@@ -1,4 +1,4 @@
-"""How the kernels of this folder are compiled."""
+"""Compile the kernels of this folder."""
 
 from pathlib import Path
 
@@ -12,22 +12,22 @@ from csattn.table.lists import CHUNK_KEYS
 
 HERE = Path(__file__).parent
 THREADS = 512
-MAX_BLOCKS = 256  # of choice.cuh, as CHUNK_KEYS is, by which lists are stored
+MAX_BLOCKS = 256  # as in choice.cuh, which also repeats CHUNK_KEYS, the unit in which lists are stored
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Where memory is planned and not set aside, on `meta`: of the device that is current."""
+    """Return the device's number of multiprocessors; on `meta`, where memory is only planned, the current device's."""
     return num_multiprocessors(torch.device("cuda") if device.type == "meta" else device)
 
 
 def blocks_of_slot(device: torch.device, num_slots: int, max_keys: int, per_multiprocessor: int) -> int:
-    """Blocks that share out the keys of each slot: together they fill the device once."""
+    """Return how many blocks share the keys of a slot: those of all slots fill the device once."""
     return max(1, min(max_keys // CHUNK_KEYS, MAX_BLOCKS, per_multiprocessor * multiprocessors(device) // num_slots))
 
 
 def require_queries(q: Tensor, shape: IndexShape | RowsShape, batch_size: int, dtype: torch.dtype) -> None:
-    """Raise AssertionError unless q is [batch_size, num_q_heads, head_dim] as kernels were compiled for it."""
+    """Raise AssertionError unless q is [batch_size, num_q_heads, head_dim], contiguous and of that dtype."""
     assert q.is_contiguous() and q.dtype == dtype, f"q is {q.dtype}, or not contiguous"
     expected = batch_size, shape.num_index_heads * shape.group_size, shape.head_dim
     assert q.shape == expected, f"q has shape {tuple(q.shape)}, wanted {expected}"
@@ -42,7 +42,10 @@ def compiled(
     shared_bytes: int = 0,
     **more: int,
 ) -> CudaKernel:
-    """A kernel for indexes, or rows, of that shape."""
+    """Return a kernel compiled for indexes, or plain rows, of this shape.
+
+    Raises ConfigError if a block lacks the shared memory or the queries' dtype is not supported.
+    """
     if shared_bytes > (room := limits().block_bytes):
         raise ConfigError(
             f"{shape.group_size} query heads of {shape.head_dim} dimensions that share a KV head take "

@@ -1,16 +1,16 @@
-// What each query's softmax is of: its products with all keys of its context, which lie where the KV does.
+// The logits of each query: its scaled products with all keys of its context, which are read from the KV.
 //
-// Compiled for GROUP_SIZE, NUM_HEADS, HEAD_DIM, THREADS and QUERY, of which keys are, too; see common.cuh.
+// Compiled for GROUP_SIZE, NUM_HEADS, HEAD_DIM, THREADS and QUERY, which is the keys' type, too; see common.cuh.
 
 #include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) score_rows(
     const QUERY* q,              // [batch_size, NUM_HEADS, GROUP_SIZE, HEAD_DIM]
-    const long long* addresses,  // [num_contexts], of [NUM_HEADS, rows_per_head, 2, HEAD_DIM]: K, then V
+    const long long* addresses,  // [num_contexts] of [NUM_HEADS, rows_per_head, 2, HEAD_DIM]: K, then V
     const int* rows_per_head,    // [num_contexts]
     const int* context_ids,      // [batch_size], -1: idle
     double softmax_scale, long long max_keys,
-    float* logits                // [batch_size, NUM_HEADS, GROUP_SIZE, max_keys], of no key minus infinity
+    float* logits                // [batch_size, NUM_HEADS, GROUP_SIZE, max_keys], written; -inf where there is no key
 ) {
     __shared__ float queries[GROUP_SIZE][HEAD_DIM];
     wait_then_let_next_start();

@@ -1,4 +1,4 @@
-"""The true Top-K on a device, by all keys: what searches are judged by, at its price. See `csattn.selectors.exact`."""
+"""Exact Top-K on a device, from all keys: searches are compared with it. See `csattn.selectors.exact`."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,19 +14,20 @@ from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import RowsShape
 
 THREADS = 256
-BYTES_PER_KEY = 24  # of a head: shares, sorted, with their places
+BYTES_PER_KEY = 24  # of a head: its shares, and these sorted with their places
 
 
 class ExactSearch:
-    """Chooses for a batch as `DeviceSearch` does, among the rows themselves. Rows of a context are chosen, no others.
+    """Chooses rows for a batch as `DeviceSearch` does, but from the keys themselves. Only a context's rows are chosen.
 
-    By the group's summed shares of a softmax over the context's keys; of equal ones the first, NaN as the greatest.
+    A key's rank is by its shares in the softmaxes over the context's keys, summed over the group's queries. Of equal
+    keys the first is chosen; NaN counts as the greatest.
     """
 
     def __init__(
         self,
         shape: RowsShape,
-        sources: Sequence[RowSource],  # of each layer, plain rows of the queries' dtype on the device
+        sources: Sequence[RowSource],  # for each layer: plain rows on the device, of the queries' dtype
         *,
         batch_size: int,
         max_context_len: int,
@@ -46,7 +47,7 @@ class ExactSearch:
     def search(
         self,
         q: Tensor,  # [batch_size, num_q_heads, head_dim], after RoPE
-        indexes: DeviceIndexes,  # which tell how long contexts are, and their K
+        indexes: DeviceIndexes,  # for the contexts' lengths and K
         layer_idx: int,
         context_ids: Tensor,  # [batch_size] int32, -1: idle
         out: DeviceSelection,  # written
@@ -81,7 +82,7 @@ class ExactSearch:
 
 
 def exact_bytes(shape: RowsShape, batch_sizes: Sequence[int], max_context_len: int) -> int:
-    """Device memory of searches of these batch sizes, and of what the largest has under way."""
+    """Return the device memory of searches with these batch sizes, and of the largest one's temporaries."""
     logits = sum(batch_sizes) + max(batch_sizes)
     of_row = 4 * logits * shape.group_size + BYTES_PER_KEY * max(batch_sizes)
     return shape.num_index_heads * max_context_len * of_row

@@ -1,4 +1,4 @@
-// Fourth launch: the bin of the top_k-th group score, a mark for every key above it, a list of the keys in it.
+// Fourth launch over lists: find the bin of the top_k-th group score, mark every key above it, and list the keys in it.
 
 #include "boundary.cuh"
 

@@ -15,34 +15,34 @@ from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.index import marks_heeded_from
 
-PIECE_KEYS = 4  # whose codes of a word are 16 bytes
+PIECE_KEYS = 4  # of which one word each makes 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLists:
-    """What a search on the device reads of one layer's lists. See `LayerIndex` and `ListTable` for the layouts."""
+    """One layer's lists, as a search on the device reads them. See `LayerIndex` and `ListTable` for the layouts."""
 
     codebooks: Tensor  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
-    scores: Tensor  # [num_index_heads, num_subspaces, num_centroids, list_len up to whole units] float16
+    scores: Tensor  # [num_index_heads, num_subspaces, num_centroids, list_len padded to whole units] float16
     listed: Tensor  # [num_index_heads, num_subspaces, num_centroids, num_chunks, CHUNK_KEYS / 32] int32
     starts: Tensor  # [num_index_heads, num_subspaces, num_centroids, num_chunks] int32
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """In the order of their addresses in the table: struct ListIndex of list_index.cuh."""
+        """The tensors in the order of their addresses in the table: struct ListIndex of list_index.cuh."""
         return self.codebooks, self.scores, self.listed, self.starts
 
     @property
     def length(self) -> int:
-        """What the table has behind the addresses: list_len, filled up."""
+        """The number after the addresses in the table: list_len with padding."""
         return int(self.scores.shape[3])
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSketch:
-    """What a search and attention to the rest read of one layer's sketch: `SketchIndex`, on the device."""
+    """One layer's `SketchIndex` on the device, as the search and attention to the rest read it."""
 
-    codes: Tensor  # [num_kv_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] int32, in places of `place_codes`
+    codes: Tensor  # [num_kv_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] int32: see `place_codes`
     segment_starts: Tensor  # [num_segments] int32
     key_mean: Tensor  # [num_kv_heads, num_segments, head_dim] float32
     query_transform: Tensor  # [num_kv_heads, num_segments, head_dim, num_coords] float16
@@ -52,13 +52,13 @@ class DeviceSketch:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """In the order of their addresses in the table: struct Sketch of codes.cuh."""
+        """The tensors in the order of their addresses in the table: struct Sketch of codes.cuh."""
         means = self.value_mean, self.value_transform
         return self.codes, self.segment_starts, self.key_mean, self.query_transform, *means, self.marks
 
     @property
     def length(self) -> int:
-        """What the table has behind the addresses: num_segments."""
+        """The number after the addresses in the table: num_segments."""
         return len(self.segment_starts)
 
 
@@ -70,10 +70,10 @@ def num_bytes(index: DeviceLayerIndex) -> int:
 
 
 def place_codes(codes: Tensor) -> Tensor:
-    """Codes as a `DeviceSketch` has them, or, of such, as a `SketchIndex` has them: like codes, of int32.
+    """Permute a `SketchIndex`'s codes into a `DeviceSketch`'s layout, or back; int32, the shape stays.
 
-    Of word w of a block, four keys' piece p comes to place p ^ 2 * (w % 4), so that a warp's lanes, which read
-    different words of the same keys, read different banks of shared memory, to which blocks are copied as they are.
+    In word w of a block, piece p, of four keys, moves to place p ^ 2 * (w % 4). Blocks are copied to shared memory as
+    they are; a warp's lanes, which read different words of the same keys, then read different banks.
     """
     num_words = codes.shape[2]
     pieces = codes.view(*codes.shape[:3], -1, PIECE_KEYS)
@@ -84,7 +84,7 @@ def place_codes(codes: Tensor) -> Tensor:
 
 
 def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLayerIndex:
-    """Copy one layer's index."""
+    """Copy one layer's index to the device."""
     copy = partial(_copied, device=device)
     if isinstance(index, SketchIndex):
         return DeviceSketch(
@@ -105,9 +105,9 @@ def _copied(part: NDArray[Any], device: torch.device) -> Tensor:
 
 
 class DeviceIndexes:
-    """Owns the indexes of up to `num_contexts` contexts, all of one shape but for their length.
+    """Owns the indexes of up to `num_contexts` contexts, which have the same shape except for their length.
 
-    Contexts come and go between steps; the tensors that a captured graph reads stay where they are.
+    Contexts come and go between steps; the tensors that a captured CUDA graph reads stay in place.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class DeviceIndexes:
         max_segments: int = 0,  # of a sketch
     ) -> None:
         self.config, self.max_segments = config, max_segments
-        num_addresses = 7 if max_segments else 4  # and a length
+        num_addresses = 7 if max_segments else 4  # followed by a length
         self.tables = torch.zeros(num_layers, num_contexts, num_addresses + 1, dtype=torch.int64, device=device)
         self.context_lens = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self.top_ks = torch.zeros(num_contexts, dtype=torch.int32, device=device)
@@ -134,7 +134,7 @@ class DeviceIndexes:
         return sum(num_bytes(layer) for layers in self._loaded.values() for layer in layers)
 
     def load(self, context_id: int, context_len: int, layers: list[DeviceLayerIndex]) -> None:
-        """Put a context in place `context_id`. No step that reads the place may be in flight."""
+        """Load a context into place `context_id`. No step that reads this place may be in flight."""
         assert len(layers) == len(self.tables), f"got {len(layers)} layers, wanted {len(self.tables)}"
         for layer in layers:
             if isinstance(layer, DeviceSketch) and layer.length > self.max_segments:
@@ -149,12 +149,12 @@ class DeviceIndexes:
         self.tables[:, context_id] = torch.tensor(entries, dtype=torch.int64)
         self.context_lens[context_id] = context_len
         self.top_ks[context_id] = self.config.top_k(context_len)
-        if isinstance(layers[0], DeviceSketch):  # the others' segments begin where its do
+        if isinstance(layers[0], DeviceSketch):  # all layers have the same segment_starts
             self.marks_from[context_id] = marks_heeded_from(context_len, layers[0].segment_starts.tolist())
         self._loaded[context_id] = layers
 
     def unload(self, context_id: int) -> None:
-        """Let go of a context. No step that reads it may be in flight."""
+        """Release a context. No step that reads it may be in flight."""
         del self._loaded[context_id]
         self.context_lens[context_id] = 0
         self.top_ks[context_id] = 0

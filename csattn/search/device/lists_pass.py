@@ -1,4 +1,4 @@
-"""The scores of lists: those that the queries' nearest centroids have, summed up by key."""
+"""Search over lists: sum, by key, the scores in the lists of the queries' nearest centroids, and choose the best."""
 
 from functools import cached_property
 
@@ -12,14 +12,14 @@ from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import ListsShape
 from csattn.table.lists import CHUNK_KEYS
 
-MATCH_BYTES, STATISTICS_BYTES = 16, 8  # of structs Match and TileStatistics
-CHOICE_BYTES = 4 * (4096 + 5 + 256 + 2 * 512 + 3)  # of struct Choice
+MATCH_BYTES, STATISTICS_BYTES = 16, 8  # sizes of structs Match and TileStatistics
+CHOICE_BYTES = 4 * (4096 + 5 + 256 + 2 * 512 + 3)  # size of struct Choice
 MAX_MATCH_WARPS = 8
-SCORING_THREADS, SCORING_BLOCKS = 128, 5  # of a multiprocessor
+SCORING_THREADS, SCORING_BLOCKS = 128, 5  # threads of a block; blocks of a multiprocessor
 
 
 class ListsPass:
-    """Queries of a batch over their contexts' lists, and the choice. Definition: `csattn.search.reference`.
+    """Scores the keys of a batch's contexts by their lists, and chooses rows. Definition: `csattn.search.reference`.
 
     Scores are the definition's; shares are float32.
     """
@@ -55,7 +55,7 @@ class ListsPass:
         layer_idx: int,
         context_ids: Tensor,  # [batch_size] int32, -1: idle
     ) -> None:
-        """Enqueue on torch's current stream."""
+        """Enqueue the scoring on torch's current stream."""
         shape, table = self.shape, indexes.tables[layer_idx]
         require_queries(q, shape, self._batch_size, self._query_dtype)
         grid = shape.num_subspaces, shape.num_index_heads, self._batch_size
@@ -82,7 +82,7 @@ class ListsPass:
         self._write.launch(self._choosing_grid, THREADS, *places, self._marks, max_keys, *written)
 
     def _mark(self, places: tuple[Tensor | int | None, ...], out: DeviceSelection) -> None:
-        """Enqueue the marking of keys that are chosen, but for those that have to be compared one by one."""
+        """Enqueue the marking of chosen keys, except for candidates that have to be compared one by one."""
         read = self._group_scores, self.max_keys
         marked = self._marks, self._choices, out.kv_indices, out.kv_indices.shape[2]
         self._find.launch(self._choosing_grid, THREADS, *places, *read, *marked)
@@ -105,7 +105,7 @@ class ListsPass:
 
     @property
     def _scoring_grid(self) -> tuple[int, int, int]:
-        """A warp for each query's chunk, as far as there is room for so many."""
+        """A warp for each query's chunk, up to the warps that the device has room for."""
         warps = self.shape.group_size * (self.max_keys // CHUNK_KEYS)
         blocks = min(-(-warps * 32 // SCORING_THREADS), SCORING_BLOCKS * self._multiprocessors // self._num_slots)
         return max(1, blocks), self.shape.num_index_heads, self._batch_size
@@ -130,6 +130,6 @@ class ListsPass:
 def places_of(
     indexes: DeviceIndexes, context_ids: Tensor, top_ks: Tensor | None = None
 ) -> tuple[Tensor | int | None, ...]:
-    """What `context_of` of common.cuh takes."""
+    """Return the arguments of `context_of` in common.cuh."""
     config = indexes.config
     return indexes.context_lens, indexes.top_ks, context_ids, top_ks, config.sink_len, config.window_len

@@ -1,8 +1,8 @@
-// From the group's queries to the nearest centroid of each subspace: the same sums in float64 as on the CPU. Their order
-// differs, which can change a result only where it lies within 1e-15 of a rounding boundary.
+// First launch over lists: the centroid of each subspace that is nearest to each query, by the same float64 sums as on the
+// CPU, in index order.
 //
-// A launch of its own, one block for each subspace and one warp for each query. What no query changes lies in registers,
-// as float64, before the query is there; from then on a warp waits neither for memory nor for another warp.
+// A launch of its own, with a block for each subspace and a warp for each query. The centroids are in registers, as float64,
+// before the query arrives; from then on a warp waits neither for memory nor for another warp.
 
 #include "list_index.cuh"
 
@@ -33,14 +33,14 @@ __device__ __forceinline__ double dot(const double (&a)[SUBSPACE_DIM], const dou
     return total;
 }
 
-// Bits that order like the numbers; 0 for what is none.
+// Bits that order like the numbers; 0 for NaN.
 __device__ __forceinline__ u64 ordered_bits(double value) {
-    const u64 bits = static_cast<u64>(__double_as_longlong(value + 0.0));  // there is one zero
+    const u64 bits = static_cast<u64>(__double_as_longlong(value + 0.0));  // -0.0 becomes 0.0
     if (value != value) return 0;
     return bits >> 63 ? ~bits : bits | 1ull << 63;
 }
 
-// The centroids that a lane compares with.
+// The centroids that a lane compares queries with.
 struct Nearby {
     double vectors[CENTROIDS_PER_LANE][SUBSPACE_DIM];
 
@@ -52,6 +52,7 @@ struct Nearby {
         }
     }
 
+    // For `wait_then_let_next_start`: depends on all that was loaded.
     __device__ __forceinline__ u32 mixed() const {
         u32 mixed = 0;
 #pragma unroll
@@ -61,7 +62,7 @@ struct Nearby {
         return mixed;
     }
 
-    // The nearest to `part`, for the whole warp; of equally near ones the one of the lowest number.
+    // By the whole warp: the centroid nearest to `part`; among equally near ones, that of the lowest number.
     __device__ __forceinline__ Match nearest(const float (&part)[SUBSPACE_DIM], bool weigh_by_norm) const {
         double wide[SUBSPACE_DIM];
 #pragma unroll

@@ -1,7 +1,7 @@
-// First launch over a sketch: the queries' coordinates in each segment, in octaves, and what unit they ask for. To the bit as
-// csattn.sketch.reference: sums run in index order, and where the compiler would fuse two roundings, it is told not to.
+// First launch over a sketch: the queries' coordinates in each segment, in octaves, and the unit that they need. Bit for bit as in
+// csattn.sketch.reference: sums run in index order, and where the compiler would fuse multiply and add, intrinsics prevent it.
 //
-// Compiled for MEANS, those that a block has memory for the products with: both at once, or one after the other.
+// Compiled for MEANS: 2 if a block has shared memory for the products with both mean keys at once, 1 for one after the other.
 
 #include "codes.cuh"
 
@@ -9,14 +9,15 @@ constexpr double LARGEST_MULTIPLIER = 127, SCORE_ROOM = 32700;
 constexpr double ROOM = SCORE_ROOM - (7.5 * 8 * FINE + 1.5 * 16 * COARSE) / 2;
 constexpr int PAIRS = COORDS / 2;
 
-// What a coordinate adds to a score at most, in octaves.
+// The most that a coordinate can add to a score, in octaves.
 __device__ __forceinline__ double most_of(float coordinate, int j) {
     return fabs(static_cast<double>(coordinate)) * (j < 8 * FINE ? 7.5 : 1.5);
 }
 
-constexpr int ROW_PRODUCTS = HEAD_DIM + 1, ROW_MOST = COORDS + 1;  // neighbouring rows begin in other banks
+constexpr int ROW_PRODUCTS = HEAD_DIM + 1, ROW_MOST = COORDS + 1;  // padded: neighbouring rows begin in different banks
 
-// The exponent of the least power of two that is at least what one segment asks of the unit: reference.unit_asked. most: [COORDS].
+// LARGEST_EXPONENT + the exponent of the least power of two that is at least the unit that one segment needs: reference.unit_asked.
+// most: [COORDS].
 __device__ __forceinline__ u8 unit_exponent(const float* coordinates, const double* most, double difference) {
     double total = 0;
     float largest = 0;
@@ -34,9 +35,9 @@ __device__ __forceinline__ u8 unit_exponent(const float* coordinates, const doub
     return static_cast<u8>(max(exponent, -LARGEST_EXPONENT) + LARGEST_EXPONENT);
 }
 
-// What a block makes of its slot's queries; with the most heads and dimensions it is too large for static shared memory.
+// What a block computes from its slot's queries. With the most heads and dimensions it is too large for static shared memory.
 struct Projection {
-    double products[MEANS * GROUP_SIZE][ROW_PRODUCTS];  // with the mean keys of the segment and of the first, or with one of them
+    double products[MEANS * GROUP_SIZE][ROW_PRODUCTS];  // with the mean keys of this segment and of the first, or one of them
     double most[GROUP_SIZE][ROW_MOST];
     float scaled[GROUP_SIZE][HEAD_DIM];  // in octaves
     float projected[GROUP_SIZE][COORDS];
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     float* coordinates, float* means, u8* asked, long long max_segments,  // `Queries`, written
     u32* octave_counts      // [slots, GROUP_SIZE, NUM_OCTAVES], cleared; or null
 ) {
-    // HEAD_DIM rows of COORDS halves, where there is room for them (STAGED), then two mean keys, then `Projection`
+    // HEAD_DIM rows of COORDS halves, if there is room for them (STAGED), then two mean keys, then `Projection`
     extern __shared__ uint4 memory[];
     const int segment = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_then_let_next_start();
@@ -95,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     };
     auto add_products = [&](int first) {
 #pragma unroll 1
-        for (int i = THREADS - 1 - threadIdx.x; i < MEANS * GROUP_SIZE; i += THREADS) {  // by threads that have no coordinates
+        for (int i = THREADS - 1 - threadIdx.x; i < MEANS * GROUP_SIZE; i += THREADS) {  // first by threads without coordinates
             double sum = 0;
 #pragma unroll 16
             for (int d = 0; d < HEAD_DIM; ++d) sum += made.products[i][d];

@@ -1,15 +1,15 @@
-// After a search: attention by codes to the rows that are neither resident nor chosen, in parts for attend_step to join.
+// After a search: attention by codes to the rows that are neither resident nor chosen, in parts that attend_step merges.
 //
-// score_codes has summed up all rows that may be chosen. Here the chosen ones are taken out again: their weights and codes are
-// made by the same functions, so that what is taken out is what was put in, to the bit. A block has the tiles of one part.
+// score_codes has summed over all rows that may be chosen. Here the chosen ones are subtracted again: the same functions make their
+// weights and codes, so that what is subtracted is what was added, to the bit. A block has the tiles of one part.
 
 #include "codes.cuh"
 
-constexpr int PART = HEAD_DIM + 4;   // floats of a part: the output, unnormalised, then its exponent and the sum of its weights
+constexpr int PART = HEAD_DIM + 4;   // floats of a part: the unnormalised output, then its exponent and the sum of its weights
 constexpr int OCTETS = GROUP_SIZE > 8 ? 2 : 1;
-constexpr int NUM_SUMS = SUMS - 3, WEIGHTS_AT = 32 * FINE_GROUPS;  // of a query
-constexpr int TRANSFORM_UNITS = STAGED ? COORDS * HEAD_DIM / 8 : 0;  // of 16 bytes: in shared memory, where there is room
-constexpr float LEAST_LEFT = 1.0f / (1 << 18);  // of a sum: less of it is what rounding has left
+constexpr int NUM_SUMS = SUMS - 3, WEIGHTS_AT = 32 * FINE_GROUPS;  // sums of a query, and where that of its weights is
+constexpr int TRANSFORM_UNITS = STAGED ? COORDS * HEAD_DIM / 8 : 0;  // of 16 bytes: in shared memory, if there is room
+constexpr float LEAST_LEFT = 1.0f / (1 << 18);  // of a sum of weights: a remainder below this share is rounding error
 
 struct Part {
     int first_tile, end_tile;
@@ -19,7 +19,7 @@ struct Bounds {
     int first, end;
 };
 
-// For the whole block: which of `num` ascending ids lie in [first_key, end_key). scratch: [WARPS].
+// By the whole block: which of `num` ascending ids lie in [first_key, end_key). scratch: [WARPS].
 __device__ Bounds bounds_of(const int* ids, int num, int first_key, int end_key, u32* scratch) {
     int first = 0, end = 0, step = num;  // both bounds are at most a step further
 #pragma unroll 1
@@ -39,7 +39,7 @@ __device__ Bounds bounds_of(const int* ids, int num, int first_key, int end_key,
     return {first, end};
 }
 
-// The lane's four of 32 chosen keys, and their words, as score_half takes them.
+// A lane's four of 32 chosen keys; `load` loads their words as score_half takes them.
 struct ChosenKeys {
     int ids[4];
 
@@ -63,7 +63,7 @@ struct ChosenKeys {
     }
 };
 
-// By each warp: sum up its share of the chosen rows of a segment. of_warp: [GROUP_SIZE][SUMS], written.
+// By each warp: sum over its share of the chosen rows of a segment. of_warp: [GROUP_SIZE][SUMS], written.
 __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows& rows, int head, int num_keys, const int* ids,
                                            const Bounds& chosen, const float* exponents, uint4* tray, float* of_warp) {
     constexpr int STEP = WARPS * HALF_KEYS;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows
     ValueSums<OCTETS> values;
     values.clear();
     int first = chosen.first + threadIdx.x / 32 * HALF_KEYS;
-    uint4 next_words[WORD_GROUPS];  // on their way, as are the keys after them
+    uint4 next_words[WORD_GROUPS];  // loaded one step ahead; their keys, two steps
     ChosenKeys(ids, first, chosen.end).load(sketch, first_block, next_words);
     ChosenKeys next_keys(ids, first + STEP, chosen.end);
 #pragma unroll 1
@@ -86,7 +86,7 @@ __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows
             next_keys.load(sketch, first_block, next_words);
             next_keys = ChosenKeys(ids, first + 2 * STEP, chosen.end);
         }
-        __syncwarp();  // the words before have been read
+        __syncwarp();  // all lanes have read the words before
 #pragma unroll
         for (int i = 0; i < FINE_GROUPS; ++i) tray[places.own[i] / 16] = words[i];
         __syncwarp();
@@ -111,7 +111,7 @@ __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows
             if (8 * o + 2 * c + e < GROUP_SIZE) values.store(o, e, of_warp + (8 * o + 2 * c + e) * SUMS);
 }
 
-// A part's exponents: the greatest of its tiles. One warp has a query.
+// A part's exponents: the greatest of its tiles'. A warp for each query.
 __device__ void find_exponents(const float* tile_exponents, long long max_tiles, const Part& part, float* exponents) {
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         float top = -1e30f;
@@ -123,8 +123,8 @@ __device__ void find_exponents(const float* tile_exponents, long long max_tiles,
     }
 }
 
-// The sums of neighbouring tiles, by the part's exponents: [GROUP_SIZE][SUMS]. Warps share out the tiles, lanes the sums, four at a
-// time. scratch: [WARPS][GROUP_SIZE][SUMS].
+// Add up the sums of neighbouring tiles, rescaled to the part's exponents: all [GROUP_SIZE][SUMS]. Warps divide the tiles, lanes the
+// sums, four at a time. scratch: [WARPS][GROUP_SIZE][SUMS].
 __device__ void sum_tiles(const float* sums, const float* tile_exponents, long long max_tiles, int first_tile, int end_tile,
                           const float* exponents, float* scratch, float (*all)[SUMS]) {
     constexpr int FOURS = GROUP_SIZE * (SUMS / 4), EACH = (FOURS + 31) / 32, TOGETHER = EACH < 6 ? EACH : 6;
@@ -157,7 +157,7 @@ __device__ void sum_tiles(const float* sums, const float* tile_exponents, long l
     __syncthreads();
 }
 
-// Take out of the sums what the warps have of chosen rows; a weight that is left only by rounding becomes 0.
+// Subtract the warps' sums over chosen rows; a remaining weight that is only rounding error becomes 0.
 __device__ void take_out(const float* taken, int num_warps, float (*left)[SUMS]) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * NUM_SUMS; i += THREADS) {
@@ -170,14 +170,14 @@ __device__ void take_out(const float* taken, int num_warps, float (*left)[SUMS])
     }
 }
 
-// What a segment says of values, in shared memory: for a step with several segments, one after the other.
+// Predicts values from a segment's sums, in shared memory that a block's segments use one after the other.
 struct Segment {
-    uint4* transform;  // [COORDS][HEAD_DIM] halves, unless they are read from where they lie, then a mean value
+    uint4* transform;  // [COORDS][HEAD_DIM] halves, if STAGED, then a mean value
     float (*left)[SUMS];
     float (*codes)[COORDS];
-    const u16* there;  // the halves in the sketch
+    const u16* there;  // these halves in global memory
 
-    // Start what needs no chosen rows: coarse codes are told from the query, see reference.attend_rest.
+    // Start what does not need the choice: copies, and coarse codes, which are predicted from the query (reference.attend_rest).
     __device__ __forceinline__ void begin(const Sketch& sketch, int head, int segment, const float* coordinates) const {
         const long long here = head * sketch.num_segments + segment;
         const uint4* columns = reinterpret_cast<const uint4*>(there);
@@ -194,7 +194,7 @@ struct Segment {
         }
     }
 
-    // Codes [first, end) times two columns.
+    // The product of codes [first, end) with two columns.
     __device__ __forceinline__ static float2 product(const u32* columns, const float* codes, int first, int end) {
         float2 sum = make_float2(0, 0);
 #pragma unroll 8
@@ -206,12 +206,12 @@ struct Segment {
         return sum;
     }
 
-    // Add the weighted values of what is left: out [GROUP_SIZE][HEAD_DIM].
+    // Add the weighted values of the rest to out [GROUP_SIZE][HEAD_DIM], and their weights to `weights`.
     __device__ __forceinline__ void add(float (*out)[HEAD_DIM], float* weights) const {
 #pragma unroll 1
         for (int i = threadIdx.x; i < GROUP_SIZE * 32 * FINE_GROUPS; i += THREADS) {
             const int g = i / (32 * FINE_GROUPS), number = i % (32 * FINE_GROUPS), j = coordinate_of(number);
-            if (j < 8 * FINE) codes[g][j] = left[g][number] - 128 * left[g][WEIGHTS_AT];  // they came as 128 + u
+            if (j < 8 * FINE) codes[g][j] = left[g][number] - 128 * left[g][WEIGHTS_AT];  // codes u were summed as 128 + u
         }
         wait_for_copies<0>();
         __syncthreads();
@@ -241,11 +241,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     const int* kv_indices,    // [batch_size, num_heads, max_top_k]: the chosen keys, ascending
     const int* valid_len,     // [batch_size, num_heads]
     long long max_top_k,
-    float* posted,            // [slots, shares, num_parts, unit_heads, PART], of which the last REST_PARTS are written
+    float* posted,            // [slots, shares, num_parts, unit_heads, PART]: the last REST_PARTS parts are written
     long long num_parts,
-    long long unit_heads      // of the GROUP_SIZE, in each share
+    long long unit_heads      // query heads of a share, of the group's GROUP_SIZE
 ) {
-    // of `Segment`, then [WARPS][FINE][WORD_PIECES], a block's fine words, then floats [WARPS][GROUP_SIZE][SUMS]
+    // `Segment::transform`, then [WARPS][FINE][WORD_PIECES], the fine words of a block, then floats [WARPS][GROUP_SIZE][SUMS]
     extern __shared__ uint4 memory[];
     __shared__ float exponents[GROUP_SIZE], weights[GROUP_SIZE], left[GROUP_SIZE][SUMS], codes[GROUP_SIZE][COORDS];
     __shared__ float out[GROUP_SIZE][HEAD_DIM];
@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
 #pragma unroll 1
     for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) weights[g] = exponents[g] = 0;
     __syncthreads();
-    // after a search, what score_codes has left is there before the last of its launches begins
+    // after a search, what score_codes has left is complete before the search's last launch begins
     bool waited = !AFTER_SEARCH;
     if (waited || part.first_tile == part.end_tile) wait_then_let_next_start();
     tile_exponents += slot * GROUP_SIZE * max_tiles;
@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
             rows.load(o, queries, unit, slot, min(8 * o + static_cast<int>(threadIdx.x) % 32 / 4, GROUP_SIZE - 1), segment);
         if (OCTETS == 1) rows.clear_second();
         sum_tiles(sums, tile_exponents, max_tiles, tile, end_tile, exponents, taken, left);
-        // Once before the choice is there, of a key that is, for nothing but to have the instructions at hand.
+        // Turn 0, before the choice arrives, sums over a dummy key, only to warm the instruction cache.
         int num_warps;
 #pragma unroll 1
         for (int turn = waited ? 1 : 0; turn < 2; ++turn) {
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * (PART / 4); i += THREADS) {
         const int g = i / (PART / 4), d = i % (PART / 4) * 4;
-        float4 four = make_float4(__uint_as_float(0xff800000u), 0, 0, 0);  // of no rows
+        float4 four = make_float4(__uint_as_float(0xff800000u), 0, 0, 0);  // -inf: no rows
         if (d < HEAD_DIM)
             four = make_float4(out[g][d], out[g][d + 1], out[g][d + 2], out[g][d + 3]);
         else if (weights[g] > 0) {

@@ -1,4 +1,4 @@
-"""Plan once, search at every step: memory is set aside here, launches allocate nothing and never wait."""
+"""The search of a batch: memory is allocated once; at every step, launches allocate nothing and never wait."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from csattn.search.device.sketch_pass import SketchPass
 class DeviceSearch:
     """Chooses rows for a whole batch. Definition: `csattn.search.reference.search`, without a tail.
 
-    A selection does not depend on the batch it is made in.
+    A row's selection does not depend on the other rows of the batch.
     """
 
     def __init__(
@@ -25,8 +25,8 @@ class DeviceSearch:
         softmax_scale: float,
         query_dtype: torch.dtype,
         device: torch.device,
-        max_segments: int = 0,  # of a sketch
-        sums_rest: bool = False,  # of a sketch: `scores.attend_rest` may follow
+        max_segments: int = 0,  # sketches only
+        sums_rest: bool = False,  # sketches only: `scores.attend_rest` may follow a search
     ) -> None:
         self.shape, self.batch_size, self.max_context_len = shape, batch_size, max_context_len
         self.scores: SketchPass | ListsPass
@@ -62,7 +62,7 @@ class DeviceSearch:
         layer_idx: int,
         context_ids: Tensor,  # [batch_size] int32, -1: idle
         out: DeviceSelection,  # written
-        top_ks: Tensor | None = None,  # [batch_size] int32: K of rows for which it is less than their context's
+        top_ks: Tensor | None = None,  # [batch_size] int32: a row's K, where less than its context's
     ) -> None:
         """Enqueue the search of one layer on torch's current stream."""
         expected = self.batch_size, self.shape.num_index_heads
@@ -72,5 +72,5 @@ class DeviceSearch:
 
 
 def workspace_bytes(scores: SketchPass | ListsPass) -> int:
-    """Device memory that it has set aside, or would have if it were not made on `meta`."""
+    """Return the device memory that a pass has allocated or, if it was made on `meta`, would allocate."""
     return sum(part.nbytes for part in vars(scores).values() if isinstance(part, Tensor))

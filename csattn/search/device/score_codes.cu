@@ -1,21 +1,21 @@
-// Second launch over a sketch: one pass over the codes. Kept of it are (SCORES) biased scores of 16 bits and counts by octaves of
-// the greatest of eight keys, and (REST), for every tile of keys, sums of weights and of weighted codes over the rows that may be
+// Second launch over a sketch: one pass over the codes. It leaves (SCORES) biased scores in 16 bits, and counts by octave of the
+// greatest of every eight; and (REST), for every tile of keys, sums of weights and of weighted codes over the rows that may be
 // chosen.
 //
-// All rows of the batch with the same context and all query heads of a group read the codes once, as far as they fit into 16
-// rows of a product. The warps of the device share out the tiles. What becomes of a tile depends on nothing beside it.
+// All rows of the batch with the same context and all query heads of a group read the codes once, as far as they fit into the 16
+// rows of a product. The warps of the device divide the tiles. A tile's results do not depend on other tiles or other queries.
 
 #include "tiles.cuh"
 
-// What a warp has of a tile so far. The exponent is such that the weights of its first keys are at most 1; it rises when a
-// weight would exceed 2 ** SPARE.
+// A warp's sums over a tile so far, as in online softmax. The exponent is such that the weights of the first keys are at most 1; it
+// rises when a weight would exceed 2 ** SPARE.
 //
-// TWINS: four queries at most. Rows 4 to 7 of a product are rows 0 to 3 again, and their lanes have the second half of a block.
+// TWINS: at most four queries. Rows 4 to 7 of a product are rows 0 to 3 again, and their lanes have the second half of a block.
 template <int OCTETS, bool TWINS> struct Tile {
     static constexpr float SPARE = 60;
     uint4* scores[OCTETS];  // where the lane's next ones go
     float exponents[OCTETS];
-    u32 limits[OCTETS];  // twice, side by side: the largest that needs no other exponent
+    u32 limits[OCTETS];  // in both halves: the largest score that leaves the exponent as it is
     ValueSums<OCTETS> values;
 
     __device__ __forceinline__ void clear() {
@@ -24,7 +24,7 @@ template <int OCTETS, bool TWINS> struct Tile {
         if (REST) values.clear();
     }
 
-    // top: of the lane's scores in the octet, of 16 bits
+    // top: the greatest of the lane's scores in the octet, in 16 bits
     __device__ __forceinline__ void raise(int o, u32 top, float slope) {
         for (int step = 1; step < 4; step <<= 1) top = max(top, __shfl_xor_sync(ALL_LANES, top, step));
         if (TWINS) {  // a tile's first exponent is that of the first half of its first block, with twins or without
@@ -44,13 +44,13 @@ template <int OCTETS, bool TWINS> struct Tile {
     }
 };
 
-// Keys key, ..., key + 7 of [first, end): a bit for each.
+// A bit for each of the keys key, ..., key + 7 that is in [first, end).
 __device__ __forceinline__ u32 keys_of(int key, int first, int end) {
     const int from = min(max(first - key, 0), 8), to = min(max(end - key, 0), 8);
     return to > from ? (1u << to) - (1u << from) : 0;
 }
 
-// What the lanes know of the rows of a group: of each octet, whether the lane's row is there, and where its results lie.
+// A lane's row in each octet of a group's queries: whether there is one, and where its results go.
 struct RowPlaces {
     bool there[2];
     long long query[2];  // slot * GROUP_SIZE + g
@@ -70,22 +70,22 @@ struct RowPlaces {
 
 struct Kept {
     uint4* scores;     // [slots, GROUP_SIZE, max_keys / 8]: eight scores of 16 bits
-    u32* octaves;      // [slots, GROUP_SIZE, NUM_OCTAVES], counted up: the greatest scores of eight keys, by octave
-    float* exponents;  // [slots, GROUP_SIZE, max_tiles]: weights, in the sums, are 2 ** (slope * score - exponent)
+    u32* octaves;      // [slots, GROUP_SIZE, NUM_OCTAVES], added to: counts by octave of the greatest scores of eight keys
+    float* exponents;  // [slots, GROUP_SIZE, max_tiles]: weights in the sums are 2 ** (slope * score - exponent)
     float* sums;       // [slots, GROUP_SIZE, max_tiles, SUMS]
     long long max_keys, max_tiles;
 };
 
-// The queries that a warp multiplies codes with, as long as it stays with them, and what it counts of their scores.
+// The queries that a warp multiplies codes with, loaded when they change, and its counts of their scores.
 struct Rows {
     const RowGroup* group = nullptr;
     int head = -1, segment = -1, segment_end = 0;
     LanePlaces lanes;
-    Unit units[2];  // of the octets' slots
+    Unit units[2];  // for each octet: its slot's
     QueryRows queries;
-    TwinRows twins;  // of four queries at most
-    u32* octaves;    // [MOST_QUERIES][NUM_OCTAVES] of the warp
-    u32 first_row;   // the lane's of the first octet
+    TwinRows twins;  // for at most four queries
+    u32* octaves;    // [MOST_QUERIES][NUM_OCTAVES]: the warp's counts
+    u32 first_row;   // the lane's row of the first octet
 
     __device__ __forceinline__ explicit Rows(u32* all_octaves) : octaves(all_octaves + threadIdx.x / 32 * (MOST_QUERIES * NUM_OCTAVES)) {
         static_assert(NUM_OCTAVES == 4 * 32, "a lane has four of a query's octaves");
@@ -96,7 +96,7 @@ struct Rows {
         return reinterpret_cast<uint4*>(octaves + row * NUM_OCTAVES)[threadIdx.x % 32];
     }
 
-    // Of the first tile, before the first `load`: there nobody waits for it.
+    // For the first tile this is called before the first `load`, while the kernel before this one still runs.
     __device__ __forceinline__ void find_segment(const Walk& at, const Sketch* sketches) {
         const Sketch& sketch = sketches[at.group->context_id];
         segment = sketch.segment_of(at.tile * TILE_KEYS);
@@ -125,13 +125,13 @@ struct Rows {
         if (num_queries <= 4) twins.load(queries);
     }
 
-    // One more of a query's scores of 16 bits, the greatest of eight keys.
+    // Count, by its octave, a query's greatest score of eight keys, in 16 bits.
     __device__ __forceinline__ void count(int o, u32 greatest) const {
         const int place = min(octave_of(greatest, queries.exponents[o]) - LEAST_OCTAVE, NUM_OCTAVES - 1);
         atomicAdd(&octaves[(first_row + 8 * o) * NUM_OCTAVES + place], 1u);
     }
 
-    // Add the counts to those of all warps.
+    // Add the warp's counts to those of all warps, and clear them.
     __device__ __forceinline__ void hand_over(const Kept& kept) const {
         if (!COUNTS || head < 0) return;
         __syncwarp();
@@ -149,8 +149,8 @@ struct Rows {
     }
 };
 
-// Keep eight scores of each octet, from `key` on, and make weights of them, two by two, for `ValueSums`. EDGE: not all keys are in
-// the context and may be chosen.
+// Store eight scores for each octet, from `key` on, and turn them into weights, in pairs, for `ValueSums`. EDGE: some of the keys may
+// be outside of the context, or may not be chosen.
 template <int OCTETS, bool TWINS, bool EDGE>
 __device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const Rows& rows, const RowPlaces& places, int key,
                                       const Context& context, Tile<OCTETS, TWINS>& tile, int half, u32 (&weights)[OCTETS][4]) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const Rows
     }
 }
 
-// A lane's words of half a block.
+// Read a lane's words of half a block.
 __device__ __forceinline__ void read_words(const uint4* half, const LanePlaces& lanes, uint4 (&words)[WORD_GROUPS]) {
 #pragma unroll
     for (int i = 0; i < WORD_GROUPS; ++i) words[i] = lanes.read(half, lanes.own[i]);
@@ -250,7 +250,7 @@ __device__ __forceinline__ void add_tile(Ring& ring, Source& source, const Walk&
             add_block<OCTETS, TWINS, true>(block, rows, places, key, context, tile);
 #pragma unroll
         for (int o = 0; o < OCTETS; ++o) tile.scores[o] += BLOCK_KEYS / 8;
-        __syncwarp();  // before the next copy into what was read
+        __syncwarp();  // before the next copy overwrites what was read
         ring.next();
     }
     finish_tile(tile, places, at, kept);

@@ -1,8 +1,8 @@
-// Scores of the keys that the chosen lists hold, summed by key.
+// Second launch over lists: the scores that the chosen lists have of each key, summed by key.
 //
 // A list is a bit for each key of the context, and the scores of those whose bit is set, in the order of keys. A warp has a
-// query's chunk of CHUNK_KEYS keys; a lane has one key of each word of 32, and adds up, in a register, what each subspace's
-// list has of it: every sum is built in the order of the subspaces.
+// chunk of CHUNK_KEYS keys for one query; a lane has one key of each word of 32, and sums its scores in a register, in the
+// order of the subspaces.
 
 #include "list_index.cuh"
 
@@ -11,19 +11,19 @@ static_assert(CHUNK_WORDS == 32, "a lane loads one");
 
 struct Word {
     u32 listed;  // a bit for each key
-    u32 first;   // where the scores of these begin
+    u32 first;   // where the scores of these keys begin in the chunk's
 };
 
 // A chunk of a list in shared memory.
 struct ListChunk {
-    u16 scores[CHUNK_KEYS + SCORE_UNIT];  // from the unit on in which they begin
+    u16 scores[CHUNK_KEYS + SCORE_UNIT];  // from the beginning of the unit that has the first
     Word words[CHUNK_WORDS];
 };
 
-// What a warp knows of a chunk before its scores are on their way.
+// What a warp loads of a list's chunk before it starts to copy the scores.
 struct NextChunk {
     u32 listed = 0;  // the lane's word
-    int start = 0;   // of the scores in their list
+    int start = 0;   // where the scores begin in their list
     size_t list = 0;
     float weight = 0;
 
@@ -35,7 +35,7 @@ struct NextChunk {
         start = __ldg(index.starts + place);
     }
 
-    // Start copying the scores. All lanes have read what was there.
+    // Start copying the scores. All lanes must have read what was in `to`.
     __device__ __forceinline__ void start_copying(const ListIndex& index, ListChunk& to) const {
         const u32 lane = threadIdx.x % 32, up_to = sum_up_to_lane(__popc(listed)), before = start % SCORE_UNIT;
         to.words[lane] = {listed, before + up_to - __popc(listed)};
@@ -45,13 +45,13 @@ struct NextChunk {
     }
 };
 
-// To the lane's sums.
+// Add a chunk's weighted scores to the lane's sums.
 __device__ __forceinline__ void add_chunk(const ListChunk& chunk, float weight, float (&sums)[CHUNK_WORDS]) {
     const u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < CHUNK_WORDS; ++i) {
         const Word word = chunk.words[i];
-        const u16 half = chunk.scores[word.first + lanes_before(word.listed, lane)];  // of the next key, where the lane's is not listed
+        const u16 half = chunk.scores[word.first + lanes_before(word.listed, lane)];  // of the next listed key, if the lane's is not listed
         // two roundings, as the definition has them: product, then sum; adding 0.0 turns a product of -0.0 into 0.0
         const float product = __fadd_rn(__fmul_rn(weight, half_as_float(half)), 0.0f);
         if (word.listed >> lane & 1) sums[i] = __fadd_rn(sums[i], product);
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) score_lists(
     long long max_keys,
     TileStatistics* statistics  // [batch_size, num_index_heads, GROUP_SIZE, max_keys / TILE_KEYS], written
 ) {
-    alignas(16) __shared__ ListChunk chunks[WARPS][2];  // one on its way, one that is added up
+    alignas(16) __shared__ ListChunk chunks[WARPS][2];  // double buffer: one is copied while the other is added up
     ListChunk(&own)[2] = chunks[threadIdx.x / 32];
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_then_let_next_start();
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) score_lists(
             wait_for_copies<1>();
             __syncwarp();
             add_chunk(own[b % 2], here.weight, sums);
-            __syncwarp();  // before the copy into what was read
+            __syncwarp();  // before the next copy overwrites what was read
             here = coming, coming = later;
         }
         const int key = chunk * CHUNK_KEYS + threadIdx.x % 32;

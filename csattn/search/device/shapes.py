@@ -1,4 +1,4 @@
-"""What all indexes of one search have in common; kernels are compiled for it."""
+"""The shape that all indexes of a search have in common: kernels are compiled for it."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,17 @@ from csattn.config import IndexConfig, SketchConfig, num_index_heads
 from csattn.errors import ConfigError
 from csattn.sketch.codes import num_coords
 
-MAX_SUBSPACE_DIM = 32  # a centroid lies in a thread's registers
-MAX_GROUP_SIZE = 16  # the queries of a group are rows of one product
-WIDE_HEAD_DIM, MAX_WIDE_GROUP_SIZE = 256, 8  # what becomes of wider heads' queries is in a block's shared memory
+MAX_SUBSPACE_DIM = 32  # a centroid must fit into a thread's registers
+MAX_GROUP_SIZE = 16  # a group's queries are the rows of one tensor-core product
+WIDE_HEAD_DIM, MAX_WIDE_GROUP_SIZE = 256, 8  # a block has the projected queries in shared memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListsShape:
-    """Of lists."""
+    """The shape of lists."""
 
     num_index_heads: int
-    group_size: int  # queries that one index head answers for
+    group_size: int  # query heads that share an index head
     head_dim: int
     num_subspaces: int
     num_centroids: int
@@ -34,13 +34,13 @@ class ListsShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SketchShape:
-    """Of sketches."""
+    """The shape of sketches."""
 
     num_index_heads: int
     group_size: int
     head_dim: int
-    num_fine: int
-    num_coarse: int
+    num_fine: int  # words of 4-bit codes of a key
+    num_coarse: int  # words of 2-bit codes
 
     def __post_init__(self) -> None:
         if self.group_size > MAX_GROUP_SIZE:
@@ -64,7 +64,7 @@ class SketchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsShape:
-    """Of rows that are searched as they are."""
+    """The shape of plain rows, which are searched without an index."""
 
     num_index_heads: int
     group_size: int
@@ -75,7 +75,7 @@ IndexShape = ListsShape | SketchShape
 
 
 def index_shape(config: IndexConfig, num_q_heads: int, num_kv_heads: int, head_dim: int) -> IndexShape:
-    """The shape of a layer's index that is built so."""
+    """Return the shape of a layer's index that is built with this config."""
     heads = num_index_heads(config, num_q_heads, num_kv_heads)
     sizes = {"num_index_heads": heads, "group_size": num_q_heads // heads, "head_dim": head_dim}
     if isinstance(config, SketchConfig):

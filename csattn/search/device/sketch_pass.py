@@ -16,28 +16,29 @@ from csattn.sketch.reference import LOG2_E
 from csattn.table.lists import CHUNK_KEYS
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 256, 1024
-TILES_OF_CONTEXT = 512  # at least, of long ones: what tiles leave is read by many
-PASS_WARPS, WIDE_PASS_WARPS, MOST_STAGES = 12, 8, 4  # the second where heads are wide
-# of shared memory: of a block that scores, besides its warps' rings and counts; of one that chooses, besides scores
+TILES_OF_CONTEXT = 512  # if a context has more, tiles are doubled: later kernels read every tile's sums
+PASS_WARPS, WIDE_PASS_WARPS, MOST_STAGES = 12, 8, 4  # warps of a block, the second for wide heads; stages of a ring
+# shared memory of a block that scores, besides its warps' rings and counts; of one that chooses, besides group scores
 OTHER_PASS_BYTES, OTHER_CHOOSING_BYTES = 19 << 10, 35 << 10
-# of a block; the latter where few blocks wait for memory at a time: each has several segments, or takes too much room
+# Threads of a block of `attend_rest`. The latter where few blocks are waiting for memory at a time: because each has
+# several segments, or takes too much shared memory
 REST_THREADS, MOST_REST_THREADS = 128, 256
-BLOCK_BYTES = 2 << 10  # of a multiprocessor's, that each block takes besides, and little things
-MOST_STAGED = 4 / 7  # of a block's shared memory, by a segment's transform; a larger one is read from where it lies
+BLOCK_BYTES = 2 << 10  # shared memory that CUDA reserves for each block, and small variables
+MOST_STAGED = 4 / 7  # of a block's shared memory, for a segment's transform; a larger one is read from global memory
 CHOOSE_BINS = 4096
-MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys of each
-MANY_KEYS = (
-    16384  # of such a block: then it has all registers of a multiprocessor, and what comes after it begins later
-)
-NUM_OCTAVES = 128  # of which the pass counts scores
-SEGMENT_STEP = 16  # kernels read so many segments at a time
+MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks that choose for one slot, and keys of each
+# keys from which such a block has 1024 threads: it takes all registers of a multiprocessor, and the next kernel begins
+# later
+MANY_KEYS = 16384
+NUM_OCTAVES = 128  # in which the pass counts scores
+SEGMENT_STEP = 16  # segments that kernels read at a time
 
 
 class SketchPass:
-    """Queries of a batch over the codes of their contexts. Definitions: `csattn.sketch.reference`.
+    """Scores the keys of a batch's contexts by their codes, chooses rows, and attends to the rest by codes.
 
-    Scores are the definition's integers. What a row gets depends neither on the rows beside it nor on the device.
-    Launches share the memory that is set aside here, so they must be ordered.
+    Definitions: `csattn.sketch.reference`. Scores are the definition's integers, on every device. A row's results do
+    not depend on the other rows of the batch. Launches share the memory that is allocated here: they must be ordered.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class SketchPass:
         softmax_scale: float,
         query_dtype: torch.dtype,
         device: torch.device,
-        keeps_scores: bool,  # to choose by them
-        sums_rest: bool,  # to attend to what is not chosen
+        keeps_scores: bool,  # for `choose`
+        sums_rest: bool,  # for `attend_rest`
     ) -> None:
         self.shape, self.batch_size, self.max_segments = shape, batch_size, max_segments
         self._octaves, self._query_dtype = float(softmax_scale) * LOG2_E, query_dtype
@@ -90,7 +91,7 @@ class SketchPass:
         layer_idx: int,
         context_ids: Tensor,  # [batch_size] int32, -1: idle
     ) -> None:
-        """Enqueue on torch's current stream."""
+        """Enqueue the projection of queries and the pass over the codes on torch's current stream."""
         shape = self.shape
         require_queries(q, shape, self.batch_size, self._query_dtype)
         assert indexes.max_segments == self.max_segments, f"indexes have up to {indexes.max_segments} segments"
@@ -130,11 +131,11 @@ class SketchPass:
         indexes: DeviceIndexes,
         layer_idx: int,
         context_ids: Tensor,
-        chosen: DeviceSelection,  # ids of keys
+        chosen: DeviceSelection,  # kv_indices are positions in the context
         posted: Tensor,  # [num_units, num_parts, heads, head_dim + 4]: see `DeviceAttention`
-        rest_parts: int,  # the last of them are written
+        rest_parts: int,  # written: so many of num_parts, the last ones
     ) -> None:
-        """Enqueue attention to the rows that may be chosen and are not, after `run` with the same rows."""
+        """Enqueue attention by codes to the eligible rows that are not chosen, after `run` with the same rows."""
         shape = self.shape
         assert self._sums_rest, "this pass sums up nothing of the rest"
         _, num_parts, heads, width = posted.shape
@@ -149,12 +150,12 @@ class SketchPass:
 
     @property
     def _queries(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Struct Queries of codes.cuh."""
+        """The fields of struct Queries in codes.cuh."""
         return self._coordinates, self._means, self._asked, self._segment_room
 
     @property
     def _block_bytes(self) -> int:
-        """Of the codes of BLOCK_KEYS keys."""
+        """Bytes of the codes of BLOCK_KEYS keys."""
         return 4 * BLOCK_KEYS * (self.shape.num_fine + self.shape.num_coarse)
 
     @cached_property
@@ -165,18 +166,18 @@ class SketchPass:
         return warps
 
     def _room_of_warp(self, warps: int) -> int:
-        """For its ring, where a block has so many."""
+        """Shared memory for a warp's ring, in a block of so many warps."""
         return (limits().block_bytes - OTHER_PASS_BYTES) // warps - self._count_bytes
 
     @property
     def _count_bytes(self) -> int:
-        """Of a warp that scores."""
+        """Bytes of a scoring warp's counts by octave."""
         together = min(self.batch_size, max(1, 16 // self.shape.group_size)) * self.shape.group_size
         return together * NUM_OCTAVES * 4 * (self._keeps_scores and self.shape.group_size > 1)
 
     @property
     def _staged_bytes(self) -> int:
-        """Of a segment's transform, of queries or of values, where blocks have it in shared memory; else 0."""
+        """Bytes of a segment's transform, of queries or of values, if blocks have it in shared memory; else 0."""
         num_bytes = 2 * self.shape.num_coords * self.shape.head_dim
         return num_bytes if num_bytes <= MOST_STAGED * limits().block_bytes else 0
 
@@ -224,7 +225,7 @@ class SketchPass:
 
     @property
     def _block_group_score_bytes(self) -> int:
-        """Of the group scores of a block that chooses: 16 for eight keys."""
+        """Bytes of the group scores of a block that chooses: 16 for eight keys."""
         return -(-self.max_keys // (8 * self._choosing)) * 16
 
     @property
@@ -239,16 +240,16 @@ class SketchPass:
         return compiled("rest.cu", "attend_rest", self.shape, dtype, threads, shared_bytes, **more)
 
     def _rest_threads(self, rest_parts: int) -> int:
-        """The same for every batch: it decides about the order of sums."""
+        """Threads of a block of `attend_rest`: the same for every batch, because the order of sums depends on it."""
         shape = self.shape
-        static_bytes = 4 * shape.group_size * (self._num_sums + shape.num_coords + shape.head_dim)  # of the kernel
+        static_bytes = 4 * shape.group_size * (self._num_sums + shape.num_coords + shape.head_dim)  # the kernel's own
         room = limits().block_bytes
         is_small = 2 * (self._rest_bytes(REST_THREADS) + static_bytes + BLOCK_BYTES) <= room + 1024
         fits = self._rest_bytes(MOST_REST_THREADS) + static_bytes + BLOCK_BYTES <= room
         return REST_THREADS if (is_small and self.max_segments <= rest_parts) or not fits else MOST_REST_THREADS
 
     def _rest_bytes(self, threads: int) -> int:
-        """Shared memory that a block of the rest is launched with."""
+        """Dynamic shared memory of a block of `attend_rest`."""
         shape, warps = self.shape, threads // 32
         transform_bytes = self._staged_bytes + 4 * shape.head_dim
         tray_bytes = warps * 4 * BLOCK_KEYS * shape.num_fine
@@ -256,7 +257,7 @@ class SketchPass:
 
 
 def tile_keys(max_context_len: int) -> int:
-    """Keys that are summed up together: enough tiles for all warps of a device, and no more than it takes."""
+    """Return the number of keys that are summed together, few enough to give all warps of a device a tile."""
     keys = LEAST_TILE_KEYS
     while keys < MOST_TILE_KEYS and keys * TILES_OF_CONTEXT < max_context_len:
         keys *= 2
@@ -264,7 +265,7 @@ def tile_keys(max_context_len: int) -> int:
 
 
 def blocks_that_choose(num_slots: int, max_keys: int, num_multiprocessors: int) -> int:
-    """Blocks that choose for a slot: as many as there are multiprocessors for, and keys. They run at the same time."""
+    """Return how many blocks choose for a slot: one, or as many as run at the same time, with a multiprocessor each."""
     size = 1
     while (
         2 * size <= MOST_CHOOSING

@@ -1,31 +1,31 @@
-// Whose queries a warp multiplies with which tiles of keys, and the codes' way into shared memory.
+// Which tiles of keys a warp takes, with which queries it multiplies them, and how codes are copied into shared memory.
 #pragma once
 
 #include "codes.cuh"
 
 constexpr int TILE_BLOCKS = TILE_KEYS / BLOCK_KEYS;
-constexpr int GROUP_ROWS = GROUP_SIZE < 16 ? 16 / GROUP_SIZE : 1;  // rows of the batch that go together
+constexpr int GROUP_ROWS = GROUP_SIZE < 16 ? 16 / GROUP_SIZE : 1;  // rows of the batch that share a product
 constexpr int BLOCK_PIECES = WORDS * WORD_PIECES;                  // of 16 bytes
 constexpr int MOST_QUERIES = (BATCH < GROUP_ROWS ? BATCH : GROUP_ROWS) * GROUP_SIZE;
-constexpr bool COUNTS = SCORES && GROUP_SIZE > 1;  // scores by octave
+constexpr bool COUNTS = SCORES && GROUP_SIZE > 1;  // whether scores are counted by octave
 static_assert(GROUP_SIZE <= 16, "the queries of a group are rows of one product");
 
 // Rows of the batch that continue one context.
 struct RowGroup {
     int context_id, num_keys, num_tiles, num_rows;
-    int first_tile;  // of all groups' tiles, head after head
+    int first_tile;  // its number among all groups' tiles, which are counted head after head
     int rows[GROUP_ROWS];
 };
 
-// For the whole block: the rows of the batch that go together; one more group follows, of nothing. Returns how many there are.
+// By the whole block: group the rows of the batch by their context. Returns the number of groups; an empty one follows them.
 __device__ int find_groups(const int* context_ids, const int* context_lens, RowGroup* groups) {
-    __shared__ int ids[BATCH], tiles[BATCH];  // of a group's first row: its tiles; -1: of another row
+    __shared__ int ids[BATCH], tiles[BATCH];  // tiles: a context's for the first row of a group, -1 for others
 #pragma unroll 1
     for (int b = threadIdx.x; b < BATCH; b += THREADS) ids[b] = context_ids[b];
     __syncthreads();
 #pragma unroll 1
     for (int b = threadIdx.x; b < BATCH; b += THREADS) {
-        int rank = 0;  // among the rows with its context
+        int rank = 0;  // among the rows with the same context
 #pragma unroll 1
         for (int other = 0; other < b; ++other) rank += ids[other] == ids[b];
         const bool is_first = ids[b] >= 0 && rank % GROUP_ROWS == 0;
@@ -53,7 +53,7 @@ __device__ int find_groups(const int* context_ids, const int* context_lens, RowG
     return num_groups;
 }
 
-// A way through neighbouring tiles.
+// An iterator over neighbouring tiles.
 struct Walk {
     const RowGroup* group;
     int head, tile, tiles_left;
@@ -81,7 +81,7 @@ struct Walk {
     }
 };
 
-// The blocks of those tiles, in their order: of a context they lie one after the other, whatever their heads.
+// The blocks of those tiles, in their order: a context's are contiguous, also across heads.
 struct Source {
     Walk walk;
     const Sketch* sketches;
@@ -106,7 +106,7 @@ struct Source {
         return tile / num_tiles * of_head + min(tile % num_tiles * TILE_BLOCKS, of_head);
     }
 
-    // The next block; null: there is none.
+    // The next block; null if there is none.
     __device__ __forceinline__ const u32* next() {
         if (blocks_left == 0) return nullptr;
         const u32* here = block;
@@ -119,10 +119,10 @@ struct Source {
     }
 };
 
-// A warp's ring of blocks of 64 keys, STAGES - 1 of them on their way behind its back.
+// A warp's ring buffer of blocks of 64 keys: STAGES - 1 of them are copied asynchronously while the warp reads one.
 struct Ring {
     const uint4* stages;  // [STAGES][BLOCK_PIECES]
-    u32 place, arrived;   // shared_address of the stages, and of [STAGES] barriers
+    u32 place, arrived;   // shared_address of the stages, and of [STAGES] mbarriers
     int stage;
     u32 parity;
 
@@ -133,7 +133,7 @@ struct Ring {
         __syncwarp();
     }
 
-    // Start copying a block into a stage: all lanes have read what was in it.
+    // Start copying the next block into a stage. All lanes must have read what was in it.
     __device__ __forceinline__ void fill(int to, Source& source) const {
         const u32* block = source.next();
         if (block == nullptr) return;
@@ -141,7 +141,7 @@ struct Ring {
             1, BLOCK_PIECES * 16, arrived + 8 * to, [&](u32) { return place + to * (BLOCK_PIECES * 16); }, [&](u32) { return block; });
     }
     __device__ __forceinline__ int last_read() const { return stage > 0 ? stage - 1 : STAGES - 1; }
-    // The block that is next, when it is there.
+    // Wait for the next block.
     __device__ __forceinline__ const uint4* wait() const {
         wait_for(arrived + 8 * stage, parity);
         return stages + stage * BLOCK_PIECES;

@@ -1,8 +1,8 @@
-// Last launch: rank the candidates, mark those that fit, and write all marked keys in ascending order.
+// Last launch over lists: rank the candidates, mark those that fit, and write all marked keys in ascending order.
 
 #include "choice.cuh"
 
-// Mark the candidates that fit and lie in the part; returns how many keys before the part are marked in the end.
+// Mark the candidates that fit and lie in the part. Returns how many keys before the part are marked once all blocks are done.
 __device__ u32 mark_candidates(const Choice& choice, const Part& part, u32* marks, u32* group_scores, u32* keys, u32* before) {
     const u32 number = choice.num_candidates, quota = choice.quota;
     const u32 padded = (number + 3) / 4 * 4;
@@ -35,7 +35,7 @@ __device__ u32 mark_candidates(const Choice& choice, const Part& part, u32* mark
 extern "C" __global__ void __launch_bounds__(THREADS) write_keys(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len,
-    u32* marks,             // as `find` writes them; used up
+    u32* marks,             // as `find` writes them; the candidates' are added
     long long max_keys,
     const Choice* choices,  // [batch_size, num_index_heads]
     int* kv_indices,        // [batch_size, num_index_heads, max_top_k], written

@@ -63,7 +63,7 @@ def _fitting(spec: ModelSpec) -> list[int]:
 
 
 def _shared(spec: ModelSpec) -> set[int]:
-    """Return how many units of attention the layers have to divide: KV heads, or groups of heads that see the same rows."""
+    """Return how many units of attention the layers have to divide: KV heads, or compressed attention's head groups."""
     if spec.compressed:
         return {of.num_groups for of in spec.compressed}
     return {spec.heads_of(layer_idx).num_kv_heads for layer_idx in range(spec.num_layers)}

@@ -23,7 +23,7 @@ _is_synced = True  # of this process
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be, byte for byte."""
+    """The size and the hash that a file must have."""
 
     size_bytes: int
     sha256: str  # hex

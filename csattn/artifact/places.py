@@ -26,7 +26,7 @@ def may_be_path(text: str) -> bool:
 
 
 def local_path(place: object) -> Path:
-    """Return the path of a directory, with `~` expanded. Raises ConfigError for an empty path, or no path."""
+    """Return the path of a directory, with `~` expanded. Raises ConfigError for an empty path, or what is none."""
     if not isinstance(place, str | Path) or not str(place).strip() or not may_be_path(str(place)):
         raise ConfigError(f"a store or an artifact is a directory or a URL, got {place!r}; give its path")
     return Path(os.path.expanduser(place))

@@ -57,7 +57,7 @@ class ArtifactWriter:
 
     @property
     def finished_layers(self) -> int:
-        """The number of leading layers that are finished: layers 0 to this, exclusive, were found intact on disk."""
+        """The number of finished layers in sequence from layer 0: all layers before this one are on disk and intact."""
         return next(number for number in range(len(self._layers) + 1) if number not in self._layers)
 
     @property

@@ -1,4 +1,4 @@
-"""The supported model families: their `transformers` configs become a `ModelSpec`; others are refused by name."""
+"""The model families that csattn reproduces exactly, read from `transformers` configs; others are refused by name."""
 
 from dataclasses import dataclass
 from math import log
@@ -84,7 +84,7 @@ class Family:
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
     head_bias: str | None = None  # the config field that says whether the output head has a bias
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the config field that switches "head" on
-    interleaved: bool | str = False  # whether RoPE is, or the config field that says so
+    interleaved: bool | str = False  # RoPE has pairs (2i, 2i + 1), or the config field that says so
     gated: bool = True  # whether the MLP has gates
     limited: bool = False  # whether the activation clips gates and ups
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
@@ -99,7 +99,7 @@ class Family:
     sinks: bool = False
     gated_attention: bool = False
     latents: bool = False
-    interleaved_indexer: bool | None = None  # whether the indexer's RoPE is; None: no indexer
+    interleaved_indexer: bool | None = None  # as `IndexerSpec.interleaved`; None: no indexer
     compressed: bool = False  # compressed attention, and several residual streams
     mlp: str = "mlp"  # name of a layer's MLP module, which may hold experts
     experts_beside: bool = False  # experts and their router are the layer's own modules
@@ -114,7 +114,7 @@ class Family:
 
 
 _MOST_STRETCHED = 1024.0
-_MOST_NORM_MIN = 1e-6  # lower bound of the sum of shares: their sum is hardly ever less
+_MOST_NORM_MIN = 1e-6  # the largest accepted `moe_norm_min`: sums of shares are hardly ever less
 _BY_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
 _ATTENTION_BIAS = ("attention_bias", "attention_bias", False)
 _USE_BIAS = ("use_bias", "use_bias", "use_bias")

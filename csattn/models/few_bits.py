@@ -107,7 +107,7 @@ def _is_decoded(
 
 
 def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:
-    """Take the experts' matrices from a checkpoint with all experts in one tensor; None if it has not."""
+    """Take the experts' matrices from a checkpoint with all experts in one tensor; None if it has no such tensor."""
     if not {(gate_up := f"{name}.gate_up_proj"), (down := f"{name}.down_proj")} <= quantized.keys():
         return None
     gates_ups = quantized.pop(gate_up)
@@ -119,7 +119,10 @@ def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, Quantized
 def _experts_by_one(
     layer: str, spec: ExpertsSpec, parts: dict[tuple[str, ...], QuantizedWeight]
 ) -> QuantizedExperts | None:
-    """Take them from a checkpoint with a matrix for each expert. parts: by layer, expert, and name of the matrix."""
+    """Take them from a checkpoint with a matrix for each expert; None if any is missing, or they differ in kind.
+
+    parts: by layer, expert, and name of the matrix. Those of the layer are removed.
+    """
 
     def some(*kinds: tuple[str, ...]) -> list[QuantizedWeight]:
         keys = ((layer, str(expert), name) for expert in range(spec.num_experts) for x in kinds for name in x)

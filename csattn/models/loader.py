@@ -150,7 +150,7 @@ def load_model(
         raise ModelError(f"{name} could not be loaded: {error}") from error
     except (CsattnError, MemoryError):
         raise
-    except Exception as error:  # libraries raise anything over files that are damaged
+    except Exception as error:  # for damaged files, libraries raise errors of any class
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
     if name != DEMO_MODEL and os.path.exists(path := os.path.expanduser(name)):
         name = os.path.abspath(path)  # artifacts note it, and are used from other directories, too
@@ -169,7 +169,7 @@ def require_loaded(loaded: object) -> None:
 
 
 def model_name(name: str | Path | None) -> str:
-    """Return the name of the model that `load_model` takes. Raises ConfigError for an empty name, or no name."""
+    """Return the name of the model that `load_model` takes. Raises ConfigError for an empty name, or what is none."""
     require_model_name(name)
     return DEMO_MODEL if name is None else str(name)
 
@@ -264,7 +264,7 @@ def _load_tokenizer(source: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, clean_up_tokenization_spaces=False)
     except MemoryError:
         raise
-    except Exception as error:  # libraries raise anything over files that are damaged, or not there
+    except Exception as error:  # for damaged or missing files, libraries raise errors of any class
         raise ModelError(
             f"its tokenizer could not be read: {first_line(error)}; put tokenizer.json and tokenizer_config.json there,"
             " or install sentencepiece where it has a tokenizer.model alone (a checkpoint's own code is not run)"

@@ -19,7 +19,7 @@ CODES: dict[WeightFormat, int] = {"fp8": 2, "int4": 4, "fp4": 4}  # codes in a w
 ZERO = 8  # the default zero point
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP4_EXPONENT_BIAS = 127
-FP4_MOST_EXPONENT = 128  # the largest of a scale: a GPU multiplies codes by scales in bfloat16
+FP4_MOST_EXPONENT = 128  # the largest (biased) of a scale: a GPU multiplies codes by scales in bfloat16
 _WORD_BITS, _GROUP_SIZE, _ZERO_BITS, _MOST_CODE = 16, 128, 15, 15
 _AT_ONCE = 2**19  # weights to convert at a time
 

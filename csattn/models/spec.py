@@ -79,7 +79,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
+    """down(activation(gate(x)) * up(x)), or, if not gated, down(activation(up(x)))."""
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -155,7 +155,7 @@ class IndexerSpec:
 
     num_heads: int
     head_dim: int
-    interleaved: bool  # whether RoPE of its first dimensions is
+    interleaved: bool  # as in `RopeSpec`, for RoPE of its first dimensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ _SAMPLED_VALUES = 16  # about so many of each parameter
 
 
 class Unchanged:
-    """A snapshot of a model by a few values of each weight. To take it, or to compare it, takes some milliseconds."""
+    """A snapshot of a model by a few values of each weight. Taking or comparing it takes some milliseconds."""
 
     def __init__(self, model: Any, name: str) -> None:
         self._model, self._name = model, name

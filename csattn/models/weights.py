@@ -318,6 +318,7 @@ def _inputs(body: Any, family: Family) -> InputWeights:
 
 
 def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, rotary: Any) -> LayerWeights:
+    """Return the weights of a decoder layer of transformers. rotary: the model's `rotary_emb`, if it has one."""
     of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
     heads = spec.heads_of(layer_idx)
     mlp = block

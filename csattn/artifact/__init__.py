@@ -1,7 +1,7 @@
-"""The artifact: what `index_build` writes and everyone else reads.
+"""The artifact: the prefilled context on disk. `index_build` writes it, everything else reads it.
 
-A directory in a store, named by the hash of what went into it: manifest.json, which vouches for every byte,
-the context's token ids, and per layer one file of KV rows and one of the index.
+It is a directory in a store, named by a hash of its inputs. It contains manifest.json with the hash of every file, the
+context's token ids, and for each layer a file of KV rows (or of a state) and one of the index.
 """
 
 from csattn.artifact.durable import require_space

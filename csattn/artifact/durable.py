@@ -1,6 +1,6 @@
-"""Files that are either there and whole, or not there: written aside, flushed to the disk, then renamed.
+"""Atomic, durable files: written under another name, flushed to the disk (fsync), then renamed.
 
-`unsynced` leaves the flushing out: a loss of power may then leave files that are there and not whole.
+`unsynced` leaves out the flush: after a power loss, a file may then exist without being whole.
 """
 
 import errno
@@ -17,13 +17,13 @@ from csattn.errors import ArtifactError, StoreFullError
 
 MAX_WRITE_BYTES = 16 * 2**20  # per system call, so that an interrupt is not held up
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL}  # file systems
+_CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL}  # file systems without F_FULLFSYNC
 _is_synced = True  # of this process
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be, byte for byte."""
+    """The size and the hash that a file must have."""
 
     size_bytes: int
     sha256: str  # hex
@@ -31,8 +31,10 @@ class FileRecord:
 
 @contextmanager
 def unsynced() -> Iterator[None]:
-    """Meanwhile this process waits for no disk: for files of which every byte is looked at before they are used, or
-    which can be made again."""
+    """While open, this process does not flush files to the disk.
+
+    For files whose every byte is checked before use, or which can be made again.
+    """
     global _is_synced
     _is_synced = False
     try:
@@ -42,7 +44,7 @@ def unsynced() -> Iterator[None]:
 
 
 class NewFile:
-    """A file under construction: appends, counts and hashes."""
+    """A file being written, which counts and hashes what is appended."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -52,7 +54,7 @@ class NewFile:
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view:
-            written = os.write(self._descriptor, view[:MAX_WRITE_BYTES])  # may be short
+            written = os.write(self._descriptor, view[:MAX_WRITE_BYTES])  # a write may be short
             self._sha256.update(view[:written])
             self.size_bytes += written
             view = view[written:]
@@ -64,10 +66,10 @@ class NewFile:
 
 @contextmanager
 def new_file(path: Path, planned_bytes: int) -> Iterator[NewFile]:
-    """Write a file that appears under its name, flushed to the disk, only when the block ends without an error.
+    """Write a file that appears under its name, flushed to the disk, only if the block ends without an error.
 
-    Two writers of one path do not disturb each other: the later takes the place of the earlier. `planned_bytes` is for
-    the message when the disk is full.
+    Two writers of one path do not disturb each other: the later file replaces the earlier. planned_bytes: for the
+    message if the disk is full.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -94,12 +96,12 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in a directory survive a loss of power."""
+    """Flush a directory, so that the names in it survive a power loss."""
     _sync_and_close(open_directory(path))
 
 
 def fsync_files(directory: Path) -> None:
-    """Make a directory of files that others have written survive a loss of power, but for its own name."""
+    """Flush a directory and its files, which others have written; not the directory's own name in its parent."""
     for path in directory.iterdir():
         _sync_and_close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     fsync_dir(directory)
@@ -129,7 +131,7 @@ def _sync(descriptor: int) -> None:
 
 
 def require_space(store: Path, needed_bytes: int) -> None:
-    """Refuse early when the store's file system cannot hold that much more."""
+    """Raise StoreFullError if the store's file system has no room for so many bytes."""
     available = available_bytes(store)
     if available is not None and available < needed_bytes:
         raise StoreFullError(
@@ -139,7 +141,7 @@ def require_space(store: Path, needed_bytes: int) -> None:
 
 
 def available_bytes(path: Path) -> int | None:
-    """Bytes that can still be written below the path, which need not exist yet; None when that is not known."""
+    """Return how many bytes can still be written below a path, which need not exist yet; None if unknown."""
     for place in (path, *path.absolute().parents):
         with suppress(OSError):
             status = os.statvfs(place)
@@ -148,7 +150,7 @@ def available_bytes(path: Path) -> int | None:
 
 
 def make_store(path: Path) -> None:
-    """Make the directory of a store, if it is not there. Raises ArtifactError where it cannot be."""
+    """Make the directory of a store if it does not exist. Raises ArtifactError if that fails."""
     with store_errors(f"make the store {path}", path):
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -158,7 +160,7 @@ def make_store(path: Path) -> None:
 
 @contextmanager
 def store_errors(action: str, place: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """Turn the system's refusal into a sentence."""
+    """Turn an OSError into an ArtifactError, or a StoreFullError, with a sentence. action: what was tried."""
     try:
         yield
     except OSError as error:
@@ -175,5 +177,5 @@ def store_errors(action: str, place: Path, needed_bytes: int | None = None) -> I
 
 
 def _readable(num_bytes: int) -> str:
-    """A size in bytes, and rounded for people."""
+    """Format a size in bytes, and rounded in MiB."""
     return f"{num_bytes:,} bytes ({num_bytes / 2**20:,.1f} MiB)"

@@ -1,4 +1,4 @@
-"""Where artifacts lie: a directory in a store, named by the artifact's id."""
+"""Find artifacts: each is a directory in a store, named by the artifact's id."""
 
 import re
 from pathlib import Path
@@ -14,10 +14,10 @@ def is_artifact_id(name: str) -> bool:
 
 
 def resolve_artifact(path: Path) -> Path:
-    """The artifact's directory, from its path or from `<store>/<start of the id>`."""
+    """Return the artifact's directory, given its path or `<store>/<prefix of the id>`."""
     try:
         is_there = path.is_dir()
-    except OSError as error:  # a whole sentence in the artifact's place, say
+    except OSError as error:  # for example, a sentence instead of a path
         raise ArtifactNotFoundError(
             f"there is no artifact at {str(path)[:60]!r}: {error.strerror}; give its directory, or STORE/start-of-id"
         ) from error
@@ -27,7 +27,7 @@ def resolve_artifact(path: Path) -> Path:
 
 
 def find_artifact(store: Path, prefix: str) -> Path:
-    """The directory of the one artifact in the store whose id starts so. It is not opened."""
+    """Return the directory of the only artifact in the store whose id has this prefix, without opening it."""
     entries = store_entries(store)
     names = [name for name in entries if is_artifact_id(name)]
     is_one = prefix in entries and (store / prefix / MANIFEST_FILE).is_file()
@@ -40,7 +40,7 @@ def find_artifact(store: Path, prefix: str) -> Path:
 
 
 def choose_artifact(names: list[str], store: Path | str, prefix: str) -> str:
-    """The one of a store's artifacts whose id starts so."""
+    """Return the only id with this prefix. names: the ids of a store's artifacts."""
     names = [name for name in names if prefix and name.startswith(prefix)]
     if len(names) == 1:
         return names[0]
@@ -55,7 +55,7 @@ def choose_artifact(names: list[str], store: Path | str, prefix: str) -> str:
 
 
 def store_entries(store: Path) -> list[str]:
-    """The names in a store, sorted; none when it does not exist yet."""
+    """Return the names in a store, sorted; empty if it does not exist yet."""
     try:
         return sorted(entry.name for entry in store.iterdir())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which files an artifact has, which arrays are in them, and what a layer's index must satisfy to be searched."""
+"""The files of an artifact, the arrays in them, and the checks that make a layer's index safe to search."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ MANIFEST_HASH_FILE = "manifest.sha256"
 TOKENS_FILE = "tokens.safetensors"
 MAX_LAYERS = 1000  # file names have three digits
 
-LIST_DTYPES = {"listed": "U32", "starts": "I32", "scores": "F16", "least": "F16"}  # of a `ListTable`
+LIST_DTYPES = {"listed": "U32", "starts": "I32", "scores": "F16", "least": "F16"}  # the arrays of a `ListTable`
 KV_DTYPES: dict[KvDtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 _BITS_OF_BYTES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
@@ -41,21 +41,21 @@ def state_file(layer_idx: int) -> str:
 
 
 def file_names(spec: ArtifactSpec) -> Iterator[str]:
-    """The files that a manifest lists, in the order of writing."""
+    """Yield the names of the files that a manifest lists, in the order of writing."""
     yield TOKENS_FILE
     for layer_idx in range(spec.model.num_layers):
         yield from layer_files(spec, layer_idx)
 
 
 def layer_files(spec: ArtifactSpec, layer_idx: int) -> Iterator[str]:
-    """A layer without an index has its file where it tells the next one's queries."""
+    """Yield a layer's files: KV rows or state, then the index file, if it has an index or predicts the next queries."""
     yield state_file(layer_idx) if spec.model.has_state(layer_idx) else kv_file(layer_idx)
     if layer_idx in spec.model.indexed_layers or spec.model.is_predicted(layer_idx + 1):
         yield index_file(layer_idx)
 
 
 def plan(spec: ArtifactSpec, name: str) -> FileLayout:
-    """The layout of one file. Its header names the artifact, so that equal shapes are not confused."""
+    """Return the layout of one file. Its header names artifact and file: files of equal shapes cannot be confused."""
     if name == TOKENS_FILE:
         tensors = [TensorSpec("token_ids", "I32", (spec.context_len,))]
     elif name.endswith(".kv.safetensors"):
@@ -72,24 +72,24 @@ def plan(spec: ArtifactSpec, name: str) -> FileLayout:
 
 
 def artifact_bytes(spec: ArtifactSpec) -> int:
-    """What all tensor files together will take on disk."""
+    """Return how many bytes all tensor files together take on disk."""
     return sum(plan(spec, name).size_bytes for name in file_names(spec))
 
 
 def _layer_of(name: str) -> int:
-    """Of a layer's file."""
+    """Return the layer of a file name."""
     return int(name.removeprefix("layer-")[:3])
 
 
 def kv_tensor(spec: ArtifactSpec, layer_idx: int) -> TensorSpec:
-    """K at [..., 0, :] and V at [..., 1, :], so that one row of the file is one read."""
+    """The layer's KV rows: K at [..., 0, :] and V at [..., 1, :], so that a row is contiguous and takes one read."""
     num_rows = spec.model.num_stored(layer_idx, spec.context_len)
     num_kv_heads, head_dim = spec.model.row_sizes(layer_idx)
     return TensorSpec("kv", KV_DTYPES[spec.kv_dtype], (num_kv_heads, num_rows, 2, head_dim))
 
 
 def state_tensors(spec: ArtifactSpec, layer_idx: int) -> list[TensorSpec]:
-    """What a layer keeps instead of rows: of linear attention, or what compressed attention has made of the context."""
+    """The state that a layer keeps of the context instead of KV rows, for linear or compressed attention."""
     model = spec.model
     if not model.compressed:
         return [TensorSpec("conv", "F32", model.state[:2]), TensorSpec("memory", "F32", model.state[2:])]
@@ -99,7 +99,7 @@ def state_tensors(spec: ArtifactSpec, layer_idx: int) -> list[TensorSpec]:
 
 
 def index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:
-    """The arrays of a layer's index."""
+    """The arrays of a layer's index: a sketch, or lists."""
     config, head_dim, num_heads = spec.index_config, spec.model.head_dim, spec.num_index_heads
     if isinstance(config, SketchConfig):
         words, segments = config.words(head_dim), (num_heads, len(config.segment_starts(spec.context_len)))
@@ -123,13 +123,13 @@ def index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:
 
 
 def next_query_tensors(spec: ArtifactSpec) -> list[TensorSpec]:
-    """`next_query` in 8 bits, with a scale for each row: what that loses is far below the error of the prediction."""
+    """`next_query` in 8 bits with a scale for each row: the rounding error is far below the prediction's error."""
     rows = (spec.model.num_q_heads, spec.model.head_dim + 1)
     return [TensorSpec("next_query", "I8", (*rows, spec.model.head_dim)), TensorSpec("next_query_scale", "F32", rows)]
 
 
 def next_query_arrays(next_query: NDArray[np.float32] | None) -> dict[str, NDArray[Any]]:
-    """The arrays of `next_query_tensors`; none after the last layer."""
+    """Quantize `next_query` into the arrays of `next_query_tensors`; empty for None."""
     if next_query is None:
         return {}
     scale = np.abs(next_query).max(axis=-1) / np.float32(127)
@@ -138,7 +138,7 @@ def next_query_arrays(next_query: NDArray[np.float32] | None) -> dict[str, NDArr
 
 
 def take_next_query(arrays: dict[str, NDArray[Any]]) -> NDArray[np.float32] | None:
-    """The inverse of `next_query_arrays`, nearly; these are no longer among the arrays."""
+    """Remove the arrays of `next_query_arrays` and decode them; None if absent. The inverse up to rounding."""
     if "next_query" not in arrays:
         return None
     with np.errstate(over="ignore", invalid="ignore"):  # `fault_of_index` refuses what is not finite
@@ -147,7 +147,7 @@ def take_next_query(arrays: dict[str, NDArray[Any]]) -> NDArray[np.float32] | No
 
 
 def index_arrays(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray[Any]]:
-    """The arrays of a layer's index by their name in the file, without those of `next_query`."""
+    """Return the arrays of a layer's index by their names in the file, without those of `next_query`."""
     if isinstance(index, NoIndex):
         return {}
     if isinstance(index, SketchIndex):
@@ -161,7 +161,7 @@ def index_from_arrays(
     arrays: Mapping[str, NDArray[Any]],
     next_query: NDArray[np.float32] | None = None,
 ) -> LayerIndex | SketchIndex | NoIndex:
-    """The inverse of `index_arrays`."""
+    """Invert `index_arrays`."""
     if not arrays:
         return NoIndex(next_query)
     if isinstance(config, SketchConfig):
@@ -181,9 +181,9 @@ def index_from_arrays(
 
 
 def fault_of_index(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
-    """Why a search over this index could read out of bounds or compute NaN, or None.
+    """Return why a search over this index could read out of bounds or compute NaN; None if it cannot.
 
-    Kernels check no bounds: this is the only place that stands between them and a forged table.
+    Kernels check no bounds: this is their only protection from a forged table.
     """
     lookahead = {} if index.next_query is None else {"next_query": index.next_query}
     for name, array in {**index_arrays(index), **lookahead}.items():
@@ -196,7 +196,7 @@ def fault_of_index(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
 
 
 def _greatest(array: NDArray[np.floating[Any]]) -> float:
-    """The greatest magnitude; NaN if there is one. By its bits: float16 as it is takes a hundred times as long."""
+    """Return the greatest magnitude; NaN if there is one. By its bits: float16 itself takes a hundred times as long."""
     without_sign = np.iinfo(f"i{array.itemsize}").max
     return float((array.view(f"u{array.itemsize}") & without_sign).max().view(array.dtype))
 

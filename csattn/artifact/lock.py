@@ -1,4 +1,4 @@
-"""Locks of builders and of a store's users: the kernel releases them when their holder dies, however it dies."""
+"""File locks (flock) of builders and of a store's users. The kernel releases them however their holder dies."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ _held: set[int] = set()  # descriptors of the locks that this process holds
 
 
 def _let_go_after_fork() -> None:
-    """A forked child must not keep a lock alive that its parent gives back or dies with."""
+    """Close the descriptors in a forked child: it must not keep locks that its parent releases or dies with."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -26,8 +26,8 @@ os.register_at_fork(after_in_child=_let_go_after_fork)
 class BuildLock:
     """An exclusive flock on a file that exists only while a process builds or waits.
 
-    Once it is taken, `with` gives it back at the end. Raises ArtifactError where it cannot be: without locks, two
-    builders would each remove what the other makes.
+    Use it in `with` after it is acquired, to release it at the end. Raises ArtifactError if the file system has no
+    locks: two builders would each remove what the other makes.
     """
 
     def __init__(self, path: Path):
@@ -42,7 +42,7 @@ class BuildLock:
         self.release()
 
     def acquire(self, on_wait: Callable[[], None] | None = None) -> Self:
-        """Take the lock; call `on_wait` once before waiting for another builder."""
+        """Acquire the lock. If another builder holds it, call `on_wait` once, then wait."""
         if not self.try_acquire():
             if on_wait is not None:
                 on_wait()
@@ -50,7 +50,7 @@ class BuildLock:
         return self
 
     def try_acquire(self) -> bool:
-        """Take the lock if nobody holds it."""
+        """Acquire the lock if nobody holds it; return whether it was acquired."""
         try:
             self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -62,7 +62,7 @@ class BuildLock:
         return self._path.exists()
 
     def is_held(self) -> bool:
-        """Whether a process holds the lock now; its file is not made."""
+        """Whether a process holds the lock now. Does not create the file."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -73,17 +73,17 @@ class BuildLock:
             os.close(descriptor)
 
     def release(self) -> None:
-        """Give the lock back and remove its file."""
+        """Release the lock and remove its file."""
         assert self._descriptor is not None, "released a lock that is not held"
         try:
-            self._path.unlink(missing_ok=True)  # while it is locked: afterwards the file may be another process's
+            self._path.unlink(missing_ok=True)  # before unlocking: afterwards the file may be another process's
         finally:
             _held.remove(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
 
     def _lock(self, operation: int) -> None:
-        """Lock the file of that name; start again when its last holder removed the one that we had opened."""
+        """Lock the file at the path; try again if its last holder removed the file that was opened here."""
         while self._descriptor is None:
             with store_errors(f"lock {self._path}", self._path.parent):
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -92,7 +92,7 @@ class BuildLock:
                 if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                     _held.add(descriptor)
                     self._descriptor, descriptor = descriptor, -1
-            except FileNotFoundError:  # removed meanwhile, and not made anew
+            except FileNotFoundError:  # removed after it was opened
                 continue
             except BlockingIOError:
                 raise
@@ -108,14 +108,14 @@ class BuildLock:
 
 
 class StoreUse:
-    """A shared flock on a store's directory, which a service holds as long as it runs."""
+    """A shared flock on a store's directory, which a service holds while it runs."""
 
     def __init__(self, store: Path):
         self._store = store
         self._descriptor: int | None = None
 
     def begin(self) -> None:
-        """Wait while somebody is `alone_in` it. Where a file system has no such locks, nothing is held."""
+        """Acquire the lock; wait while a process is `alone_in` the store. No effect on a file system without locks."""
         if self._descriptor is not None:
             return
         with suppress(OSError):
@@ -133,7 +133,10 @@ class StoreUse:
 
 @contextmanager
 def alone_in(store: Path) -> Iterator[bool]:
-    """Whether nobody uses the store, as far as its file system tells; nobody begins to before the block ends."""
+    """Yield whether nobody uses the store. If so, a `StoreUse` cannot begin before the block ends.
+
+    On a file system without locks, nobody seems to use it.
+    """
     with store_errors(f"look at {store}", store):
         descriptor = open_directory(store)
     try:
@@ -143,7 +146,7 @@ def alone_in(store: Path) -> Iterator[bool]:
 
 
 def _is_refused(descriptor: int, kind: int) -> bool:
-    """Whether another's lock keeps this kind from being taken; where a file system has no locks, none does."""
+    """Whether another process's lock prevents a lock of this kind; False on a file system without locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What an artifact is: the identity that names it, and the manifest that vouches for every byte of it."""
+"""What an artifact is: the inputs that give it its id, and the manifest with the hash of each of its files."""
 
 import hashlib
 import json
@@ -15,38 +15,38 @@ from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigErr
 
 FORMAT_NAME = "csattn-artifact"
 FORMAT_VERSION = 5
-STATE, ALL, COMPRESSED = -1, -2, -3  # in a layer's place among the reaches
+STATE, ALL, COMPRESSED = -1, -2, -3  # special values in `ModelGeometry.reaches`
 MOST_TOKENS = 2**31 - 1  # rows are numbered by int32
-AS_THEY_ARE = "none"  # in a manifest's notes: what weights were rounded to that were not
+AS_THEY_ARE = "none"  # noted in a manifest as the rounding of weights that were not rounded
 
-_MAX_SHOWN = 200  # characters of what is wrong with a manifest
+_MAX_SHOWN = 200  # characters shown of a fault in a manifest
 
 KvDtype = Literal["float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGeometry:
-    """The sizes of a model that fix an artifact's shapes."""
+    """The sizes of a model that determine the shapes in an artifact."""
 
     num_layers: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    hidden_size: int  # numbers of a token that go from layer to layer
+    hidden_size: int  # width of a token's hidden state between layers, all residual streams together
     vocab_size: int
-    max_positions: int  # rows that the model's positions allow
-    # of each layer, how many rows of a context a token behind it may see, 0: all, STATE: it keeps what became of them,
-    # ALL: all, without an index, for the model chooses by what is in them, COMPRESSED: the last, and what it has made
-    # of all; empty: all layers see all
+    max_positions: int  # the longest sequence that the model's positions allow
+    # For each layer, how many of a context's last rows a token after it may see. 0: all rows. STATE: the layer keeps a
+    # state instead of rows (linear attention). ALL: all rows, without an index (latents: a learned indexer's keys are
+    # in the rows). COMPRESSED: the last rows, and compressed rows of the whole context. Empty: all layers see all rows.
     reaches: tuple[int, ...] = ()
-    # sizes of a state: the last inputs of channels [2], and a memory [3]
+    # sizes of a STATE layer's state: the convolution's last inputs (2 numbers), and the memory (3 numbers)
     state: tuple[int, ...] = ()
-    # KV heads and their width in layers that keep a context's last rows; empty: those of the others
+    # num_kv_heads and head_dim of layers that keep only a context's last rows; empty: as in the others
     local_heads: tuple[int, ...] = ()
-    # of each layer, whose rows it attends to: its own, or those of a layer before it; empty: all have their own
+    # for each layer, the layer whose rows it attends to: itself or an earlier one; empty: all layers have their own
     rows_of: tuple[int, ...] = ()
-    # where all layers are COMPRESSED: rows that a token sees one by one, its own among them; then of each layer the
-    # tokens that a compressed row stands for (0: there are none), those that it is made of, and its index key's width
+    # If all layers are COMPRESSED: the window (uncompressed rows that a token sees, including its own); then for each
+    # layer the tokens that a compressed row stands for (0: none), the tokens it is computed from, its index key's width
     compressed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,23 +93,23 @@ class ModelGeometry:
 
     @property
     def indexed_layers(self) -> tuple[int, ...]:
-        """Those that see all of a context: an index is made of them. The others keep its last rows, and no index."""
+        """Layers with an index: those that see all of a context by KV heads (reach 0)."""
         return tuple(i for i in range(self.num_layers) if not self.reaches or self.reaches[i] == 0)
 
     def is_predicted(self, layer_idx: int) -> bool:
-        """Whether the layer before tells its queries: of indexed layers, all but the first."""
+        """Whether its queries are predicted from the previous layer's input: so in all indexed layers but the first."""
         return layer_idx in self.indexed_layers[1:]
 
     def has_state(self, layer_idx: int) -> bool:
-        """Whether it keeps what became of a context, instead of rows of its tokens."""
+        """Whether the layer keeps a state of the context instead of a KV row for each token."""
         return bool(self.reaches) and self.reaches[layer_idx] in (STATE, COMPRESSED)
 
     def compressed_sizes(self, layer_idx: int, context_len: int) -> dict[str, tuple[int, int]]:
-        """Of what that layer keeps of a context: see `csattn.lightning.CompressedState`."""
+        """Return the shapes of what a COMPRESSED layer keeps of a context: see `csattn.lightning.CompressedState`."""
         window, *others = self.compressed
         ratio, span, key_width = others[3 * layer_idx :][:3]
         num_rows, num_left = divmod(context_len, ratio) if ratio else (0, 0)
-        if span > ratio and num_rows:  # the last row's tokens add to the next one, too
+        if span > ratio and num_rows:  # overlap: the last row's tokens contribute to the next one as well
             num_left += ratio
         series = span // ratio if ratio else 0
         return {
@@ -120,25 +120,25 @@ class ModelGeometry:
         }
 
     def num_kept(self, layer_idx: int, context_len: int) -> int:
-        """How many rows of a context that layer keeps: the last; none where it has a state."""
+        """Return how many of a context's last rows that layer keeps; 0 if it has a state."""
         if self.has_state(layer_idx):
             return 0
         reach = self._reach(layer_idx)
         return context_len if reach in (0, ALL) else min(context_len, reach)
 
     def lender(self, layer_idx: int) -> int:
-        """The layer whose rows it attends to."""
+        """Return the layer whose rows this layer attends to."""
         return self.rows_of[layer_idx] if self.rows_of else layer_idx
 
     def num_stored(self, layer_idx: int, context_len: int) -> int:
-        """How many rows of a context are stored with that layer: none where it attends to those of another."""
+        """Return how many rows of a context are stored for that layer; 0 if it attends to another's."""
         return self.num_kept(layer_idx, context_len) if self.lender(layer_idx) == layer_idx else 0
 
     def _reach(self, layer_idx: int) -> int:
         return self.reaches[layer_idx] if self.reaches else 0
 
     def row_sizes(self, layer_idx: int) -> tuple[int, int]:
-        """KV heads and their width in that layer."""
+        """Return num_kv_heads and head_dim of that layer."""
         if not self.local_heads or self.reaches[layer_idx] < 1:
             return self.num_kv_heads, self.head_dim
         num_kv_heads, head_dim = self.local_heads
@@ -157,13 +157,13 @@ class ModelGeometry:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in GEOMETRY_LISTS}
 
 
-# of a geometry's fields; empty ones are not written
+# the fields of ModelGeometry that are lists; empty ones are not written
 GEOMETRY_LISTS = "reaches", "state", "local_heads", "rows_of", "compressed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactSpec:
-    """Everything that decides an artifact's bytes, and so its id; `model_name` is for people and not part of it."""
+    """Everything that determines an artifact's bytes, and so its id; `model_name` is for people and not part of it."""
 
     model_name: str
     model_fingerprint: str
@@ -179,12 +179,12 @@ class ArtifactSpec:
             raise ConfigError(f"a context has 1 to {MOST_TOKENS} tokens, got context_len={self.context_len!r}")
         if self.kv_dtype not in get_args(KvDtype):
             raise ConfigError(f"kv_dtype must be one of {', '.join(get_args(KvDtype))}, got {self.kv_dtype!r}")
-        if not self.model.reaches or 0 in self.model.reaches:  # some have an index; a forged number is not counted to
+        if not self.model.reaches or 0 in self.model.reaches:  # some have an index; no loop to a forged num_layers
             self.index_config.require_head_dim(self.model.head_dim)
 
     @property
     def artifact_id(self) -> str:
-        """16 hexadecimal digits: the same for the same model, tokens and configuration."""
+        """16 hexadecimal digits, the same for the same model, tokenizer, tokens and configuration."""
         identity = [
             FORMAT_VERSION,
             self.model_fingerprint,
@@ -202,11 +202,11 @@ class ArtifactSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The contents of manifest.json: trusted only when manifest.sha256 agrees with it."""
+    """The contents of manifest.json, trusted only if manifest.sha256 has its hash."""
 
     spec: ArtifactSpec
     library_versions: Mapping[str, str]
-    build_notes: Mapping[str, Any]  # whatever the builder wants remembered; JSON
+    build_notes: Mapping[str, Any]  # any JSON that the builder wants to record
     files: Mapping[str, FileRecord]  # every file besides the manifest and its hash
 
     @property
@@ -221,12 +221,12 @@ class Manifest:
 
     @property
     def weights(self) -> str | None:
-        """What the model's weights were rounded to, or AS_THEY_ARE; None where the notes do not say, as older ones."""
+        """The format that the model's weights were rounded to, or AS_THEY_ARE; None if not noted, as in older ones."""
         return self._noted("weights")
 
     @property
     def source(self) -> str | None:
-        """The name of the text that it was built of, where the notes say it."""
+        """The name of the text that it was built from, or None if not noted."""
         return self._noted("source")
 
     def _noted(self, name: str) -> str | None:
@@ -253,13 +253,16 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read a manifest; refuse other formats, other versions, and anything that does not fit together."""
+        """Read a manifest.
+
+        Raises ArtifactMismatchError for another version, ArtifactCorruptError for another format or contradictions.
+        """
         try:
             document = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
             _require_this_version(document)
             manifest, name = cls._from_document(document), document["artifact_id"]
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            told = f"{type(error).__name__}: {error}"[:_MAX_SHOWN]  # a repr may have all of the manifest in it
+            told = f"{type(error).__name__}: {error}"[:_MAX_SHOWN]  # a repr may contain the whole manifest
             raise ArtifactCorruptError(f"the manifest is not one that csattn writes ({told})") from error
         if name != manifest.spec.artifact_id:
             told = repr(name)[:_MAX_SHOWN]
@@ -292,12 +295,12 @@ class Manifest:
 
 
 def hash_token_ids(token_ids: NDArray[np.int32]) -> str:
-    """SHA-256 of the ids as little-endian int32."""
+    """Return the SHA-256, in hex, of the ids as little-endian int32."""
     return hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<i4").tobytes()).hexdigest()
 
 
 def canonical_json(value: object) -> bytes:
-    """One way to write a value down, so that its hash means something."""
+    """Serialize a value in the one form that is hashed: equal values give equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -1,4 +1,4 @@
-"""A place of an artifact or a store: a path on this machine, or a URL (see `remote.py`)."""
+"""Open artifacts and stores at a place: a path on this machine, or a URL (see `remote.py`)."""
 
 import os
 from pathlib import Path
@@ -13,49 +13,49 @@ from csattn.errors import ArtifactNotFoundError, ConfigError
 
 
 def is_url(place: Path | str) -> bool:
-    """Rather than a path."""
+    """Whether a place is a URL, not a path."""
     return isinstance(place, str) and "://" in place
 
 
 def may_be_path(text: str) -> bool:
-    """Whether the system takes it as a file's name at all."""
+    """Whether the system accepts the text as a path at all."""
     try:
         return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half a surrogate pair that stands for no byte
+    except UnicodeEncodeError:  # a lone surrogate that encodes no byte
         return False
 
 
 def local_path(place: object) -> Path:
-    """A directory's, also below a home (`~`). Raises ConfigError for what is no path, and for an empty one."""
+    """Return the path of a directory, with `~` expanded. Raises ConfigError for an empty path, or what is none."""
     if not isinstance(place, str | Path) or not str(place).strip() or not may_be_path(str(place)):
         raise ConfigError(f"a store or an artifact is a directory or a URL, got {place!r}; give its path")
     return Path(os.path.expanduser(place))
 
 
 def remote_store(place: Path | str) -> RemoteStore | None:
-    """The store behind a URL; None for one that is a directory."""
+    """Return the store at a URL; None for a directory."""
     return RemoteStore(str(place)) if is_url(place) else None
 
 
 def open_artifact(
     place: Path | str, *, verify: Literal["size", "full"] = "size", progress: Progress | None = None
 ) -> Artifact:
-    """Open the artifact in that directory or at that URL, or the one whose id starts so: `<store>/<start of the id>`.
+    """Open the artifact at a path or URL, which may be `<store>/<prefix of the id>`.
 
-    What is at a URL is opened as a copy on this machine, every byte of which was checked when it was downloaded.
+    An artifact at a URL is opened as a copy on this machine, every byte of which was checked when it was downloaded.
     Always checked: the manifest's own hash, the set of files, their sizes, headers and shapes, the token ids.
-    With verify="full" every byte is hashed and every index is checked as well.
+    With verify="full" every byte is hashed and every index is checked as well. Raises ArtifactError.
     """
     try:
         return reader.open_artifact(fetch_artifact(place), verify=verify, progress=progress)
-    except ArtifactNotFoundError:  # a copy may go before it is opened: another process keeps within its budget
+    except ArtifactNotFoundError:  # another process may evict the copy before it is opened
         if not is_url(place):
             raise
         return reader.open_artifact(fetch_artifact(place), verify=verify, progress=progress)
 
 
 def fetch_artifact(place: Path | str) -> Path:
-    """The artifact's directory, or that of a copy of it."""
+    """Return the artifact's directory; for a URL, that of a verified copy, downloaded if necessary."""
     if not is_url(place):
         return resolve_artifact(local_path(place))
     remote, artifact_id = _locate(place)
@@ -63,7 +63,7 @@ def fetch_artifact(place: Path | str) -> Path:
 
 
 def read_manifest(place: Path | str) -> Manifest:
-    """What the artifact at that place holds; of one at a URL nothing else is downloaded."""
+    """Return the manifest of the artifact at a place. From a URL, nothing else is downloaded."""
     if not is_url(place):
         with reader.open_artifact(local_path(place)) as artifact:
             return artifact.manifest
@@ -72,7 +72,7 @@ def read_manifest(place: Path | str) -> Manifest:
 
 
 def verify_artifact(place: Path | str, progress: Progress | None = None) -> Manifest:
-    """Read every byte where it lies and compare it with the manifest; raise ArtifactError at the first that differs."""
+    """Hash every file in place and compare it with the manifest. Raises ArtifactError at the first that differs."""
     if not is_url(place):
         with reader.open_artifact(local_path(place), verify="full", progress=progress) as artifact:
             return artifact.manifest
@@ -81,7 +81,7 @@ def verify_artifact(place: Path | str, progress: Progress | None = None) -> Mani
 
 
 def _locate(place: Path | str) -> tuple[RemoteStore, str]:
-    """The store and the id in an artifact's URL."""
+    """Return the store and the artifact's id of a URL."""
     url, _, prefix = str(place).rstrip("/").rpartition("/")
     remote = RemoteStore(url)
     return remote, remote.resolve(prefix)

@@ -1,4 +1,4 @@
-"""Open a finished artifact: check what is cheap to check, map the rest, refuse anything that is not as written."""
+"""Open a finished artifact: check what is cheap to check, memory-map the rest, and refuse whatever was altered."""
 
 import errno
 import hashlib
@@ -43,21 +43,21 @@ from csattn.errors import (
 from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 
-Progress = Callable[[int, int], None]  # bytes hashed so far, bytes in all
+Progress = Callable[[int, int], None]  # called with the bytes hashed so far and in all
 
-_MAX_THREADS = 8  # that hash files
+_MAX_THREADS = 8  # to hash files
 _MAX_MANIFEST_BYTES = 16 * 2**20
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Artifact:
-    """An open artifact. Its arrays are read-only memory maps: they cost address space until they are touched.
+    """An open artifact. Its arrays are read-only memory maps: they take only address space until they are touched.
 
-    What it handed out stays valid after `close`; writing into it ends the process.
+    Arrays that it returned stay valid after `close`. Writing into them ends the process (SIGSEGV).
     """
 
     def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, Mapping[str, NDArray[Any]]]):
-        self.path = path.absolute()  # it holds in other processes, and after a change of directory
+        self.path = path.absolute()  # valid in other processes, and after a change of directory
         self.manifest = manifest
         self.token_ids: NDArray[np.int32] = files[TOKENS_FILE]["token_ids"]  # [context_len]
         self._files: dict[str, Mapping[str, NDArray[Any]]] = dict(files)
@@ -78,47 +78,48 @@ class Artifact:
         return self.manifest.index_bytes
 
     def layer_kv(self, layer_idx: int) -> torch.Tensor:
-        """The context's rows [num_kv_heads, context_len, 2, head_dim]: K at [..., 0, :], V at [..., 1, :].
+        """Return the context's rows [num_kv_heads, context_len, 2, head_dim]: K at [..., 0, :], V at [..., 1, :].
 
-        Of a layer that does not see all of it, the last `ModelGeometry.num_kept`.
+        A local layer has only the last `ModelGeometry.num_kept` rows.
         """
         lender = self.spec.model.lender(layer_idx)
         return as_tensor(self._file(kv_file(lender))["kv"], self.spec.kv_dtype == "bfloat16")
 
     def layer_kv_place(self, layer_idx: int) -> tuple[Path, int, int]:
-        """Where these rows lie without a hole: the file, the offset of the first byte, and how many they are.
+        """Return where the rows of `layer_kv` are contiguous on disk: file, offset of the first byte, number of bytes.
 
-        For a reader that does not map the file; what was checked at opening holds for it too.
+        For readers that do not map the file. The checks at opening cover it as well.
         """
         self._file(name := kv_file(self.spec.model.lender(layer_idx)))
         [(tensor, offset)] = plan(self.spec, name).tensors
         return self.path / name, offset, tensor.num_bytes
 
     def layer_index(self, layer_idx: int) -> LayerIndex | SketchIndex:
-        """The index of a layer that has one, checked on first use so that a kernel can trust it."""
+        """Return the index of a layer that has one, checked on first use so that kernels can trust it."""
         index = self._index(layer_idx)
         assert not isinstance(index, NoIndex), f"layer {layer_idx} has no index"
         return index
 
     def indexes(self) -> list[LayerIndex | SketchIndex]:
-        """Of the layers that have one, in their order: by it, engines and searchers number them."""
+        """Return the indexes of all layers that have one, in the order by which engines and searchers number them."""
         return [self.layer_index(layer_idx) for layer_idx in self.spec.model.indexed_layers]
 
     def indexed_kv(self) -> list[torch.Tensor]:
-        """The rows of the layers that have an index: `layer_kv`."""
+        """Return `layer_kv` of the layers that have an index, in order."""
         return [self.layer_kv(layer_idx) for layer_idx in self.spec.model.indexed_layers]
 
     def local_kv(self) -> list[torch.Tensor]:
-        """The rows of those that keep the last alone."""
+        """Return `layer_kv` of the other layers with rows, in order: local layers, and those of latents."""
         model = self.spec.model
         others = (i for i in range(model.num_layers) if i not in model.indexed_layers and not model.has_state(i))
         return [self.layer_kv(layer_idx) for layer_idx in others]
 
     def states(self) -> list[Mapping[str, NDArray[Any]]]:
-        """What became of the context in layers that keep no rows of its tokens.
+        """Return the states of layers that have one instead of KV rows, in order.
 
-        Of linear attention conv and memory, float32. Of compressed attention, which all layers have or none has, what
-        `CompressedState` has: `pending` in float32, the others as rows are, bfloat16 by its bits.
+        Linear attention: conv and memory, float32. Compressed attention, which all layers have or none: the fields of
+        `CompressedState`, `pending` in float32, the others in the dtype of rows (bfloat16 as uint16 bits).
+        Raises ArtifactCorruptError for NaN or infinity.
         """
         layers = (i for i in range(self.spec.model.num_layers) if self.spec.model.has_state(i))
         states = {name: self._file(name) for name in map(state_file, layers)}
@@ -128,13 +129,13 @@ class Artifact:
         return list(states.values())
 
     def require_sound(self) -> None:
-        """Check every index and state, so that using them is quick. Rows are not looked at: there are too many."""
+        """Check every index and state now, so that their first use is quick. KV rows are too many to check."""
         for layer_idx in range(self.spec.model.num_layers):
             self._index(layer_idx)
         self.states()
 
     def next_query(self, layer_idx: int) -> NDArray[np.float32] | None:
-        """How the next layer's queries are told from that layer's input, see `LayerIndex.next_query`."""
+        """Return the predictor of the next layer's queries from that layer's input: see `LayerIndex.next_query`."""
         return self._index(layer_idx).next_query
 
     def _index(self, layer_idx: int) -> LayerIndex | SketchIndex | NoIndex:
@@ -151,7 +152,10 @@ class Artifact:
         return index
 
     def require_model(self, fingerprint: str, geometry: ModelGeometry) -> None:
-        """Refuse to serve a model that did not make this artifact. Of the whole model; its positions may be more."""
+        """Raise ArtifactMismatchError for a model that did not build this artifact. Its `max_positions` may differ.
+
+        fingerprint, geometry: the whole model's, not a device's share.
+        """
         if fingerprint != self.spec.model_fingerprint:
             raise ArtifactMismatchError(
                 f"the artifact {self.path} was built with {self.spec.model_name} in {self.spec.kv_dtype} (fingerprint "
@@ -169,7 +173,7 @@ class Artifact:
             )
 
     def _weights_then(self) -> str:
-        """How the model has to be loaded that built it."""
+        """Say how the weights of the model that built it were loaded, as part of a sentence."""
         if (rounding := self.manifest.weights) is None:
             return "its weights rounded as they were then"
         if rounding == AS_THEY_ARE:
@@ -177,7 +181,7 @@ class Artifact:
         return f"its weights rounded to {rounding} (add --weights {rounding}, in Python weights={rounding!r})"
 
     def require_tokenizer(self, tokenizer_hash: str) -> None:
-        """Refuse a tokenizer that gives other ids to the same text."""
+        """Raise ArtifactMismatchError for a tokenizer that may give other ids to the same text."""
         if tokenizer_hash != self.spec.tokenizer_hash:
             raise ArtifactMismatchError(
                 f"the artifact {self.path} was built with tokenizer {self.spec.tokenizer_hash[:12]} and the loaded "
@@ -186,7 +190,7 @@ class Artifact:
             )
 
     def close(self) -> None:
-        """Let go of the maps; the last array in use holds its own."""
+        """Release the memory maps; arrays in use keep theirs alive."""
         self._files.clear()
         self._indexes.clear()
 
@@ -197,9 +201,9 @@ class Artifact:
         self.close()
 
     def __reduce__(self) -> tuple[Callable[[Path], "Artifact"], tuple[Path]]:
-        """Copied and pickled as its path: whoever gets it opens it again, and no array is copied.
+        """Copy and pickle as a path: the copy opens the artifact again, and no array is copied.
 
-        Raises ArtifactError when it is closed.
+        Raises ArtifactError if it is closed.
         """
         self._require_open()
         return open_artifact, (self.path,)
@@ -222,10 +226,10 @@ class Artifact:
 def open_artifact(
     path: Path, *, verify: Literal["size", "full"] = "size", progress: Progress | None = None
 ) -> Artifact:
-    """Open the artifact in that directory, or the one whose id starts so: `<store>/<start of the id>`.
+    """Open the artifact in a directory, given its path or `<store>/<prefix of the id>`.
 
     Always checked: the manifest's own hash, the set of files, their sizes, headers and shapes, the token ids.
-    With verify="full" every byte is hashed and every index is checked as well.
+    With verify="full" every byte is hashed and every index is checked as well. Raises ArtifactError.
     """
     path = resolve_artifact(path)
     try:
@@ -258,9 +262,9 @@ def open_artifact(
 
 
 def is_whole(path: Path) -> bool:
-    """Whether an artifact is at that path, as far as its manifest and file sizes say.
+    """Whether an intact artifact is at that path, judged by the cheap checks of `open_artifact`.
 
-    Raises ArtifactRoomError where that cannot be told: it may be sound, and another is not to take its place.
+    Raises ArtifactRoomError if it cannot be opened for lack of room: it may be sound, and must not be replaced.
     """
     try:
         open_artifact(path).close()
@@ -273,7 +277,7 @@ def is_whole(path: Path) -> bool:
 
 def _read_manifest(path: Path) -> Manifest:
     if not (path / MANIFEST_FILE).exists():
-        # only what has an artifact's name is to be deleted: anything else may be a store, or a home directory
+        # advise to delete only what is named like an artifact: anything else may be a store, or a home directory
         remedy = how_to_heal(path)
         if not is_artifact_id(path.name):
             remedy = (
@@ -291,9 +295,10 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(place: Path | str, data: bytes, hash_line: bytes, remedy: str) -> Manifest:
-    """The manifest of the artifact at that place, vouched for by the line that holds its hash.
+    """Parse the manifest of the artifact at a place, after comparing it with its hash.
 
-    It lists the files that the format wants and no others, so that their names may be joined to a path.
+    The result lists exactly the files of the format, so their names are safe to join to a path.
+    remedy: what to do, for errors. Raises ArtifactCorruptError or ArtifactMismatchError.
     """
     if hash_line != manifest_hash_line(data):
         raise ArtifactCorruptError(
@@ -301,7 +306,7 @@ def parse_manifest(place: Path | str, data: bytes, hash_line: bytes, remedy: str
         )
     try:
         manifest = Manifest.from_bytes(data)
-    except ArtifactMismatchError as error:  # it may be whole, and another csattn's: nothing to delete
+    except ArtifactMismatchError as error:  # it may be sound, made by another csattn: do not advise to delete it
         raise ArtifactMismatchError(f"{place}: {error}") from error
     except ArtifactError as error:
         raise type(error)(f"{place}: {error}; {remedy}") from error
@@ -311,12 +316,12 @@ def parse_manifest(place: Path | str, data: bytes, hash_line: bytes, remedy: str
 
 
 def manifest_hash_line(manifest: bytes) -> bytes:
-    """The contents of manifest.sha256, as `sha256sum --check` reads it."""
+    """Return the contents of manifest.sha256, in the format of `sha256sum --check`."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST_FILE}\n".encode()
 
 
 def _require_file_set(path: Path, manifest: Manifest) -> None:
-    """Refuse missing and unknown files, and wrong sizes."""
+    """Raise ArtifactCorruptError for missing and unknown files, wrong sizes, and another artifact's id."""
     if is_artifact_id(path.name) and path.name != manifest.spec.artifact_id:
         raise ArtifactCorruptError(f"{path} holds the artifact {manifest.spec.artifact_id}; {how_to_heal(path)}")
     # macOS leaves .DS_Store where a Finder has looked, and ._NAME beside a file on a disk of another system
@@ -353,13 +358,13 @@ def _require_hashes(path: Path, manifest: Manifest, progress: Progress | None) -
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file, hex. Read, not mapped: a file that shrinks meanwhile must not end the process."""
+    """Return the SHA-256 of a file, hex. It is read, not mapped: a file that shrinks must not end the process."""
     with open_regular_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def has_hash(path: Path, sha256: str) -> bool:
-    """Whether there is such a file, with those bytes."""
+    """Whether the file exists and has this hash."""
     try:
         return hash_file(path) == sha256
     except (OSError, ArtifactError):
@@ -367,12 +372,12 @@ def has_hash(path: Path, sha256: str) -> bool:
 
 
 def _is_finite(array: NDArray[Any]) -> bool:
-    """Whether all numbers are; bfloat16 by its bits, of which NaN and infinity have all of the exponent's."""
+    """Whether all numbers are finite. Of bfloat16, given as bits, NaN and infinity have all exponent bits set."""
     return bool(((array & 0x7F80) != 0x7F80).all() if array.dtype.kind in "iu" else np.isfinite(array).all())
 
 
 def as_tensor(array: NDArray[Any], is_bfloat16: bool) -> torch.Tensor:
-    """The array as a tensor over the same memory."""
+    """Return the array as a tensor over the same memory. is_bfloat16: the array holds its bits."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)

@@ -1,7 +1,8 @@
-"""Stores behind a URL that fsspec can read, s3:// or memory:// say, and the verified copies that this machine keeps.
+"""Stores at URLs that fsspec can read, such as s3:// or memory://, and the verified copies on this machine.
 
-A copy lies in `$CSATTN_CACHE/artifacts` [~/.cache/csattn/artifacts], which is a store like any other. It is checked
-byte by byte on its way and appears when it is whole. An upload ends with its manifest: without it there is no artifact.
+Copies are in `$CSATTN_CACHE/artifacts` (default: ~/.cache/csattn/artifacts), which is a store like any other. A copy is
+hashed during the download and appears when it is whole. The manifest is uploaded last: without it, an artifact does not
+exist.
 """
 
 import os
@@ -28,12 +29,12 @@ _CHUNK_BYTES = 4 * 2**20
 
 
 def cache_store() -> Path:
-    """The store of copies; builds for a remote store go on here."""
+    """Return the store of copies. Builds for a remote store run here."""
     return cache_dir() / "artifacts"
 
 
 class RemoteStore:
-    """A store behind a URL."""
+    """A store at a URL."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
@@ -43,7 +44,7 @@ class RemoteStore:
             raise ArtifactError(f"cannot use the store {url}: {error}; give a directory or another URL") from error
 
     def artifact_ids(self) -> list[str]:
-        """The ids of the artifacts that have been uploaded, ascending."""
+        """Return the ids of completely uploaded artifacts, ascending."""
         with _remote_errors(f"list the store {self.url}"):
             self._fs.invalidate_cache()
             found = self._fs.ls(self._root, detail=False) if self._fs.isdir(self._root) else []
@@ -51,16 +52,16 @@ class RemoteStore:
         return sorted(name for name in names if is_artifact_id(name) and self.holds(name))
 
     def holds(self, artifact_id: str) -> bool:
-        """Whether the artifact was uploaded to its end."""
+        """Whether the artifact was uploaded completely."""
         with _remote_errors(f"look into the store {self.url}"):
             return bool(self._fs.exists(self._file(artifact_id, MANIFEST_FILE)))
 
     def resolve(self, prefix: str) -> str:
-        """The id of the one artifact that starts so."""
+        """Return the id of the only artifact with this prefix; a whole id is not looked up."""
         return prefix if is_artifact_id(prefix) else choose_artifact(self.artifact_ids(), self.url, prefix)
 
     def manifests(self) -> tuple[dict[str, Manifest], dict[str, ArtifactError]]:
-        """What each artifact holds, and what is wrong with those whose manifest is damaged, by id."""
+        """Return the manifest of each artifact, and the error for each damaged manifest, by id."""
         manifests, broken = dict[str, Manifest](), dict[str, ArtifactError]()
         for artifact_id in self.artifact_ids():
             try:
@@ -70,11 +71,11 @@ class RemoteStore:
         return manifests, broken
 
     def manifest(self, artifact_id: str) -> Manifest:
-        """What the artifact holds. Raises ArtifactError when it is not there, or its manifest is damaged."""
+        """Return the artifact's manifest. Raises ArtifactError if it does not exist or is damaged."""
         return self._manifest(artifact_id)[0]
 
     def verify(self, artifact_id: str, progress: Progress | None = None) -> Manifest:
-        """Read every byte where it lies, and compare it with the manifest."""
+        """Download and hash every file, without storing it. Raises ArtifactCorruptError for one that differs."""
         manifest, done_bytes = self.manifest(artifact_id), 0
         with open(os.devnull, "wb", buffering=0) as nowhere:
             for name, wanted in manifest.files.items():
@@ -85,7 +86,7 @@ class RemoteStore:
         return manifest
 
     def fetch(self, artifact_id: str) -> Path:
-        """The directory of a whole copy of the artifact; downloads what is not here. A second caller waits."""
+        """Return the directory of a whole copy of the artifact; download what is missing. A second caller waits."""
         cache = cache_store()
         target = cache / artifact_id
         if _is_here(target):
@@ -98,7 +99,7 @@ class RemoteStore:
         return target
 
     def upload(self, path: Path) -> None:
-        """Put a finished artifact into the store, unless it is there. Its manifest comes last."""
+        """Upload a finished artifact, unless the store has it; the manifest last."""
         if self.holds(path.name):
             return
         with open_artifact(path) as artifact:
@@ -132,7 +133,7 @@ class RemoteStore:
         shutil.rmtree(work, ignore_errors=True)
 
     def _read(self, artifact_id: str, name: str, wanted: FileRecord, file: NewFile) -> None:
-        """Copy a file, and refuse it when it is not what its record says."""
+        """Copy a file. Raises ArtifactCorruptError if its size or hash is not that of its record."""
         action = f"read {self.url}/{artifact_id}/{name}"
         with _remote_errors(action), self._fs.open(self._file(artifact_id, name), "rb") as source:
             while file.size_bytes <= wanted.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
@@ -144,7 +145,7 @@ class RemoteStore:
             )
 
     def _manifest(self, artifact_id: str) -> tuple[Manifest, bytes, bytes]:
-        """The manifest, its bytes, and the line that holds its hash."""
+        """Return the manifest, its bytes, and the line with its hash."""
         place = f"{self.url}/{artifact_id}"
         with _remote_errors(f"read {place}"):
             if not self._fs.exists(self._file(artifact_id, MANIFEST_FILE)):
@@ -163,9 +164,9 @@ class RemoteStore:
 
 
 def shrink_cache(max_bytes: int) -> list[Path]:
-    """Remove the copies that were used longest ago until the others take no more than that; return what was removed.
+    """Evict the least recently used copies until the others take at most max_bytes; return what was removed.
 
-    A reader that has a copy open keeps it: its memory is mapped.
+    A reader that has a copy open can still read it, through its memory maps.
     """
     cache = cache_store()
     with store_errors(f"look through the cache {cache}", cache):
@@ -181,24 +182,24 @@ def shrink_cache(max_bytes: int) -> list[Path]:
             left_bytes -= num_bytes
             gone = cache / f"{BUILDING_PREFIX}{path.name}"
             remove(gone)
-            os.rename(path, gone)  # at once, so that nobody opens half of it
+            os.rename(path, gone)  # atomically, so that nobody opens half of it
             remove(gone)
             removed.append(path)
     return removed
 
 
 def _is_here(path: Path) -> bool:
-    """Whether a whole copy is there; it then counts as used now."""
+    """Whether a whole copy is there; if so, mark it as used now."""
     if not is_whole(path):
         return False
-    with suppress(OSError):  # a cache that may only be read
+    with suppress(OSError):  # a read-only cache
         os.utime(path)
     return True
 
 
 @contextmanager
 def _remote_errors(action: str) -> Iterator[None]:
-    """Turn what a file system raises, of whatever class, into a sentence."""
+    """Turn any exception of a remote file system into an ArtifactError with a sentence. action: what was tried."""
     try:
         yield
     except ArtifactError:

@@ -1,4 +1,4 @@
-"""An artifact as one of several devices reads it: some of its heads, as if there were no others."""
+"""A device's share of an artifact in tensor parallelism: some of its heads, as if there were no others."""
 
 from dataclasses import replace
 
@@ -13,7 +13,10 @@ from csattn.sketch.index import BY_HEAD
 
 
 class ArtifactShare(Artifact):
-    """Of an open artifact, whose maps it reads: whoever opened that closes it. Nothing of other heads is touched."""
+    """A view of an open artifact with some of its heads; those of others are never touched.
+
+    It reads the maps of the whole artifact, which whoever opened it has to close.
+    """
 
     def __init__(self, whole: Artifact, share: Share) -> None:
         super().__init__(whole.path, whole.manifest, whole._files)
@@ -28,7 +31,7 @@ class ArtifactShare(Artifact):
 
     @property
     def spec(self) -> ArtifactSpec:
-        """With the heads of the share."""
+        """The spec, with the numbers of heads of the share."""
         return self._spec
 
     @property
@@ -46,7 +49,7 @@ class ArtifactShare(Artifact):
 
 
 def share_of_index(index: LayerIndex | SketchIndex | NoIndex, share: Share) -> LayerIndex | SketchIndex | NoIndex:
-    """The heads of the share, of the same arrays."""
+    """Return the index of the share's heads, as views of the same arrays."""
     next_query = None if index.next_query is None else index.next_query[share.of(len(index.next_query))]
     if isinstance(index, NoIndex):
         return NoIndex(next_query)
@@ -54,7 +57,7 @@ def share_of_index(index: LayerIndex | SketchIndex | NoIndex, share: Share) -> L
 
 
 def index_of_heads(index: LayerIndex | SketchIndex, heads: slice) -> LayerIndex | SketchIndex:
-    """The index of some heads only, to search in: views, no copies."""
+    """Return the index of some heads, without `next_query`: views, no copies."""
     if isinstance(index, SketchIndex):
         return replace(index, **{name: getattr(index, name)[heads] for name in BY_HEAD}, next_query=None)
     codebooks, key_mean, table = index.codebooks[heads], index.key_mean[heads], index.table.of_heads(heads)

@@ -24,11 +24,11 @@ class ArtifactSummary:
     path: Path | str  # str: a URL
     model_name: str
     context_len: int
-    layout: str  # of the table
+    layout: str  # of the index
     kv_dtype: str
-    weights: str | None  # as `Manifest.weights`
+    weights: str | None  # see `Manifest.weights`
     size_bytes: int
-    source: str | None  # the text's name, where the builder noted it
+    source: str | None  # the text's name, if the builder noted it
 
     @classmethod
     def of(cls, path: Path | str, manifest: Manifest) -> Self:
@@ -47,25 +47,25 @@ class ArtifactSummary:
 
 
 def list_store(store: Path) -> list[ArtifactSummary]:
-    """The finished artifacts of a store that pass the cheap checks, by id."""
+    """Return the finished artifacts of a store that pass the cheap checks, sorted by id."""
     return scan_store(store)[0]
 
 
 def unfinished_builds(store: Path) -> list[Path]:
-    """Where builds work that have not published: they run, or were interrupted and can go on."""
+    """Return the work directories of builds that have not published: they run, or were interrupted and can resume."""
     names = {match[1] for name in store_entries(store) if (match := _WORK.fullmatch(name))}
     return [store / name for name in sorted(names)]
 
 
 def is_being_built(work: Path) -> bool:
-    """Whether a process works on one of the `unfinished_builds`, or is about to."""
+    """Whether a process holds the lock of one of the `unfinished_builds`."""
     return BuildLock(work.with_name(f"{work.name}{LOCK_SUFFIX}")).is_held()
 
 
 def collect_garbage(store: Path) -> list[Path]:
-    """Remove the work of builds that ended before they published, and return what was removed.
+    """Remove the work directories of interrupted builds, and return them. These builds can no longer be resumed.
 
-    A build that is running keeps its work; one that was interrupted can no longer be resumed.
+    A running build keeps its directory.
     """
     removed = []
     for work in unfinished_builds(store):
@@ -79,7 +79,7 @@ def collect_garbage(store: Path) -> list[Path]:
 
 
 def scan_store(store: Path) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]]:
-    """What `list_store` lists; what has an artifact's name but does not pass the cheap checks, with the reason."""
+    """Return what `list_store` does, and the error of each directory named like an artifact that fails the checks."""
     summaries: list[ArtifactSummary] = []
     broken: dict[Path, ArtifactError] = {}
     for path in (store / name for name in store_entries(store) if is_artifact_id(name)):

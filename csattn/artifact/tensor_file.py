@@ -1,7 +1,7 @@
-"""One file of named arrays in the safetensors format, laid out so that it can be memory-mapped and pinned.
+"""A file of named arrays in the safetensors format, aligned so that it can be memory-mapped and page-locked (pinned).
 
-The layout is a pure function of names, dtypes, shapes and metadata. A reader that knows what a file must hold
-therefore knows its header to the byte, compares it, and never interprets what it finds on disk.
+The layout is a pure function of names, dtypes, shapes and metadata. A reader that knows what a file must contain
+therefore knows its header to the byte. It compares the header, and never interprets what it finds on disk.
 """
 
 import ctypes
@@ -37,8 +37,8 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
 }
 PAGE_BYTES = 4096
-_PIECE_BYTES = 2**20  # written at a time, or a row
-SMALL_ALIGNMENT = 64  # of arrays below a page, and of the last byte of none
+_PIECE_BYTES = 2**20  # written at a time, at least one row
+SMALL_ALIGNMENT = 64  # of arrays smaller than a page; the end of a file is not aligned
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -61,9 +61,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where everything lies in a file: its header, and the parts that follow it without a hole."""
+    """The layout of a file: its header, and the parts that follow it without gaps."""
 
-    header: bytes  # whole pages
+    header: bytes  # a multiple of PAGE_BYTES
     parts: tuple[tuple[TensorSpec, int], ...]  # arrays and padding, each with its offset in the file
     size_bytes: int
 
@@ -74,9 +74,9 @@ class FileLayout:
 
 
 def plan_file(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> FileLayout:
-    """Lay out the arrays in their order, each on a 64-byte boundary, those of a page and more on a page.
+    """Lay out arrays in order, on 64-byte boundaries; those of a page or more on page boundaries.
 
-    The format allows no holes, so the space between two arrays is an array of zero bytes of its own.
+    The format allows no gaps, so padding between two arrays is an array of zero bytes.
     """
     parts: list[tuple[TensorSpec, int]] = []
     end = 0
@@ -101,7 +101,7 @@ def plan_file(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Fil
 
 
 def write_file(path: Path, layout: FileLayout, arrays: Mapping[str, NDArray[Any] | torch.Tensor]) -> FileRecord:
-    """Write the arrays durably under that name, or leave nothing behind. Hashes while writing."""
+    """Write the arrays to a file durably, or leave nothing behind. The file is hashed while it is written."""
     assert set(arrays) == {spec.name for spec, _ in layout.tensors}, f"{path.name} needs other arrays"
     with new_file(path, layout.size_bytes) as file:
         file.write(layout.header)
@@ -117,10 +117,10 @@ def write_file(path: Path, layout: FileLayout, arrays: Mapping[str, NDArray[Any]
 
 
 def map_file(path: Path, layout: FileLayout) -> dict[str, NDArray[Any]]:
-    """Map the file read-only and return its arrays; refuse a file that is not laid out as planned.
+    """Memory-map the file read-only and return its arrays. Raises ArtifactCorruptError for another layout.
 
-    Pages are read when they are touched. Nobody may shorten the file meanwhile: that ends a process that
-    touches what is gone (SIGBUS), which is why finished artifacts are never written again.
+    Pages are read when they are touched. The file must not be shortened while it is mapped: touching what is gone
+    ends the process (SIGBUS). Therefore finished artifacts are never written again.
     """
     with open_regular_file(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -142,14 +142,14 @@ def map_file(path: Path, layout: FileLayout) -> dict[str, NDArray[Any]]:
 
 
 def open_regular_file(path: Path) -> Any:
-    """Open for reading what is a plain file: a pipe in its place must not make a reader wait for ever."""
+    """Open a regular file for reading; refuse others, because a pipe in its place would block the reader forever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ArtifactCorruptError(f"{path} is not a regular file; {how_to_heal(path.parent)}")
     return open(path, "rb")
 
 
 def how_to_heal(place: Path | str) -> str:
-    """What to do about a damaged artifact, as the end of a sentence."""
+    """Return what to do about a damaged artifact, as the end of a sentence."""
     return f"delete {place}, and copy it again or build it again with `csattn build`"
 
 
@@ -158,7 +158,7 @@ def _is_padding(part: TensorSpec) -> bool:
 
 
 def _pieces(spec: TensorSpec, array: NDArray[Any] | torch.Tensor) -> Iterator[memoryview]:
-    """The array's bytes in order, some rows of its first axis at a time, so that only a piece is ever copied."""
+    """Yield the array's bytes in order, some rows of its first axis at a time, so that only a piece is ever copied."""
     if isinstance(array, torch.Tensor):
         array = array.detach().cpu()
         array = (array.view(torch.uint16) if array.dtype == torch.bfloat16 else array).numpy()
@@ -172,9 +172,9 @@ def _pieces(spec: TensorSpec, array: NDArray[Any] | torch.Tensor) -> Iterator[me
 
 
 def map_read_only(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
-    """[num_bytes]: the first of that open file, for as long as an array over them lives. Raises OSError.
+    """Map the first num_bytes of an open file, for as long as an array over them lives. Raises OSError.
 
-    `mmap.mmap` keeps a descriptor of its own, and a service may have many contexts mapped, and few files open.
+    `mmap.mmap` would keep a file descriptor open for each map; a service maps many contexts, and may open few files.
     """
     address = _libc.mmap(None, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _FAILED:
@@ -184,7 +184,7 @@ def map_read_only(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 class _Mapped:
-    """Owns a map; numpy's arrays over it hold on to this."""
+    """Owns a memory map; numpy's arrays over it keep this object alive."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__array_interface__: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""The directory in which an artifact is made, `<store>/.building-<id>/`:
+"""The work directory of a build, `<store>/.building-<id>/`:
 
-    artifact/            the files of the artifact, renamed to `<store>/<id>` when all are there
-    layer-000.json ...   what each finished layer's files must be; without it a layer counts as absent
-    checkpoint.json      where the prefill goes on, and what the hidden state's file must be
+    artifact/            the artifact's files; renamed to `<store>/<id>` when all are there
+    layer-000.json ...   sizes and hashes of a finished layer's files; without it, the layer counts as absent
+    checkpoint.json      the layer at which the prefill resumes, with size and hash of the hidden state's file
 
-Every file is written aside, flushed and renamed, by the holder of the artifact's lock.
+Every file is written under another name, flushed and renamed, by the holder of the artifact's lock.
 """
 
 import hashlib
@@ -42,11 +42,11 @@ from csattn.sketch import SketchIndex
 BUILDING_PREFIX = ".building-"
 LOCK_SUFFIX = ".lock"
 CHECKPOINT_FILE = "checkpoint.json"
-_AHEAD_S = 86400.0  # that another machine's clock may be
+_AHEAD_S = 86400.0  # how far another machine's clock may be ahead
 
 
 class WorkDir:
-    """What has been made of one artifact so far."""
+    """The work directory of one artifact: the finished layers and the prefill's checkpoint."""
 
     def __init__(self, store: Path, spec: ArtifactSpec):
         self.spec = spec
@@ -55,11 +55,11 @@ class WorkDir:
         self.parts = self.path / "artifact"
 
     def write_part(self, name: str, arrays: Mapping[str, NDArray[Any] | torch.Tensor]) -> FileRecord:
-        """Write a file of the artifact."""
+        """Write a file of the artifact, by its planned layout."""
         return write_file(self.parts / name, plan(self.spec, name), arrays)
 
     def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex | NoIndex) -> None:
-        """Write the index of a layer whose KV or state is there, and with it the layer's record."""
+        """Write the index of a layer whose KV or state is written already, then the layer's record."""
         if fault := fault_of_index(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
         records = {next(layer_files(self.spec, layer_idx)): kv_record}
@@ -69,21 +69,21 @@ class WorkDir:
         write_record(self.layer_record(layer_idx), files_to_json(records))
 
     def finished_layer(self, layer_idx: int) -> dict[str, FileRecord] | None:
-        """The files of a finished layer as its record has them, unread; None when it is not finished."""
+        """Return the files of a finished layer by its record, without reading them; None if it is not finished."""
         records = files_from_json(read_record(self.layer_record(layer_idx)))
         return records if records.keys() == set(layer_files(self.spec, layer_idx)) else None
 
     def intact_layer(self, layer_idx: int) -> dict[str, FileRecord] | None:
-        """The same, with every byte hashed."""
+        """Like `finished_layer`, but None also if the hash of a file differs."""
         records = self.finished_layer(layer_idx)
         return records if records is not None and self.is_intact(records) else None
 
     def is_intact(self, records: Mapping[str, FileRecord]) -> bool:
-        """Whether files of the artifact are what their records say."""
+        """Whether files of the artifact have the sizes and hashes in their records."""
         return all(is_as_written(self.parts / name, plan(self.spec, name), wanted) for name, wanted in records.items())
 
     def save_checkpoint(self, next_layer: int, hidden: torch.Tensor) -> None:
-        """Remember the hidden state [context_len, hidden_size] that enters `next_layer`."""
+        """Save the hidden state [context_len, hidden_size] that enters `next_layer`, and remove older ones."""
         name = _hidden_file(next_layer)
         record = write_file(self.path / name, self._hidden_layout(), {"hidden": hidden})
         write_record(self.path / CHECKPOINT_FILE, {"next_layer": next_layer, **files_to_json({name: record})})
@@ -93,17 +93,17 @@ class WorkDir:
                     other.unlink(missing_ok=True)
 
     def load_checkpoint(self, num_ready_layers: int) -> tuple[int, torch.Tensor] | None:
-        """The layer to go on with and the hidden state that enters it, or None to start from the first."""
+        """Return the layer to resume at and the hidden state that enters it; None to start from the first."""
         found = self.intact_checkpoint(num_ready_layers)
         if found is None:
             return None
         next_layer, name = found
         array = map_file(self.path / name, self._hidden_layout())["hidden"]
-        hidden = np.array(array)  # a copy: the file goes with the next checkpoint
+        hidden = np.array(array)  # a copy: the next checkpoint removes the file
         return next_layer, as_tensor(hidden, self.spec.kv_dtype == "bfloat16")
 
     def intact_checkpoint(self, num_ready_layers: int) -> tuple[int, str] | None:
-        """The layer to go on with and its file, unless that is altered or layers before it are not there."""
+        """Return the layer to resume at and its file; None if that is altered or an earlier layer is not ready."""
         record = read_record(self.path / CHECKPOINT_FILE) or {}
         next_layer = record.get("next_layer")
         if type(next_layer) is not int or not 0 <= next_layer <= num_ready_layers:
@@ -121,13 +121,13 @@ class WorkDir:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a small JSON object with its own hash, durably."""
+    """Write a small JSON object and its hash, durably."""
     body = canonical_json(record)
     write_bytes(path, body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """What `write_record` wrote, or None for anything else. A forged one may have anything in it."""
+    """Read what `write_record` wrote; None for anything else. A forged record may contain anything."""
     try:
         body, _, digest = path.read_bytes().partition(b"\n")
         is_whole = digest == hashlib.sha256(body).hexdigest().encode() + b"\n"
@@ -142,7 +142,7 @@ def files_to_json(records: Mapping[str, FileRecord]) -> dict[str, Any]:
 
 
 def files_from_json(record: dict[str, Any] | None) -> dict[str, FileRecord]:
-    """What each file must be; nothing when there is no record, or it is forged."""
+    """Return the record of each file; empty if there is no record, or one of another form."""
     try:
         return {} if record is None else {name: FileRecord(**value) for name, value in record["files"].items()}
     except (AttributeError, KeyError, TypeError):
@@ -150,14 +150,14 @@ def files_from_json(record: dict[str, Any] | None) -> dict[str, FileRecord]:
 
 
 def remove_others(directory: Path, kept: set[str]) -> None:
-    """Remove everything in a directory but what is named."""
+    """Remove everything in a directory except these names."""
     for entry in directory.iterdir():
         if entry.name not in kept:
             remove(entry)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole directory, or nothing."""
+    """Remove a file or a whole directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -165,9 +165,9 @@ def remove(path: Path) -> None:
 
 
 def num_bytes_below(path: Path) -> int:
-    """Of the files of a directory that others may be removing: of those that are left."""
+    """Return the total size of the files below a directory; others may be removing them."""
     total = 0
-    for directory, _, names in os.walk(path):  # one that has gone is passed over
+    for directory, _, names in os.walk(path):  # a removed directory is skipped
         for name in names:
             with suppress(OSError):
                 total += os.stat(os.path.join(directory, name)).st_size
@@ -175,8 +175,10 @@ def num_bytes_below(path: Path) -> int:
 
 
 def used_at(path: Path) -> float:
-    """When an artifact was last used, in seconds since the epoch; 0 where it is gone, or where the clock has been set
-    back since, and would have it used last for as long as that is to come."""
+    """Return when an artifact was last used, in seconds since the epoch, or 0 if it is gone.
+
+    Also 0 for a time more than a day ahead: after the clock was set back, it would count as the last used for too long.
+    """
     try:
         when = path.stat().st_mtime
     except OSError:
@@ -185,7 +187,7 @@ def used_at(path: Path) -> float:
 
 
 def is_as_written(path: Path, layout: FileLayout, wanted: FileRecord | None) -> bool:
-    """Whether a file is laid out so, and what its record says."""
+    """Whether a file has this layout, and the size and hash in its record."""
     try:
         map_file(path, layout)
         return FileRecord(layout.size_bytes, hash_file(path)) == wanted

@@ -1,7 +1,7 @@
-"""Build an artifact so that, whatever happens on the way, the store holds it whole or not at all.
+"""Build an artifact atomically: whatever happens on the way, the store has it whole or not at all.
 
-Work goes on in `<store>/.building-<id>/`, see `work.py`. Whatever is found there on a later start is hashed before it
-is believed, and removed otherwise.
+A build works in `<store>/.building-<id>/`, see `work.py`. A later start hashes what it finds there before it trusts it,
+and removes the rest.
 """
 
 import os
@@ -24,7 +24,7 @@ from csattn.errors import ArtifactError, StoreFullError
 
 
 class ArtifactWriter:
-    """Builds one artifact, alone, and goes on where an interrupted build stopped.
+    """Builds one artifact under an exclusive lock, and resumes an interrupted build.
 
     with ArtifactWriter(store, spec, token_ids) as writer:
         if writer.finished_path is None:
@@ -45,7 +45,7 @@ class ArtifactWriter:
     ):
         assert hash_token_ids(token_ids) == spec.token_ids_sha256, "the spec was made for other tokens"
         self.spec = spec
-        self.finished_path: Path | None = None  # the artifact's directory as soon as it is in the store
+        self.finished_path: Path | None = None  # the artifact's directory, once it is in the store
         self.work = WorkDir(store, spec)
         self._store = store
         self._token_ids = token_ids
@@ -57,12 +57,12 @@ class ArtifactWriter:
 
     @property
     def finished_layers(self) -> int:
-        """Layers 0 to this are on disk and intact."""
+        """The number of finished layers in sequence from layer 0: all layers before this one are on disk and intact."""
         return next(number for number in range(len(self._layers) + 1) if number not in self._layers)
 
     @property
     def remaining_bytes(self) -> int:
-        """What is still to be written of the artifact."""
+        """Bytes of the artifact that are still to be written."""
         done = sum(record.size_bytes for records in self._layers.values() for record in records.values())
         return artifact_bytes(self.spec) - done
 
@@ -74,7 +74,7 @@ class ArtifactWriter:
         self._lock.acquire(self._on_wait)
         self._locked = True
         try:
-            if self._is_published():  # by the builder that we waited for
+            if self._is_published():  # the builder we waited for did it
                 self._discard_work()
             else:
                 with store_errors(f"go on building in {self.work.path}", self._store):
@@ -91,7 +91,7 @@ class ArtifactWriter:
         return f"<ArtifactWriter {self.spec.artifact_id}: {self.finished_layers}/{self.spec.model.num_layers} layers>"
 
     def require_space(self) -> None:
-        """Refuse early what the store has no room for. Of a build that has not begun nothing stays."""
+        """Raise StoreFullError if the store has no room for the rest, and remove a build that has not begun."""
         try:
             require_space(self._store, self.remaining_bytes)
         except StoreFullError:
@@ -102,7 +102,7 @@ class ArtifactWriter:
             raise
 
     def finish(self, library_versions: Mapping[str, str], build_notes: Mapping[str, Any]) -> Path:
-        """Publish the artifact under its id and return its directory. The notes must be JSON."""
+        """Publish the artifact under its id by a rename, and return its directory. The notes must be JSON."""
         for layer_idx in range(self.spec.model.num_layers):
             if (records := self.work.finished_layer(layer_idx)) is not None:
                 self._layers[layer_idx] = records
@@ -112,7 +112,7 @@ class ArtifactWriter:
             files |= self._layers[layer_idx]
         with store_errors(f"clear up {self.work.parts}", self._store):
             remove_others(self.work.parts, set(files))  # a lost worker may have left half a file
-        files = {name: files[name] for name in file_names(self.spec)}  # in the order of an undisturbed build
+        files = {name: files[name] for name in file_names(self.spec)}  # in the order of an uninterrupted build
         manifest = Manifest(
             spec=self.spec, library_versions=library_versions, build_notes=build_notes, files=files
         ).to_bytes()
@@ -134,7 +134,7 @@ class ArtifactWriter:
         return True
 
     def _resume(self) -> None:
-        """Keep the layers that are intact, remove everything else."""
+        """Keep intact layers and the checkpoint; remove everything else."""
         work = self.work
         if not work.parts.is_dir() or work.path.is_symlink() or work.parts.is_symlink():
             remove(work.path)
@@ -156,9 +156,9 @@ class ArtifactWriter:
         shutil.rmtree(self.work.path, ignore_errors=True)
 
     def _tidy_up(self) -> None:
-        """Remove what a builder left that was killed between publishing and clearing up."""
+        """Remove what a builder left if it was killed between publishing and cleaning up."""
         if self.work.path.exists() or self._lock.exists():
-            with suppress(ArtifactError):  # a store that may only be read, say
+            with suppress(ArtifactError):  # a read-only store, for example
                 self._locked = self._lock.try_acquire()
                 if self._locked:
                     self._discard_work()

@@ -1,4 +1,4 @@
-"""The language models this project decodes with: which are supported, how they load, what identifies them."""
+"""The language models that csattn runs: which are supported, how they are loaded, and what identifies them."""
 
 from csattn.models.loader import LoadedModel, load_model
 

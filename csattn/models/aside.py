@@ -1,4 +1,4 @@
-"""Weights that are seldom read, in files without a name: the system may drop them from memory, and reads them again."""
+"""Rarely read weights in unnamed, memory-mapped files: the system may drop their pages, and reads them again."""
 
 import mmap
 import os
@@ -16,13 +16,13 @@ from csattn.artifact.durable import available_bytes
 from csattn.cache import cache_dir
 from csattn.cpu.heap import trim_heap
 
-_LEAST_BYTES = 2**20  # of a tensor: smaller ones stay where they are
+_LEAST_BYTES = 2**20  # smaller tensors stay in memory
 _IN_MEMORY = {"ramfs", "tmpfs"}
-_MOST_SHARE = 0.5  # of what the disk has free: contexts are built there, too
+_MOST_SHARE = 0.5  # of the disk's free space: contexts are built there, too
 
 
 def has_room_aside(num_bytes: int) -> bool:
-    """Whether the disk has room for so much to be put aside, and files may be written there."""
+    """Whether so many bytes can be put aside: the cache directory is writable and on a disk with enough room."""
     place = next(path for path in (cache_dir(), *cache_dir().absolute().parents) if os.path.isdir(path))
     if _lies_in_memory(place) or not os.access(place, os.W_OK | os.X_OK):
         return False
@@ -33,7 +33,7 @@ def has_room_aside(num_bytes: int) -> bool:
 def _lies_in_memory(place: Path) -> bool:
     """Whether files there take memory that cannot be dropped."""
     device = place.stat().st_dev
-    with suppress(OSError):  # no Linux
+    with suppress(OSError):  # not on Linux
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             mount, _, kind = line.partition(" - ")
             if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
@@ -42,9 +42,10 @@ def _lies_in_memory(place: Path) -> bool:
 
 
 def aside(tensor: Tensor) -> Tensor:
-    """The same numbers, in a file that goes with them; the tensor itself where it is small or cannot be written.
+    """Move a tensor to an unnamed file, which is deleted with it, and return it mapped from there.
 
-    They may be changed: what is changed stays in memory.
+    Return the tensor itself if it is small, not on the CPU, or cannot be written. The mapping is private
+    (copy-on-write): the tensor may be changed, and changed pages stay in memory.
     """
     if tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES:
         return tensor
@@ -53,7 +54,7 @@ def aside(tensor: Tensor) -> Tensor:
         with tempfile.TemporaryFile(dir=cache_dir(), buffering=0) as file:
             left = tensor.flatten().view(torch.uint8).numpy().data
             while left:
-                left = left[file.write(left) :]  # may be short
+                left = left[file.write(left) :]  # a write may be short
             mapped = mmap.mmap(file.fileno(), tensor.nbytes, access=mmap.ACCESS_COPY)
     except OSError:
         return tensor
@@ -61,7 +62,7 @@ def aside(tensor: Tensor) -> Tensor:
 
 
 class MadeAside(TorchFunctionMode):
-    """Meanwhile what this thread makes by these functions is put aside: the weights that a loader makes, one by one."""
+    """While open, tensors that these functions return in this thread are put aside: a loader's weights, one by one."""
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         super().__init__()
@@ -71,5 +72,5 @@ class MadeAside(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         if func not in self._functions or not isinstance(made, Tensor):
             return made
-        trim_heap()  # of what the tensors before were made of
+        trim_heap()  # frees what earlier tensors were made from
         return aside(made)

@@ -1,4 +1,4 @@
-"""A `transformers` cache whose layers keep rows in a way of their own and attend to them themselves."""
+"""A `transformers` cache whose layers store rows their own way, and compute the attention to them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,25 +9,25 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from csattn.errors import ConfigError
 
-# transformers' name of a cache among a model's arguments and results: from 5.24 on `cache`
+# transformers' name of the cache argument and result of a model: `cache` from 5.24 on
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 def cache_in(arguments: dict[str, Any]) -> Any:
-    """The cache that a model is called with, by either name; None without one."""
+    """Return the cache among a model's arguments, under either name; None without one."""
     return arguments.get("cache", arguments.get("past_key_values"))
 
 
 class AttendingRows(Protocol):
-    """One sequence's rows in one layer. `append` a step's keys and values, then `attend` with its queries."""
+    """The rows of one sequence in one layer. A step calls `append` with keys and values, then `attend` with queries."""
 
     @property
     def kv_len(self) -> int:
-        """Tokens that have been appended, whether their rows are still kept or not."""
+        """Number of tokens that have been appended, whether their rows are still kept or not."""
         ...
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [num_kv_heads, num_tokens, head_dim], as the model's attention made them."""
+        """Add the next tokens' rows. k, v: [num_kv_heads, num_tokens, head_dim], as the attention module makes them."""
         ...
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
@@ -36,7 +36,7 @@ class AttendingRows(Protocol):
 
 
 class AttendingCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """One sequence as transformers sees it. Works in a model that attends by `attention_implementation`."""
+    """The cache of one sequence for transformers. The model must attend by `attention_implementation`."""
 
     def __init__(self, rows: Sequence[AttendingRows]):
         """rows: one for each layer."""
@@ -44,7 +44,7 @@ class AttendingCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
 
 class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
-    """A layer of the cache: takes keys and values, hands itself to the attention function."""
+    """A layer of the cache: `update` stores keys and values, and gives the attention function this object as both."""
 
     is_sliding = False
     is_croppable = False
@@ -56,7 +56,7 @@ class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unt
         self._rows = rows
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do: the rows are there from the start."""
+        """Do nothing: the rows exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if key_states.shape[0] != 1:
@@ -74,7 +74,7 @@ class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unt
         return self._rows.kv_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of a step's own rows alone: for these transformers makes no mask, and the rows know what a token sees."""
+        """Report only a step's own rows: then transformers makes no mask, and `attend` knows what a token sees."""
         return query_length, 0
 
     def get_max_length(self) -> int:

@@ -1,4 +1,4 @@
-"""Where a transformers model's attention meets ours: the cache hands over an object that attends."""
+"""The attention function that transformers calls: our caches pass an object that computes the attention."""
 
 from threading import Lock
 from typing import Any
@@ -12,14 +12,15 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 IMPLEMENTATION = "csattn"
 
 _lock = Lock()
-# of each model that attends so, how many want it, and its own way
+# by model: how many `attention_implementation` are open, and the model's own implementation
 _wanted: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 
 class attention_implementation:
-    """Let a model attend through our hook for a while.
+    """While open, a model attends through our hook.
 
-    Any number may be open over a model and end in any order, on any threads: its own way is put back after the last.
+    Any number may be open on a model and end in any order, on any threads; the last one restores the model's own
+    implementation.
     """
 
     def __init__(self, model: Any):
@@ -46,11 +47,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if isinstance(key, Tensor):  # an ordinary cache in a model that is also used with ours
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    # the cache's `update` has given its layer: q [batch_size, num_q_heads, q_len, head_dim] after RoPE -> out, likewise
+    # key: the cache's layer, by its `update`; q (after RoPE) and out: [batch_size, num_q_heads, q_len, head_dim]
     return key.attend(query, scaling).transpose(1, 2).contiguous(), None
 
 
-# Without the mask function a model in this mode would get no mask at all, and an ordinary cache's
-# chunked prefill would be wrong without a word.
+# Without the mask function, a model in this mode would get no mask at all, and chunked prefill with an ordinary cache
+# would be silently wrong.
 AttentionInterface.register(IMPLEMENTATION, _attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

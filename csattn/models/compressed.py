@@ -1,6 +1,6 @@
-"""DeepSeek-V4's attention of decode steps, by definition: what becomes of tokens before it and behind it.
+"""Reference for DeepSeek-V4's attention in decode steps: rows and queries before attention, and its output after it.
 
-A prefill's is `csattn.lightning.CompressedAttention`, which does the same to a sequence.
+`csattn.lightning.CompressedAttention` does the same to a whole sequence, for prefill.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from csattn.models.weights import CompressedStepWeights
 
 @dataclass(frozen=True, slots=True)
 class CompressedQueries:
-    """What tokens ask of rows in one layer, all float32."""
+    """The queries of some tokens in one layer, all float32."""
 
     q: Tensor  # [num_tokens, num_heads, head_dim]
     index_q: Tensor | None  # [num_tokens, num_index_heads, index_head_dim]; None: the layer has no indexer
@@ -27,7 +27,7 @@ class CompressedQueries:
 
 
 def compressed_states(artifact: Artifact) -> list[CompressedState]:
-    """What a context has left in each layer; none where its model has other attention."""
+    """Return the state that a context left in each layer; empty if its model has no compressed attention."""
     if not artifact.spec.model.compressed:
         return []
     is_bfloat16 = artifact.spec.kv_dtype == "bfloat16"
@@ -38,32 +38,38 @@ def compressed_states(artifact: Artifact) -> list[CompressedState]:
 
 
 def no_state(sizes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> CompressedState:
-    """What no token has left in a layer. sizes: `ModelGeometry.compressed_sizes` of none; dtype: of rows."""
+    """Return a layer's state before any token. sizes: `ModelGeometry.compressed_sizes` of no tokens; dtype: of rows."""
     return CompressedState(
         **{name: torch.zeros(size, dtype=torch.float32 if name == "pending" else dtype) for name, size in sizes.items()}
     )
 
 
 def own_rows(inputs: Tensor, weights: CompressedStepWeights, positions: Tensor) -> Tensor:
-    """Tokens' rows [num_tokens, head_dim] float32. inputs: what `weights.inputs` give; positions: [num_tokens]."""
+    """Return tokens' rows [num_tokens, head_dim] float32.
+
+    inputs: outputs of `weights.inputs`; positions: [num_tokens].
+    """
     width = len(weights.kv_norm)
     rows = functional.rms_norm(inputs[:, :width].float(), (width,), weights.kv_norm, weights.eps)
     return turned(rows, positions, weights.angles)
 
 
 def pending_of(inputs: Tensor, spec: CompressedSpec) -> Tensor:
-    """What tokens add to compressed rows and index keys, as `CompressedState.pending` has it: a view of inputs."""
+    """Return tokens' contributions to compressed rows and index keys, with gates: a view of inputs.
+
+    The columns are those of `CompressedState.pending`.
+    """
     return inputs[:, spec.head_dim : spec.head_dim + 2 * sum(spec.compressed_widths)]
 
 
 def compressed_queries(
-    projected: Tensor,  # [num_tokens, q_width + index_q_width]: what `weights.queries` give
-    inputs: Tensor,
+    projected: Tensor,  # [num_tokens, q_width + index_q_width]: outputs of `weights.queries`
+    inputs: Tensor,  # outputs of `weights.inputs`
     weights: CompressedStepWeights,
     spec: CompressedSpec,
     positions: Tensor,  # [num_tokens]
 ) -> CompressedQueries:
-    """Queries normed and turned; index heads' weights with the scale of their scores."""
+    """Return queries, normed and rotated; index heads' weights include the scale of their scores."""
     num_tokens, indexer = len(projected), spec.indexer
     q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
     q = turned(functional.rms_norm(q, q.shape[-1:], eps=weights.eps), positions, weights.angles)
@@ -75,14 +81,14 @@ def compressed_queries(
 
 
 def compressed_rows(
-    pending: Tensor,  # [num_rows, span, 2 * sum of compressed_widths] float32: `pending_of` a row's tokens, in order
+    pending: Tensor,  # [num_rows, span, 2 * sum(compressed_widths)] float32: `pending_of` each row's tokens, in order
     weights: CompressedStepWeights,
     spec: CompressedSpec,
-    positions: Tensor,  # [num_rows]: of the first of a row's own `ratio` tokens
+    positions: Tensor,  # [num_rows]: of the first of each row's own `ratio` tokens
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows that stand for `ratio` tokens each, [num_rows, head_dim], and their index keys, if any, likewise; float32.
+    """Return compressed rows, [num_rows, head_dim], and their index keys, [num_rows, key_dim], or None; float32.
 
-    Of tokens at positions below 0 nothing counts.
+    Tokens at positions below 0 (overlap before the first row) do not count.
     """
     of_rows, of_keys = spec.compressed_widths
     parts = torch.split(pending, [of_rows, of_rows, of_keys, of_keys], -1)
@@ -93,11 +99,11 @@ def compressed_rows(
 
 def _pooled(
     kv: Tensor,  # [num_rows, span, width]
-    gate: Tensor,  # likewise
+    gate: Tensor,  # [num_rows, span, width]
     weights: CompressorWeights,
     positions: Tensor,
 ) -> Tensor:
-    """With overlap the earlier tokens add their first channels, and a row's own tokens their last."""
+    """Pool each row's tokens. With overlap, earlier tokens contribute their first channels, own tokens their last."""
     ratio, dim, bias = weights.ratio, weights.head_dim, weights.position_bias
     if weights.overlap:
         has_none = (positions == 0)[:, None, None]
@@ -108,14 +114,15 @@ def _pooled(
 
 
 def turned_back(attended: Tensor, weights: CompressedStepWeights, spec: CompressedSpec, positions: Tensor) -> Tensor:
-    """What groups of the output projection read of [num_tokens, num_heads, head_dim]: [num_groups, num_tokens, width].
+    """Undo RoPE in attention's output, for the groups of the output projection.
 
-    Float32. Values turn with their position, and what is attended to back by the query's.
+    attended: [num_tokens, num_heads, head_dim] -> [num_groups, num_tokens, width] float32. Values are rotated by their
+    position, so the output is rotated back by the query's.
     """
     back = turned(attended.float(), -positions, weights.angles)
     return back.view(len(attended), spec.num_groups, -1).transpose(0, 1)
 
 
 def turned(x: Tensor, positions: Tensor, angles: Tensor) -> Tensor:
-    """The last channels of x [num_tokens, ..., channels], by RoPE; angles: of each pair, per position."""
+    """Rotate the last channels of x [num_tokens, ..., channels] by RoPE. angles: of each pair, per position."""
     return rope_last(x, positions, angles, interleaved=True)

@@ -1,8 +1,8 @@
-"""DeepSeek-V4's published files: what they call weights in few bits, and which linear layers are in 16 bits there."""
+"""DeepSeek-V4's published files: their names of quantized weights, and the linear layers that are not quantized."""
 
 import re
 
-# DeepSeek's names of what they have in few bits, and the model's
+# patterns of DeepSeek's names of quantized weights, and the replacements that give transformers' names
 _NAMES = (
     (r"^(?:model\.)?layers\.", "model.layers."),
     (r"\.attn\.indexer\.wq_b\.", ".self_attn.compressor.indexer.q_b_proj."),
@@ -12,7 +12,7 @@ _NAMES = (
     (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
     (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
 )
-# parts of the model's names of linear layers that are in 16 bits
+# linear layers in 16 bits, by parts of their names in transformers
 PLAIN = (
     *("compressor.kv_proj", "compressor.gate_proj", "compressor.indexer.kv_proj", "compressor.indexer.gate_proj"),
     "compressor.indexer.scorer.weights_proj",
@@ -20,7 +20,7 @@ PLAIN = (
 
 
 def in_model(name: str) -> str:
-    """What the model calls weights in few bits. `experts.0.w1` stays: there, all experts are one tensor."""
+    """Translate a quantized weight's name to transformers'. `experts.0.w1` stays: there, all experts are one tensor."""
     for pattern, there in _NAMES:
         name = re.sub(pattern, there, name)
     return name

@@ -1,4 +1,4 @@
-"""Which layers of a family have experts, and how these are chosen, from its `transformers` config."""
+"""Mixture of experts by a `transformers` config: which layers have experts, and how tokens are routed to them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from csattn.models.spec import Activation, ExpertsSpec
 
 
 def mlp_width(config: Any, layer_idx: int) -> int | None:
-    """Of the MLP that every token passes; None: there is none."""
+    """Return the width of the MLP that every token passes (dense, or of shared experts); None: no such MLP."""
     has_experts = has(config, layer_idx)
     if config.model_type == "llama4_text":
         return int(config.intermediate_size if has_experts else config.intermediate_size_mlp)
@@ -21,7 +21,7 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
 
 
 def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[ExpertsSpec, ...]:
-    """Of a layer; those that all tokens have by shares of their own come second."""
+    """Return the experts of a layer: the routed ones, then a shared expert with a gate of its own, if any."""
     if not has(config, layer_idx):
         return ()
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
@@ -63,7 +63,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
         case "gemma4_text":
             return (ExpertsSpec(**routed, scores="softmax", normed=True, has_scales=True, apart=True),)
         case "gpt_oss":
-            # which older transformers do not name
+            # older transformers lack these fields
             if (getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
                 raise ModelError(
                     "this model's experts are clamped in a way of their own, which csattn does not compute"
@@ -115,19 +115,19 @@ def _in_interval(config: Any, layer_idx: int) -> bool:
     return bool(is_within and (layer_idx + 1) % config.moe_layer_interval == 0)
 
 
-# chosen in groups
+# families with DeepSeek-V3's routing: sigmoid scores with a bias for the choice, limited to the best groups
 _LIKE_DEEPSEEK = (
     *("deepseek_v3", "deepseek_v32", "dots1", "exaone_moe"),
     *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "solar_open"),
 )
-# the field that says how many there are that all tokens pass, together one MLP
+# the config field with the number of shared experts, which together are one MLP
 _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
     "deepseek_v4": "n_shared_experts",
     "ernie4_5_moe": "moe_num_shared_experts",
     "exaone_moe": "num_shared_experts",
     "hy_v3": "num_shared_experts",
 }
-# whether a layer has them
+# whether a layer has experts
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "deepseek_v3": _behind_dense,
     "deepseek_v32": _where_sparse,

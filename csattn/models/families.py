@@ -1,4 +1,4 @@
-"""Which models this project reproduces exactly, read from `transformers` configs; all others are refused by name."""
+"""The model families that csattn reproduces exactly, read from `transformers` configs; others are refused by name."""
 
 from dataclasses import dataclass
 from math import log
@@ -22,8 +22,8 @@ from csattn.models.spec import (
 )
 from csattn.reach import Reach
 
-# These rotate a position by an angle that depends on the position alone, so captured keys stay valid
-# however long the sequence grows.
+# With these, the angle of a position depends on the position alone, so captured keys stay valid however long the
+# sequence grows.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -39,7 +39,7 @@ _NORM_BIASES = "its norms have biases"
 _NORMS_BEHIND_ROPE = "it norms queries and keys behind RoPE"
 _CONVOLUTIONS = "most of its layers are convolutions"
 _STATE_SPACE = "it has layers with state spaces (Mamba)"
-# families that may be asked for, and why they are refused
+# families that users may try, and why they are refused
 _REFUSED = {
     "apertus": "its MLPs have an activation with weights of its own",
     "falcon_h1": _STATE_SPACE,
@@ -63,57 +63,58 @@ _REFUSED = {
 }
 
 
-# buffers of a layer that are weights: a factor on what leaves it, what is added to scores to choose experts, and the
-# experts of each token
+# A layer's buffers that are weights: the factor on its output, the bias of expert scores for the choice, and the
+# experts of each token id.
 LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS = "layer_scalar", "e_score_correction_bias", "tid2eid"
-_ROW_UNIT = 8  # numbers: rows of latents are filled up, to be copied in pieces of 16 bytes
+_ROW_UNIT = 8  # numbers: rows of latents are padded to a multiple, for copies of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the code of a family's model says, and its configs do not."""
+    """What is known of a family from its modelling code, and is not in its configs."""
 
-    # a layer's norms: before and behind attention, before and behind the MLP
+    # names of a layer's norms: before and after attention, before and after the MLP
     norms: tuple[str | None, str | None, str | None, str | None] = (
         "input_layernorm",
         None,
         "post_attention_layernorm",
         None,
     )
-    # whether q, k and v, attention's output, and the MLP have biases, or which field of the config says so
+    # whether QKV, the output projection and the MLP have biases, or the config field that says so
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
-    head_bias: str | None = None  # the field that says whether the output head has one
-    qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the field that says whether: of each head
-    interleaved: bool | str = False  # RoPE, or the field that says whether
-    gated: bool = True  # the MLP
-    limited: bool = False  # gates and ups
-    scaled_embedding: bool = False  # by the root of the hidden size
-    scaled_layers: bool = False  # what leaves a layer is multiplied by its LAYER_SCALE
-    softmax_scale: float | None = None  # None: by the width of a head
+    head_bias: str | None = None  # the config field that says whether the output head has a bias
+    qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the config field that switches "head" on
+    interleaved: bool | str = False  # RoPE has pairs (2i, 2i + 1), or the config field that says so
+    gated: bool = True  # whether the MLP has gates
+    limited: bool = False  # whether the activation clips gates and ups
+    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    scaled_layers: bool = False  # a layer's output is multiplied by its LAYER_SCALE
+    softmax_scale: float | None = None  # None: head_dim ** -0.5
     v_norm: bool = False
-    offset_norms: bool = False  # a norm's weights are stored less 1
-    centred: bool = False  # norms take the mean off: LayerNorm
-    parallel: bool = False  # attention and MLP read the same, and are added together
-    rotated: Literal["all", "local", "no_rope_layers"] = "all"  # which layers have RoPE; local: where some are local
-    tempered: bool = False  # queries grow with their position
+    offset_norms: bool = False  # norms multiply by 1 + their weights
+    centred: bool = False  # norms are LayerNorm: they subtract the mean
+    parallel: bool = False  # attention and MLP read the same input, and their outputs are added
+    rotated: Literal["all", "local", "no_rope_layers"] = "all"  # layers with RoPE; local: local ones, if any
+    tempered: bool = False  # queries have a `Temper`
     sinks: bool = False
     gated_attention: bool = False
     latents: bool = False
-    interleaved_indexer: bool | None = None  # its RoPE; None: there is no indexer
-    compressed: bool = False  # attention to rows of several tokens, and several streams
-    mlp: str = "mlp"  # the module, of experts too
+    interleaved_indexer: bool | None = None  # as `IndexerSpec.interleaved`; None: no indexer
+    compressed: bool = False  # compressed attention, and several residual streams
+    mlp: str = "mlp"  # name of a layer's MLP module, which may hold experts
     experts_beside: bool = False  # experts and their router are the layer's own modules
-    router: str = "gate"  # of experts
-    inputs_first: bool = False  # an expert's weights have a row for each input
-    heeds: tuple[str, ...] = ()  # fields of its config that the other families have not, or do not look at
-    times_logits: str = "logit_scale"  # the one of them that logits are multiplied by
+    router: str = "gate"  # name of the experts' router module
+    inputs_first: bool = False  # an expert's weights are stored [num_in, num_out]
+    heeds: tuple[str, ...] = ()  # config fields that it reads, and other families lack or ignore
+    times_logits: str = "logit_scale"  # which of these fields multiplies logits
 
     def field(self, config: Any, name: str, otherwise: Any) -> Any:
+        """Return the config's field if this family heeds it, else `otherwise`."""
         return getattr(config, name) if name in self.heeds else otherwise
 
 
 _MOST_STRETCHED = 1024.0
-_MOST_NORM_MIN = 1e-6  # of shares whose sum is hardly ever less
+_MOST_NORM_MIN = 1e-6  # the largest accepted `moe_norm_min`: sums of shares are hardly ever less
 _BY_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
 _ATTENTION_BIAS = ("attention_bias", "attention_bias", False)
 _USE_BIAS = ("use_bias", "use_bias", "use_bias")
@@ -228,15 +229,15 @@ FAMILIES = {
 
 
 def unsupported(family: str | None) -> ModelError:
-    """By its name in configs."""
+    """Return the error for a family that is not supported. family: `model_type` in configs."""
     why = f": {_REFUSED[family]}" if family in _REFUSED else ""
     return ModelError(f"model family {family!r} is not supported{why}; csattn reproduces {', '.join(FAMILIES)}")
 
 
 def describe(config: Any) -> ModelSpec:
-    """What a `transformers` config of a supported family describes.
+    """Read a `transformers` config into a `ModelSpec`.
 
-    Raises ModelError where this project would not reproduce the model.
+    Raises ModelError for a model that csattn would not reproduce.
     """
     name = getattr(config, "model_type", None)
     if name not in FAMILIES:
@@ -277,7 +278,7 @@ def describe(config: Any) -> ModelSpec:
 
 
 def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
-    """One layer of a supported family's config."""
+    """Read one layer from the config of a supported family."""
     family = FAMILIES[config.model_type]
     qkv_bias, out_bias, mlp_bias = (
         bool(getattr(config, bias, False)) if isinstance(bias, str) else bias for bias in family.biases
@@ -314,29 +315,33 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
 
 
 def layer_type(config: Any, layer_idx: int) -> str:
-    """Its name in `transformers`."""
+    """Return the layer's type, by its present name in `transformers`."""
     name: str = (getattr(config, "layer_types", None) or {layer_idx: "full_attention"})[layer_idx]
     return _FORMER_TYPES.get(name, name)
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """By the type of the layers that have them; of one for all, by the empty name."""
+    """RoPE parameters by the type of the layers that use them; by the empty name if all layers share one."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     types = {*(getattr(config, "layer_types", None) or ()), *_ROPES}
     return {name: dict(of_type) for name, of_type in rope.items() if name in types} or {"": rope}
 
 
 def _max_positions(config: Any) -> int:
-    """YaRN's factor is of the original positions; models are published for it whose `max_position_embeddings` stays."""
+    """The greatest number of positions.
+
+    YaRN's factor multiplies the original positions; some models are published with `max_position_embeddings` unscaled.
+    """
     ropes = [of for of in rope_parameters(config).values() if of.get("rope_type") == "yarn"]
     scaled = [(of["factor"] or 1) * of["original_max_position_embeddings"] for of in ropes]
     return int(max([config.max_position_embeddings, *scaled]))
 
 
 def stretch_positions(config: Any, factor: float) -> None:
-    """Give a supported model that many times its positions by YaRN (arXiv:2309.00071). 1 leaves it as it is.
+    """Multiply the number of a supported model's positions by a factor, with YaRN (arXiv:2309.00071), in its config.
 
-    Raises ModelError when the factor is below 1 or beyond all sense, or the model's positions are scaled already.
+    1 leaves it as it is. Raises ModelError if the factor is below 1 or above 1024, if layer types have RoPE of their
+    own, or if positions are scaled already.
     """
     if factor == 1.0:
         return
@@ -389,14 +394,14 @@ def _require_reproduced(config: Any, family: Family) -> None:
         )
 
 
-# by the type of a layer, the field of its config that says how far back it sees
+# by layer type, the config field with its reach
 _REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-# of layers that attend to rows of several tokens, and of RoPE in models of such: theirs is the second
+# Types of layers with compressed rows, and the two kinds of RoPE in such models: these layers use the second.
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 _ROPES = ("main", "compress")
 
-_FORMER_TYPES = {"deepseek_sparse_attention": "indexed_attention"}  # in versions of `transformers` before 5.20
+_FORMER_TYPES = {"deepseek_sparse_attention": "indexed_attention"}  # names before `transformers` 5.20
 _LAYER_TYPES = {"full_attention", "indexed_attention", "linear_attention", *_REACHES}
 
 
@@ -482,7 +487,7 @@ def _require_compressed(config: Any) -> None:
 
 
 def _latent_scale(config: Any) -> float:
-    """By the width of a head's queries; where positions are scaled, by that too."""
+    """The softmax scale of latent attention: the width of a head's queries ** -0.5, times YaRN's mscale squared."""
     scale: float = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default" and (of_all := rope.get("mscale_all_dim", 0)):
@@ -491,12 +496,12 @@ def _latent_scale(config: Any) -> float:
 
 
 def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
-    """None: all the way."""
-    if family.compressed:  # whose window is the layer's own affair
+    """How far back the layer sees; None: to the first row."""
+    if family.compressed:  # its window is in `CompressedSpec`
         return None
     kind = layer_type(config, layer_idx)
     most = _max_positions(config)
-    window = family.field(config, "sliding_window", None) or most  # of all layers
+    window = family.field(config, "sliding_window", None) or most  # the window of all layers
     if kind == "full_attention" and window < most:
         kind = "sliding_attention"
     num_rows = getattr(config, _REACHES[kind]) if kind in _REACHES else None
@@ -504,7 +509,7 @@ def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
 
 
 def _heads(config: Any, family: Family) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """KV heads and their width in layers that attend to everything; in those that do not, where there others."""
+    """(num_kv_heads, head_dim) of layers that attend to everything, and of local layers; None: the same."""
     if not getattr(config, "is_heterogeneous", False):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return (getattr(config, "num_key_value_heads", 1), head_dim), None
@@ -522,7 +527,7 @@ def _heads(config: Any, family: Family) -> tuple[tuple[int, int], tuple[int, int
 
 
 def _rows_of(config: Any, layer_idx: int) -> int | None:
-    """The last layer of its type that has rows; None: its own."""
+    """The layer whose rows this one shares: the last of its type that has rows; None: it has its own."""
     first = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
     kind = layer_type(config, layer_idx)
     if layer_idx < first:
@@ -539,7 +544,7 @@ def _k_is_v(config: Any, layer_idx: int) -> bool:
 
 
 def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
-    """The number among the model's; None: the layer has none."""
+    """The index of the layer's RoPE in `ModelSpec.ropes`; None: no RoPE."""
     has_local = any(_reach(config, family, other) for other in range(config.num_hidden_layers))
     if family.rotated == "no_rope_layers" and not config.no_rope_layers[layer_idx]:
         return len(rope_parameters(config)) if _unrotated(config) else None
@@ -569,7 +574,7 @@ def _rope(config: Any, parameters: dict[str, Any], family: Family) -> RopeSpec:
 
 
 def _unrotated(config: Any) -> tuple[RopeSpec, ...]:
-    """What a position does to queries where it does not turn them."""
+    """The temperature of queries in layers without RoPE, as a RopeSpec that does not rotate; empty if none."""
     if not getattr(config, "attn_temperature_tuning", False):
         return ()
     temper = Temper(beta=float(config.attn_scale), every=int(config.floor_scale), offset=1)

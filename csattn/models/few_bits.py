@@ -1,4 +1,4 @@
-"""Weights in few bits beside the decoded ones: which of a model's are kept so, and rounding to them."""
+"""Quantized weights (8 or 4 bits) beside the decoded ones: which of a model's weights have them, and rounding."""
 
 import re
 from collections.abc import Callable
@@ -12,15 +12,18 @@ from csattn.models.families import FAMILIES, describe
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, Rounding, joined
 from csattn.models.spec import ExpertsSpec
 
-# where checkpoints have a matrix for each expert: layer, expert, matrix
+# names in checkpoints with a matrix for each expert; the groups are layer, expert and matrix
 _OF_EXPERT = re.compile(r"^model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
 _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 _SAMPLED_ROWS = 8
 
 
 def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
-    """Of layers, those that may be kept in few bits: not what chooses experts, nor what loses its mean there, nor what
-    steps multiply latents with, in parts."""
+    """Return the linear modules of layers that may be quantized, by name.
+
+    Not the experts' routers, nor `kv_b_proj`, which steps multiply latents with in parts, nor, in models with LayerNorm
+    (`ModelSpec.centred`), projections into the stream, because steps subtract the mean of their outputs from them.
+    """
     centred = ("o_proj", "down_proj") if describe(model.config).centred else ()
     others = ("gate", "router", "router.proj", "kv_b_proj", *centred)
     return [
@@ -31,7 +34,7 @@ def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
 
 
 def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
-    """Of layers, the modules that have all experts' matrices, which may be kept in few bits."""
+    """Return the modules with the matrices of all experts of a layer, which may be quantized, by name."""
     spec, family = describe(model.config), FAMILIES[model.config.model_type]
     block = "experts" if family.experts_beside else f"{family.mlp}.experts"
     return [
@@ -42,7 +45,10 @@ def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
 
 
 def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
-    """Have products read matrices in these few bits, where the others are bfloat16: modules get a `quantized`."""
+    """Set the attribute `quantized` of modules, so that products read these matrices; only in models in bfloat16.
+
+    Matrices of experts are removed from the dict.
+    """
     if model.dtype != torch.bfloat16:
         return
     for name, module in [*linears_of_layers(model), ("lm_head", model.lm_head)]:
@@ -57,9 +63,9 @@ def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
 
 
 def forget_changed(model: Any) -> None:
-    """Have products read matrices where they are not what their few bits decode to, by some of their rows.
+    """Drop the quantized form of matrices that no longer equal what it decodes to, judged by some of their rows.
 
-    Adapters that were merged, edits and another dtype change them.
+    Merged adapters, edits and another dtype change matrices.
     """
     for module in model.modules():
         kept = getattr(module, "quantized", None)
@@ -80,7 +86,7 @@ def forget_changed(model: Any) -> None:
 
 
 def drop_few_bits(model: Any) -> None:
-    """Of a model that only prefills, which multiplies with decoded weights: its few bits take memory for nothing."""
+    """Drop all quantized weights of a model that only prefills: it multiplies with decoded weights."""
     for module in model.modules():
         if hasattr(module, "quantized"):
             del module.quantized
@@ -88,10 +94,10 @@ def drop_few_bits(model: Any) -> None:
 
 
 def _is_decoded(
-    weight: Tensor,  # [num_matrices, num_out, num_in], which are kept one below the other
+    weight: Tensor,  # [num_matrices, num_out, num_in]; `kept` has the matrices stacked
     kept: QuantizedWeight,
-    dtype: torch.dtype,  # of the model, in which some matrices are float32
-    places: Tensor | None = None,  # [num_matrices * num_out]: which row of the weight each that is kept is, if not its
+    dtype: torch.dtype,  # the model's; some of its matrices may be float32
+    places: Tensor | None = None,  # [num_matrices * num_out]: the row of the weight for each row kept
 ) -> bool:
     num_matrices, num_out, _ = weight.shape
     rows = torch.arange(0, len(kept), max(1, len(kept) // max(_SAMPLED_ROWS, 2 * num_matrices)))
@@ -101,11 +107,11 @@ def _is_decoded(
 
 
 def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:
-    """Of a checkpoint that has all experts in one tensor."""
+    """Take the experts' matrices from a checkpoint with all experts in one tensor; None if it has no such tensor."""
     if not {(gate_up := f"{name}.gate_up_proj"), (down := f"{name}.down_proj")} <= quantized.keys():
         return None
     gates_ups = quantized.pop(gate_up)
-    if spec.activation == "clamped":  # they alternate
+    if spec.activation == "clamped":  # gates and ups alternate
         gates_ups = gates_ups.outputs(_gates_then_ups(spec))
     return QuantizedExperts(gates_ups, quantized.pop(down))
 
@@ -113,7 +119,10 @@ def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, Quantized
 def _experts_by_one(
     layer: str, spec: ExpertsSpec, parts: dict[tuple[str, ...], QuantizedWeight]
 ) -> QuantizedExperts | None:
-    """Of one that has a matrix for each. parts: by layer, expert, and name of the matrix."""
+    """Take them from a checkpoint with a matrix for each expert; None if any is missing, or they differ in kind.
+
+    parts: by layer, expert, and name of the matrix. Those of the layer are removed.
+    """
 
     def some(*kinds: tuple[str, ...]) -> list[QuantizedWeight]:
         keys = ((layer, str(expert), name) for expert in range(spec.num_experts) for x in kinds for name in x)
@@ -126,16 +135,16 @@ def _experts_by_one(
 
 
 def _gates_then_ups(spec: ExpertsSpec) -> Tensor:
-    """Of the rows of all experts' gates and ups in turn, each expert's gates, then its ups."""
+    """Return the permutation of rows from alternating gates and ups to each expert's gates, then its ups."""
     rows = torch.arange(2 * spec.intermediate_size)
     in_order = torch.cat([rows[::2], rows[1::2]])
     return (torch.arange(spec.num_experts)[:, None] * len(rows) + in_order).flatten()
 
 
 def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Round the weights of its layers' linear modules and experts to few bits.
+    """Quantize the weights of linear modules and experts in a model's layers by rounding.
 
-    beside: where they have their decoded weights; None: in memory.
+    beside: stores decoded weights, like `aside`; None: in memory.
     """
     beside = beside or (lambda decoded: decoded)
     quantized = {}

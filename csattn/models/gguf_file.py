@@ -1,4 +1,4 @@
-"""A GGUF file becomes a directory as `transformers` saves it, once: de-quantised, with all that the file says."""
+"""Convert a GGUF file once into a directory as `transformers` saves it, de-quantised."""
 
 import hashlib
 import io
@@ -27,13 +27,13 @@ from csattn.models.text_part import require_whole
 from csattn.models.weight_sizes import is_converted_aside, weight_bytes
 
 _SCRATCH = ".converting-"
-_LLAMA_3_ROPE = {  # of all its releases from 3.1 on
+_LLAMA_3_ROPE = {  # of all Llama releases from 3.1 on
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# at which any model's turn has ended; the file tells one of them, its model was often trained with several
+# Tokens that end the turn of some model. A file names one of them; its model was often trained with several.
 _ENDS = {
     "</s>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<|call|>", "<|end_of_text|>", "<|endoftext|>", "<|eom_id|>", "<|eom|>",
     "<|eot_id|>", "<|eot|>", "<|im_end|>", "<|observation|>", "<|return|>", "<|user|>", "<end_of_turn>", "<turn|>",
@@ -42,7 +42,10 @@ _ENDS = {
 
 
 def converted(gguf: Path, dtype: torch.dtype) -> Path:
-    """A directory with the GGUF file's de-quantised weights, in that dtype or in float32, made on first use."""
+    """Return a directory with the de-quantised weights of a GGUF file, in `dtype` or float32; make it on first use.
+
+    Raises ModelError if the file cannot be converted.
+    """
     if (made := find_converted(gguf, dtype)) is not None:
         return made
     target = _directory(gguf, dtype)
@@ -56,10 +59,10 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
             "directory that can be with CSATTN_CACHE"
         ) from error
     try:
-        with _read_once(), redirect_stderr(io.StringIO()):  # transformers draws a bar of its own here
+        with _read_once(), redirect_stderr(io.StringIO()):  # hides a progress bar of transformers
             _convert(gguf, dtype, scratch)
         scratch.chmod(0o755)
-        fsync_files(scratch)  # zeros in a file's place would be loaded as weights
+        fsync_files(scratch)  # after a power loss, zeros would be loaded as weights
         try:
             scratch.rename(target)
         except OSError:  # another process converted the same file first
@@ -83,7 +86,7 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
 
 
 def _sweep(models: Path) -> None:
-    """Remove what conversions left that were killed: nobody converts for a day."""
+    """Remove what killed conversions left: directories older than a day, longer than any conversion takes."""
     for scratch in models.glob(f"{_SCRATCH}*"):
         with suppress(OSError):
             if scratch.stat().st_mtime < time.time() - 86400:
@@ -91,18 +94,18 @@ def _sweep(models: Path) -> None:
 
 
 def find_converted(gguf: Path, dtype: torch.dtype) -> Path | None:
-    """Where `converted` finds it already. Weights in float32 become those of any dtype."""
+    """Return the directory if the file is converted already, to `dtype` or to float32 (cast when loaded); else None."""
     made = (_directory(gguf, of) for of in (dtype, torch.float32))
     return next((directory for directory in made if directory.is_dir()), None)
 
 
 def _directory(gguf: Path, dtype: torch.dtype) -> Path:
-    # the number: of how it is converted
+    # 2: the version of the conversion
     return _named(gguf, "2 " if dtype == torch.float32 else f"2 {dtype} ")
 
 
 def _first_directory(gguf: Path) -> Path:
-    """As it was before conversions had a number."""
+    """The directory of conversions of the first version, which had no number."""
     return _named(gguf, "")
 
 
@@ -112,27 +115,27 @@ def _named(gguf: Path, how: str) -> Path:
 
 
 def _version(gguf: Path) -> str:
-    """Another one once the file was written again."""
+    """A string that changes when the file is written again."""
     stat = gguf.stat()
     return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def end_ids(tokenizer: Any) -> set[int]:
-    """The special tokens of a GGUF file's tokenizer at which its model's turn has ended, whatever the file says."""
+    """Return the special tokens of a GGUF file's tokenizer that end its model's turn, whatever the file says."""
     special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # Phi's turns end with what ends gpt-oss's messages, several of which make a turn
+    # <|end|> ends Phi's turns, but in gpt-oss only a message, of which a turn has several
     ends = _ENDS if "<|return|>" in special else _ENDS | {"<|end|>"}
     return {i for content, i in special.items() if content in ends}
 
 
 def config_of(gguf: Path) -> Any:
-    """The `transformers` config of a GGUF file, of which no weight is read. Raises ModelError for what is not read."""
+    """Return the `transformers` config of a GGUF file, without reading weights. Raises ModelError if unsupported."""
     return deepcopy(_read_config(gguf.absolute(), _version(gguf)))
 
 
 @lru_cache(maxsize=4)
 def _read_config(gguf: Path, version: str) -> Any:
-    """It takes seconds: every word of the vocabulary is looked at. version: of the file."""
+    """Read the config, cached: looking at every word of the vocabulary takes seconds. version: of the file."""
     from transformers import AutoConfig
 
     with _read_once(), redirect_stderr(io.StringIO()):
@@ -147,17 +150,20 @@ def _read_config(gguf: Path, version: str) -> Any:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Meanwhile a file's `gguf.GGUFReader` is made once. transformers makes one for each thing that it asks of a file,
-    and each takes seconds: it looks at every word of the vocabulary, one by one."""
+    """While open, `gguf.GGUFReader` is cached by file.
+
+    transformers makes a reader for each thing that it reads of a file, and each takes seconds: it looks at every word
+    of the vocabulary, one by one.
+    """
     import gguf
 
     reader: Any = gguf.GGUFReader
-    if not isinstance(reader, type):  # it is shared already
+    if not isinstance(reader, type):  # it is cached already
         yield
         return
 
     class Reader(reader):  # type: ignore[misc]  # of a package that has no types
-        def __setattr__(self, name: str, value: Any) -> None:  # a numpy.memmap's parts take four times as long to make
+        def __setattr__(self, name: str, value: Any) -> None:  # slices of a numpy.memmap take four times as long
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
     made = lru_cache(Reader)
@@ -186,20 +192,22 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
             gguf_file=gguf.name,
             dtype=dtype,
             output_loading_info=True,
-            quantization_config=GgufConfig(dequantize=True),  # else Hugging Face's `kernels`, if there, keeps blocks
+            quantization_config=GgufConfig(dequantize=True),  # else `kernels`, if installed, keeps blocks
         )
     require_whole(found, is_part=False)
     with torch.device("meta"):
         plain = type(dequantised)(config)
-    plain.load_state_dict(dequantised.state_dict(), assign=True)  # not copied
+    plain.load_state_dict(dequantised.state_dict(), assign=True)  # without a copy
     plain.tie_weights()
     plain.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 
 
 def _require_read(gguf: Path) -> Tensor | None:
-    """What frequencies of positions are divided by, [head_dim / 2], where the file has it and `transformers` passes
-    over it. Raises ModelError for all else that it passes over, and would make another model of the file."""
+    """Return the divisors of RoPE's frequencies, [head_dim / 2], or None; `transformers` ignores them.
+
+    Raises ModelError for other contents that `transformers` ignores although they change the model.
+    """
     from gguf import GGUFReader
 
     reader = GGUFReader(gguf)
@@ -214,14 +222,16 @@ def _require_read(gguf: Path) -> Tensor | None:
         scaling = "none"
     factors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
     freqs = None if family == "gemma4" else factors.pop("rope_freqs.weight", None)
-    if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # which are read
+    if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # of these two, they are read
         raise _scaled(next(iter(factors), scaling))
     return None if freqs is None else torch.tensor(freqs)
 
 
 def _require_taken_over(gguf: Path, config: Any) -> None:
-    """Raise ModelError where `transformers` makes a config without the window that layers attend through, or with
-    another number of dimensions that turn: of some families it passes over these."""
+    """Raise ModelError if the config of `transformers` lacks the file's sliding window or number of rotated dimensions.
+
+    It ignores these in some families.
+    """
     from gguf import GGUFReader
 
     fields = GGUFReader(gguf).fields
@@ -234,13 +244,13 @@ def _require_taken_over(gguf: Path, config: Any) -> None:
     if 0 < window < config.max_position_embeddings and window != getattr(config, "sliding_window", None):
         raise _passed_over(f"its layers attend through a window of {window} rows (attention.sliding_window), a field")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    of_all = rope_parameters(config).get("")  # of layers that turn differently, the file tells of some
+    of_all = rope_parameters(config).get("")  # with several RoPEs, the file's number is of some layers only
     if turned and of_all and turned != int(head_dim * of_all.get("partial_rotary_factor", 1.0)):
         raise _passed_over(f"positions turn {turned} of a head's {head_dim} dimensions (rope.dimension_count), a field")
 
 
 def _scale_positions(config: Any, factors: Tensor) -> None:
-    """Have the model divide its frequencies by these, which are Llama 3.1's. Raises ModelError where they are not."""
+    """Set Llama 3.1's RoPE in the config. Raises ModelError if these divisors of frequencies are not Llama 3.1's."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     plain = config.rope_parameters

@@ -1,4 +1,4 @@
-"""Models of the hub: where it answers, what it has now; else what was fetched from it before."""
+"""Models of Hugging Face's hub: the present version if the hub answers, else the copy that was fetched before."""
 
 from csattn.errors import ModelError
 
@@ -6,18 +6,19 @@ _ANSWER_S = 5.0
 
 
 def hub_source(hub_id: str) -> str:
-    """The id, where the hub answers; else the directory of what was fetched from it before.
+    """Return the id if the hub answers, else the directory of the copy that was fetched before.
 
-    Asked once, and not for long: `transformers` would try for half a minute, for each file anew.
+    The hub is asked once, with a short timeout: `transformers` would try for half a minute, again for each file.
+    Raises ModelError if the hub does not answer and there is no copy.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         HfApi().model_info(hub_id, timeout=_ANSWER_S)
-    except (HfHubHTTPError, HFValidationError):  # what is wrong with the id, is told when it is fetched
+    except (HfHubHTTPError, HFValidationError):  # fetching it will report what is wrong with the id
         return hub_id
-    except Exception as error:  # of the HTTP client, which is another in other versions
+    except Exception as error:  # the HTTP client's, which differs between versions
         try:
             return str(snapshot_download(hub_id, local_files_only=True))
         except LocalEntryNotFoundError:
@@ -30,7 +31,7 @@ def hub_source(hub_id: str) -> str:
 
 
 def fetched(hub_id: str) -> str:
-    """The directory of its weights and settings, on this machine from now on."""
+    """Download weights and settings of a model, unless they are here, and return their directory."""
     from huggingface_hub import snapshot_download
 
     folder: str = snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"], ignore_patterns="consolidated*")
@@ -38,6 +39,6 @@ def fetched(hub_id: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of a library's message, and the one that it announces."""
+    """Return the first line of an error's message; if that ends with a colon, the second one as well."""
     lines = [line.rstrip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

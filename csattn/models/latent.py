@@ -1,7 +1,7 @@
-"""Attention in latent space (MLA, arXiv:2405.04434) by definition, in torch: of a decode step, and of a prefill.
+"""Reference for attention in latent space (MLA, arXiv:2405.04434), in torch: for decode steps and for prefill.
 
-What makes keys and values of latents is taken into queries and outputs, so that a row is read as it is kept. Where the
-model has a learned indexer (arXiv:2512.02556), only the rows that it chooses are: `csattn.lightning`.
+The up-projections of latents are absorbed into queries and outputs, so that rows are read as they are stored. If the
+model has a learned indexer (arXiv:2512.02556, `csattn.lightning`), a token attends only to the rows that it chooses.
 """
 
 from dataclasses import dataclass
@@ -16,27 +16,27 @@ from csattn.models.query import rotate
 from csattn.models.spec import LatentSpec
 from csattn.models.weights import LatentWeights
 
-_LISTED = 64  # tokens whose lists are in memory at a time
-EPS = 1e-6  # of the norms of latents and index keys, whatever it is of the model's others
+_LISTED = 64  # tokens whose lists of rows are in memory at a time
+EPS = 1e-6  # of the norms of latents and index keys, whatever the model's other norms have
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """RoPE of some positions, for latents: it turns `LatentSpec.rope_dim` dimensions."""
+    """RoPE at some positions for latent attention: it rotates `LatentSpec.rope_dim` dimensions."""
 
     cos: Tensor  # [num_tokens, rope_dim // 2]
     sin: Tensor
     interleaved: bool
 
     def __call__(self, x: Tensor, interleaved: bool | None = None) -> Tensor:
-        """x: [..., num_tokens, at least rope_dim]: the first of these turn."""
+        """Rotate the first rope_dim dimensions of x [..., num_tokens, >= rope_dim]. interleaved: default: self's."""
         of_pairs = self.interleaved if interleaved is None else interleaved
         return rotate(x, self.cos.float().repeat(1, 2), self.sin.float().repeat(1, 2), of_pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentQueries:
-    """What tokens ask of rows in one layer."""
+    """The queries of some tokens in one layer."""
 
     q: Tensor  # [num_tokens, num_heads, key_width]
     index_q: Tensor | None  # [num_tokens, num_index_heads, index_head_dim]; None: the layer has no indexer
@@ -44,13 +44,19 @@ class LatentQueries:
 
 
 def query_latents(inputs: Tensor, weights: LatentWeights, spec: LatentSpec) -> Tensor:
-    """What `LatentWeights.queries` reads of inputs [num_tokens, sum of in_widths]: [num_tokens, q_rank] float32."""
+    """Return the normed latents of queries, [num_tokens, q_rank] float32: the input of `LatentWeights.queries`.
+
+    inputs: [num_tokens, sum of in_widths], the outputs of `LatentWeights.inputs`.
+    """
     assert spec.q_rank is not None and weights.q_norm is not None
     return functional.rms_norm(inputs[:, : spec.q_rank].float(), (spec.q_rank,), weights.q_norm, EPS)
 
 
 def latent_rows(inputs: Tensor, weights: LatentWeights, spec: LatentSpec, turn: Turn, width: int) -> Tensor:
-    """The tokens' rows [num_tokens, width] float32, behind which there may be zeros."""
+    """Return the tokens' rows [num_tokens, width] float32, padded with zeros from `row_width` to width.
+
+    inputs: as in `query_latents`.
+    """
     _, key, index_key, _ = torch.split(inputs.float(), list(spec.in_widths), dim=-1)
     latent = functional.rms_norm(key[:, : spec.kv_rank], (spec.kv_rank,), weights.kv_norm, EPS)
     parts = [latent, turn(key[:, spec.kv_rank :])]
@@ -63,12 +69,12 @@ def latent_rows(inputs: Tensor, weights: LatentWeights, spec: LatentSpec, turn: 
 
 def latent_queries(
     inputs: Tensor,
-    projected: Tensor,  # [num_tokens, q_width + index_q_width]: what `LatentWeights.queries` gives, or the inputs
+    projected: Tensor,  # [num_tokens, q_width + index_q_width]: outputs of `LatentWeights.queries`, or the inputs
     weights: LatentWeights,
     spec: LatentSpec,
     turn: Turn,
 ) -> LatentQueries:
-    """All float32."""
+    """Return the queries, all float32; index heads' weights include the scale of their scores."""
     num_tokens = len(inputs)
     q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
     nope = torch.einsum("thn,hnc->thc", q[..., : spec.nope_dim], weights.up_k.float())
@@ -82,7 +88,10 @@ def latent_queries(
 
 
 def choose_rows(asked: LatentQueries, rows: Tensor, lens: Tensor, spec: LatentSpec) -> Tensor:
-    """The best of the first lens[t] of rows [num_rows, width] for each token: [num_tokens, top_k] int32, -1 padded."""
+    """Choose the best among the first lens[t] of rows [num_rows, width] for token t, by the indexer.
+
+    Return [num_tokens, top_k] int32, -1 padded.
+    """
     assert spec.top_k is not None and asked.index_q is not None and asked.index_weights is not None
     keys = rows[:, spec.key_width : spec.row_width].contiguous()
     return choose_keys(Operands(asked.index_q.to(keys.dtype), keys, asked.index_weights), spec.top_k, lens)
@@ -90,13 +99,13 @@ def choose_rows(asked: LatentQueries, rows: Tensor, lens: Tensor, spec: LatentSp
 
 def attend_latents(
     q: Tensor,  # [num_tokens, num_heads, key_width], of the rows' dtype
-    rows: Tensor,  # [num_rows, width], those of the tokens at the end
-    chosen: Tensor | None,  # [num_tokens, top_k] int32, -1 padded; None: all rows up to each token's
+    rows: Tensor,  # [num_rows, width]; the tokens' own are the last
+    chosen: Tensor | None,  # [num_tokens, top_k] int32, -1 padded; None: all rows up to each token's (causal)
     spec: LatentSpec,
     softmax_scale: float,
 ) -> Tensor:
-    """[num_tokens, num_heads, kv_rank], as q"""
-    if chosen is None and rows.is_cuda:  # where fused kernels have no heads as wide
+    """Return attention's output in latent space, [num_tokens, num_heads, kv_rank], dtype of q."""
+    if chosen is None and rows.is_cuda:  # fused kernels on GPUs have no heads of this width
         return attend_listed(q, rows, spec, softmax_scale)
     if chosen is None:
         keys = rows[None, :, : spec.key_width]
@@ -108,7 +117,7 @@ def attend_latents(
 
 
 def attend_listed(q: Tensor, rows: Tensor, spec: LatentSpec, softmax_scale: float) -> Tensor:
-    """`attend_latents` to all rows up to each token's, by lists of them."""
+    """Attend to all rows up to each token's, like `attend_latents` without `chosen`, by explicit lists of rows."""
     num_tokens, numbers = len(q), torch.arange(len(rows), dtype=torch.int32, device=rows.device)
     last, parts = numbers[len(rows) - num_tokens :, None], []
     for first in range(0, num_tokens, _LISTED):
@@ -119,5 +128,8 @@ def attend_listed(q: Tensor, rows: Tensor, spec: LatentSpec, softmax_scale: floa
 
 
 def latent_values(attended: Tensor, weights: LatentWeights) -> Tensor:
-    """What the output projection reads of [num_tokens, num_heads, kv_rank]: [num_tokens, v_width] float32."""
+    """Map attended latents [num_tokens, num_heads, kv_rank] to the output projection's input.
+
+    Return [num_tokens, v_width] float32.
+    """
     return torch.einsum("thc,hvc->thv", attended.float(), weights.up_v.float()).flatten(1)

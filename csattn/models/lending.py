@@ -1,4 +1,4 @@
-"""A model on a device that may not have room for all of it: layers that stay on the host are lent, one at a time."""
+"""Layer offloading: if a model does not fit on the device, its layers stay on the host and are copied one at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ import torch
 
 from csattn.cuda import free_device_bytes
 
-MOST_SHARE = 0.75  # of the device's free memory for weights: what passes through layers needs some, too
+MOST_SHARE = 0.75  # of the device's free memory, for weights: activations need some, too
 
 
 def place(model: Any, device: str) -> Any:
-    """Move a model to a device, its layers only if that has room for all of them."""
+    """Move a model to a device; its layers stay on the host unless the device has room for all of them."""
     model.layers_are_lent = not _has_room(model, device)
     if not model.layers_are_lent:
         return model.to(device)
@@ -27,9 +27,9 @@ def place(model: Any, device: str) -> Any:
 
 @contextmanager
 def lent(model: Any, layer_idx: int, parts: tuple[str, ...] = ()) -> Iterator[Any]:
-    """A layer of a placed model, with its weights where the model is: meanwhile, where they are not there always.
+    """Yield a layer of a placed model with its weights on the model's device, copied there while open if necessary.
 
-    parts: of the layer, those that are wanted; else all of it.
+    parts: submodules of the layer to copy; default: all of it.
     """
     layer = model.model.layers[layer_idx]
     if not are_lent(model):
@@ -48,7 +48,7 @@ def lent(model: Any, layer_idx: int, parts: tuple[str, ...] = ()) -> Iterator[An
 
 
 def are_lent(model: Any) -> bool:
-    """Whether its layers stay on the host."""
+    """Whether the model's layers stay on the host."""
     return getattr(model, "layers_are_lent", False)
 
 

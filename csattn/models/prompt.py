@@ -1,4 +1,4 @@
-"""Token ids of a context and of the turns that continue it, so that the one is a prefix of the other."""
+"""Token ids of a context and of conversations that continue it: the context's ids stay a prefix."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -11,16 +11,16 @@ from csattn.errors import ArtifactMismatchError, ContextError, ModelError
 from csattn.models.hub import first_line
 from csattn.models.loader import LoadedModel
 
-# How the context is wrapped: as the system message, inside the first user message, or not at all.
+# How the chat template wraps the context: as the system message, inside the first user message, or not at all.
 Wrapping = Literal["system", "user", "none"]
 MIN_CONTEXT_LEN = 256  # fewer rows are cheaper to attend to than to index
-_CHARS_LOOKED_AT = 8  # for each of the model's positions
+_CHARS_LOOKED_AT = 8  # characters tokenised for each of the model's positions
 _PROBE = "⟨context⟩"
-_BETWEEN = "\n"  # separates context and question where both stand in one message
+_BETWEEN = "\n"  # separates context and question if both are in one message
 
 
 def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
-    """The first wrapping that this tokenizer's chat template renders as a fixed prefix; `none` without a template."""
+    """Return the first wrapping that the chat template renders as a fixed prefix; `none` without a template."""
     if not chat or not tokenizer.chat_template:
         return "none"
     fault = ""
@@ -28,7 +28,7 @@ def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
         try:
             first, second = (_render(tokenizer, wrapping, question) for question in ("a", "b"))
             separator = _separator(tokenizer, wrapping)
-        except Exception as error:  # templates raise errors of their own for roles they do not know
+        except Exception as error:  # templates raise their own errors for unknown roles
             fault = f"cannot be used ({first_line(error)})"
             continue
         before, _, after = first.partition(_PROBE)
@@ -42,14 +42,14 @@ def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
 
 
 def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int32]:
-    """The token ids to prefill: the context as later turns will continue it.
+    """Return the token ids to prefill: the context, wrapped as later turns will continue it.
 
-    Raises ModelError where no question could follow them: better now than when all of it has been prefilled.
+    Raises ModelError if no question could follow them: better before the prefill than after it.
     """
     if wrapping == "none":
         ids, end = tokenizer(text).input_ids, [tokenizer.eos_token_id]
         if ids[-1:] == end and tokenizer(text, add_special_tokens=False).input_ids[-1:] != end:
-            ids = ids[:-1]  # of tokenizers that add an end, behind which a question would follow nothing
+            ids = ids[:-1]  # the tokenizer adds an end token, after which no question can continue the text
         return np.asarray(ids, dtype=np.int32)
     whole = _before(tokenizer, wrapping) + text.strip() + _separator(tokenizer, wrapping)
     ids = np.asarray(tokenizer(whole, add_special_tokens=False).input_ids, dtype=np.int32)
@@ -64,13 +64,13 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
 
 
 def num_special(tokenizer: Any, text: str) -> int:
-    """How often a text holds what the tokenizer reads as special tokens, the end of a message, say."""
+    """Return how many special tokens, such as the end of a message, the tokenizer reads in a text."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - {tokenizer.unk_token_id}
     return sum(i in special for i in tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded: LoadedModel) -> None:
-    """Raise ContextError where these tokens [context_len] can be no context of the model."""
+    """Raise ContextError if these tokens [context_len] cannot be a context of the model."""
     context_len, model = len(token_ids), loaded.geometry
     shortest = max(MIN_CONTEXT_LEN, config.num_centroids) if isinstance(config, ListConfig) else MIN_CONTEXT_LEN
     if context_len < shortest:
@@ -88,13 +88,16 @@ def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded:
 
 
 def require_not_far_too_long(text: str, loaded: LoadedModel) -> None:
-    """Refuse by its beginning a text that no model could read: tokens of all of it may be more than memory holds."""
+    """Raise ContextError for a text far longer than the model's positions, judged by its beginning.
+
+    Tokens of the whole text might not fit in memory.
+    """
     most = loaded.geometry.max_positions
-    text = text.strip()  # as it is read, but in builds without a template, which count all of it
+    text = text.strip()  # as `context_ids` does; builds without a template count the spaces, too
     start = text[: _CHARS_LOOKED_AT * most]
     if len(start) < len(text):
         num_tokens = len(loaded.tokenizer(start, add_special_tokens=False).input_ids)
-        if num_tokens > 1.25 * most:  # where it was cut, some few tokens may be others
+        if num_tokens > 1.25 * most:  # the cut may have changed a few tokens
             raise _too_long(f"more than {most}", loaded)
 
 
@@ -106,9 +109,9 @@ def _too_long(num_tokens: str, loaded: LoadedModel) -> ContextError:
 
 
 def question_ids(tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapping: Wrapping) -> NDArray[np.int32]:
-    """The ids that follow the prefilled ones when this question is asked.
+    """Return the ids of a question that follow the prefilled ones.
 
-    Raises ArtifactMismatchError when context and question together would not tokenise to a continuation.
+    Raises ArtifactMismatchError if context and question together would not tokenise to a continuation.
     """
     if wrapping == "none":
         rest = tokenizer(question, add_special_tokens=False).input_ids
@@ -126,15 +129,17 @@ def conversation_ids(
     tools: list[dict[str, Any]] | None = None,
     options: dict[str, Any] | None = None,
 ) -> NDArray[np.int32]:
-    """The ids that follow the prefilled ones when a conversation about the context goes on; the model speaks next,
-    unless `continue_final_message` is among the options.
+    """Return the ids of a conversation about the context that follow the prefilled ones.
 
-    turns: role and content of each, as chat templates take them; the model answers the last one. tools, and options,
-    such as `enable_thinking`: likewise. Not for the wrapping `none`. Where the context is in the first user message,
-    system turns before it follow the context there. Where the template has tools before or within the context's own
-    message, the context stays what it is, a system message without tools, and the conversation with its tools is
-    written after it.
-    Raises ArtifactMismatchError when context and turns together would not tokenise to a continuation.
+    They end where the model speaks, unless `continue_final_message` is among the options.
+
+    turns: role and content of each, as chat templates take them; the model answers the last one.
+    tools, options (such as `enable_thinking`): as chat templates take them.
+
+    Not for the wrapping `none`. If the context is in the first user message, system turns before that message are
+    placed in it, after the context. If the template writes tools before or inside the context's own message, the
+    context remains a system message without tools, and the conversation with its tools is written after it.
+    Raises ArtifactMismatchError if context and turns together would not tokenise to a continuation.
     """
     options = options or {}
     before, between, after = _render_turns(tokenizer, wrapping, turns, tools, options).partition(_PROBE)
@@ -155,10 +160,13 @@ def conversation_ids(
 
 
 def _continue(tokenizer: Any, prefix: NDArray[np.int32], text: str) -> list[int]:
-    """The ids of a text that follows the prefix. Text is cut at special tokens before anything else is done with it,
-    so what stands before the last of them in the prefix need not be tokenised again."""
+    """Return the ids of a text that follows the prefix.
+
+    A tokenizer first splits text at special tokens, so only the prefix from its last special token on has to be
+    tokenised again.
+    """
     special = _special_ids(tokenizer)
-    last = np.flatnonzero(np.isin(prefix, special))[-1:].tolist()  # none, or where it stands
+    last = np.flatnonzero(np.isin(prefix, special))[-1:].tolist()  # the position of the last one, or empty
     for start in dict.fromkeys([*last, 0]):
         known = prefix[start:]
         for before in _texts_of(tokenizer, known, special):
@@ -172,15 +180,18 @@ def _continue(tokenizer: Any, prefix: NDArray[np.int32], text: str) -> list[int]
 
 
 def _texts_of(tokenizer: Any, ids: NDArray[np.int32], special: list[int]) -> Iterator[str]:
-    """What the ids may have been made of. Llama's and Mistral's older tokenizers put a space before a word, and their
-    decoders take it away at the start of a text only, not behind a special token."""
+    """Yield texts that may have been tokenised to these ids.
+
+    Older tokenizers of Llama and Mistral put a space before a word, and their decoders remove it only at the start of a
+    text, not after a special token.
+    """
     yield tokenizer.decode(ids)
     if len(ids) and int(ids[0]) in special:
         yield tokenizer.decode(ids[:1]) + tokenizer.decode(ids[1:])
 
 
 def _special_ids(tokenizer: Any) -> list[int]:
-    """Tokens at which text is cut before anything else is done with it."""
+    """Return the tokens at which the tokenizer splits text first."""
     return [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and not token.normalized]
 
 
@@ -195,7 +206,7 @@ def _render_turns(
     tools: list[dict[str, Any]] | None = None,
     options: dict[str, Any] | None = None,
 ) -> str:
-    """The conversation as the template writes it, with a probe where the context is."""
+    """Render the conversation by the chat template, with a probe in the context's place."""
     if wrapping == "system":
         messages = [{"role": "system", "content": _PROBE}, *turns]
     else:
@@ -218,16 +229,16 @@ def _apply(
 
 
 def _before(tokenizer: Any, wrapping: str) -> str:
-    """What the template writes before the context."""
+    """Return what the template writes before the context."""
     return _render(tokenizer, wrapping, "").partition(_PROBE)[0]
 
 
 def _separator(tokenizer: Any, wrapping: str) -> str:
-    """What stands between the context and the question's turn, or the question itself."""
+    """Return what is between the context and the question's turn (system), or the question itself (user)."""
     if wrapping == "user":
         return _BETWEEN
     try:
         alone = tokenizer.apply_chat_template([{"role": "system", "content": _PROBE}], tokenize=False)
-    except Exception:  # of templates that want a question: there the user's messages end alike, or it is refused
+    except Exception:  # the template requires a question: a user message ends the same way, or it is refused
         alone = tokenizer.apply_chat_template([{"role": "user", "content": _PROBE}], tokenize=False)
     return alone.partition(_PROBE)[2]  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
-"""Published checkpoints whose weights are in 8 or 4 bits: what they are, and what products may read of them.
+"""Read published checkpoints with quantized weights: decode them, and keep the quantized form if products can read it.
 
-By `quant_method` of the `quantization_config`:
+Supported values of `quant_method` in the `quantization_config`:
 
 * `fp8`: float8_e4m3fn with a scale for each block of weights (DeepSeek-V3, Qwen3-FP8), which may be a power of two;
-  with an `expert_dtype` of fp4 pairs of 4-bit floats in int8, 32 of which share one (DeepSeek-V4's experts);
-* `fbgemm_fp8`: the same with a scale for each output;
+  with an `expert_dtype` of fp4, experts are pairs of 4-bit floats in int8, 32 floats to a scale (DeepSeek-V4);
+* `fbgemm_fp8`: float8_e4m3fn with a scale for each output;
 * `compressed-tensors`: float8 or int8 with a scale for each output, group or matrix, or numbers packed into int32;
 * `gptq`: 2, 4 or 8 bits, packed along inputs, groups of which share a scale and a zero point;
 * `awq`: 4 bits, packed along outputs in AWQ's order (version `gemm`);
@@ -26,36 +26,36 @@ from csattn.errors import ModelError
 from csattn.models.quantized_weight import FP4_MOST_EXPONENT, QuantizedWeight, WeightFormat, joined
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
-_EXPERT_DTYPES = ("fp8", "fp4")  # of `fp8`
+_EXPERT_DTYPES = ("fp8", "fp4")  # of the method `fp8`
 _WORD_BITS, _FP4_GROUP = 32, 32
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each of a word's nibbles belongs to
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word's nibbles, lowest first: which of eight outputs each is of
 _BYTE_TYPES = (torch.float8_e4m3fn, torch.int8)
-_SCALES = ("weight_scale_inv", "weight_scale", "scale")  # of bytes; the first is named for what activations get
-# what a quantized matrix has besides, and a decoded one does without; the last few scale activations
+_SCALES = ("weight_scale_inv", "weight_scale", "scale")  # of FP8 and int8 weights; all are factors, `_inv` too
+# tensors beside a quantized matrix, which a decoded one does not need; the last three scale activations
 _PARTS = (
     *(*_SCALES, "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "output_scale"),
 )
-_OF_ROWS = ("q_scale", "k_scale", "v_scale", "kv_scale")  # of attention in 8 bits, which others do
+_OF_ROWS = ("q_scale", "k_scale", "v_scale", "kv_scale")  # of 8-bit attention, which csattn does not compute
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What a config says of how weights were written."""
+    """How a checkpoint's weights are quantized, by its `quantization_config`."""
 
     method: str
     num_bits: int
     group_size: int | None  # inputs that share a scale; None: all
-    block: tuple[int, int] | None  # outputs and inputs that share one
-    zero_offset: int  # what is missing from zero points as they are stored
+    block: tuple[int, int] | None  # outputs and inputs that share a scale
+    zero_offset: int  # to add to stored zero points
     symmetric: bool
     is_float: bool
-    in_order: bool  # whether neighbouring inputs are of a group
-    fp4_experts: bool  # whether they are as `mxfp4` has them
+    in_order: bool  # whether groups are of neighbouring inputs (no act-order)
+    fp4_experts: bool  # whether experts are 4-bit floats, as in `mxfp4`
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "Quantization":
-        """config: a `quantization_config`. Raises ModelError where nothing here decodes it."""
+        """Read a `quantization_config`. Raises ModelError if it is unsupported."""
         method = str(config.get("quant_method"))
         if method not in METHODS:
             raise ModelError(
@@ -66,7 +66,7 @@ class Quantization:
             raise ModelError(
                 "its weights are rotated (transform_config), which is not undone here; take a checkpoint without it"
             )
-        expert_dtype = (method == "fp8" and config.get("expert_dtype")) or "fp8"  # others leave DeepSeek's in configs
+        expert_dtype = (method == "fp8" and config.get("expert_dtype")) or "fp8"  # other methods keep DeepSeek's field
         if expert_dtype not in _EXPERT_DTYPES:
             raise ModelError(
                 f"its experts are in {expert_dtype!r} (expert_dtype), of which nothing here can read weights; take a "
@@ -105,14 +105,14 @@ class Quantization:
 
     @property
     def kept_experts(self) -> tuple[WeightFormat, int] | None:
-        """The same of the matrices of experts."""
+        """Like `kept`, for the matrices of experts."""
         if self.fp4_experts:
             return "fp4", _FP4_GROUP
         return self.kept if self.in_order else None
 
     @property
     def kept(self) -> tuple[WeightFormat, int] | None:
-        """The format and the group size in which products read its linear layers; None where they are decoded."""
+        """Format and group size in which products read quantized linear layers; None: only decoded ones are kept."""
         is_fp8 = self.method in ("fp8", "fbgemm_fp8") or (self.num_bits == 8 and self.is_float)
         format: WeightFormat = "fp8" if is_fp8 else "int4"
         group_size = (self.block[1] if self.block else self.group_size) or 0
@@ -122,28 +122,28 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """(numbers - zeros) * scales, both of an input's group."""
+    """A decodable matrix: (numbers - zeros) * scales, with the zeros and scales of each input's group."""
 
-    numbers: Tensor  # [num_out, num_in], of float8, of int8, or uint8 of `num_bits`
+    numbers: Tensor  # [num_out, num_in] float8, int8, or uint8 with values of `num_bits`
     num_bits: int
     scales: Tensor  # [num_out, num_groups] float32
-    zeros: Tensor | None  # likewise int32
-    groups: Tensor  # [num_in]: each input's
+    zeros: Tensor | None  # [num_out, num_groups] int32
+    groups: Tensor  # [num_in]: the group of each input
 
     def decoded(self) -> Tensor:
-        """float32"""
+        """Return the matrix in float32."""
         numbers = self.numbers.float()
         if self.zeros is not None:
             numbers = numbers - self.zeros.float()[:, self.groups]
         return numbers * self.scales[:, self.groups]
 
     def kept(self) -> QuantizedWeight | None:
-        """As products read it; None where they cannot."""
+        """Return the matrix in the layout that products read; None if they cannot."""
         is_fp8 = self.numbers.dtype == torch.float8_e4m3fn
         if not is_fp8 and (self.numbers.dtype != torch.uint8 or self.num_bits != 4):
             return None
         codes = self.numbers.view(torch.uint8)
-        if is_fp8 and bool(((codes & 0x7F) == 0x7F).any()):  # NaN, which products in few bits do not know
+        if is_fp8 and bool(((codes & 0x7F) == 0x7F).any()):  # NaN, which products of quantized weights do not handle
             return None
         format: WeightFormat = "fp8" if is_fp8 else "int4"
         num_in, num_groups = len(self.groups), self.scales.shape[1]
@@ -162,13 +162,13 @@ def read_state(
     folder: Path,  # with safetensors files
     quantization_config: Mapping[str, Any],
     dtype: torch.dtype,
-    named: Callable[[str], str | None] = str,  # what the model calls a tensor; None: it has no such
-    beside: Callable[[Tensor], Tensor] | None = None,  # where what is decoded goes if few bits are kept of it
+    named: Callable[[str], str | None] = str,  # the model's name of a tensor; None: it has none
+    beside: Callable[[Tensor], Tensor] | None = None,  # stores decoded tensors with a quantized form; None: memory
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
-    """A checkpoint's tensors, by the names that the model has for them, in `dtype` those that are decoded; and the few
-    bits of the matrices that products read so; of experts that are one tensor, they are one below the other.
+    """Return a checkpoint's tensors by their names in the model, and the quantized form of those that products read.
 
-    Raises ModelError where a tensor is missing, has another shape than its scales say, or cannot be read.
+    Decoded tensors are in `dtype`. The quantized form of experts in one tensor is stacked.
+    Raises ModelError if a tensor is missing, does not have the shape that its scales imply, or cannot be read.
     """
     quantization, files = Quantization.read(quantization_config), _Tensors(folder)
     state: dict[str, Tensor] = {}
@@ -179,7 +179,7 @@ def read_state(
             continue
         try:
             whole, tensor, kept = _decoded(files, name, quantization, dtype)
-        except (RuntimeError, IndexError) as error:  # torch's, of shapes that do not fit
+        except (RuntimeError, IndexError) as error:  # from torch, for shapes that do not fit
             whole, what = name.removesuffix("_blocks"), str(error).splitlines()[0]
             raise ModelError(f"{whole} cannot be decoded: {what}; the checkpoint is damaged") from error
         place = named(whole) or whole
@@ -194,7 +194,7 @@ def read_state(
 
 
 def _is_part(files: "_Tensors", name: str) -> bool:
-    """Whether it is read with another tensor, or by nobody."""
+    """Whether a tensor is not read on its own: it is part of another, or is not needed."""
     module, _, last = name.rpartition(".")
     if last in _PARTS and any(f"{module}.{kind}" in files for kind in ("weight", "qweight", "weight_packed")):
         return True
@@ -204,7 +204,10 @@ def _is_part(files: "_Tensors", name: str) -> bool:
 def _decoded(
     files: "_Tensors", name: str, quantization: Quantization, dtype: torch.dtype
 ) -> tuple[str, Tensor, QuantizedWeight | None]:
-    """The name of what a tensor is a part of, that in `dtype` (what is not quantized as it lies), and its few bits."""
+    """Return the name of the whole that a tensor is part of, its values, and its quantized form, if products read it.
+
+    Values are decoded to `dtype`; those of a tensor that is not quantized are as stored.
+    """
     module = name.rpartition(".")[0]
     if name.endswith("_blocks"):
         whole = name.removesuffix("_blocks")
@@ -229,19 +232,19 @@ def _decoded(
 
 
 def _if_read(weight: QuantizedWeight | None) -> QuantizedWeight | None:
-    """What products read of 4-bit floats."""
+    """Return a matrix of 4-bit floats; None if a scale is too large for products to read."""
     return None if weight is None or int(weight.scales.max()) > FP4_MOST_EXPONENT else weight
 
 
 class _Apart:
-    """Has decoded tensors of a state elsewhere; a layer's experts together, as each place may be a file held open."""
+    """Moves decoded tensors of a state to `beside`: a layer's experts together, as each call may hold a file open."""
 
     def __init__(self, state: dict[str, Tensor], beside: Callable[[Tensor], Tensor]) -> None:
         self._state, self._beside = state, beside
-        self._block, self._places = "", list[str]()  # of the experts that wait
+        self._block, self._places = "", list[str]()  # of experts not moved yet
 
     def put(self, place: str) -> None:
-        """place: its name. Those of a block of experts follow each other."""
+        """Move the tensor of this name. Experts of a block must follow each other; they move when the block ends."""
         block, is_of_experts, _ = place.partition(".experts.")
         if not is_of_experts:
             self._state[place] = self._beside(self._state[place])
@@ -252,6 +255,7 @@ class _Apart:
         self._places.append(place)
 
     def end(self) -> None:
+        """Move the experts that were put and not moved yet."""
         if not self._places:
             return
         tensors = [self._state[place] for place in self._places]
@@ -265,7 +269,7 @@ class _Apart:
 
 
 def _matrix(files: "_Tensors", name: str, quantization: Quantization) -> _Matrix | None:
-    """What a tensor is a part of; None where it is not quantized."""
+    """Return the matrix that a tensor is part of; None if it is not quantized."""
     module, _, last = name.rpartition(".")
     if last == "qweight":
         return _awq(files, module, quantization) if quantization.method == "awq" else _gptq(files, module, quantization)
@@ -277,7 +281,7 @@ def _matrix(files: "_Tensors", name: str, quantization: Quantization) -> _Matrix
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """As `transformers` finds them: beside them may lie the same weights in another layout."""
+    """Find the files as `transformers` does: others beside them may have the same weights in another layout."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -315,11 +319,11 @@ class _Tensors:
         return tensor
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """That of bytes; None of others."""
+        """Return the dtype of a tensor of FP8 or int8; None for other dtypes."""
         return {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}.get(self._file_of[name].get_slice(name).get_dtype())
 
     def scale(self, module: str) -> Tensor:
-        """What a byte of its weights is multiplied with, as it lies."""
+        """Return the scales of a module's FP8 or int8 weights, as stored."""
         name = next((x for part in _SCALES if (x := f"{module}.{part}") in self), None)
         if name is None:
             raise ModelError(
@@ -335,7 +339,7 @@ class _Tensors:
 def _scaled(
     files: _Tensors,
     module: str,
-    weight: Tensor,  # [num_out, num_in] of a byte each
+    weight: Tensor,  # [num_out, num_in] float8 or int8
     scale: Tensor,  # [], [1], [num_out], [num_out, 1], [num_out, groups] or [blocks of outputs, of inputs] float32
     quantization: Quantization,
 ) -> _Matrix:
@@ -362,7 +366,7 @@ def _require_scales(module: str, weight: Tensor, scale: Tensor, expected: tuple[
 
 
 def _packed(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
-    """`compressed-tensors`: unsigned numbers, by half their range more than they are, packed along inputs."""
+    """Read packed `compressed-tensors`: unsigned numbers with an offset of half their range, packed along inputs."""
     num_out, num_in = files.read(f"{module}.weight_shape").tolist()
     packed, scale, bits = files.read(f"{module}.weight_packed"), files.scale(module).float(), quantization.num_bits
     groups = _groups_of(files, f"{module}.weight_g_idx", num_in, scale.shape[1], quantization)
@@ -373,18 +377,18 @@ def _packed(files: _Tensors, module: str, quantization: Quantization) -> _Matrix
 
 
 def _gptq(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
-    """[num_in, num_out], packed along inputs; zero points along outputs."""
+    """Read GPTQ: [num_in, num_out], packed along inputs; zero points are packed along outputs."""
     bits = quantization.num_bits
     numbers = _unpack(files.read(f"{module}.qweight"), bits, 0)
     scales = files.read(f"{module}.scales").float()  # [groups, num_out]
     stored = _unpack(files.read(f"{module}.qzeros"), bits, 1)[:, : scales.shape[1]]
-    zeros = (stored + quantization.zero_offset) & ((1 << bits) - 1)  # 0 is stored as the largest
+    zeros = (stored + quantization.zero_offset) & ((1 << bits) - 1)  # 0 is stored as the largest value
     groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales), quantization)
     return _checked(module, numbers.T, bits, scales.T, zeros.T, groups)
 
 
 def _awq(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
-    """[num_in, num_out], packed along outputs."""
+    """Read AWQ: [num_in, num_out], packed along outputs."""
     if quantization.num_bits != 4:
         raise ModelError(f"its AWQ weights have {quantization.num_bits} bits; take a checkpoint of 4")
     scales = files.read(f"{module}.scales").float()  # [groups, num_out]
@@ -394,7 +398,7 @@ def _awq(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
 
 
 def _checked(module: str, numbers: Tensor, bits: int, scales: Tensor, zeros: Tensor, groups: Tensor) -> _Matrix:
-    """Of numbers in int32."""
+    """Check shapes and return the matrix. numbers: [num_out, num_in] int32."""
     for what, there in (("scales", scales), ("zero points", zeros)):
         if there.shape != (len(numbers), scales.shape[1]):
             raise ModelError(
@@ -405,10 +409,10 @@ def _checked(module: str, numbers: Tensor, bits: int, scales: Tensor, zeros: Ten
 
 
 def _mxfp4(
-    blocks: Tensor,  # [experts, num_out, groups, 16] uint8: of two numbers the first is the lower half
+    blocks: Tensor,  # [experts, num_out, groups, 16] uint8: two numbers in each, the first in the low bits
     scales: Tensor,  # [experts, num_out, groups] uint8
 ) -> list[QuantizedWeight]:
-    """Of each expert [num_out, num_in]."""
+    """Return the matrix [num_out, num_in] of each expert."""
     experts = []
     for block, scale in zip(blocks, scales, strict=True):
         codes = torch.stack([block & 15, block >> 4], dim=-1).flatten(1)
@@ -420,7 +424,7 @@ def _mxfp4(
 
 def _fp4(
     module: str,
-    weight: Tensor,  # [num_out, num_in / 2] int8: of two numbers the first is the lower half
+    weight: Tensor,  # [num_out, num_in / 2] int8: two numbers in each, the first in the low bits
     scale: Tensor,  # [num_out, num_in / 32] float8_e8m0fnu
 ) -> QuantizedWeight:
     pairs = _FP4_GROUP // 2
@@ -432,21 +436,21 @@ def _fp4(
 
 
 def _unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """From int32 to the unsigned numbers in it, the lowest bits first, along a dimension of two."""
+    """Unpack int32 words [_, _] into the unsigned numbers in them, lowest bits first, along one dimension."""
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
     numbers = (words.unsqueeze(dim + 1) >> (shifts[:, None] if dim == 0 else shifts)) & ((1 << bits) - 1)
     return numbers.flatten(dim, dim + 1)
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
-    """[rows, words] -> [rows, 8 * words], in the outputs' order."""
+    """Unpack [rows, words] -> [rows, 8 * words], in the order of outputs."""
     nibbles = _unpack(words, 4, 1).reshape(len(words), -1, 8)
     in_order: Tensor = nibbles[:, :, torch.tensor(_AWQ_ORDER).argsort()].flatten(1)
     return in_order
 
 
 def _groups_of(files: _Tensors, name: str, num_in: int, num_groups: int, quantization: Quantization) -> Tensor:
-    """The group of each input [num_in]: as the checkpoint says, or neighbours together; the last may have fewer."""
+    """Return the group of each input [num_in]: as stored, or else neighbours; the last group may have fewer."""
     if name in files:
         groups = files.read(name).long()
         if groups.shape != (num_in,) or groups.min() < 0 or groups.max() >= num_groups:

@@ -1,4 +1,4 @@
-"""A matrix of weights in 8 or 4 bits, as products read it and decode it."""
+"""A quantized matrix of weights, 8 or 4 bits each, in the layout that products read and decode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,41 +10,41 @@ from torch.nn import functional
 
 from csattn.errors import ConfigError
 
-# float8_e4m3fn; 0 to 15, less a zero point; float4_e2m1
+# float8_e4m3fn; 0 to 15 minus a zero point; float4_e2m1
 WeightFormat = Literal["fp8", "int4", "fp4"]
 Rounding = Literal["fp8", "int4"]  # formats that weights of 16 bits can be rounded to
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
-RUN = 128  # inputs whose codes lie together
-CODES: dict[WeightFormat, int] = {"fp8": 2, "int4": 4, "fp4": 4}  # in a word
-ZERO = 8  # a zero point unless said
+RUN = 128  # inputs whose codes are packed together
+CODES: dict[WeightFormat, int] = {"fp8": 2, "int4": 4, "fp4": 4}  # codes in a word of 16 bits
+ZERO = 8  # the default zero point
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP4_EXPONENT_BIAS = 127
-FP4_MOST_EXPONENT = 128  # of a scale, by which a GPU multiplies codes as bfloat16
+FP4_MOST_EXPONENT = 128  # the largest (biased) of a scale: a GPU multiplies codes by scales in bfloat16
 _WORD_BITS, _GROUP_SIZE, _ZERO_BITS, _MOST_CODE = 16, 128, 15, 15
-_AT_ONCE = 2**19  # weights
+_AT_ONCE = 2**19  # weights to convert at a time
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """[num_out, num_in] numbers: (what a code means - the zero point) * scale, both of a group of a row's inputs.
+    """A matrix [num_out, num_in] of (code value - zero point) * scale, with a scale and zero point per group of inputs.
 
-    A row's inputs come in runs of RUN, of which the last is filled up. Word j of a run has its inputs j, j + width,
-    j + 2 * width, ... from the lowest bits on, where the width is RUN over the codes in a word: a word's codes are of
-    different parts of the run, so that each part is decoded from all words at once.
+    A row's inputs are divided into runs of RUN; the last run is padded. Word j of a run holds its inputs j, j + width,
+    j + 2 * width, ..., from the lowest bits up, where width = RUN / codes in a word. The codes of a word thus belong to
+    different parts of the run, and each part (width inputs) is decoded from all words of the run at once.
     """
 
     format: WeightFormat
     words: Tensor  # [num_out, runs * width] int16
-    # [num_groups, num_out] float32, in int4's the lowest four bits are the zero point; fp4's: uint8 exponents of two
+    # [num_groups, num_out] float32; int4: the lowest four bits hold the zero point; fp4: uint8 exponents of two
     scales: Tensor
     num_in: int
     group_size: int  # 0: all inputs are one group
-    has_zeros: bool  # whether any zero point is another than ZERO
-    order: Tensor | None = None  # [num_in] int64: the inputs in the order of their groups, where it is not their own
+    has_zeros: bool  # whether any zero point differs from ZERO
+    order: Tensor | None = None  # [num_in] int64: inputs sorted by group (act-order); None: they are
 
     @staticmethod
     def can_have(format: WeightFormat, group_size: int) -> bool:
-        """Whether groups fill runs, or lie within a part of one."""
+        """Whether a group of this size consists of whole runs, or of whole parts of one run."""
         is_part = group_size >= RUN // CODES[format] and RUN % max(1, group_size) == 0
         return group_size % RUN == 0 or is_part
 
@@ -53,11 +53,12 @@ class QuantizedWeight:
         cls,
         format: WeightFormat,
         codes: Tensor,  # [num_out, num_in] uint8
-        scales: Tensor,  # [num_out, num_groups], as they are kept
+        scales: Tensor,  # [num_out, num_groups] float32, or uint8 for fp4
         group_size: int,
-        zeros: Tensor | None = None,  # likewise
-        order: Tensor | None = None,  # of the inputs
+        zeros: Tensor | None = None,  # [num_out, num_groups]; only for int4; None: all are ZERO
+        order: Tensor | None = None,  # of the inputs, see the field
     ) -> "QuantizedWeight":
+        """Pack codes into words, and zero points into scales."""
         assert cls.can_have(format, group_size), f"groups of {group_size} do not fit runs of {RUN}"
         (num_out, num_in), parts = codes.shape, CODES[format]
         words = _packed(functional.pad(codes, (0, -num_in % RUN)).view(num_out, -1, parts, RUN // parts))
@@ -70,7 +71,7 @@ class QuantizedWeight:
 
     @classmethod
     def rounded(cls, weight: Tensor, format: Rounding) -> "QuantizedWeight":
-        """The nearest codes to weights: in 8 bits of a row's scale, in 4 of those of groups of 128."""
+        """Round weights to the nearest codes: fp8 with a scale for each row, int4 with one for each group of 128."""
         rows = _rows_at_once(weight.shape[1])
         whole = joined([cls._rounded(weight[i : i + rows], format) for i in range(0, len(weight), rows)])
         assert whole is not None, "they are of a kind"
@@ -85,7 +86,7 @@ class QuantizedWeight:
         if format == "fp8":
             scale = _or_one(torch.maximum(-low, high) / torch.finfo(torch.float8_e4m3fn).max)
             codes, zeros = (grouped / scale).to(torch.float8_e4m3fn).view(torch.uint8), None
-        else:  # codes from the least to the greatest of a group: cutting extremes off costs more than it brings
+        else:  # codes span a group's least to greatest weight: clipping extremes costs more than it gains
             scale = _or_one(high / _MOST_CODE - low / _MOST_CODE)
             zero = (-low / scale).round()
             codes = (grouped / scale).round_().add_(zero).clamp_(0, _MOST_CODE).to(torch.uint8)
@@ -98,7 +99,7 @@ class QuantizedWeight:
 
     @staticmethod
     def size(format: WeightFormat, group_size: int, num_out: int, num_in: int) -> int:
-        """Bytes of such a matrix."""
+        """Return the bytes of a matrix in this format."""
         word_bytes = -(-num_in // RUN) * (RUN // CODES[format]) * _WORD_BITS // 8
         return num_out * (word_bytes + -(-num_in // (group_size or num_in)) * (1 if format == "fp4" else 4))
 
@@ -110,16 +111,16 @@ class QuantizedWeight:
         return self.words.nbytes + self.scales.nbytes
 
     def outputs(self, which: slice | Tensor) -> "QuantizedWeight":
-        """Those rows alone."""
+        """Return the matrix of only these rows."""
         return replace(self, words=self.words[which], scales=self.scales[:, which])
 
     def has_input_parts(self, num_parts: int) -> bool:
-        """Whether so many equal parts of its inputs are whole parts of runs, and whole groups."""
+        """Whether so many equal slices of the inputs each consist of whole parts of runs and whole groups."""
         unit = max(RUN // CODES[self.format], self.group_size)
         return num_parts == 1 or (self.order is None and self.num_in % (num_parts * unit) == 0)
 
     def inputs(self, which: slice) -> "QuantizedWeight":
-        """Those inputs alone: whole parts of runs, and whole groups, in order. In memory of their own."""
+        """Return the matrix of only these inputs, copied: whole parts of runs and whole groups; not with an `order`."""
         first, stop, group_size, parts = which.start, which.stop, self.group_size, CODES[self.format]
         width = RUN // parts
         unit = max(width, group_size)
@@ -139,7 +140,7 @@ class QuantizedWeight:
         return replace(self, words=self.words.to(device), scales=self.scales.to(device), order=order)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The matrix, by float32; without gaps, also where the last group was filled up."""
+        """Decode the matrix, by way of float32, into a contiguous tensor [num_out, num_in] without padding."""
         whole = torch.empty(len(self), self.num_in, dtype=dtype, device=self.words.device)
         rows = _rows_at_once(self.num_in)
         for first in range(0, len(self), rows):
@@ -167,14 +168,14 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedExperts:
-    """The matrices of all of a layer's experts, one below the other."""
+    """The matrices of all experts of a layer, stacked."""
 
     gate_up: QuantizedWeight  # [num_experts * 2 * intermediate_size, hidden_size]: of each expert gates, then ups
     down: QuantizedWeight  # [num_experts * hidden_size, intermediate_size]
 
     @classmethod
     def of(cls, gates_ups: Sequence[QuantizedWeight], downs: Sequence[QuantizedWeight]) -> "QuantizedExperts | None":
-        """Of each expert gates and ups, in turn; None where they are not of a kind, or their inputs not in order."""
+        """Stack matrices; gates_ups: by expert, gates, then ups. None if formats differ or inputs have an `order`."""
         gate_up, down = joined(gates_ups), joined(downs)
         if gate_up is None or down is None or gate_up.order is not None or down.order is not None:
             return None
@@ -189,7 +190,7 @@ class QuantizedExperts:
 
 
 def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """One matrix of all their rows; None where they are not of a kind."""
+    """Stack matrices into one; None if their format, width, group size or order of inputs differ."""
     first = parts[0]
     for part in parts:
         if (part.format, part.num_in, part.group_size) != (first.format, first.num_in, first.group_size):
@@ -202,7 +203,7 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """[num_out, num_runs, parts, width], any whole numbers -> words [num_out, num_runs * width] int16."""
+    """Pack codes [num_out, num_runs, parts, width], any integers, into words [num_out, num_runs * width] int16."""
     num_out, num_runs, parts, width = codes.shape
     words = torch.zeros(num_out, num_runs, width, dtype=torch.int32, device=codes.device)
     for part in range(parts):
@@ -211,26 +212,26 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def _unpacked(words: Tensor, parts: int) -> Tensor:
-    """The inverse of `_packed`, int32."""
+    """Invert `_packed`; int32."""
     bits = _WORD_BITS // parts
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32, device=words.device)[:, None]
     return (words.int().view(len(words), -1, 1, RUN // parts) >> shifts) & ((1 << bits) - 1)
 
 
 def _moved(words: Tensor, first_part: int, num_runs: int, parts: int) -> Tensor:
-    """So many runs that begin with that part of the first one."""
+    """Repack words into num_runs runs that begin at part first_part of the first run."""
     of_parts = _unpacked(words, parts).flatten(1, 2)[:, first_part:]
     filled = functional.pad(of_parts, (0, 0, 0, -of_parts.shape[1] % parts))
     return _packed(filled.view(len(words), -1, parts, RUN // parts)[:, :num_runs])
 
 
 def _rows_at_once(num_in: int) -> int:
-    """So many that what is made of them on the way stays in caches: pages of large tensors are made anew each time."""
+    """Rows to convert at a time: their temporaries fit in caches. Pages of large ones are mapped anew each time."""
     return max(1, _AT_ONCE // num_in)
 
 
 def rounding_named(name: str) -> Rounding:
-    """Raises ConfigError when there is none of that name."""
+    """Return the rounding of that name. Raises ConfigError if there is none."""
     for rounding in ROUNDINGS:
         if rounding == name:
             return rounding
@@ -238,11 +239,11 @@ def rounding_named(name: str) -> Rounding:
 
 
 def _or_one(scales: Tensor) -> Tensor:
-    """1 for groups of zeros."""
+    """Replace scales of 0, those of groups of zeros, by 1."""
     return torch.where(scales == 0, 1.0, scales)
 
 
 def _grouped(numbers: Tensor, group_size: int) -> Tensor:
-    """[num_out, num_in] -> [num_out, num_groups, inputs of a group], the last group filled up with zeros."""
+    """Reshape [num_out, num_in] to [num_out, num_groups, inputs of a group], the last group padded with zeros."""
     num_out, num_in = numbers.shape
     return functional.pad(numbers, (0, -num_in % (group_size or num_in))).view(num_out, -1, group_size or num_in)

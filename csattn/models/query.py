@@ -1,4 +1,4 @@
-"""What enters a model's layers, and a layer's queries from any hidden state: its own, or an earlier layer's."""
+"""The inputs of a model's layers, and a layer's queries from any hidden state: its own, or an earlier layer's."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from torch.nn.functional import linear
 
 from csattn.models.families import FAMILIES
 
-PROJECTS_QUERIES = "input_layernorm", "self_attn"  # parts of a layer that `queries_before_rope` reads
+PROJECTS_QUERIES = "input_layernorm", "self_attn"  # submodules of a layer that `queries_before_rope` reads
 
 
 def embed(model: Any, token_ids: Tensor) -> Tensor:
-    """What enters the first layer of a supported model: [..., hidden_size]."""
+    """Return the input of a supported model's first layer: [..., hidden_size]."""
     hidden: Tensor = model.model.embed_tokens(token_ids)
     multiplier = FAMILIES[model.config.model_type].field(model.config, "embedding_multiplier", 1.0)
     return hidden if multiplier == 1.0 else hidden * multiplier
 
 
 def layer_inputs(model: Any, token_ids: Tensor, layer_idx: int) -> Tensor:
-    """What a layer takes of each token besides the stream: [num_tokens, layer_input_width].
+    """Return one layer's per-layer inputs of tokens, beside the stream: [num_tokens, layer_input_width].
 
-    As a `Gemma4TextModel` computes them for all layers at once, which takes memory: a layer's part of them alone.
+    `Gemma4TextModel` computes them for all layers at once, which takes memory.
     """
     body, width = model.model, model.config.hidden_size_per_layer_input
     part, table = slice(layer_idx * width, (layer_idx + 1) * width), body.embed_tokens_per_layer
@@ -32,7 +32,7 @@ def layer_inputs(model: Any, token_ids: Tensor, layer_idx: int) -> Tensor:
 
 
 def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
-    """What the layer's attention would project from that input.
+    """Return the queries that the layer's attention would project from this input, before RoPE.
 
     layer: a decoder layer of a supported model. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
     """
@@ -41,7 +41,7 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
         hidden = layer.input_layernorm(hidden)
     if hasattr(attention, "q_proj"):
         q = attention.q_proj(hidden)
-        if FAMILIES[attention.config.model_type].gated_attention:  # of each head, then its gate
+        if FAMILIES[attention.config.model_type].gated_attention:  # each head's query, then its gate
             q = q.view(len(q), -1, 2, attention.head_dim)[:, :, 0].flatten(1)
     else:
         q = attention.qkv_proj(hidden)[:, : attention.config.num_attention_heads * attention.head_dim]
@@ -60,7 +60,7 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
 def rotate(q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Apply RoPE to the first dimensions. q: [num_q_heads, q_len, head_dim]; cos, sin: [q_len, rotated dimensions].
 
-    Pairs that turn together are i and i + half, or, interleaved, 2i and 2i + 1.
+    Pairs are dimensions i and i + half, or 2i and 2i + 1 if interleaved.
     """
     turned, rest = q[..., : cos.shape[-1]], q[..., cos.shape[-1] :]
     if interleaved:

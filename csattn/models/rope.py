@@ -1,4 +1,4 @@
-"""How fast a position turns each pair of a head's dimensions, from `transformers`' own rotary module."""
+"""RoPE's frequencies and embeddings, from `transformers`' own rotary module."""
 
 from typing import Any
 
@@ -8,16 +8,21 @@ from csattn.models.families import layer_type, rope_parameters
 
 
 def model_frequencies(rotary: Any, layer_type: str = "") -> tuple[Tensor, float]:
-    """Of a loaded model's `rotary_emb`, the angle per position of each pair of dimensions that turn, float32, and the
-    factor on cos and sin; layer_type: where it has others for each."""
+    """Return the angle per position of each rotated pair of dimensions, float32, and the factor on cos and sin.
+
+    rotary: a loaded model's `rotary_emb`. layer_type: if it has frequencies for each type of layer.
+    """
     prefix = f"{layer_type}_" if layer_type else ""
     return getattr(rotary, f"{prefix}inv_freq").float(), float(getattr(rotary, f"{prefix}attention_scaling"))
 
 
 def position_embeddings(body: Any, hidden: Tensor, positions: Tensor) -> list[Any]:
-    """What each layer of a model's body is told of positions [1, num_tokens]. hidden: anything of the model's dtype."""
+    """Return the `position_embeddings` argument of each layer for positions [1, num_tokens].
+
+    body: the model without its head. hidden: any tensor of the model's dtype.
+    """
     config = body.config
-    if hasattr(body.rotary_emb, "mrope_section"):  # of text, the three grids' positions are the same
+    if hasattr(body.rotary_emb, "mrope_section"):  # multimodal RoPE: for text, all three positions are the same
         positions = positions.expand(3, -1, -1)
     by_type = {
         name: body.rotary_emb(hidden, position_ids=positions, **({"layer_type": name} if name else {}))

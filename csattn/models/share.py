@@ -1,6 +1,6 @@
-"""A model as one of several devices computes it: some of its heads, and some columns of its MLPs and experts.
+"""Tensor parallelism: the share of a model on one of several devices, some of its heads and columns of its MLPs.
 
-Each device computes with its share what it adds to the residual stream; the sum over devices is what the whole adds.
+The outputs of all shares, summed over devices, are what the whole model adds to the residual stream.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from csattn.share import Share
 
 
 def require_shares(spec: ModelSpec, num_devices: int) -> None:
-    """Raise ConfigError for what so many devices cannot share out."""
+    """Raise ConfigError for a model that cannot be divided among so many devices."""
     if num_devices < 1:
         raise ConfigError(f"the number of devices must be at least 1, got {num_devices}")
     if num_devices == 1:
@@ -35,9 +35,9 @@ def require_shares(spec: ModelSpec, num_devices: int) -> None:
 
 
 def require_shares_of_few_bits(weights: ModelWeights, num_devices: int) -> None:
-    """Raise ConfigError for weights in few bits whose inputs so many devices cannot share out.
+    """Raise ConfigError if the inputs of quantized weights cannot be divided among so many devices.
 
-    weights: the whole model's, whose spec can be shared out among them.
+    weights: the whole model's; its spec has passed `require_shares`.
     """
     matrices = [matrix for layer in weights.layers for matrix in _shared_by_inputs(layer)]
     fitting = [n for n in _fitting(weights.spec) if all(matrix.has_input_parts(n) for matrix in matrices)]
@@ -56,14 +56,14 @@ def _shared_by_inputs(layer: LayerWeights) -> list[QuantizedWeight]:
 
 
 def _fitting(spec: ModelSpec) -> list[int]:
-    """Numbers of devices that can share heads and columns equally."""
+    """Return the numbers of devices that divide heads and columns equally."""
     shared = _shared(spec)
     widths = [of.intermediate_size for layer in spec.layers for of in (layer.mlp, *layer.experts) if of is not None]
     return [n for n in range(1, min(shared) + 1) if not any(x % n for x in (*shared, *widths))]
 
 
 def _shared(spec: ModelSpec) -> set[int]:
-    """How many parts there are of attention: KV heads, or groups of heads that see the same rows."""
+    """Return how many units of attention the layers have to divide: KV heads, or compressed attention's head groups."""
     if spec.compressed:
         return {of.num_groups for of in spec.compressed}
     return {spec.heads_of(layer_idx).num_kv_heads for layer_idx in range(spec.num_layers)}
@@ -82,9 +82,9 @@ def _fault(layer: LayerSpec) -> str | None:
 
 
 def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
-    """Of each device; all of the vocabulary is in it, of the embedding, and of what chooses experts.
+    """Return the spec of each device's share. It has the whole vocabulary, embedding and routers.
 
-    Compressed rows are seen by all heads, and so are there on each, with what chooses among them.
+    All heads see compressed rows, so every device has them and the indexer.
     """
     layers = tuple(
         replace(
@@ -108,9 +108,11 @@ def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
 
 
 def params_on_all(spec: ModelSpec, num_devices: int) -> int:
-    """Parameters of which every one of so many devices has all: the embedding, the head where it cannot be shared out,
-    what chooses experts, and biases behind them; what makes compressed rows and chooses them, and what mixes streams,
-    which are float32. spec: the whole's."""
+    """Return how many parameters are replicated on every device.
+
+    The embedding, the output head if it cannot be divided, routers and biases of experts' outputs, the matrices that
+    make and choose compressed rows, and those that mix streams, which are float32 and count twice. spec: the whole's.
+    """
     has_head = not spec.tied_embedding and spec.vocab_size % num_devices > 0
     of_experts = sum(of.num_experts * (1 + of.bias) for layer in spec.layers for of in layer.experts)
     of_rows = sum(of.num_row_params(spec.hidden_size) for of in spec.compressed)
@@ -119,10 +121,10 @@ def params_on_all(spec: ModelSpec, num_devices: int) -> int:
 
 
 def filling_bytes(weights: ModelWeights, num_devices: int) -> int:
-    """What each of so many devices takes of weights in few bits beyond its part.
+    """Return how many bytes of quantized weights each device takes beyond its equal part.
 
-    Runs are filled up where its inputs end within one; where a row has one scale, every device has it.
-    weights: the whole model's, that can be shared out.
+    A run is padded if a device's inputs end within it; a scale for a whole row is on every device.
+    weights: the whole model's; they have passed `require_shares_of_few_bits`.
     """
     matrices = [matrix for layer in weights.layers for matrix in _shared_by_inputs(layer)]
     return sum(
@@ -132,7 +134,7 @@ def filling_bytes(weights: ModelWeights, num_devices: int) -> int:
 
 
 def share_of_layer(layer: LayerWeights, heads: HeadsSpec, of: LayerSpec, share: Share) -> LayerWeights:
-    """heads, of: the whole layer's."""
+    """Return a device's share of a layer's weights. heads, of: the whole layer's."""
     layer = (
         _share_of_attention(layer, heads, share) if of.compressed is None else _of_groups(layer, of.compressed, share)
     )
@@ -167,7 +169,7 @@ def _share_of_attention(layer: LayerWeights, heads: HeadsSpec, share: Share) -> 
 
 
 def _of_groups(layer: LayerWeights, of: CompressedSpec, share: Share) -> LayerWeights:
-    """Some groups of heads of compressed attention, and all of what makes rows."""
+    """Return a share of compressed attention: some groups of heads, and all that makes and chooses rows."""
     whole = layer.compressed
     assert whole is not None
     part, index_part = share.of(of.q_width), slice(of.q_width, of.q_width + of.index_q_width)
@@ -182,11 +184,11 @@ def _of_groups(layer: LayerWeights, of: CompressedSpec, share: Share) -> LayerWe
 
 
 def _share_of_experts(experts: ExpertWeights, of: ExpertsSpec, share: Share) -> ExpertWeights:
-    """The same columns of each expert: all devices choose the same ones."""
+    """Return the same columns of every expert. All devices choose the same experts."""
     columns, kept = share.of(of.intermediate_size), experts.quantized
     if kept is not None:
         columns_of = torch.arange(of.intermediate_size)[columns]
-        firsts = of.intermediate_size * torch.arange(2 * of.num_experts)  # gates', then ups', of each expert
+        firsts = of.intermediate_size * torch.arange(2 * of.num_experts)  # first rows of each expert's gates, then ups
         rows = (firsts[:, None] + columns_of).flatten().to(kept.gate_up.words.device)
         kept = QuantizedExperts(kept.gate_up.outputs(rows), kept.down.inputs(columns))
     if kept is not None and not experts.gates.is_floating_point():
@@ -206,12 +208,12 @@ def _share_of_experts(experts: ExpertWeights, of: ExpertsSpec, share: Share) -> 
 
 
 def share_of_head(head: Linear, share: Share) -> Linear:
-    """Its part of the vocabulary; all of it, where that cannot be shared out equally."""
+    """Return a device's part of the vocabulary in the output head; all of it if it does not divide equally."""
     return head if len(head.weight) % share.num_devices else _outputs([head], share.of(len(head.weight)))[0]
 
 
 def _outputs(linears: Sequence[Linear], part: slice) -> tuple[Linear, ...]:
-    """Those of all side by side."""
+    """Return a range of the concatenated outputs of several linear layers."""
     first, stop, found = part.start, part.stop, []
     for linear in linears:
         width = len(linear.weight)

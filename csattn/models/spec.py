@@ -8,37 +8,37 @@ from torch import Tensor
 
 from csattn.reach import Reach
 
-# The last two are of gates and ups together. clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7)
-# + 1), and limited: silu(min(gate, 10)) * clip(up, -10, 10).
+# The last two combine gate and up. clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7) + 1);
+# limited: silu(min(gate, 10)) * clip(up, -10, 10).
 Activation = Literal["silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Temper:
-    """Queries grow with their position p, by 1 + beta * log(1 + floor((p + offset) / every))."""
+    """Attention temperature: a query at position p is multiplied by 1 + beta * log(1 + floor((p + offset) / every))."""
 
     beta: float
     every: int
     offset: int = 0
 
     def scales(self, positions: Tensor) -> Tensor:
-        """float32, like positions."""
+        """Return the factors at these positions: float32, the shape of positions."""
         return 1 + self.beta * torch.log1p(torch.floor((positions.float() + self.offset) / self.every))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """What a position does to queries and keys."""
+    """How positions enter queries and keys: RoPE, and a temperature of queries."""
 
-    # as transformers' rope_parameters; None: nothing is turned
+    # as transformers' rope_parameters; None: no rotation
     parameters: dict[str, Any] | None = field(default_factory=dict)
-    interleaved: bool = False  # dimensions 2i and 2i + 1 turn together; else i and i + half of those that turn
+    interleaved: bool = False  # dimensions 2i and 2i + 1 form a pair; else i and i + half of the rotated ones
     temper: Temper | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsSpec:
-    """Of a layer's attention."""
+    """The heads of a layer's attention."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -59,27 +59,27 @@ class HeadsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Causal attention by the model's heads: to all rows, or to those within reach."""
+    """Causal attention over KV heads: to all earlier rows, or to those within `reach`."""
 
     qkv_bias: bool = False
     out_bias: bool = False
-    # RMSNorm before RoPE: of each head of q and of k, or of all of q and of all of k
+    # RMSNorm of q and k before RoPE: over each head, or over the whole projection
     qk_norm: Literal["none", "head", "projection"] = "none"
-    # These are not in a repr, of which models' fingerprints are made: a model's weights tell of them.
+    # A repr enters models' fingerprints. These three are not in it: weights imply them.
     v_norm: bool = field(default=False, repr=False)  # RMSNorm of each head of v, without weights
-    k_is_v: bool = field(default=False, repr=False)  # values are what keys are projected to, before their norm and RoPE
-    # the layer before it whose rows it attends to, with the same heads and as far; None: it has its own
+    k_is_v: bool = field(default=False, repr=False)  # values are the projected keys before norm and RoPE
+    # the earlier layer whose rows this one attends to, with the same heads and reach; None: it has its own
     rows_of: int | None = field(default=None, repr=False)
-    rope: int | None = 0  # which of the model's; None: none
-    reach: Reach | None = None  # None: all rows, which an index is made of
-    gated: bool = False  # what is attended to is multiplied by the sigmoid of a product as wide
-    sinks: bool = False  # each query head has a logit of its own in the softmax, without a row
+    rope: int | None = 0  # index into `ModelSpec.ropes`; None: no RoPE
+    reach: Reach | None = None  # None: all rows, and the layer gets an index
+    gated: bool = False  # attention's output is multiplied by the sigmoid of a gate projection of its width
+    sinks: bool = False  # sink logits: each query head has one more logit in its softmax, without a row
     logit_cap: float | None = None  # logits are cap * tanh(logit / cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
+    """down(activation(gate(x)) * up(x)), or, if not gated, down(activation(up(x)))."""
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -89,40 +89,44 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """The sum of a token's experts, each a gated MLP times its share. Which they are, scores of a product tell."""
+    """A mixture of experts: each expert is a gated MLP, and a token's outputs are summed with its shares as weights.
+
+    A router projection gives a score for each expert, by which a token's experts are chosen and weighted.
+    """
 
     num_experts: int
-    num_chosen: int  # for a token
+    num_chosen: int  # experts of a token
     intermediate_size: int
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "root_softplus"]  # the last: sqrt(softplus(x))
     activation: Activation = "silu"
     bias: bool = False
-    has_choice_bias: bool = False  # it is added to scores to choose, not to share
-    groups: tuple[int, int] = (1, 1)  # of so many groups, chosen are the experts of so many, by their best two scores
+    has_choice_bias: bool = False  # a bias that is added to scores for the choice, not for shares
+    # number of groups, and of those kept to choose from: the groups with the largest sums of their two best scores
+    groups: tuple[int, int] = (1, 1)
     normed: bool = False  # shares are divided by their sum
-    scale: float = 1.0  # of shares
-    on_input: bool = False  # the share is the input's factor, not the output's
-    # not in a repr: a model's weights tell of them
-    has_scales: bool = field(default=False, repr=False)  # each expert has a factor of its shares, behind all else
-    # they, and what tells which they are, read the stream by norms of their own; what they give, and what the MLP
-    # beside them does, have norms before they are added
+    scale: float = 1.0  # factor of shares
+    on_input: bool = False  # the share multiplies the expert's input, not its output
+    # not in a repr: weights imply them
+    has_scales: bool = field(default=False, repr=False)  # each expert has a factor, applied to its shares last
+    # Experts and router read the residual stream through norms of their own; the outputs of the experts and of the
+    # dense MLP are normed before they are added.
     apart: bool = field(default=False, repr=False)
-    by_token: bool = field(default=False, repr=False)  # a table of the vocabulary tells which are a token's
+    by_token: bool = field(default=False, repr=False)  # hash routing: a table gives the experts of each token id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
-    """Gated DeltaNet (arXiv:2412.06464) in attention's place: a memory of fixed size, which each token changes."""
+    """Linear attention (Gated DeltaNet, arXiv:2412.06464): each token updates a memory of fixed size."""
 
     num_k_heads: int
     num_v_heads: int
     k_dim: int
     v_dim: int
-    conv_len: int  # tokens that a convolution over each channel sees
+    conv_len: int  # kernel size in tokens of the causal convolution over each channel
 
     @property
     def num_channels(self) -> int:
-        """Of queries, keys and values."""
+        """Channels of queries, keys and values together."""
         return 2 * self.num_k_heads * self.k_dim + self.v_width
 
     @property
@@ -131,49 +135,49 @@ class DeltaSpec:
 
     @property
     def in_width(self) -> int:
-        """Channels, gates, and two numbers of each head: how much is written, and forgotten."""
+        """Width of the input projections: channels, gates, and two numbers a head (write strength and decay)."""
         return self.num_channels + self.v_width + 2 * self.num_v_heads
 
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes of the last inputs of the channels, and of the memory."""
+        """Shapes of the convolution's state (the last inputs of each channel) and of the memory."""
         return self.state_sizes[:2], self.state_sizes[2:]
 
     @property
     def state_sizes(self) -> tuple[int, int, int, int, int]:
-        """Both."""
+        """Both shapes of `parts`, concatenated."""
         return self.num_channels, self.conv_len - 1, self.num_v_heads, self.k_dim, self.v_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerSpec:
-    """A learned indexer (DeepSeek-V3.2): see `csattn.lightning`. It chooses among all rows that a token may see."""
+    """A learned indexer (DeepSeek-V3.2, see `csattn.lightning`). It chooses among all rows that a token may see."""
 
     num_heads: int
     head_dim: int
-    interleaved: bool  # RoPE of its first dimensions
+    interleaved: bool  # as in `RopeSpec`, for RoPE of its first dimensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
-    """Attention in latent space (MLA, arXiv:2405.04434) in attention's place.
+    """Attention in latent space (MLA, arXiv:2405.04434).
 
-    A token's row is its latent, the value of all heads, and besides, for keys alone, a part that RoPE turns; behind
-    them lies its index key, where the layer has an indexer.
+    A token's row is its latent, which is key and value of all heads, followed by the rotated (RoPE) part of the key
+    and, if the layer has an indexer, by its index key.
     """
 
     num_heads: int
-    q_rank: int | None  # of queries' own latents; None: they are projected at once
+    q_rank: int | None  # width of queries' latents; None: queries are projected directly
     kv_rank: int
     nope_dim: int
     rope_dim: int
     v_dim: int
-    indexer: IndexerSpec | None = None  # without one, a layer attends to what was chosen last for the token
-    top_k: int | None = None  # rows that are chosen; None: all are attended to
+    indexer: IndexerSpec | None = None  # None, with a top_k: the rows that an earlier layer's indexer chose last
+    top_k: int | None = None  # rows chosen for a token; None: it attends to all
 
     @property
     def row_width(self) -> int:
-        """Numbers of a row."""
+        """Width of a row: latent, rotated part and index key."""
         return self.key_width + (self.indexer.head_dim if self.indexer is not None else 0)
 
     @property
@@ -194,15 +198,15 @@ class LatentSpec:
 
     @property
     def in_widths(self) -> tuple[int, int, int, int]:
-        """Of what the layer's input is projected to.
+        """Widths of the projections of the layer's input.
 
-        Queries or their latents, the row's key, its index key, and how much each of the indexer's heads counts.
+        Queries (or their latents), the row's key, its index key, and a weight for each of the indexer's heads.
         """
         of_index = (0, 0) if self.indexer is None else (self.indexer.head_dim, self.indexer.num_heads)
         return self.q_rank or self.q_width, self.key_width, *of_index
 
     def num_params(self, hidden_size: int) -> int:
-        """Of its matrices."""
+        """Number of parameters of the layer's attention matrices."""
         of_queries = 0 if self.q_rank is None else self.q_rank * (self.q_width + self.index_q_width)
         of_latents = self.kv_rank * self.num_heads * (self.nope_dim + self.v_dim)
         return hidden_size * (sum(self.in_widths) + self.v_width) + of_queries + of_latents
@@ -210,23 +214,24 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedSpec:
-    """DeepSeek-V4's attention in attention's place: see `csattn.lightning.compressed`.
+    """DeepSeek-V4's attention: see `csattn.lightning.compressed`.
 
-    A token attends to its own and the last rows before it, and to rows that stand for several earlier tokens each: to
-    all of these, or to those that an indexer chooses. A row is key and value of all heads; its last channels turn.
+    A token attends to a sliding window of rows, and to compressed rows, each of which stands for several earlier
+    tokens: to all of them, or to those that an indexer chooses. A row is key and value of all heads; RoPE rotates its
+    last channels.
     """
 
     num_heads: int
-    head_dim: int  # of a row, too
-    q_rank: int  # of queries' own latents
+    head_dim: int  # also the width of a row
+    q_rank: int  # width of queries' latents
     rope_dim: int
-    window: int  # rows that a token sees one by one, its own among them
-    num_groups: int  # of heads that the output is projected of, each to `out_rank` numbers first
+    window: int  # uncompressed rows that a token sees, including its own
+    num_groups: int  # of heads: the output projection first maps each group to `out_rank` numbers
     out_rank: int
-    ratio: int = 0  # tokens that a compressed row stands for; 0: there are none
-    overlaps: bool = False  # a compressed row is also made of the `ratio` tokens before its own
-    indexer: IndexerSpec | None = None  # its keys are compressed likewise; None: all compressed rows are attended to
-    top_k: int = 0  # compressed rows that are chosen
+    ratio: int = 0  # tokens that a compressed row stands for; 0: the layer has no compressed rows
+    overlaps: bool = False  # a compressed row also includes the `ratio` tokens before its own
+    indexer: IndexerSpec | None = None  # its keys are compressed in the same way; None: a token attends to all
+    top_k: int = 0  # compressed rows chosen for a token
 
     @property
     def q_width(self) -> int:
@@ -238,23 +243,23 @@ class CompressedSpec:
 
     @property
     def series(self) -> int:
-        """How many compressed rows a token adds to: the one that stands for it and, with overlap, the one after it."""
+        """How many compressed rows a token contributes to: its own and, with overlap, the next one."""
         return (1 + self.overlaps) if self.ratio else 0
 
     @property
     def key_dim(self) -> int:
-        """Of an index key; 0: there are none."""
+        """Width of an index key; 0: no index keys."""
         return self.indexer.head_dim if self.indexer is not None else 0
 
     @property
     def compressed_widths(self) -> tuple[int, int]:
-        """Of what a token adds to compressed rows, as much again for how much it counts; and to their index keys."""
+        """Widths of a token's contributions to compressed rows and to index keys. Gate logits have the same widths."""
         return self.series * self.head_dim, self.series * self.key_dim
 
     @property
     def in_widths(self) -> tuple[int, ...]:
-        """Of what the layer's input is projected to, queries' latents aside: the token's row, what it adds to
-        compressed rows and how much that counts, likewise for index keys, and how much each index head counts."""
+        """Widths of the projections of the layer's input, except the queries' latent: the token's row, its
+        contributions to compressed rows and their gates, the same for index keys, and a weight for each index head."""
         of_rows, of_keys = self.compressed_widths
         num_index_heads = self.indexer.num_heads if self.indexer is not None else 0
         return self.head_dim, of_rows, of_rows, of_keys, of_keys, num_index_heads
@@ -265,70 +270,73 @@ class CompressedSpec:
 
     @property
     def span(self) -> int:
-        """Tokens that a compressed row is made of."""
+        """Number of tokens that a compressed row is computed from, overlap included."""
         return self.ratio * self.series
 
     def context_numbers(self, context_len: int) -> int:
-        """Of what is kept of a context: its last rows, compressed rows and index keys."""
+        """How many numbers the layer keeps of a context: its last rows, compressed rows and index keys."""
         num_rows = context_len // self.ratio if self.ratio else 0
         return min(self.window - 1, context_len) * self.head_dim + num_rows * (self.head_dim + self.key_dim)
 
     def num_params(self, hidden_size: int) -> int:
-        """Of its matrices."""
+        """Number of parameters of the layer's attention matrices."""
         of_heads = self.q_width * (self.q_rank + self.out_rank) + self.out_width * hidden_size
         return self.num_row_params(hidden_size) + of_heads
 
     def num_row_params(self, hidden_size: int) -> int:
-        """Of those that make rows, and choose them, for all heads."""
+        """Number of parameters of the matrices that are common to all heads: they make rows, and choose them."""
         return hidden_size * (self.q_rank + sum(self.in_widths)) + self.q_rank * self.index_q_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamsSpec:
-    """Several residual streams in place of one (hyper-connections, mHC, arXiv:2512.24880): see `streams`.
+    """Several residual streams (hyper-connections, mHC, arXiv:2512.24880): see `csattn.models.streams`.
 
-    A branch of a layer reads a mixture of them; what it gives is added to each of them, which are mixed besides, by
-    matrices whose rows and columns sum up to 1.
+    A branch (attention or MLP) reads a weighted sum of the streams. Its output is added to each stream with a weight,
+    and the streams are mixed by a doubly stochastic matrix (rows and columns sum to 1).
     """
 
     num: int
-    iterations: int  # of Sinkhorn's algorithm, by which these matrices become such
-    eps: float  # that keeps weights and their sums from 0
+    iterations: int  # of Sinkhorn's algorithm, which makes the matrices doubly stochastic
+    eps: float  # keeps weights and their sums above 0
 
     @property
     def num_mixes(self) -> int:
-        """Weights of what a branch reads of them, of what it adds to each, and of how they are mixed."""
+        """Number of weights before a branch: to read the streams, to add to them, and to mix them."""
         return (2 + self.num) * self.num
 
     def num_params(self, num_layers: int, hidden_size: int) -> int:
-        """Of the matrices that these are computed by: two of each layer, and one of how streams are joined."""
+        """Number of parameters of the matrices that compute these weights: two a layer, and one that joins streams."""
         return (2 * num_layers * self.num_mixes + self.num) * self.num * hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the MLP likewise."""
+    """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the same with the MLP.
+
+    If `delta`, `latent` or `compressed` is set, it takes the place of `attention`.
+    """
 
     mlp: MlpSpec | None
-    experts: tuple[ExpertsSpec, ...] = ()  # whose sums are added to the MLP's
+    experts: tuple[ExpertsSpec, ...] = ()  # their outputs are added to the MLP's
     attention: AttentionSpec = AttentionSpec()
-    delta: DeltaSpec | None = None  # in its place
-    latent: LatentSpec | None = None  # likewise
-    compressed: CompressedSpec | None = field(default=None, repr=False)  # likewise
+    delta: DeltaSpec | None = None
+    latent: LatentSpec | None = None
+    compressed: CompressedSpec | None = field(default=None, repr=False)
     pre_norm: bool = True
     post_norm: bool = False
     residual_multiplier: float = 1.0
-    # all of the stream is multiplied by a number of the layer's when it leaves it
+    # the stream that leaves the layer is multiplied by a learned scalar
     scaled: bool = field(default=False, repr=False)
-    parallel: bool = False  # the MLP reads what attention reads, and has no norm of its own
+    parallel: bool = False  # the MLP reads the same normed input as attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder. Heads are the same in all layers that attend to everything, and in all that do not.
+    """A decoder. All layers that attend to everything have the same heads, and so have all local layers.
 
-    Rows of latents, and of compressed attention, are kept as those of one KV head: `head_dim` is half of their width.
-    Norms are RMSNorm, or of a stream of which the mean is taken (`centred`), which makes them LayerNorm without biases.
+    Rows of latents and of compressed attention are stored as those of one KV head: `head_dim` is half of their width.
+    Norms are RMSNorm, or LayerNorm without biases if `centred` (the mean of the stream is subtracted).
     """
 
     layers: tuple[LayerSpec, ...]
@@ -340,9 +348,9 @@ class ModelSpec:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    # KV heads and width of layers that attend within reach; None: as of the others
+    # number of KV heads and head_dim of local layers (those with a `reach`); None: as in the others
     local_heads: tuple[int, int] | None = field(default=None, repr=False)
-    # numbers of each token's that a layer takes besides the stream: see `LayerInputWeights`; 0: none
+    # width of the per-layer input of each token, beside the stream: see `LayerInputWeights`; 0: none
     layer_input_width: int = field(default=0, repr=False)
     streams: StreamsSpec | None = field(default=None, repr=False)
     ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
@@ -351,7 +359,7 @@ class ModelSpec:
     logit_multiplier: float = 1.0
     logit_cap: float | None = None  # logits are cap * tanh(logit / cap)
     tied_embedding: bool = False  # the output head is the embedding
-    head_bias: bool = field(default=False, repr=False)  # a model's weights tell of it
+    head_bias: bool = field(default=False, repr=False)  # weights imply it
 
     @property
     def num_layers(self) -> int:
@@ -359,26 +367,26 @@ class ModelSpec:
 
     @property
     def indexed_layers(self) -> tuple[int, ...]:
-        """Those that attend to everything: an index is made of their rows. A learned indexer has made its own."""
+        """Layers that attend to all rows by KV heads: they get an index. A learned indexer brings its own."""
         others = (x.delta or x.latent or x.compressed or x.attention.reach for x in self.layers)
         return tuple(i for i, is_other in enumerate(others) if not is_other)
 
     @property
     def compressed(self) -> tuple[CompressedSpec, ...]:
-        """Of its layers, which all have such attention, or none has."""
+        """The specs of compressed attention: one for each layer, or none, because all layers have it or none."""
         return tuple(layer.compressed for layer in self.layers if layer.compressed is not None)
 
     def is_predicted(self, layer_idx: int) -> bool:
-        """Whether its queries are told from the input of the layer before: of indexed layers, all but the first."""
+        """Whether its queries are predicted from the previous layer's input: so in all indexed layers but the first."""
         return layer_idx in self.indexed_layers[1:]
 
     @property
     def heads(self) -> HeadsSpec:
-        """Of layers that attend to everything."""
+        """Heads of the layers that attend to everything."""
         return HeadsSpec(num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def heads_of(self, layer_idx: int) -> HeadsSpec:
-        """Of that layer."""
+        """Heads of that layer."""
         if self.local_heads is None or self.layers[layer_idx].attention.reach is None:
             return self.heads
         num_kv_heads, head_dim = self.local_heads
@@ -386,12 +394,15 @@ class ModelSpec:
 
     @property
     def lenders(self) -> frozenset[int]:
-        """Layers to whose rows others attend, too."""
+        """Layers whose rows later layers attend to as well (KV sharing)."""
         return frozenset(x.attention.rows_of for x in self.layers if x.attention.rows_of is not None)
 
     @property
     def streamed_params(self) -> int:
-        """Parameters of the matrices that a token's step reads: of the embedding a row, of experts the chosen."""
+        """Number of parameters in the matrices that a decode step of one token reads, of experts only the chosen ones.
+
+        The output head counts, the row read from the embedding does not.
+        """
         columns, others = self.vocab_size + 3 * self.num_layers * self.layer_input_width, 0
         for layer_idx, layer in enumerate(self.layers):
             if layer.delta is not None:

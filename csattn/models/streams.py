@@ -1,7 +1,8 @@
-"""Several residual streams in place of one, by definition: DeepSeek-V4's hyper-connections (mHC, arXiv:2512.24880).
+"""Reference for several residual streams: DeepSeek-V4's hyper-connections (mHC, arXiv:2512.24880).
 
-A branch reads a mixture of the streams. What it gives is added to each of them, by weights, while they are mixed by a
-matrix whose rows and columns sum up to 1. All of these weights are computed from the streams themselves.
+A branch (attention or MLP) reads a weighted sum of the streams. Its output is added to each stream with a weight, while
+the streams are mixed by a doubly stochastic matrix (rows and columns sum to 1). All of these weights are computed from
+the streams themselves.
 """
 
 from typing import NamedTuple
@@ -15,11 +16,11 @@ from csattn.models.weights import StreamWeights
 
 
 class Mixture(NamedTuple):
-    """Weights of streams, float32. Where streams are joined, the last two are empty."""
+    """Weights of streams around a branch, float32. When streams are joined, post and comb are empty."""
 
-    pre: Tensor  # [..., num]: of what the next branch reads
-    post: Tensor  # [..., num]: of what it gives
-    comb: Tensor  # [..., num, num]: at [i, j], of stream i in what stream j becomes
+    pre: Tensor  # [..., num]: of each stream in the branch's input
+    post: Tensor  # [..., num]: of the branch's output in each stream
+    comb: Tensor  # [..., num, num]: at [i, j], of old stream i in new stream j
 
 
 def mixture_of(
@@ -28,7 +29,7 @@ def mixture_of(
     spec: StreamsSpec,
     eps: float,  # of the model's norms
 ) -> Mixture:
-    """By the weights before a branch, or by those that join the streams."""
+    """Compute the weights around a branch, or, if `weights.joins`, those that join the streams."""
     together, num = streams.flatten(-2), spec.num
     normed = together * torch.rsqrt(together.square().mean(-1, keepdim=True) + eps)
     widths = [num, num, num * num][: len(weights.scales)]
@@ -44,21 +45,21 @@ def mixture_of(
         return Mixture(pre, pre[..., :0], pre[..., :0, None])
     post, comb = others
     comb = comb.unflatten(-1, (num, num)).softmax(-1) + spec.eps
-    for number in range(2 * spec.iterations - 1):  # columns first, and last
+    for number in range(2 * spec.iterations - 1):  # Sinkhorn's algorithm, which begins and ends with columns
         comb = comb / (comb.sum(-1 if number % 2 else -2, keepdim=True) + spec.eps)
     return Mixture(pre, 2 * torch.sigmoid(post), comb)
 
 
 def mixed_streams(
     streams: Tensor,  # [..., num, hidden_size]
-    given: Tensor,  # [..., hidden_size]: by a branch
+    given: Tensor,  # [..., hidden_size]: the branch's output
     post: Tensor,
     comb: Tensor,
 ) -> Tensor:
-    """What streams become, [..., num, hidden_size]. post, comb: as in `Mixture`. All of one dtype."""
+    """Return the streams after a branch, [..., num, hidden_size]. post, comb: see `Mixture`. All of one dtype."""
     return post[..., None] * given[..., None, :] + comb.transpose(-1, -2) @ streams
 
 
 def joined_streams(streams: Tensor, pre: Tensor) -> Tensor:
-    """The streams' sum, each times its weight, [..., hidden_size] float32."""
+    """Return the weighted sum of the streams, [..., hidden_size] float32. pre: see `Mixture`."""
     return (pre[..., None] * streams).sum(-2)

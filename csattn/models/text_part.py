@@ -1,4 +1,4 @@
-"""Of models that see images besides: which part of config and checkpoint is their text model's."""
+"""The text model within a vision-language model: its part of the config and of the checkpoint."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES
 
-# where their text model is, and what is beside it
+# name prefixes of text models in checkpoints, as the text model alone has them; and of the parts beside it
 TEXT_MODEL_AT = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
@@ -16,31 +16,34 @@ BESIDE_TEXT = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_visi
 
 
 def text_config(config: Any) -> Any:
-    """Of a model that sees images besides, its text model's; else the config itself."""
+    """Return the text model's config of a vision-language model; of other models, the config itself."""
     text = getattr(config, "text_config", None)
     if text is None or text.model_type not in FAMILIES:
         return config
     if (few_bits := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = few_bits
     text.tie_word_embeddings = config.tie_word_embeddings
-    text.dtype = text.dtype or config.dtype  # published files have it at the top alone
+    text.dtype = text.dtype or config.dtype  # published files have it only at the top
     return text
 
 
 def named_as_text(name: str) -> str:
-    """What the text model has under a name of the whole's."""
+    """Translate a tensor's name in the whole model into its name in the text model."""
     for pattern, there in TEXT_MODEL_AT.items():
         name = re.sub(pattern, there, name)
     return name
 
 
 def named_or_beside(name: str) -> str | None:
-    """None of what is beside the text model."""
+    """Like `named_as_text`, but None for a tensor that is not the text model's."""
     return None if BESIDE_TEXT.match(name := named_as_text(name)) else name
 
 
 def require_whole(found: dict[str, Any], is_part: bool) -> None:
-    """found: what `transformers` tells of a load; is_part: of a text model, beside which are others."""
+    """Raise ModelError if a tensor was missing, unexpected or of another shape.
+
+    found: the loading info of `transformers`. is_part: tensors beside the text model may be left over.
+    """
     mismatched = {name: (tuple(there), tuple(wanted)) for name, there, wanted in found["mismatched_keys"]}
     for name, (there, wanted) in sorted(mismatched.items()):
         raise ModelError(f"its {name} has shape {there} where its config wants {wanted}; the two are not of one model")

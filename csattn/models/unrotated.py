@@ -1,4 +1,4 @@
-"""Let queries and keys reach a cache before RoPE, for caches that give rows places of their own."""
+"""Pass queries and keys to a cache before RoPE, for caches that assign their own positions to rows."""
 
 from typing import Any, Self
 
@@ -10,11 +10,11 @@ from csattn.models.attending_cache import cache_in
 
 
 class unrotated:
-    """While open, a model that is called with a cache of that kind runs at position 0 throughout.
+    """While open, a model that is called with a cache of `cache_kind` computes all tokens at position 0.
 
-    There RoPE multiplies by 1 and adds 0: what the cache's layers get is exactly what was projected, whatever the
-    family and the kind of RoPE. Where a kind scales cos and sin (YaRN), so are these queries and keys; to rotate them
-    then, cos and sin without that factor are the right ones. Calls with other caches are left alone.
+    There RoPE multiplies by 1 and adds 0, so the cache's layers get exactly what was projected, whatever the family and
+    the kind of RoPE. If RoPE scales cos and sin (YaRN), these queries and keys are scaled already: rotate them by cos
+    and sin without that factor. Calls with other caches are left alone.
     """
 
     def __init__(self, model: Any, cache_kind: type):
@@ -31,12 +31,12 @@ class unrotated:
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(cache_in(kwargs), self._cache_kind):
             return None
-        if kwargs.get("use_cache") is False:  # all ids would come at every step, behind those that are there
+        if kwargs.get("use_cache") is False:  # every step would append all ids again
             raise ConfigError("a stream is a cache, and use_cache is False; leave it out, or set it to True")
         ids: Tensor = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"][..., 0]
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -ids.shape[1] :].all()):
             raise ConfigError("a stream is one sequence without padding; leave out the attention mask")
-        # without a mask, none is made: the cache's layers know what each token sees
+        # with None, transformers makes no mask: the cache's layers know what each token sees
         positions = torch.zeros(ids.shape, dtype=torch.long, device=ids.device)
         return args, {**kwargs, "position_ids": positions, "attention_mask": None}

@@ -1,4 +1,4 @@
-"""What a model's weights take, decoded and as a GPU keeps them."""
+"""How many bytes a model's weights take: decoded on the host, quantized on a GPU."""
 
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -14,40 +14,40 @@ from csattn.models.text_part import named_as_text
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of a model's weights. Linear layers and experts may have few bits beside their decoded weights."""
+    """Bytes of a model's weights. Of quantized linear layers and experts, a host also keeps the decoded weights."""
 
-    decoded: int  # all of them
-    few_bits: int
-    linears: int  # decoded, of linear layers that have few bits
-    experts: int  # likewise of experts
+    decoded: int  # all weights
+    few_bits: int  # quantized weights
+    linears: int  # quantized linear layers, decoded
+    experts: int  # quantized experts, decoded
 
     @property
     def others(self) -> int:
-        """Without few bits."""
+        """Weights that are not quantized."""
         return self.decoded - self.linears - self.experts
 
     @property
     def aside(self) -> int:
-        """In bfloat16, on a host: of what is decoded beside few bits, if the disk has room."""
-        most = self.linears + 2 * self.experts  # while they are loaded: experts lie there in parts, and joined
+        """Decoded weights that a host puts aside in files (in bfloat16), if the disk has room; else 0."""
+        most = self.linears + 2 * self.experts  # during loading, experts are there twice: in parts, and joined
         return (self.linears + self.experts) * has_room_aside(most)
 
     @property
     def on_gpu(self) -> int:
-        """It keeps few bits alone."""
+        """A GPU keeps quantized weights without the decoded ones."""
         return self.others + self.few_bits
 
     @property
     def on_host(self) -> int:
-        """In bfloat16, beside what is put aside."""
+        """Host memory (in bfloat16), without the weights put aside."""
         return self.decoded + self.few_bits - self.aside
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> WeightBytes:
-    """Of the model that a config describes, which is not made.
+    """Return the sizes of the model that a config describes, without loading it.
 
-    item_bytes: of a weight, 4 or 2; some families have a few in float32. weights: as `load_model` takes it. Raises
-    ModelError for a quantization that is not read.
+    item_bytes: of a weight, 4 or 2; some families have a few in float32. weights: as in `load_model`.
+    Raises ModelError for an unsupported quantization.
     """
     model = _without_memory(config, torch.float32 if item_bytes == 4 else torch.bfloat16)
     kept: tuple[WeightFormat, int] | None = None
@@ -75,7 +75,7 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         ):
             few_bits += QuantizedWeight.size(*of_experts, of.num_experts * num_out, num_in)
             experts += of.num_experts * num_out * num_in * item_bytes
-    # which transformers loads in float32; since 5.20 some are so from the start
+    # modules that transformers loads in float32; since 5.20 it also creates some in float32
     wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     decoded = sum(
         parameter.numel() * (torch.float32 if wide.intersection(name.split(".")) else parameter.dtype).itemsize
@@ -85,28 +85,31 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
 
 
 def conversion_bytes(config: Any, item_bytes: int) -> int:
-    """Host memory while a GGUF file becomes the model that a config describes: the largest tensor is float32 three
-    times, in pieces that take more besides, and all are in memory where the disk has no room to put them aside."""
+    """Return the host memory that the conversion of a GGUF file takes.
+
+    The largest tensor is there three times in float32, with temporaries (3.5 times in all); all weights stay in memory
+    if the disk has no room to put them aside.
+    """
     sizes: list[int] = [parameter.numel() for parameter in _without_memory(config, torch.float32).parameters()]
     all_bytes = sum(sizes) * item_bytes
     return all_bytes * (not is_converted_aside(all_bytes)) + 7 * max(sizes) * torch.float32.itemsize // 2
 
 
 def is_converted_aside(all_bytes: int) -> bool:
-    """Whether a conversion puts so many weights aside: the disk has room for them, and once more for what is saved."""
+    """Whether a conversion puts weights of so many bytes aside: the disk has room for them and for the saved copy."""
     return has_room_aside(all_bytes * 11 // 10)
 
 
 def _without_memory(config: Any, dtype: torch.dtype) -> Any:
-    """A model of shapes and dtypes alone."""
+    """Make a model on the meta device: shapes and dtypes without memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)  # which it would write into it
+        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)  # it writes the dtype into the config
 
 
 def device_bytes(model: Any) -> int:
-    """Of a loaded model's weights, as a GPU keeps them."""
+    """Return the bytes of a loaded model's weights as a GPU keeps them: quantized ones without the decoded."""
     kept = [module for module in model.modules() if hasattr(module, "quantized")]
     plain = (
         module.weight.nbytes if hasattr(module, "weight") else module.gate_up_proj.nbytes + module.down_proj.nbytes

@@ -1,6 +1,7 @@
-"""A loaded model's weights by their part in a step, where the model has them.
+"""The weights of a loaded model, by their role in a decode step.
 
-Nothing is copied but norms, tables of tokens' experts, and the few bits of an expert that all tokens share.
+They are views of the model's own tensors. Only norms, small vectors, tables of tokens' experts (hash routing) and the
+quantized matrices of a shared expert are copied.
 """
 
 from collections.abc import Callable
@@ -30,22 +31,22 @@ from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, HeadsSpec,
 class Linear:
     """x @ weight.T + bias"""
 
-    weight: Tensor  # [num_out, num_in]; where they are kept in few bits, on a GPU, their words
+    weight: Tensor  # [num_out, num_in]; of quantized weights, on a GPU, the packed words
     bias: Tensor | None = None  # [num_out]
-    quantized: QuantizedWeight | None = None  # the same weights, as products read them
+    quantized: QuantizedWeight | None = None  # the same weights quantized: products read these
 
     @property
     def num_in(self) -> int:
         return self.weight.shape[1] if self.quantized is None else self.quantized.num_in
 
     def outputs(self, first: int, stop: int) -> "Linear":
-        """Those outputs alone."""
+        """Return the layer reduced to the outputs first ... stop - 1."""
         bias = None if self.bias is None else self.bias[first:stop]
         quantized = None if self.quantized is None else self.quantized.outputs(slice(first, stop))
         return Linear(self.weight[first:stop], bias, quantized)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """[num_out, num_in], decoded where it is kept in few bits."""
+        """Return the weights [num_out, num_in], decoded if only the quantized ones are stored."""
         if self.quantized is None or self.weight.is_floating_point():
             return self.weight
         return self.quantized.decoded(dtype)
@@ -53,7 +54,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of q and k before RoPE: of each head, or of all heads together. And of each head of v, if at all."""
+    """Weights of RMSNorm before RoPE: of q and k over each head or over all heads together, of v over each head."""
 
     q: Tensor  # [head_dim] or [num_q_heads * head_dim] float32
     k: Tensor  # [head_dim] or [num_kv_heads * head_dim] float32
@@ -62,35 +63,35 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Frequencies:
-    """How positions turn one of a model's kinds of heads."""
+    """The frequencies of one of a model's RoPEs."""
 
-    angles: Tensor  # [rotated dimensions // 2] float32: per position
-    scale: float = 1.0  # on cos and sin
+    angles: Tensor  # [rotated dimensions // 2] float32, radians per position
+    scale: float = 1.0  # factor on cos and sin
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """An MLP for each expert, and what tells which are a token's.
+    """The experts' MLPs and the router.
 
-    A row of a matrix lies without a hole, unless it is kept in few bits: then steps read those, and on a GPU the
-    matrices are words.
+    Each row of a matrix is contiguous, unless the matrix is quantized: then steps read `quantized`, and on a GPU the
+    matrices here are its packed words.
     """
 
     router: Linear  # [num_experts, hidden_size]
     gates: Tensor  # [num_experts, intermediate_size, hidden_size]
-    ups: Tensor  # likewise
+    ups: Tensor  # [num_experts, intermediate_size, hidden_size]
     down: Tensor  # [num_experts, hidden_size, intermediate_size]
     choice_bias: Tensor | None = None  # [num_experts] float32
     gate_bias: Tensor | None = None  # [num_experts, intermediate_size]
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
     scales: Tensor | None = None  # [num_experts] float32
-    by_token: Tensor | None = None  # [vocab_size, num_chosen] int32: each token's experts
-    norms: "ExpertNorms | None" = None  # where they are apart
-    quantized: QuantizedExperts | None = None  # the same matrices, as steps read them
+    by_token: Tensor | None = None  # [vocab_size, num_chosen] int32: the experts of each token id (hash routing)
+    norms: "ExpertNorms | None" = None  # if `ExpertsSpec.apart`
+    quantized: QuantizedExperts | None = None  # the same matrices quantized: steps read these
 
     def plain(self, dtype: torch.dtype) -> "ExpertWeights":
-        """Decoded where they are kept in few bits."""
+        """Return the weights with their matrices decoded, if only the quantized ones are stored."""
         if self.quantized is None or self.gates.is_floating_point():
             return self
         matrices = self.quantized.gate_up.decoded(dtype), self.quantized.down.decoded(dtype)
@@ -100,68 +101,68 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNorms:
-    """Of experts that are apart: [hidden_size] float32 each."""
+    """Norms of experts with `ExpertsSpec.apart`: [hidden_size] float32 each."""
 
-    router: Tensor
-    before: Tensor
-    behind: Tensor
-    behind_mlp: Tensor  # of the MLP beside them
+    router: Tensor  # of the router's input
+    before: Tensor  # of the experts' input
+    behind: Tensor  # of the experts' output
+    behind_mlp: Tensor  # of the output of the dense MLP
 
 
 def by_expert(
-    gate_up: Tensor,  # of all experts one below the other, of each gates, then ups
-    down: Tensor,
+    gate_up: Tensor,  # [num_experts * 2 * intermediate_size, hidden_size]: of each expert gates, then ups
+    down: Tensor,  # [num_experts * hidden_size, intermediate_size]
     num_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates, ups and down, as `ExpertWeights` has them: views."""
+    """Return gates, ups and down in the shapes of `ExpertWeights`, as views."""
     gates, ups = gate_up.view(num_experts, -1, gate_up.shape[1]).chunk(2, dim=1)
     return gates, ups, down.view(num_experts, -1, down.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """Of a gated DeltaNet."""
+    """Weights of linear attention (Gated DeltaNet)."""
 
-    inputs: tuple[Linear, ...]  # queries, keys, values, gates, how much is written and how much forgotten
+    inputs: tuple[Linear, ...]  # to queries, keys, values, gates, write strength and decay
     conv: Tensor  # [num_channels, conv_len] float32
     decay: Tensor  # [num_v_heads] float32, positive
-    decay_bias: Tensor  # likewise
+    decay_bias: Tensor  # [num_v_heads] float32
     norm: Tensor  # [v_dim] float32
 
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """Of attention in latent space. What makes keys and values of latents is taken into queries and outputs."""
+    """Weights of latent attention (MLA). The up-projections of latents are absorbed into queries and outputs."""
 
-    inputs: tuple[Linear, ...]  # as `LatentSpec.in_widths` says
+    inputs: tuple[Linear, ...]  # of the layer's input, to `LatentSpec.in_widths`
     q_norm: Tensor | None  # [q_rank] float32
     kv_norm: Tensor  # [kv_rank] float32
-    queries: tuple[Linear, ...]  # of queries' latents: queries of all heads, nope before rope, and of the indexer's
-    up_k: Tensor  # [num_heads, nope_dim, kv_rank], a head's rows without a hole
-    up_v: Tensor  # [num_heads, v_dim, kv_rank], likewise
+    queries: tuple[Linear, ...]  # of queries' latents: to queries of all heads (nope, then rope), and to the indexer's
+    up_k: Tensor  # [num_heads, nope_dim, kv_rank], contiguous in each head
+    up_v: Tensor  # [num_heads, v_dim, kv_rank], contiguous in each head
     index_norm: Tensor | None  # [2, index head_dim] float32: LayerNorm's weights and biases
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedStepWeights:
-    """Of compressed attention as steps compute it, its last projection aside; `CompressedWeights` is for a prefill."""
+    """Weights of compressed attention in steps, except the last projection; `CompressedWeights` is for prefill."""
 
-    latents: Linear  # queries' own, [q_rank, hidden_size]
+    latents: Linear  # [q_rank, hidden_size], to queries' latents
     latent_norm: Tensor  # [q_rank] float32
-    queries: tuple[Linear, ...]  # of these latents: queries of all heads, and of the indexer's
-    inputs: tuple[Linear, ...]  # as `CompressedSpec.in_widths` says
+    queries: tuple[Linear, ...]  # of these latents: to queries of all heads, and to the indexer's
+    inputs: tuple[Linear, ...]  # of the layer's input, to `CompressedSpec.in_widths`
     kv_norm: Tensor  # [head_dim] float32
-    groups: Linear  # [num_groups * out_rank, width]: of each group of heads, one below the other
+    groups: Linear  # [num_groups * out_rank, width]: a matrix for each group of heads, stacked
     sinks: Tensor  # [num_heads] float32
-    angles: Tensor  # [rope_dim // 2] float32: per position, of the pairs that turn
-    rows: CompressorWeights | None  # None: there are no compressed rows
-    keys: CompressorWeights | None  # None: all of them are attended to
+    angles: Tensor  # [rope_dim // 2] float32: of RoPE, radians per position
+    rows: CompressorWeights | None  # None: the layer has no compressed rows
+    keys: CompressorWeights | None  # None: the layer has no indexer
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class LayerInputWeights:
-    """Of what a layer adds behind its MLP: norm(projection(activation(gate(stream)) * the token's input))."""
+    """Weights of what a layer adds after its MLP: norm(projection(activation(gate(stream)) * the token's input))."""
 
     gate: Linear  # [layer_input_width, hidden_size]
     projection: Linear  # [hidden_size, layer_input_width]
@@ -170,69 +171,69 @@ class LayerInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class StreamWeights:
-    """By which it is computed how several residual streams are mixed or joined: see `csattn.models.streams`.
+    """Weights, all float32, that compute how residual streams are mixed or joined: see `csattn.models.streams`.
 
-    All float32. num_out: `StreamsSpec.num_mixes`, or, where they are joined, the number of streams.
+    num_out: `StreamsSpec.num_mixes`, or the number of streams if they are joined.
     """
 
-    matrix: Tensor  # [num_out, num * hidden_size]: of all streams together
+    matrix: Tensor  # [num_out, num * hidden_size]: of the concatenated streams
     bias: Tensor  # [num_out]
-    scales: Tensor  # of what is read, added and mixed: [3]; where they are joined [1]
+    scales: Tensor  # [3]: of pre, post and comb (see `Mixture`); [1] if streams are joined
 
     @property
     def joins(self) -> bool:
-        """Whether streams become one by them, instead of what a branch reads."""
+        """Whether these join the streams after the last layer, instead of mixing them around a branch."""
         return len(self.scales) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class InputWeights:
-    """Of tokens' inputs of all layers: (norm(projection(embedding) * scale) + table[token] * table_scale) / sqrt(2)."""
+    """Per-layer inputs of a token: (norm(projection(embedding) * scale) + table[token] * table_scale) / sqrt(2)."""
 
     projection: Linear  # [num_layers * layer_input_width, hidden_size]
     scale: float
-    norm: Tensor  # [layer_input_width] float32, of each layer's part
+    norm: Tensor  # [layer_input_width] float32, for the part of each layer
     table: Tensor  # [vocab_size, num_layers * layer_input_width]
     table_scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Linear layers that come as several have their outputs side by side. Norms are [hidden_size] float32, or None."""
+    """The outputs of the layers in a tuple of Linears are concatenated. Norms are [hidden_size] float32, or None."""
 
     before_attention: Tensor | None
     qkv: tuple[Linear, ...]
-    gates: tuple[Linear, ...]  # of what is attended to
-    delta: DeltaWeights | None  # in place of both
-    latent: LatentWeights | None  # likewise
-    compressed: CompressedStepWeights | None  # likewise
+    gates: tuple[Linear, ...]  # of attention's output
+    delta: DeltaWeights | None  # in place of qkv and gates, as are the next two
+    latent: LatentWeights | None
+    compressed: CompressedStepWeights | None
     head_norms: HeadNorms | None
     sinks: Tensor | None  # [num_q_heads] float32
     out: Linear
     behind_attention: Tensor | None
     before_mlp: Tensor | None
-    gate_up: tuple[Linear, ...]  # gates, then ups; of an MLP without gates ups alone; without an MLP nothing
+    gate_up: tuple[Linear, ...]  # gates, then ups; an MLP without gates has ups alone; empty without an MLP
     down: Linear | None
     experts: tuple[ExpertWeights, ...]
     behind_mlp: Tensor | None
-    scale: float = 1.0  # of all of the stream, when it leaves the layer
+    scale: float = 1.0  # factor of the stream that leaves the layer
     layer_input: LayerInputWeights | None = None
-    attention_mix: StreamWeights | None = None  # of the streams that attention reads, where there are several
+    attention_mix: StreamWeights | None = None  # mixing around attention, with several streams
     mlp_mix: StreamWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All on one device, in one dtype, but for norms and frequencies, which are float32."""
+    """All weights of a model, on one device and in one dtype, except norms and frequencies, which are float32."""
 
     spec: ModelSpec
     embedding: Tensor  # [vocab_size, hidden_size]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden_size]
-    head: Linear  # [vocab_size, hidden_size]; the embedding itself where they are tied
-    ropes: tuple[Frequencies, ...]  # of the spec's
-    inputs: InputWeights | None = None  # of layers, where they have any
-    join: StreamWeights | None = None  # of the streams behind the last layer, where there are several
+    head: Linear  # [vocab_size, hidden_size]; the embedding itself if they are tied
+    ropes: tuple[Frequencies, ...]  # in the order of the spec's
+    inputs: InputWeights | None = None  # of per-layer inputs, if the model has them
+    join: StreamWeights | None = None  # joins several streams after the last layer
 
     @property
     def device(self) -> torch.device:
@@ -268,7 +269,7 @@ class ModelWeights:
                 if experts.quantized is not None:
                     plain = 3 * of.num_experts * of.intermediate_size * self.spec.hidden_size * self.dtype.itemsize
                     saved += (plain - experts.quantized.nbytes) * of.num_chosen // of.num_experts
-        others = (self.spec.vocab_size - len(self.head.weight)) * self.spec.hidden_size  # other devices' of the head
+        others = (self.spec.vocab_size - len(self.head.weight)) * self.spec.hidden_size  # other devices' head rows
         mixes = [mix for layer in self.layers for mix in (layer.attention_mix, layer.mlp_mix)] + [self.join]
         of_mixes = sum(mix.matrix.nbytes - mix.matrix.numel() * self.dtype.itemsize for mix in mixes if mix is not None)
         return (self.spec.streamed_params - others) * self.dtype.itemsize - saved + of_mixes
@@ -279,7 +280,7 @@ def _products_of(of: CompressedStepWeights | None) -> tuple[Linear, ...]:
 
 
 def weights_of(model: Any) -> ModelWeights:
-    """model: a transformers causal language model. Raises ModelError where its family is not supported."""
+    """Return the weights of a transformers causal language model. Raises ModelError for an unsupported family."""
     spec, family, body = describe(model.config), FAMILIES[model.config.model_type], model.model
     return ModelWeights(
         spec=spec,
@@ -301,7 +302,7 @@ def weights_of(model: Any) -> ModelWeights:
 
 def _frequencies(body: Any, layer_type: str) -> Frequencies:
     angles, scale = model_frequencies(body.rotary_emb, layer_type)
-    # Llama 4 norms heads behind RoPE, which takes its factor off them again; a step norms them before
+    # Llama 4 norms heads after RoPE, which cancels RoPE's factor; a step norms them before
     is_taken_off = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
     return Frequencies(angles, 1.0 if is_taken_off else scale)
 
@@ -317,10 +318,11 @@ def _inputs(body: Any, family: Family) -> InputWeights:
 
 
 def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, rotary: Any) -> LayerWeights:
+    """Return the weights of a decoder layer of transformers. rotary: the model's `rotary_emb`, if it has one."""
     of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
     heads = spec.heads_of(layer_idx)
     mlp = block
-    if of_layer.experts and not family.experts_beside:  # beside which one may stand that all tokens pass
+    if of_layer.experts and not family.experts_beside:  # beside them a shared expert may serve all tokens
         mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
@@ -329,7 +331,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         head_norms = HeadNorms(ones, ones)
     elif attention is not None and of_layer.attention.qk_norm != "none":
         of_q = _norm(attention.q_norm, family)
-        of_k = _norm(attention.k_norm, family) if of_layer.attention.rows_of is None else of_q  # which nobody reads
+        of_k = _norm(attention.k_norm, family) if of_layer.attention.rows_of is None else of_q  # never read
         head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
     return LayerWeights(
         before_attention=norms[0],
@@ -368,7 +370,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
 
 
 def stream_weights(module: Any, prefix: str = "") -> StreamWeights:
-    """prefix: of its parameters' names."""
+    """Return the stream weights that a module has as fn, base and scale. prefix: of these names."""
     return StreamWeights(*(getattr(module, prefix + name).detach().float() for name in ("fn", "base", "scale")))
 
 
@@ -385,13 +387,13 @@ def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec) -> tuple[Linear, .
 
 
 def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
-    """Of each head the first or the second half of what a projection gives."""
+    """The first half of every head's outputs in a projection (second = 0), or the second half (second = 1)."""
     number, size = heads.num_q_heads, heads.head_dim
     return _by_head(_linear(module), number, (size, size))[second * number :][:number]
 
 
 def _delta(module: Any, spec: DeltaSpec) -> DeltaWeights:
-    if hasattr(module, "in_proj_qkvz"):  # each key head's queries, keys, values and gates lie together
+    if hasattr(module, "in_proj_qkvz"):  # stored interleaved: each key head's queries, keys, values and gates
         of_k, of_v = spec.k_dim, spec.v_width // spec.num_k_heads
         each = spec.num_v_heads // spec.num_k_heads
         many = _by_head(_linear(module.in_proj_qkvz), spec.num_k_heads, (of_k, of_k, of_v, of_v))
@@ -408,7 +410,7 @@ def _delta(module: Any, spec: DeltaSpec) -> DeltaWeights:
 
 
 def latent_weights(module: Any, spec: LatentSpec) -> LatentWeights:
-    """module: a layer's attention."""
+    """Return the weights of a layer's latent attention. module: its attention module in transformers."""
     indexer = module.indexer if spec.indexer is not None else None
     names = ["q_proj" if spec.q_rank is None else "q_a_proj", "kv_a_proj_with_mqa"]
     inputs = [getattr(module, name) for name in names] + ([indexer.wk, indexer.weights_proj] if indexer else [])
@@ -427,7 +429,7 @@ def latent_weights(module: Any, spec: LatentSpec) -> LatentWeights:
 
 
 def _compressed(module: Any, rotary: Any) -> CompressedStepWeights:
-    """module: a layer's attention."""
+    """module: the layer's attention module in transformers; rotary: the model's `rotary_emb`."""
     whole, indexer = CompressedWeights.of(module, rotary), getattr(module.compressor, "indexer", None)
     parts = [module, *(x for x in (module.compressor, indexer) if x is not None)]
     projections = [x for part in parts[1:] for x in (part.kv_proj, part.gate_proj)]
@@ -453,7 +455,10 @@ def _out_of(attention: Any) -> Any:
 
 
 def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Linear, ...]:
-    """First what all heads have of the first width, then of the second, and so on."""
+    """Split outputs that are stored head by head, each head in parts of these widths.
+
+    Return the first parts of all heads, then the second ones, and so on.
+    """
     parts, start = [], 0
     for width in widths:
         firsts = [head * sum(widths) + start for head in range(num_heads)]
@@ -511,7 +516,7 @@ _EXPERT_NORMS = ("pre_feedforward", 2), ("post_feedforward", 2), ("post_feedforw
 
 
 def _shared(block: Any) -> ExpertWeights:
-    """One that all tokens have, by a share of their own: an expert without a choice."""
+    """Return a shared expert: every token has it, with a share from a gate of its own."""
     mlp = block.shared_expert
     linears = [_linear(module) for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     gates, ups, down = (linear.weight[None] for linear in linears)
@@ -521,7 +526,10 @@ def _shared(block: Any) -> ExpertWeights:
 
 
 def _rows_first(weight: torch.nn.Parameter) -> Tensor:
-    """A row for each output, of weights [num_experts, num_in, num_out], which stay the same and lie differently."""
+    """Return weights [num_experts, num_in, num_out] as a view with a contiguous row for each output.
+
+    The parameter keeps its shape and values; its memory is transposed if necessary.
+    """
     if not weight.data.mT.is_contiguous():
         weight.data = weight.data.mT.contiguous().mT
     return _with_rows(weight)
@@ -537,7 +545,7 @@ def _or_none(module: Any, name: str) -> Tensor | None:
 
 
 def _parts(module: Any, fused: str, names: tuple[str, ...], widths: list[int] | None = None) -> tuple[Linear, ...]:
-    """Projections of the same input; some families keep them as one. widths: equal unless said."""
+    """Return projections of the same input, which some families fuse into one. widths: of the parts; default: equal."""
     if not hasattr(module, fused):
         return tuple(_linear(getattr(module, name)) for name in names)
     whole = _linear(getattr(module, fused))
@@ -552,6 +560,6 @@ def _linear(module: Any) -> Linear:
 
 
 def _norm(module: Any, family: Family) -> Tensor:
-    """What a norm multiplies by."""
+    """Return the factor of a norm, float32."""
     weight: Tensor = module.weight.detach().float()
     return 1 + weight if family.offset_norms else weight.clone()

@@ -13,7 +13,8 @@
 
 constexpr unsigned ABSENT = 0xffffffff;  // a NaN that no arithmetic produces
 constexpr int QUADS = HEADS * HEAD_DIM / 4;
-constexpr int PARTS = NUM_SPLITS + REST_PARTS;  // of a unit. Rest by moments: one, made here; by codes: posted by an earlier kernel
+// Parts of a unit. The rest by moments is one of them, made here; the rest by codes comes in parts from an earlier kernel.
+constexpr int PARTS = NUM_SPLITS + REST_PARTS;
 // Shared memory: tiles, then the warps' parts of two items. A unit's parts are collected later in the same memory.
 constexpr int TILES_BYTES = WARPS * RING_BYTES, WARP_PARTS_BYTES = 2 * WARPS * HEADS * PART * 4;
 constexpr int COLLECTED_BYTES = PARTS * HEADS * PART * 4;

@@ -18,7 +18,7 @@ from csattn.cpu.llvm import by_values
 
 @dataclass(frozen=True, slots=True)
 class KindStage:
-    """A stage for arrays of one kind of floats. The type of its fourth argument is that kind; its value means nothing."""
+    """A stage for arrays of one kind of floats. The type of its fourth argument is that kind; its value is unused."""
 
     function: Callable[[int, int, int, Any], int]
     kind: str  # of KINDS
@@ -26,7 +26,7 @@ class KindStage:
 
 Stage = Callable[[int, int, int, int], int] | KindStage  # int64 throughout
 
-# By torch's names. Arrays of bfloat16 are passed as uint16 and arrays of float16 as int16: numba has a type for neither.
+# By torch's names. Arrays of bfloat16 are passed as uint16, arrays of float16 as int16: numba has a type for neither.
 KINDS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}
 LINE_BYTES = 64  # of a cache line
 _KEPT: list[Any] = []  # keeps compiled code from being freed

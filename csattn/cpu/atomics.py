@@ -1,8 +1,8 @@
 """Atomic operations on int64 words, for kernels that share memory.
 
-A thread that writes a word with `store_release`, `add` or `set_bits` publishes everything that it wrote before. A thread
-that then reads the word with `load_acquire`, `add` or `set_bits` sees all of it. All operations are sequentially
-consistent: they have one order, which all threads see.
+A thread that writes a word with `store_release`, `add` or `set_bits` publishes everything that it wrote before. If
+another then reads the word with `load_acquire`, `add` or `set_bits`, it sees all of that. All operations are
+sequentially consistent: they have one order, which all threads see.
 """
 
 from numba import types

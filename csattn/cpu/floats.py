@@ -120,7 +120,7 @@ def sums_of_16(a, b, c, d):  # type: ignore[no-untyped-def]
 @exact_kernel
 def exp_lanes(x):  # type: ignore[no-untyped-def]
     """e ** x within 2 ulp for x up to 88; nearly 0 below -87; NaN for NaN."""
-    clipped = smaller(fill(F32x16, 88.5), larger(fill(F32x16, -87.5), x))  # x is second: so both return NaN for NaN
+    clipped = smaller(fill(F32x16, 88.5), larger(fill(F32x16, -87.5), x))  # x is second, so that NaN stays NaN
     shifted = fma(clipped, fill(F32x16, 1.4426950408889634), fill(F32x16, ROUNDER))
     whole = shifted - fill(F32x16, ROUNDER)
     rest = fma(whole, fill(F32x16, -0.693145751953125), clipped)

@@ -82,10 +82,10 @@ def _share(compiled: Any, function: Callable[..., Any]) -> None:
 def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
     """Make cached code valid only as long as all source that is compiled into it is the same.
 
-    The stamp is part of the index's version, so numba does not read the rest of an old index, which may name things that
-    have moved. File names include the process: numba numbers a kernel's files of machine code in an index that it writes
-    first, so two processes that compile the kernel for different types at once would use the same file name, and one
-    would load the other's code.
+    The stamp is part of the index's version, so numba does not read the rest of an old index, which may name things
+    that have moved. File names include an id of the process: numba numbers a kernel's files of machine code in an index
+    that it writes first, so two processes that compile the kernel for different types at once would use one file name,
+    and one of them would load the other's code.
     """
     index = compiled._cache._cache_file
     index._version = index._version, source_stamp(function.__module__)

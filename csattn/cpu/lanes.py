@@ -90,13 +90,13 @@ def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def smaller(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """The lanewise minimum; b where a is NaN."""
+    """The lanewise minimum; b where either is NaN."""
     return a(a, b), _first_where("<", a)
 
 
 @intrinsic
 def larger(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """The lanewise maximum; b where a is NaN."""
+    """The lanewise maximum; b where either is NaN."""
     return a(a, b), _first_where(">", a)
 
 
@@ -157,7 +157,7 @@ def pack_lanes(typing_context, value, bits):  # type: ignore[no-untyped-def]
 def add_spread(typing_context, sums, array, start, bits):  # type: ignore[no-untyped-def]
     """Expand and add: lanes of sums with a set bit get the elements start, start + 1, ... of a float32 array added.
 
-    Reads up to 16 elements, as many as there are lanes.
+    May read 16 elements, as many as there are lanes, however few bits are set.
     """
     sig = sums(sums, array, types.intp, types.uint64)
 

@@ -157,7 +157,7 @@ def lane_numbers(typing_context, vector):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def convert(typing_context, vector, value):  # type: ignore[no-untyped-def]
-    """Convert each lane to another element type: integers to wider ones, floats to integers (truncated), any to floats."""
+    """Convert lanes to another element type: integers to wider ones, floats to truncated integers, any to floats."""
     source, target = value, vector.instance_type
     if source.is_float and not target.is_float:
         name = "fptosi"

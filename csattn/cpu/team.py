@@ -88,7 +88,7 @@ class Team:
         self.crew.dismiss()
 
     def _open(self) -> None:
-        """Start without threads: the first run starts them."""
+        """Start without threads: they are started for the first work that needs them (`Crew.hire`)."""
         self._crew = Crew(self.num_threads, self._cpus, self._name)
         self._tapes, self._number = None, 0
         self._dismiss = weakref.finalize(self, self._crew.dismiss)  # also if close is forgotten, and at exit

@@ -104,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const char* tails,       // [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
     const int* kv_indices,   // [batch_size, ROW_UNITS / SHARES, max_top_k]
     const int* valid_len,    // [batch_size, ROW_UNITS / SHARES]
-    const int* context_ids,  // [batch_size]; -1: none, the tail is all there is
-    const int* tail_ids, const int* tail_lens,  // no rows: the step's row is idle
+    const int* context_ids,  // [batch_size]; -1: none, only the tail
+    const int* tail_ids, const int* tail_lens,  // [batch_size]; a length of 0: the step's row is idle
     const int* own_lens,      // [batch_size]: the first so many of the request's own rows are left to `other`
     const int* tail_starts,   // [batch_size]: so many of these are stored elsewhere; the tail begins with the next row
     const char* other,        // like out: attention to the first own_lens rows; or null

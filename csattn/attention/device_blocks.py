@@ -14,7 +14,7 @@ PART_ENDS = 4  # floats after a part's output
 TILE_ROWS = 16  # as in the kernel
 # (warps of a block, tiles that each warp has in flight): the first that fits is used
 BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1), (2, 2), (2, 1))
-UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # of the kernel's `Unit` and of its barrier
+UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # sizes of the kernel's `Unit` and of its mbarrier
 MAX_UNITS_PER_BLOCK = 64
 MOST_REST_PARTS = 32
 ENOUGH_PARTS = 24  # of a unit: for more parts than these, allocating more shared memory than tiles need does not pay
@@ -25,7 +25,7 @@ class Blocks:
     """How the work is divided among thread blocks, one on each SM."""
 
     num_sms: int
-    num_splits: int  # of a unit
+    num_splits: int  # of a unit (split-K)
     rest_parts: int  # of a unit, for the rows that are not selected
     num_items: int  # splits of all units
     num_warps: int

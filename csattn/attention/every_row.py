@@ -180,6 +180,6 @@ def num_floats(
 def workspace_bytes(
     batch_sizes: Sequence[int], num_q_heads: int, num_kv_heads: int, head_dim: int, tail_capacity: int
 ) -> int:
-    """The bytes of such plans' workspace on the current CUDA device."""
+    """The bytes of the workspace of `EveryRowAttention` with these sizes, on the current CUDA device."""
     num_sms = num_multiprocessors(torch.device("cuda"))
     return 4 * num_floats(batch_sizes, num_q_heads, num_kv_heads, head_dim, tail_capacity, num_sms)

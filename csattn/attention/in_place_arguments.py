@@ -24,7 +24,7 @@ ARGUMENTS = (
     "logit_cap",  # address of a float64: logits are cap * tanh(logit / cap); or 0
     "sinks",  # [num_q_heads] float32: the sink logit of each head, which has no row; or 0
     "kv",  # by row: the context's KV in this layer, [num_kv_heads, context_len] rows
-    "row_bytes",  # by row: of a row of the context
+    "row_bytes",  # by row: bytes of a row of the context
     "v_offsets",  # by row: bytes from the start of a row of the context to its value
     "k_readers",  # by row: see `coded_rows`; 0: the context's rows are [2, head_dim] of the stage's dtype
     "v_readers",  # by row
@@ -41,13 +41,13 @@ ARGUMENTS = (
     "rests",
     "queries",  # [2 * own_rows, num_kv_heads] blocks of query_bytes each: projected queries
     "query_bytes",
-    "max_rest_ranges",  # of all rows' rests
+    "max_rest_ranges",  # the largest number of ranges of a row's rest
     "tails",  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
     "tail_capacity",
     "tail_ids",  # by row
     "tail_lens",  # by row, at least 1
-    "max_index_heads",  # of all rows
-    "max_ranges",  # of all rows' lists
+    "max_index_heads",  # the largest number of index heads of a row
+    "max_ranges",  # the largest number of ranges of a row's list
     "parts",  # [num_rows, num_q_heads, MAX_PARTS, head_dim + 2] float32
     "out",  # [num_rows, num_q_heads * head_dim] float32
 )

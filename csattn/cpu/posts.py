@@ -1,6 +1,6 @@
 """How threads without the GIL get work: they poll posts, at which work is opened.
 
-A post stands for one kind of work. It is a few words of memory that the threads share with the code that has the work.
+A post stands for one kind of work, and is a few words of memory that the threads share with the code that has the work.
 To open work, that code writes a new number above 0 to the word OPENED. A thread that joins increments INSIDE, calls the
 post's stage, and decrements INSIDE.
 """

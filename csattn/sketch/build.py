@@ -319,7 +319,7 @@ def _in_fixed_point(columns: Tensor) -> Tensor:
 
 
 def _moments(k: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """For each segment, the mean of the keys, their covariance, and their largest distance from it in any dimension.
+    """For each segment: the mean of the keys, their covariance, and the largest distance from the mean in a dimension.
 
     float64 [num_heads, num_segments, head_dim], [num_heads, num_segments, head_dim, head_dim] and
     [num_heads, num_segments].

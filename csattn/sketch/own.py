@@ -41,8 +41,8 @@ class Growth:
     """When own rows become segments."""
 
     segment_len: int = 2048
-    # At least so many rows of the tail stay near, and at least the window. A segment's sketch is made while this number
-    # of rows arrive, and one step may bring no more.
+    # At least so many rows of the tail stay near, and at least the window. A segment's sketch is made while that number
+    # of rows arrive after it, so a step may bring no more.
     least_near: int = 256
 
     def __post_init__(self) -> None:

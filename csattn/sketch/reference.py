@@ -27,7 +27,7 @@ from csattn.sketch.index import MARKED_SHARE, SketchIndex
 Floats = NDArray[np.float64]
 
 QUERIES_PER_DIM = 64  # a KV head's sample has at most so many queries per dimension, evenly spaced; more change nothing
-LEAST_QUERY_ENERGY = 1e-6  # lower bound of A's eigenvalues, as a share of the largest: A has to be inverted
+LEAST_QUERY_ENERGY = 1e-6  # lower bound of the eigenvalues of A^2, as a share of the largest: A has to be inverted
 LEAST_KEY_ENERGY = 1e-6  # a coordinate with a smaller share of the largest energy has a step of 0 and adds nothing
 LEAST_ENERGY = 2.0**-84  # the same, absolute: below it a step underflows in float16, and the energy soon in float32
 LARGEST_NUMBER = 2.0**50  # of queries, keys and values: sums of squares over many rows and dimensions fit a float32
@@ -39,7 +39,7 @@ STEP_MULTIPLES = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
 STEP_SAMPLES = 2048  # rows that the steps are fitted to, at most, evenly spaced
 
 KEY_BITS, TRANSFORM_BITS = 20, 24  # fixed point: with 512 dimensions, sums of products are at most 2**53, and exact
-LARGEST_MULTIPLIER = 127  # of a code: a query's coordinate becomes an 8-bit integer
+LARGEST_MULTIPLIER = 127  # a query's coordinate becomes an 8-bit integer, which multiplies a code
 SCORE_ROOM = 32700.0  # range of an int16 score, before the reserve for the rounding of multipliers is subtracted
 LARGEST_EXPONENT = 15  # the unit of scores is 2**-15, 2**-14, ... or 2**15 octaves
 NORMALISER_KEYS, LEAST_OCTAVE = 8, -32  # see `normaliser`

@@ -172,7 +172,7 @@ def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: 
         of = part[0]
         whole = torch.addcmul(shift[:, of], _rows(k, part), per_unit[:, of]).round_()
         steps = whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS) @ transform[:, of]
-        u = steps.floor_().float().clamp_(-half, half - 1).add_(half)  # only after floor() is a sum exact
+        u = steps.floor_().float().clamp_(-half, half - 1).add_(half)  # before floor(), adding half would round
         _rows(codes, part)[:] = u
         missed = (u @ back[:, of]).add_(told_by_zeros[:, of]).sub_(_rows(k, part))
         _rows(errors, part)[:] = missed.square_().sum(3)

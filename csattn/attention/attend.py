@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp, by torch's fused kernels where they give one."""
+"""Attention with its log-sum-exp, by torch's fused kernels where they return one."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from csattn.attention.merge import join_sinks, merge_state
 
 
 def attend(
-    q: Tensor,  # [batch_size, num_kv_heads, q_len, head_dim]; a group's heads lie one after the other in q_len
+    q: Tensor,  # [batch_size, num_kv_heads, q_len, head_dim]; the heads of a group follow each other in q_len
     k: Tensor,  # [batch_size, num_kv_heads, kv_len, head_dim]; last axis contiguous
     v: Tensor,
     softmax_scale: float,
@@ -16,9 +16,9 @@ def attend(
     log_weights: Tensor | None = None,  # like mask, float32, finite: added to the logits
     logit_cap: float | None = None,  # logits are cap * tanh(logit / cap), before weights are added
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over given rows.
+    """Compute softmax attention over the given rows.
 
-    Returns out, like q, and lse [batch_size, num_kv_heads, q_len] float32 (natural log of the summed weights).
+    Returns out, like q, and lse [batch_size, num_kv_heads, q_len] float32 (natural log of the sum of the weights).
     Without rows, out is zero and lse is -inf. Definition: `reference.attend`.
     """
     if k.shape[-2] == 0:  # torch's kernel divides by the number of rows
@@ -34,7 +34,7 @@ def attend(
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=softmax_scale)[:2]
     else:
         out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=softmax_scale)[:2]
-        lse = lse[..., : q.shape[-2]]  # comes padded
+        lse = lse[..., : q.shape[-2]]  # the kernel pads it
     if mask is not None and not (sees := mask.any(-1)).all():  # the kernel leaves queries that see no row undefined
         out = out.masked_fill(~sees[..., None], 0.0)
         lse = lse.masked_fill(~sees, -torch.inf)
@@ -42,12 +42,12 @@ def attend(
 
 
 def _bias(mask: Tensor | None, log_weights: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-    """What is added to logits, -inf where a query does not see a row: [batch_size, num_kv_heads, q_len, kv_len]."""
+    """The bias of the logits, -inf where a query does not see a row: [batch_size, num_kv_heads, q_len, kv_len]."""
     kv_len = k.shape[-2]
     bias = q.new_zeros(kv_len) if log_weights is None else log_weights.to(q.dtype)
     if mask is not None:
         bias = torch.where(mask, bias, -torch.inf)
-    padded = torch.nn.functional.pad(bias, (0, -kv_len % 8))  # the kernel on the device wants rows on 16 bytes
+    padded = torch.nn.functional.pad(bias, (0, -kv_len % 8))  # the GPU kernel needs rows aligned to 16 bytes
     return padded[..., :kv_len].expand(*q.shape[:-1], kv_len)
 
 
@@ -56,14 +56,14 @@ def attend_chunk(
     k: Tensor,  # [num_kv_heads, kv_len, head_dim]; the chunk's own rows are the last chunk_len
     v: Tensor,
     softmax_scale: float,
-    first_seen: Tensor | None = None,  # [chunk_len] int: of these rows, the first that each token sees; None: all
+    first_seen: Tensor | None = None,  # [chunk_len] int: the first of these rows that each token sees; None: all
     logit_cap: float | None = None,
-    sinks: Tensor | None = None,  # [num_q_heads] float32: a logit of each head beside those of rows
+    sinks: Tensor | None = None,  # [num_q_heads] float32: the sink logit of each head, which has no row
 ) -> Tensor:
-    """Causal attention of a chunk of queries over all rows up to each of them: [num_q_heads, chunk_len, head_dim].
+    """Causal attention of a chunk of queries, each to all rows up to its own: [num_q_heads, chunk_len, head_dim].
 
-    The rows before the chunk need no mask where all are seen; only the square on the diagonal does. A kernel for CPUs
-    leaves out what lies above that by itself.
+    Only the square on the diagonal needs a mask; the rows before the chunk need none if all of them are seen. On a CPU
+    the kernel itself skips what is above the diagonal.
     """
     num_q_heads, chunk_len, head_dim = q.shape
     num_kv_heads, kv_len = k.shape[:2]

@@ -1,14 +1,14 @@
-"""Attention in place over rows of a context that are not plain floats: 16 keys or values at a time become floats.
+"""Attention in place over coded rows of a context: 16 keys or values at a time are decoded to float32.
 
-Whoever knows their format brings a reader for keys and one for values: the address of a C function
+The code that knows their format supplies a reader for keys and one for values. A reader is the address of a C function
 
     int64 read(int64 rows, int64 num_rows, int64 head_dim, int64 out)
 
-    rows: address of int64[num_rows], where each key, or each value, begins
+    rows: address of int64[num_rows], the address of each key, or of each value
     out: address of float32[num_rows, head_dim], written
 
-that is called by any thread, does not fail, keeps to those bytes, and writes the same bits whatever it is asked for
-together. A request's own rows are plain. The result has the bits of attention over the same rows as float32.
+that any thread may call. It must not fail, must access no other bytes, and must write the same bits for a row whatever
+rows it is called with. A request's own rows are plain. The result has the bits of attention to the decoded rows.
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ from csattn.cpu.simd import LANES, prefetch
 def score_coded(
     q: NDArray[np.float32],
     rows: NDArray[np.int64],  # addresses; a multiple of 16
-    num_context: int,  # rows before that one are the context's, the others plain ones of a request
+    num_context: int,  # the first so many rows are the context's; the others are plain rows of a request
     reader: int,  # of keys
     row_bytes: int,  # of a row of the context
-    like: Any,  # plain rows are of its type
+    like: Any,  # has the type of plain rows
     head_dim: int,
     group_size: int,
     scale: float,
@@ -53,15 +53,15 @@ def mix_coded(
     rows: NDArray[np.int64],  # as for `score_coded`
     num_context: int,
     reader: int,  # of values
-    v_offset: int,  # bytes from where a row of the context begins to its value
+    v_offset: int,  # bytes from the start of a row of the context to its value
     like: Any,
     itemsize: int,
     head_dim: int,
     group_size: int,
     parts: int,  # address of the first query head's [head_dim] sums
-    part_bytes: int,  # from one query head's to the next one's
+    part_bytes: int,  # from one query head's sums to the next's
 ) -> None:
-    """Add to each query head's sums its weights times values."""
+    """Add the values, weighted by each query head's weights, to that head's sums."""
     room = len(rows)
     values, places = _space_for_16(head_dim)
     for block in range(0, room, LANES):
@@ -73,7 +73,7 @@ def mix_coded(
 
 @exact_kernel
 def _space_for_16(head_dim: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Memory for 16 keys or values, and where each of them lies in it."""
+    """Allocate memory for 16 keys or values; also return the address of each."""
     space, places = np.empty(LANES * head_dim, np.float32), np.empty(LANES, np.int64)
     for i in range(LANES):
         places[i] = space.ctypes.data + 4 * i * head_dim
@@ -83,16 +83,16 @@ def _space_for_16(head_dim: int) -> tuple[NDArray[np.float32], NDArray[np.int64]
 @exact_kernel
 def _read_16(
     reader: int,
-    rows: NDArray[np.int64],  # 16 from `first` on are read
+    rows: NDArray[np.int64],  # the 16 rows from `first` on are read
     first: int,
     num_context: int,
-    in_context: int,  # bytes from where a row begins to what is read of it
-    in_tail: int,
+    in_context: int,  # bytes from the start of a context's row to the key or value that is read
+    in_tail: int,  # the same for a request's own row
     like: Any,
     head_dim: int,
     out: NDArray[np.float32],  # [16 * head_dim]
 ) -> None:
-    """Keys or values of 16 rows, one behind the other."""
+    """Read the keys, or the values, of 16 rows into out, one after another."""
     num_coded = min(max(num_context - first, 0), LANES)
     if num_coded > 0:
         places = np.empty(LANES, np.int64)

@@ -1,25 +1,26 @@
-// Fifth part: the kernel, and how parts of a result merge.
+// Part 5: the kernel, and the merge of the parts of a result.
 
-#include "device_rows.cuh"  // before one of two includes it: see `source_text`
+#include "device_rows.cuh"  // first, because only one of the two below is included: see `source_text`
 #if ELEMENT_BYTES == 4
 #include "device_fp32.cuh"
 #else
 #include "device_mma.cuh"
 #endif
 #if CODED
-#include "device_coded.cuh"  // whose `pack_four` is of the one or the other
+#include "device_coded.cuh"  // uses `pack_four` of either
 #endif
-#include "device_rest.cuh"  // whose `load_four` is of the one or the other
+#include "device_rest.cuh"  // uses `load_four` of either
 
-constexpr unsigned ABSENT = 0xffffffff;  // a NaN that no arithmetic makes
+constexpr unsigned ABSENT = 0xffffffff;  // a NaN that no arithmetic produces
 constexpr int QUADS = HEADS * HEAD_DIM / 4;
-constexpr int PARTS = NUM_SPLITS + REST_PARTS;  // of a unit; of the rest, moments have one here, others post theirs before
-// Shared memory: tiles, then what warps have of items; where both were, a unit's parts are collected.
+// Parts of a unit. The rest by moments is one of them, made here; the rest by codes comes in parts from an earlier kernel.
+constexpr int PARTS = NUM_SPLITS + REST_PARTS;
+// Shared memory: tiles, then the warps' parts of two items. A unit's parts are collected later in the same memory.
 constexpr int TILES_BYTES = WARPS * RING_BYTES, WARP_PARTS_BYTES = 2 * WARPS * HEADS * PART * 4;
 constexpr int COLLECTED_BYTES = PARTS * HEADS * PART * 4;
 constexpr int UNITS_AT = COLLECTED_BYTES > TILES_BYTES + WARP_PARTS_BYTES ? COLLECTED_BYTES : TILES_BYTES + WARP_PARTS_BYTES;
 
-// Merge NUM parts of one head, four dimensions of it: the output, unnormalised.
+// Merge four dimensions of NUM parts of one head by their log-sum-exps; the output is unnormalised.
 template <int NUM>
 __device__ float4 merge(const float* parts, int quad, float& max, float& sum) {
     const float* part = parts + quad / (HEAD_DIM / 4) * PART;
@@ -32,7 +33,7 @@ __device__ float4 merge(const float* parts, int quad, float& max, float& sum) {
     for (int i = 0; i < NUM; i++) {
         const float2 ends = *(const float2*)(part + i * HEADS * PART + ENDS_AT);
         const float4 x = *(const float4*)(part + i * HEADS * PART + d);
-        const float weight = ends.x == MINUS_INFINITY ? 0.f : exp2_approx(ends.x - max);  // without rows; so may all be
+        const float weight = ends.x == MINUS_INFINITY ? 0.f : exp2_approx(ends.x - max);  // a part without rows; all may be
         sum += weight * ends.y;
         merged.x += weight * x.x, merged.y += weight * x.y, merged.z += weight * x.z, merged.w += weight * x.w;
     }
@@ -44,7 +45,7 @@ __device__ bool absent(float4 x) {
            __float_as_uint(x.w) == ABSENT;
 }
 
-// Merge what the block's warps have of an item, and post it. Of neighbouring items, one half of the threads has one each.
+// Merge the warps' parts of an item, and post the result. Neighbouring items start at different halves of the threads.
 __device__ void post_item(float* posted, const float* warp_parts, int item) {
     float* part = posted + (long long)(item + item / NUM_SPLITS * REST_PARTS) * HEADS * PART;
     for (int quad = (threadIdx.x + item % 2 * (THREADS / 2)) % THREADS; quad < QUADS; quad += THREADS) {
@@ -56,7 +57,7 @@ __device__ void post_item(float* posted, const float* warp_parts, int item) {
     }
 }
 
-// Post the unit's last part, an estimate, by the half of the threads that does not merge the unit's first item.
+// Post the unit's last part, an estimate of the rest, by the half of the threads that does not merge the unit's first item.
 __device__ void post_rest(float* posted, const float* products, const char* q, const Unit& unit, int u) {
     float* part = posted + (long long)(u * PARTS + NUM_SPLITS) * HEADS * PART;
     const int first = (threadIdx.x / 32 + (u * NUM_SPLITS + 1) % 2 * (WARPS / 2)) % WARPS;
@@ -65,8 +66,8 @@ __device__ void post_rest(float* posted, const float* products, const char* q, c
                       q + ((long long)u * HEADS + head) * HEAD_DIM * ELEMENT_BYTES, unit);
 }
 
-// Wait for a unit's posted parts, copy them to shared memory, and take them back: for the next launch, none is posted. A
-// part tells by itself that it has arrived, so neither a fence nor a counter stands between its writer and its reader.
+// Wait for a unit's posted parts, copy them to shared memory, and reset them to ABSENT for the next launch. Arrived data differ
+// from ABSENT, so writer and reader need neither a fence nor a counter.
 __device__ void collect(float* parts, float* posted) {
     constexpr int NUM = PARTS * HEADS * PART / 4, BATCH = 9;
     const float none = __uint_as_float(ABSENT);
@@ -103,25 +104,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const char* tails,       // [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
     const int* kv_indices,   // [batch_size, ROW_UNITS / SHARES, max_top_k]
     const int* valid_len,    // [batch_size, ROW_UNITS / SHARES]
-    const int* context_ids,  // [batch_size]; -1: none, the tail is all there is
-    const int* tail_ids, const int* tail_lens,  // no rows: the step's row is idle
-    const int* own_lens,      // [batch_size]: so many rows of the tail, the first, are attended to by who made `other`
-    const int* tail_starts,   // [batch_size]: so many of these lie elsewhere, and the tail begins with the row behind them
-    const char* other,        // like out, of rows with such; or null
+    const int* context_ids,  // [batch_size]; -1: none, only the tail
+    const int* tail_ids, const int* tail_lens,  // [batch_size]; a length of 0: the step's row is idle
+    const int* own_lens,      // [batch_size]: the first so many of the request's own rows are left to `other`
+    const int* tail_starts,   // [batch_size]: so many of these are stored elsewhere; the tail begins with the next row
+    const char* other,        // like out: attention to the first own_lens rows; or null
     const float* other_lse,   // like lse
     const char* moments,     // [num_contexts, NUM_KV_HEADS, 2 + HEAD_DIM, 2, HEAD_DIM], for ESTIMATE_REST
-    const int* middle_lens,  // [num_contexts], likewise
+    const int* middle_lens,  // [num_contexts]: rows that may be selected, for ESTIMATE_REST
     const long long* positions,  // [batch_size], for LOCAL
-    const float* sinks,          // [ROW_UNITS, HEADS], for SINKS: logits of heads beside those of rows
+    const float* sinks,          // [ROW_UNITS, HEADS], for SINKS: a head's sink logit, which has no row
     float* posted,           // [batch_size * ROW_UNITS, PARTS, HEADS, PART], ABSENT between launches
     char* out,               // like q
-    float* lse,              // [batch_size, ROW_UNITS, HEADS]: log2 of the sum of exponentials, without `other`'s, and sinks
+    float* lse,              // [batch_size, ROW_UNITS, HEADS]: log2 of the sum of exponentials, without `other` and sinks
     int num_items, int max_top_k, int tail_capacity, int num_contexts, int window, int chunk, float scale, float cap) {
     extern __shared__ __align__(16) char shared[];
-    float* warp_parts = (float*)(shared + TILES_BYTES);  // [2][WARPS][HEADS][PART], for every other item
+    float* warp_parts = (float*)(shared + TILES_BYTES);  // [2][WARPS][HEADS][PART]: items alternate between the two
     Unit* units = (Unit*)(shared + UNITS_AT);            // of the block's items
     float* products = (float*)(units + MAX_UNITS);       // [HEADS][2][HEAD_DIM], for ESTIMATE_REST
-    // each warp arrives once for each item, and waits only when it needs what the others have stored of it
+    // each warp arrives once for each item, and waits only when it needs what the other warps have stored for it
     u64* const all_stored = (u64*)(products + HEADS * 2 * HEAD_DIM * ESTIMATE_REST);
     if (threadIdx.x == 0) make_barrier(all_stored, WARPS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         const int b = u / ROW_UNITS, kv_head = u % ROW_UNITS / (ROW_UNITS / NUM_KV_HEADS);
         const int context = context_ids[b], tail_id = tail_ids[b], own_len = LOCAL ? 0 : own_lens[b];
         const int tail_start = tail_starts[b], tail_len = min(tail_lens[b], tail_start + tail_capacity) - own_len;
-        // each lane looks up a context of its own, so that these loads need not wait for the row's context
+        // each lane looks up a different context, so that these loads need not wait for the row's context id
         const int looked_up = num_contexts <= 32 ? min(lane, num_contexts - 1) : max(context, 0);
         const int far_rows = far_rows_per_head[looked_up], spill_rows = spill_rows_per_head[looked_up];
         const int resident_rows = resident_rows_per_head[looked_up];
@@ -141,8 +142,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         const long long resident = resident_addresses[looked_up];
         if (lane == (num_contexts <= 32 ? max(context, 0) : 0)) {
             Unit& unit = units[u - first_unit];
-            int skipped = 0, skipped_in_tail = 0;  // rows that are not seen
-            if (LOCAL) {  // resident rows are the context's last, the tail's follow, and the row's own is the last that is seen
+            int skipped = 0, skipped_in_tail = 0;  // rows outside the window or chunk
+            if (LOCAL) {  // resident rows are the context's last, the tail's follow, and the row itself is the last one
                 const int position = positions[b], begin = position + 1 - tail_len;
                 const int first_seen = chunk > 0 ? position - position % chunk : position + 1 - window;
                 skipped = min(max(first_seen - begin + resident_rows, 0), resident_rows);
@@ -159,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             unit.middle_len = context < 0 ? 0 : middle_rows;
             unit.resident_len = context < 0 ? 0 : resident_rows - skipped;
             unit.tail_len = tail_len - skipped_in_tail;
-            unit.set_far_len(context < 0 ? 0 : max_top_k);  // what it is in most steps
+            unit.set_far_len(context < 0 ? 0 : max_top_k);  // right in most steps; corrected below
         }
         if (ESTIMATE_REST && context >= 0) {
             __syncwarp();
@@ -167,11 +168,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         }
     }
     __syncthreads();
-    // the ids of the first tile are loaded together with what tells whether it is the first
+    // the ids of the expected first tile are loaded together with far_len, which decides whether it is the first
     const int split = first_item % NUM_SPLITS, expected = units[0].position(units[0].warps_tile(split));
     __syncthreads();
-    // Where others post parts, their kernel is the one before. It lets this one start when all before it have ended and all its
-    // blocks have begun: all that is read here is there, and parts arrive by themselves.
+    // If the rest is by codes, the kernel before this one posts it. That kernel lets this one start once all earlier kernels have
+    // ended and all its own blocks have begun. So all input is there, and `collect` waits for the parts.
     if (ESTIMATE_REST || REST_PARTS == 0) wait_for_earlier_kernels();
     int id = (unsigned)expected < max_top_k ? kv_indices[(long long)(first_unit / SHARES) * max_top_k + expected] : 0;
     if (threadIdx.x < MAX_UNITS && (first_unit + threadIdx.x) * NUM_SPLITS < end_item) {
@@ -187,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         id = tiles.unit->id_at(tiles.position());
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) copy_next(ring + s * TILE_BYTES, tiles, id);
-    // Warps do not wait for each other between two items: what they have of one is merged when they have the next. A unit's
-    // products are read along with its first item; the next unit's must not come before all warps have done so.
+    // Warps do not wait for each other between items: an item is merged after the next one has been computed. A unit's products
+    // are read when its first item is merged, and the next unit's must not be written before all warps have read them.
     static_assert(!ESTIMATE_REST || NUM_SPLITS >= 3, "products would be written while they are read");
     auto parts_of = [&](int item) { return warp_parts + (item - first_item) % 2 * (WARPS * HEADS * PART); };
     auto finish = [&](int item) {
@@ -225,11 +226,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         if (lane == 0) arrive(all_stored);
     }
     finish(end_item - 1);
-    let_next_kernel_start();  // not so early that its blocks take room from this one's
-    if (COLLECTED_BYTES > TILES_BYTES) __syncthreads();  // what the warps had of the last item has been read
+    let_next_kernel_start();  // not earlier: its blocks would take room from this kernel's
+    if (COLLECTED_BYTES > TILES_BYTES) __syncthreads();  // the warps' parts of the last item have been read
 
-    // The block of a unit's last item waits for the unit's parts. They come from blocks that begin before it does and
-    // that wait for none of the later ones, so some block can always go on.
+    // The block with a unit's last item waits for the unit's parts. They come from blocks that begin before it and wait for no
+    // later block, so there is no deadlock.
     for (int u = first_unit; (u + 1) * NUM_SPLITS <= end_item; u++) {
         float* unit_posted = posted + (long long)u * PARTS * HEADS * PART;
         float* parts = (float*)shared;

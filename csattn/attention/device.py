@@ -1,4 +1,4 @@
-"""Decode attention on the device: every row of a step over resident rows, its tail and its selection, in one launch."""
+"""Decode attention on the GPU: all rows of a step over resident rows, their tails and selections, in one launch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,25 +26,26 @@ CODED_FORMATS = (
     "q8_0",
     "q4_0",
     "fp8",
-)  # as `device_coded.cuh` numbers and describes them
+)  # in the order of `device_coded.cuh`, which describes them
 MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCoding:
-    """How a context's rows are kept in fewer bytes: the key's, then the value's, in formats of `CODED_FORMATS`."""
+    """How a context's rows are coded: a row is its key, then its value, each in one of `CODED_FORMATS`."""
 
     k: str
     v: str
-    v_offset: int  # bytes from where a row begins to its value
+    v_offset: int  # bytes from the start of a row to its value
     row_bytes: int  # from one row to the next: a multiple of 16
 
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Where a layer's rows lie, for each loaded context. Between steps the contents may change, never the tensors."""
+    """Where a layer's rows of each loaded context are. Contents may change between steps; the tensors never do."""
 
-    # [num_contexts] int64, of [num_kv_heads, rows_per_head, 2, head_dim] on the device or pinned; coded rows are bytes
+    # [num_contexts] int64: addresses of [num_kv_heads, rows_per_head, 2, head_dim] on the device or in pinned memory;
+    # coded rows are bytes
     addresses: Tensor
     rows_per_head: Tensor  # [num_contexts] int32
 
@@ -53,7 +54,7 @@ def make_row_source(
     rows: Sequence[Tensor],  # for each context [num_kv_heads, rows_per_head, 2, head_dim]; K, then V; or coded
     device: torch.device,
 ) -> RowSource:
-    """A source of these rows, which the caller keeps alive."""
+    """Make a source of these rows, which the caller keeps alive."""
     assert all(kv.is_contiguous() for kv in rows)
     return RowSource(
         torch.tensor([kv.data_ptr() for kv in rows], dtype=torch.int64, device=device),
@@ -62,7 +63,7 @@ def make_row_source(
 
 
 def row_sources(places: Tensor, rows_per_head: Tensor) -> list[RowSource]:
-    """A source for each layer, where every context has a place of the same size.
+    """Make a source for each layer, if all contexts have places of the same size.
 
     places: [num_layers, num_contexts, ...] rows, contiguous; rows_per_head: [num_contexts] int32.
     """
@@ -75,9 +76,9 @@ def row_sources(places: Tensor, rows_per_head: Tensor) -> list[RowSource]:
 class DeviceAttention:
     """A plan for steps of one shape, and its workspace. Definition: `device_reference.attend_step`.
 
-    A row's bits depend neither on the other rows nor on where its KV rows lie, nor on whether these are coded or what
-    they decode to. Launches of one plan share its
-    workspace, so they must be ordered: one stream, or one graph.
+    The bits of a row's result depend neither on the other rows nor on where its KV rows are, and coded KV rows give the
+    same bits as what they decode to. Launches of one plan share its workspace, so they must be ordered: one stream, or
+    one graph.
     """
 
     def __init__(
@@ -86,17 +87,17 @@ class DeviceAttention:
         batch_size: int,
         num_q_heads: int,
         num_kv_heads: int,
-        num_index_heads: int,  # num_kv_heads, or num_q_heads where every query head has a selection of its own
+        num_index_heads: int,  # num_kv_heads, or num_q_heads if each query head has its own selection
         head_dim: int,
         dtype: torch.dtype,
         max_top_k: int,
         tail_capacity: int,
         softmax_scale: float,
         device: torch.device,
-        rest: RestKind = "none",  # what joins in for the rows that are not selected
-        max_segments: int = 0,  # with rest `sketch`: each is a part, where there is room for so many
-        coding: RowCoding | None = None,  # of all rows but the tails'; None: they are plain
-        reach: Reach | None = None,  # resident rows are contexts' last, of which rows see those within; None: all
+        rest: RestKind = "none",  # how the rows that are not selected are attended to
+        max_segments: int = 0,  # with rest `sketch`: each segment is a part, if there is room for so many
+        coding: RowCoding | None = None,  # of all KV rows but the tails'; None: they are plain
+        reach: Reach | None = None,  # resident rows are contexts' last ones, and rows see those within; None: all
         logit_cap: float | None = None,  # logits are cap * tanh(logit / cap)
         has_sinks: bool = False,
     ) -> None:
@@ -143,29 +144,31 @@ class DeviceAttention:
             defines["K_FORMAT"], defines["V_FORMAT"] = CODED_FORMATS.index(coding.k), CODED_FORMATS.index(coding.v)
             defines["V_AT"] = coding.v_offset
         self._kernel = cuda_kernel(SOURCE, "attend_step", defines, plan.shared_bytes, early_start=True)
-        self.rest_parts = plan.rest_parts  # of a unit, the last in `posted`
-        # all ones: no part of a result has been posted. With rest `sketch`, the kernel before posts the last.
-        self.lse = torch.zeros(batch_size, num_q_heads, device=device)  # of what was attended to, without `other`: log2
+        self.rest_parts = plan.rest_parts  # of a unit: its last parts in `posted`
+        # A number whose bits are all ones has not been posted. With rest `sketch`, the kernel before this one posts the
+        # last parts.
+        self.lse = torch.zeros(batch_size, num_q_heads, device=device)  # log2, without `other`
         posted_shape = num_units, plan.num_splits + plan.rest_parts, heads, head_dim + PART_ENDS
         self.posted = torch.full(posted_shape, -1, dtype=torch.int32, device=device).view(torch.float32)
 
     def attend(
         self,
-        q: Tensor,  # [batch_size, num_q_heads, head_dim]; the heads of a group lie one after the other
-        resident: RowSource,  # all of its rows are attended
+        q: Tensor,  # [batch_size, num_q_heads, head_dim]; the heads of a group follow each other
+        resident: RowSource,  # all of its rows are attended to
         tails: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
         far: RowSource,
         far_rows: DeviceSelection,  # ids >= 0 are rows of `far`, ids <= -2 rows -2 - id of `spill`
         rows: StepRows,
         out: Tensor,  # like q
-        spill: RowSource | None = None,  # where None, no id may be negative
-        moments: DeviceMoments | None = None,  # of the rows that could be selected, where the rest is estimated
-        other: tuple[Tensor, Tensor] | None = None,  # out and lse of a plan that attends to rows.own_lens rows of tails
-        sinks: Tensor | None = None,  # [num_q_heads] float32: logits beside those of rows
+        spill: RowSource | None = None,  # None: no id is negative
+        moments: DeviceMoments | None = None,  # of the rows that may be selected, for rest `moments`
+        other: tuple[Tensor, Tensor] | None = None,  # out and lse of the plan for the first rows.own_lens own rows
+        sinks: Tensor | None = None,  # [num_q_heads] float32: sink logits, which have no rows
     ) -> None:
-        """Enqueue attention of each row over its resident rows, its tail, its selection and the rest.
+        """Enqueue attention of each row to its resident rows, its tail, its selection and the rest.
 
-        Of the tail from rows.own_lens on: to the rows before, `other` attends, and joins. Idle rows become zeros.
+        The tail is attended to from row rows.own_lens on; `other`, attention to the rows before, is merged with the
+        result. Idle rows become zeros.
         """
         sources = (far, spill if spill is not None else far, resident)
         assert q.shape == out.shape == self._q_shape and q.dtype == out.dtype == tails.dtype == self._dtype

@@ -1,4 +1,4 @@
-"""How attention of a step on the device is dealt out to blocks, by what their shared memory has room for."""
+"""How attention of a step on the GPU is divided among thread blocks, by the size of their shared memory."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,25 @@ from csattn.config import RestKind
 from csattn.cuda import limits
 from csattn.errors import ConfigError
 
-MAX_HEADS = 8  # of a unit: the columns of one tensor-core product; a larger group is several units of one selection
+MAX_HEADS = 8  # of a unit: the columns of one tensor-core product; a larger group is several units with one selection
 PART_ENDS = 4  # floats after a part's output
 
 TILE_ROWS = 16  # as in the kernel
-# warps of a block, and tiles that each has in flight: the first that fits is taken
+# (warps of a block, tiles that each warp has in flight): the first that fits is used
 BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1), (2, 2), (2, 1))
-UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # of the kernel's `Unit` and of its barrier
+UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # sizes of the kernel's `Unit` and of its mbarrier
 MAX_UNITS_PER_BLOCK = 64
 MOST_REST_PARTS = 32
-ENOUGH_PARTS = 24  # of a unit: more than there is room for without taking more are not worth their collection
+ENOUGH_PARTS = 24  # of a unit: for more parts than these, allocating more shared memory than tiles need does not pay
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How the work is dealt out to blocks, one on each SM."""
+    """How the work is divided among thread blocks, one on each SM."""
 
     num_sms: int
-    num_splits: int  # of a unit
-    rest_parts: int  # of a unit, for what is not selected
+    num_splits: int  # of a unit (split-K)
+    rest_parts: int  # of a unit, for the rows that are not selected
     num_items: int  # splits of all units
     num_warps: int
     num_stages: int
@@ -35,26 +35,29 @@ class Blocks:
 
 def plan_blocks(
     num_sms: int,
-    num_units: int,  # a row of the batch, and query heads that share a selection
-    row_units: int,  # of a row
-    heads: int,  # of a unit
+    num_units: int,  # a unit is a row of the batch with query heads that share a selection
+    row_units: int,  # units of a row
+    heads: int,  # query heads of a unit
     head_dim: int,
     dtype: torch.dtype,
     rest: RestKind,
     max_segments: int,
 ) -> Blocks:
-    """Splits are such that one row of the batch fills the device; no number of parts depends on the batch size."""
+    """Plan splits so that one row of the batch fills the GPU; numbers of parts do not depend on the batch size.
+
+    Raises ConfigError if there are more units than blocks can take.
+    """
     unit = _Unit.of(heads, head_dim, dtype, rest)
     assert unit.block_shape is not None, "see `num_shares`"
     num_warps, num_stages = unit.block_shape
-    # that a block collects: where the tiles were, or where it takes memory for it
+    # parts that a block collects: in the memory of its tiles, or in memory that is allocated for them
     collectable = min(ENOUGH_PARTS, unit.room // unit.part_bytes)
     most_parts = max(num_warps * num_stages * unit.tile_bytes // unit.part_bytes, collectable)
-    # a power of two, as numbers of segments often are: then each part has as many of them
+    # a power of two, as numbers of segments often are: then each part has equally many segments
     most_rest_parts = 1 << (2 * most_parts // 3).bit_length() - 1
     of_segments = min(MOST_REST_PARTS, max(1, max_segments), most_rest_parts)
     rest_parts = {"none": 0, "moments": 1, "sketch": of_segments}[rest]
-    # moments take three splits
+    # moments need three splits
     num_splits = max(3 if rest == "moments" else 1, min(num_sms // row_units, most_parts - rest_parts))
     num_items, collected_bytes = num_units * num_splits, (num_splits + rest_parts) * unit.part_bytes
     shared_bytes = max(unit.tiles_bytes(num_warps, num_stages), collected_bytes) + unit.other_bytes
@@ -68,7 +71,7 @@ def plan_blocks(
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What so many heads take of a block's shared memory."""
+    """The shared memory that a unit of so many heads takes in a block."""
 
     tile_bytes: int
     part_bytes: int
@@ -85,21 +88,24 @@ class _Unit:
 
     @property
     def room(self) -> int:
-        """For tiles and parts."""
+        """Bytes for tiles and parts."""
         return limits().block_bytes - self.other_bytes
 
     @property
     def block_shape(self) -> tuple[int, int] | None:
-        """The first of BLOCK_SHAPES that fits; None: there is no room."""
+        """The first of BLOCK_SHAPES that fits; None if none does."""
         return next((shape for shape in BLOCK_SHAPES if self.tiles_bytes(*shape) <= self.room), None)
 
     def tiles_bytes(self, num_warps: int, num_stages: int) -> int:
-        """Of tiles on their way, and of what warps have of two items."""
+        """Bytes of the tiles in flight and of the warps' parts of two items."""
         return num_warps * (num_stages * self.tile_bytes + 2 * self.part_bytes)
 
 
 def num_shares(group_size: int, head_dim: int, dtype: torch.dtype, rest: RestKind) -> int:
-    """Units that the query heads of a selection are divided among, evenly: as few as a block has memory for."""
+    """The number of units that the query heads of a selection are divided among evenly.
+
+    It is the smallest with which a block has enough memory. Raises ConfigError if there is none.
+    """
     for shares in range(-(-group_size // MAX_HEADS), group_size + 1):
         if group_size % shares == 0 and _Unit.of(group_size // shares, head_dim, dtype, rest).block_shape:
             return shares

@@ -1,4 +1,4 @@
-// Second part, for float32: attention of one warp, without tensor cores, which would round to 10 bits.
+// Part 2 for float32: attention of one warp, without tensor cores, which would round to 10 bits.
 #pragma once
 
 #include "device_rows.cuh"
@@ -7,8 +7,8 @@ __device__ float4 load_four(const char* from) { return *(const float4*)from; }
 typedef float4 Four;
 __device__ Four pack_four(float4 x) { return x; }
 
-// Softmax attention of a warp's tiles so far. Lanes r and r + 16 score row r, for the even and for the odd heads; of
-// the output a lane has every 32nd dimension.
+// Online softmax attention to a warp's tiles so far. Lanes r and r + 16 score row r, for the even and for the odd heads. A lane
+// has every 32nd dimension of the output.
 struct Attention {
     static constexpr int PAIRS = (HEADS + 1) / 2, SLICES = (HEAD_DIM + 31) / 32;
     const float4* q;
@@ -23,7 +23,7 @@ struct Attention {
             for (int i = 0; i < SLICES; i++) out[head][i] = 0.f;
     }
 
-    // The product of k and the i-th head of the lane's half.
+    // The product of k and the i-th query head of the lane's half.
     __device__ float product(const float4* k, int i) const {
         const float4* head_q = q + min(2 * i + threadIdx.x % 32 / TILE, HEADS - 1) * (HEAD_DIM / 4);
         float sum = 0.f;
@@ -35,7 +35,7 @@ struct Attention {
         return sum;
     }
 
-    // scale: softmax_scale * log2(e). The first `count` rows of the tile exist.
+    // Add a tile, of which the first `count` rows exist. scale: softmax_scale * log2(e).
     __device__ void add(unsigned tile, int count, float scale, float cap) {
         const int lane = threadIdx.x % 32;
         const float* rows = (const float*)__cvta_shared_to_generic(tile);
@@ -70,7 +70,8 @@ struct Attention {
         }
     }
 
-    // The heads' products with a tile's rows, both halves of each: [HEADS][2][HEAD_DIM], from the tile's first row on.
+    // Write the heads' products with both halves of each row of a tile to [HEADS][2][HEAD_DIM], where `products` points to
+    // the tile's first row.
     __device__ void multiply(unsigned tile, float* products) const {
         const int lane = threadIdx.x % 32;
         const float4* k = (const float4*)__cvta_shared_to_generic(tile) + lane % TILE * (PITCH / 16);

@@ -1,4 +1,4 @@
-// Second part, for bf16 and f16: attention of one warp, on tensor cores.
+// Part 2 for bf16 and f16: attention of one warp, on tensor cores.
 #pragma once
 
 #include "device_rows.cuh"
@@ -12,8 +12,8 @@ __device__ float4 load_four(const char* from) {
 typedef uint2 Four;
 __device__ Four pack_four(float4 x) { return make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
 
-// Softmax attention of a warp's tiles so far. KV rows, then dimensions, are the 16 rows of a product and the heads its
-// 8 columns: in both products a lane holds rows lane / 4 and lane / 4 + 8 of columns 2 (lane % 4) and the next.
+// Online softmax attention to a warp's tiles so far. The 16 rows of an mma are KV rows in the first product and dimensions in the
+// second; its 8 columns are the heads. In both a lane holds rows lane / 4 and lane / 4 + 8 of columns 2 (lane % 4) and the next.
 struct Attention {
     unsigned q[HEAD_DIM / 16][2];
     float max[2], sum[2];  // the sum is over the lane's own rows
@@ -35,10 +35,10 @@ struct Attention {
             for (int i = 0; i < 4; i++) out[k][i] = 0.f;
     }
 
-    // scale: softmax_scale * log2(e). The first `count` rows of the tile exist.
+    // Add a tile, of which the first `count` rows exist. scale: softmax_scale * log2(e).
     __device__ void add(unsigned tile, int count, float scale, float cap) {
         const int lane = threadIdx.x % 32;
-        float score[2][4] = {};  // two chains, for latency
+        float score[2][4] = {};  // two independent chains, to hide latency
         unsigned a[4], weights[2];
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++) {
@@ -69,7 +69,8 @@ struct Attention {
         }
     }
 
-    // The heads' products with a tile's rows, both halves of each: [HEADS][2][HEAD_DIM], from the tile's first row on.
+    // Write the heads' products with both halves of each row of a tile to [HEADS][2][HEAD_DIM], where `products` points to
+    // the tile's first row.
     __device__ void multiply(unsigned tile, float* products) const {
         const int lane = threadIdx.x % 32;
         float sum[2][4] = {};

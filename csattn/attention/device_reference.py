@@ -1,4 +1,4 @@
-"""The definition of decode attention over a step's rows, in float64."""
+"""The definition of decode attention for a step's rows, in float64."""
 
 from collections.abc import Sequence
 from math import log
@@ -24,18 +24,17 @@ def attend_step(
     rows: StepRows,
     softmax_scale: float,
     spill: Sequence[Tensor] | None = None,  # like resident
-    moments: Sequence[tuple[Moments, int]] | None = None,  # for each context: of how many rows that could be selected
-    other: tuple[Tensor, Tensor] | None = None,  # like out and lse: of who attends to rows.own_lens rows of the tails
-    reach: Reach | None = None,  # resident rows are contexts' last, of which rows see those within; None: all
+    moments: Sequence[tuple[Moments, int]] | None = None,  # for each context, with its number of selectable rows
+    other: tuple[Tensor, Tensor] | None = None,  # like out and lse: attention to the first rows.own_lens own rows
+    reach: Reach | None = None,  # resident rows are contexts' last ones, and rows see those within; None: all
     logit_cap: float | None = None,
     sinks: Tensor | None = None,  # [num_q_heads] float32
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each row over all resident rows, the rows of its tail that it sees, and its selection.
+    """Attend, for each row, to all resident rows, to the rows of its tail that it sees, and to its selection.
 
-    And, by an estimate, over the rows that could be selected and are not.
-
-    A selected id >= 0 is a row of `far`, an id <= -2 row -2 - id of `spill`. Returns out, like q, zeros where
-    there is no row to attend to; and lse [batch_size, num_q_heads], as a power of two, without `other`'s.
+    With moments, also attend, by an estimate, to the rows that may be selected and are not. A selected id >= 0 is a row
+    of `far`, an id <= -2 row -2 - id of `spill`. Returns out, like q, with zeros for rows that attend to nothing, and
+    lse [batch_size, num_q_heads] in octaves (log2), without `other` and sinks.
     """
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
     num_q_heads, num_kv_heads = q.shape[1], tails.shape[1]

@@ -1,9 +1,9 @@
-// Fourth part: what the rows that are not selected would give, estimated from their moments (ESTIMATE_REST).
+// Part 4: attention to the rows that are not selected, estimated from moments (ESTIMATE_REST).
 //
-// `csattn.rest.reference` is the definition. Moments lie in 2 + HEAD_DIM rows for each context and KV head, as
-// `csattn.rest.device` makes them: two whose sum is the mean row, then, for each dimension, the covariances of all keys with
-// that of the key and with that of the value. Products with q are in units of the softmax's logits. The covariances are
-// tiles of the unit's first split, whose block makes one more part of the result of their products with q.
+// `csattn.rest.reference` is the definition. Moments are 2 + HEAD_DIM rows for each context and KV head, in the layout of
+// `csattn.rest.device`: two whose sum is the mean row, then, for each dimension, the covariances of the keys with that dimension
+// of the key and of the value. The softmax scale is included, so products with q are logits. The covariances are tiles of the
+// unit's first split, whose block turns their products with q into one more part of the result.
 #pragma once
 
 #include "device_rows.cuh"
@@ -13,26 +13,26 @@ constexpr float DENSITY_AT_0 = 0.39894228f;  // of the standard normal
 
 __device__ float dot(float4 x, float4 y) { return x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w; }
 
-// Four dimensions of a mean: what it is rounded to, and what that leaves.
+// Four dimensions of a mean: its rounded value plus the rounding error.
 __device__ float4 load_mean(const char* from) {
     const float4 x = load_four(from), y = load_four(from + ROW_BYTES);
     return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
 }
 
-// What the chosen share of a standard normal exceeds.
+// The quantile of the standard normal that the chosen share exceeds.
 __device__ float cut_after(int num_chosen, int num_rows) {
     const int num_left = num_rows - num_chosen;
     const float of_rarer = normcdfinvf((float)min(num_chosen, num_left) / num_rows);
     return num_chosen < num_left ? -of_rarer : of_rarer;
 }
 
-// Logits are normal, those above the cut chosen. Of the others: log2 of the mean of their exponentials over all rows, and by
-// how many variances weighing by these moves their mean from that of all rows.
+// Logits are normal, and those above the cut are chosen. For the others, return log2 of the sum of their exponentials divided by
+// the number of all rows, and by how many variances weighting by the exponentials shifts their mean from that of all rows.
 __device__ float2 below_cut(float mean, float spread, float cut) {
     const float x = cut - spread;
-    float log_mean, ratio;  // the density at x over the share below it
-    if (x < 0.f) {          // the share itself may be too small for a float
-        const float scaled = erfcxf(-x * SQRT_HALF) / 2;  // the share, over exp(-x * x / 2)
+    float log_mean, ratio;  // ratio: the density at x divided by the share below x
+    if (x < 0.f) {          // the share itself may underflow
+        const float scaled = erfcxf(-x * SQRT_HALF) / 2;  // the share divided by exp(-x * x / 2)
         ratio = DENSITY_AT_0 / scaled;
         log_mean = mean + cut * (spread - cut / 2) + logf(scaled);
     } else {
@@ -43,7 +43,7 @@ __device__ float2 below_cut(float mean, float spread, float cut) {
     return make_float2(log_mean * LOG2_E, spread > 0.f ? (spread - ratio) / spread : 0.f);
 }
 
-// By one warp: post a head's part, of its products [2][HEAD_DIM] with the keys and with the values.
+// Post a head's part, by one warp, from its products [2][HEAD_DIM] with the covariances of the keys and of the values.
 __device__ void estimate_rest(float* part, const float* products, const char* q, const Unit& unit) {
     const int lane = threadIdx.x % 32;
     if (unit.rest_tiles() == 0) {

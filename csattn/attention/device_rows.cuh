@@ -1,11 +1,11 @@
-// Decode attention of one step, first part: where a unit's KV rows lie, and their way into shared memory.
+// Decode attention of one step, part 1: where a unit's KV rows are, and how they are copied into shared memory.
 //
-// A unit is one row of the batch and HEADS of its query heads, which have one selection; SHARES neighbouring units have the
-// same. Its KV rows come in this order: the selected far rows, the resident rows, the tail. Before them, at negative positions,
-// lie covariances in the form of rows, whose products with q tell what the rows that are not selected would give
-// (device_rest.cuh). Tiles of 16 rows are shared out to the unit's NUM_SPLITS splits, each of which has neighbouring ones, so
-// that a block stays within few pages of memory, and the first one all covariances; within a split they are dealt out in turn
-// to the warps. What a warp adds up depends neither on the batch nor on where a row lies.
+// A unit is one row of the batch and HEADS of its query heads, which share a selection; SHARES neighbouring units have the same
+// selection. Its KV rows are in this order: the selected far rows, the resident rows, the tail. Before them, at negative
+// positions, are covariances in the layout of rows, from whose products with q attention to the rows that are not selected is
+// estimated (device_rest.cuh). This is split-K: tiles of 16 rows are divided among the unit's NUM_SPLITS splits. A split has
+// neighbouring tiles, so that a block stays within few pages of memory, and the first split has all covariances. The warps take
+// a split's tiles in turn. What a warp sums depends neither on the batch nor on where a row is.
 //
 // A context's rows may be coded (device_coded.cuh); tails and covariances are not.
 //
@@ -19,9 +19,9 @@
 constexpr int TILE = 16;  // KV rows
 constexpr int ROW_BYTES = 2 * HEAD_DIM * ELEMENT_BYTES;  // K, then V
 constexpr int CHUNKS = ROW_BYTES / 16;
-constexpr int PITCH = ROW_BYTES + 16;  // an odd number of chunks: the same chunk of 8 rows lies in 8 different banks
+constexpr int PITCH = ROW_BYTES + 16;  // an odd number of chunks: the same chunk of 8 rows is in 8 different banks
 constexpr int TILE_BYTES = TILE * PITCH;
-constexpr int RING_BYTES = STAGES * TILE_BYTES;  // a warp's tiles in flight
+constexpr int RING_BYTES = STAGES * TILE_BYTES;  // a warp's ring buffer of tiles in flight
 constexpr int REST_TILES = ESTIMATE_REST ? HEAD_DIM / TILE : 0;
 constexpr long long MOMENTS_BYTES = (2 + HEAD_DIM) * ROW_BYTES;
 static_assert(CODED || CONTEXT_ROW_BYTES == ROW_BYTES, "only coded rows have other bytes");
@@ -34,10 +34,10 @@ constexpr int ENDS_AT = HEAD_DIM;
 
 struct Unit {
     long long far, spill, resident, tail;  // addresses of the first row
-    long long rest_end;                    // where the covariances end
+    long long rest_end;                    // end address of the covariances
     const int* ids;                        // of the far rows
     int far_len, resident_len, tail_len, total;
-    int middle_len;                        // rows that could be selected
+    int middle_len;                        // rows that may be selected
 
     __device__ void set_far_len(int len) {
         far_len = len;
@@ -45,11 +45,11 @@ struct Unit {
     }
 
     __device__ const char* means() const { return (const char*)rest_end - MOMENTS_BYTES; }
-    // Of covariances: none where nothing is left to estimate.
+    // The number of tiles of covariances: 0 if nothing is left to estimate.
     __device__ int rest_tiles() const { return far_len < middle_len ? REST_TILES : 0; }
 
-    // The first tile of a split, and the first of its that the warp takes; it takes every WARPS-th of them. Splits begin
-    // at different warps, so that those which get one tile more are not always the same.
+    // The first tile of a split; and the first that this warp takes of them: it takes every WARPS-th. Splits begin with
+    // different warps, so that it is not always the same warps that get one tile more.
     __device__ int first_tile(int split) const {
         const int before = rest_tiles(), tile = (before + (total + TILE - 1) / TILE) * split / NUM_SPLITS - before;
         return ESTIMATE_REST && split > 0 ? max(tile, 0) : tile;
@@ -58,7 +58,7 @@ struct Unit {
         return first_tile(split) + (threadIdx.x / 32 + split * (WARPS > 3 ? WARPS - 3 : 1)) % WARPS;
     }
     __device__ static int position(int tile) { return tile * TILE + threadIdx.x % TILE; }  // of the lane's row
-    // Of a tile's rows the first so many are coded; none where it is not positive.
+    // So many rows at the start of a tile are coded; none if it is not positive.
     __device__ int num_coded(int tile) const { return CODED && tile >= 0 ? far_len + resident_len - tile * TILE : 0; }
     __device__ int id_at(int position) const { return (unsigned)position < far_len ? ids[position] : 0; }
 
@@ -77,7 +77,7 @@ struct Unit {
     }
 };
 
-// The tiles that a warp takes of its block's items, in order. An item is a split of a unit.
+// An iterator over the tiles of its block's items that a warp takes, in order. An item is a split of a unit.
 struct Tiles {
     const Unit* unit;
     int num_items, split, tile, end;
@@ -106,8 +106,8 @@ struct Tiles {
     }
 };
 
-// Start copying the next tile, one commit group, and loading the ids of the one after. Rows past the unit's last become
-// zeros.
+// Start copying the next tile (cp.async, one commit group), and loading the ids of the one after. Rows past the unit's last
+// become zeros.
 __device__ void copy_next(unsigned slot, Tiles& tiles, int& id) {
     if (tiles.exist()) {
         constexpr int COPIES = TILE * CHUNKS / 32;
@@ -115,7 +115,7 @@ __device__ void copy_next(unsigned slot, Tiles& tiles, int& id) {
         const int num_coded = tiles.unit->num_coded(tiles.tile);
         const long long row = tiles.unit->row_at(tiles.position(), id);
         tiles.next();
-        if (tiles.exist()) id = tiles.unit->id_at(tiles.position());  // before it would queue behind the copies
+        if (tiles.exist()) id = tiles.unit->id_at(tiles.position());  // before the copies, which it would queue behind
         long long from[COPIES];
 #pragma unroll
         for (int i = 0; i < COPIES; i++) from[i] = __shfl_sync(ALL_LANES, row, (i * 32 + lane) / CHUNKS);

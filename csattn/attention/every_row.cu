@@ -1,9 +1,9 @@
-// Attention of a step's rows to every row of their contexts and tails: a context is read once for up to ROWS of them.
+// Attention of a step's rows to every row of their contexts and tails: a context is read once for up to ROWS of the step's rows.
 //
-// A source is KV rows that lie side by side: a context's, which all rows of the step that continue it attend to, or what a
-// row sees of its tail. A block takes query heads of one KV head and of several rows of the step (ROWS) at a time: FOLDS
-// times 16 for each warp. Sources are cut into splits by their length alone, so that what a query adds up, and in which
-// order, depends neither on the rows beside it nor on where it stands among them.
+// A source is a run of contiguous KV rows: a context's, to which all rows of the step that continue it attend, or the part of a
+// tail that its row sees. A block takes the query heads of one KV head and of up to ROWS rows of the step at a time: 16 FOLDS of
+// them for each warp. This is split-K: sources are cut into splits by their length alone, so what a query sums, and in which
+// order, depends neither on the other rows of the step nor on its place among them.
 //
 // Defined by the caller: HEAD_DIM, GROUP (query heads of a KV head), NUM_KV_HEADS, ELEMENT (bf16 or f16),
 // TILE (KV rows), STAGES, THREADS, FOLDS, LEAST_SPLIT (rows), MAX_SPLITS, MAX_TAIL_SPLITS, CAPPED, SINKS.
@@ -14,12 +14,12 @@
 
 constexpr int NUM_Q_HEADS = GROUP * NUM_KV_HEADS;
 constexpr int QUERIES = 16 * FOLDS * WARPS, ROWS = QUERIES / GROUP;
-constexpr int CHUNK = 32;  // KV rows that a warp takes at a time
+constexpr int CHUNK = 32;  // KV rows that a warp attends to at a time
 constexpr int ROW_BYTES = 2 * HEAD_DIM * 2;  // K, then V
-constexpr int PITCH = ROW_BYTES + 16;        // an odd number of 16 bytes: the same of 8 rows lie in 8 different banks
+constexpr int PITCH = ROW_BYTES + 16;        // an odd number of 16 bytes: the same 16 bytes of 8 rows are in 8 different banks
 constexpr int TILE_BYTES = TILE * PITCH;
-constexpr int UNIT = 64;  // rows that a split has multiples of
-constexpr int PART = HEAD_DIM + 4;  // of a query: its output, unnormalised, the maximum of its logits, the sum of its weights
+constexpr int UNIT = 64;  // the length of a split is a multiple of so many rows
+constexpr int PART = HEAD_DIM + 4;  // of a query: its unnormalised output, the maximum of its logits, the sum of its weights
 constexpr int MAX_BATCH_SIZE = THREADS / 2;  // a thread for each source
 static_assert(GROUP <= QUERIES, "a query for each head of a group");
 static_assert(HEAD_DIM % 16 == 0 && TILE % CHUNK == 0 && UNIT % TILE == 0, "whole products, and whole tiles in a split");
@@ -36,21 +36,21 @@ struct Splits {
 };
 
 struct Source {
-    long long rows;  // address of the first of the first KV head
-    int head_rows;   // from one KV head to the next
+    long long rows;  // address of the first KV head's first row
+    int head_rows;   // rows from one KV head to the next
     int num_rows;
-    int num_turns;  // that its readers take: ROWS rows of the step in each
-    int first_item, num_items;  // a split, for one KV head, in one turn
+    int num_turns;  // passes over the source: ROWS rows of the step take part in each
+    int first_item, num_items;  // an item is a split, for one KV head, in one turn
 };
 
-// What a warp's queries have added up: of each FOLDS 16, a lane has lane / 4 and lane / 4 + 8.
+// Online softmax attention of a warp's queries. Of the 16 queries of each fold, a lane has lane / 4 and lane / 4 + 8.
 struct Attention {
-    int num_folds;  // that have queries
+    int num_folds;  // up to the last that has queries
     unsigned q[FOLDS][HEAD_DIM / 16][4];
     float out[FOLDS][HEAD_DIM / 8][4];   // dimensions 8 n + 2 (lane % 4) and the next
     float max[FOLDS][2], sum[FOLDS][2];  // the sum is over the lane's own KV rows
 
-    // heads: of a fold's two queries; null: none
+    // heads: addresses of the lane's two queries of a fold; null: none
     __device__ void begin(int f, const char* const (&heads)[2]) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -65,7 +65,7 @@ struct Attention {
         for (int i = 0; i < 2; i++) max[f][i] = MINUS_INFINITY, sum[f][i] = 0.f;
     }
 
-    // CHUNK rows, of which `count` exist: to the first NUM folds, which all take what is loaded of them.
+    // Add CHUNK rows, of which `count` exist, to the first NUM folds, which share what is loaded.
     template <int NUM> __device__ __forceinline__ void add(unsigned rows, int count, float scale, float cap) {
         const int lane = threadIdx.x % 32;
         float p[NUM][CHUNK / 8][4];
@@ -104,7 +104,7 @@ struct Attention {
             }
     }
 
-    // From products to weights, and what was added up before to their unit.
+    // Online softmax: turn products into weights, and rescale the sums so far.
     __device__ __forceinline__ void weigh(int f, float (&p)[CHUNK / 8][4], unsigned (&weights)[CHUNK / 16][4], int count,
                                           float scale, float cap) {
         const int lane = threadIdx.x % 32;
@@ -143,7 +143,7 @@ struct Attention {
         }
     }
 
-    // parts: of a fold's two queries; null: none
+    // parts: for the lane's two queries of a fold; null: none
     __device__ void store(int f, float* const (&parts)[2]) {
         const int lane = threadIdx.x % 32;
         for (int step = 1; step < 4; step *= 2)
@@ -158,7 +158,7 @@ struct Attention {
     }
 };
 
-// A query's: MAX_SPLITS of its context, then MAX_TAIL_SPLITS of its tail.
+// The address of a query's parts: MAX_SPLITS for its context, then MAX_TAIL_SPLITS for its tail.
 __device__ float* parts_of(float* parts, int b, int head, bool of_tail) {
     const long long query = (long long)b * NUM_Q_HEADS + head;
     return parts + (query * (MAX_SPLITS + MAX_TAIL_SPLITS) + (of_tail ? MAX_SPLITS : 0)) * PART;
@@ -169,16 +169,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
     const long long* addresses,  // [num_contexts], each of [NUM_KV_HEADS, rows per head, 2, HEAD_DIM]
     const int* rows_per_head,    // [num_contexts]
     const char* tails,           // [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
-    const int* context_ids,      // [batch_size]; -1: none, the tail is all there is
-    const int* tail_ids, const int* tail_lens,  // no rows: the step's row is idle
-    float* parts,  // [batch_size, NUM_Q_HEADS, MAX_SPLITS + MAX_TAIL_SPLITS, PART] <- as many as there are splits
+    const int* context_ids,      // [batch_size]; -1: none, only the tail
+    const int* tail_ids, const int* tail_lens,  // [batch_size]; a length of 0: the step's row is idle
+    float* parts,  // [batch_size, NUM_Q_HEADS, MAX_SPLITS + MAX_TAIL_SPLITS, PART]; one is written for each split
     int batch_size, int tail_capacity, float scale, float cap) {
     extern __shared__ __align__(16) char shared[];  // [STAGES] tiles
     __shared__ u64 has_come[STAGES], is_read[STAGES];
     __shared__ u32 scratch[WARPS];
-    __shared__ Source sources[THREADS];  // contexts, each with the first row that continues it; tails
-    __shared__ int contexts[MAX_BATCH_SIZE], ranks[MAX_BATCH_SIZE];  // a row's context, and which of those that continue it it is
-    __shared__ int at, rows_of[QUERIES];  // the item's source, and its rows of the step
+    __shared__ Source sources[THREADS];  // [2 * batch_size]: contexts, each at the first row that continues it; then tails
+    __shared__ int contexts[MAX_BATCH_SIZE], ranks[MAX_BATCH_SIZE];  // a row's context, and its rank among the rows on it
+    __shared__ int at, rows_of[QUERIES];  // the item's source, and the rows of the step that read it
 
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (thread < STAGES) make_barrier(&has_come[thread], WARPS * COPIERS), make_barrier(&is_read[thread], WARPS);
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
 
     int num_used = 0, num_asked = 0;  // tiles
     for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
-        __syncthreads();  // all have left the item before
+        __syncthreads();  // all threads have finished the previous item
         if (source.first_item <= item && item < source.first_item + source.num_items) at = thread;
         __syncthreads();
         const Source& from = sources[at];
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
 
         const int first = split * splits.len, len = min(splits.len, from.num_rows - first);
         const char* const begin = (const char*)from.rows + ((long long)kv_head * from.head_rows + first) * ROW_BYTES;
-        auto ask_for = [&](int number) {  // a tile of the item, of which each warp has a part; past the last is the last again
+        auto ask_for = [&](int number) {  // load a tile of the item, a part of it by each warp; past the end the last row repeats
             const int stage = num_asked % STAGES, own = warp * (TILE / WARPS);
             if (num_asked >= STAGES) wait_for(&is_read[stage], num_asked / STAGES % 2 ^ 1);
             load_by_warp(
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
         __syncthreads();
         Attention attention;
         attention.num_folds = 0;
-        // a lane's queries, by their rows: those of a warp lie side by side
+        // the row of the step and the head of a lane's query; a warp's queries are neighbours
         auto row_of = [&](int f, int i, int& head) {
             const int query = (warp * FOLDS + f) * 16 + lane / 4 + i * 8;
             head = kv_head * GROUP + query % GROUP;
@@ -274,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
                 const int count = len - number * TILE - chunk;
                 if (attention.num_folds == FOLDS)
                     attention.add<FOLDS>(rows, count, scale, cap);
-                else if (attention.num_folds > 0)  // of two
+                else if (attention.num_folds > 0)  // one of two
                     attention.add<1>(rows, count, scale, cap);
             }
             __syncwarp();
@@ -294,11 +294,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
     }
 }
 
-// A block for each query. Its threads have four dimensions of every LANES-th part each.
+// Merge each query's parts by their log-sum-exps, a block for each query. A thread sums four dimensions of every LANES-th part.
 extern "C" __global__ void __launch_bounds__(THREADS) join_parts(
     float* parts,  // as above
     const int* rows_per_head, const int* context_ids, const int* tail_lens,
-    const float* sinks,  // [NUM_Q_HEADS], for SINKS: logits of heads beside those of rows
+    const float* sinks,  // [NUM_Q_HEADS], for SINKS: a head's sink logit, which has no row
     char* out,           // [batch_size, NUM_Q_HEADS, HEAD_DIM]
     int tail_capacity) {
     constexpr int QUADS = HEAD_DIM / 4, LANES = THREADS / QUADS, MOST = MAX_SPLITS + MAX_TAIL_SPLITS;
@@ -311,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_parts(
     const float* first = parts_of(parts, b, head, false);
     auto place = [&](int i) { return i < of_context ? i : MAX_SPLITS + i - of_context; };
     wait_then_let_next_start();
-    // what a thread adds up is asked for before it is known what it counts
+    // load what a thread will sum before the weights are known
     constexpr int EACH = (MOST + LANES - 1) / LANES, AHEAD = EACH < 12 ? EACH : 12;
     const int lane = thread / QUADS, quad = thread % QUADS;
     float4 x[AHEAD];

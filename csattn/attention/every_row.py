@@ -1,4 +1,4 @@
-"""Attention of a step's rows to every row of their contexts and tails: a context is read once for several of them."""
+"""Attention of a step's rows to every row of their contexts and tails: a context is read once for several rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,28 +16,28 @@ from csattn.cuda import cuda_kernel, limits, num_multiprocessors
 SOURCE = Path(__file__).with_name("every_row.cu")
 FOLD = 16  # query heads that a warp multiplies together
 MAX_WARPS = 4
-MAX_GROUP = FOLD * MAX_WARPS  # query heads of a KV head, which a block takes at a time
-MAX_BATCH_SIZE = 32 * MAX_WARPS // 2  # a thread for each context and each tail
-MAX_HEAD_DIM = 256  # of more, a warp has no registers for
-MOST_SPLITS, LEAST_SPLIT = 128, 256  # of what a row sees of its context, or of its tail; rows of one
-MAX_ROWS_OF_SAME_BITS = 16  # of a step: up to so many, splits are the same
-JOINING = 128  # threads that join a query's parts
-MOST_STAGES = 3  # tiles on their way, or attended to
-OTHER_BYTES = 20 << 10  # at most, of shared memory, that a block has besides tiles
+MAX_GROUP = FOLD * MAX_WARPS  # query heads of a KV head: a block takes all of them at once
+MAX_BATCH_SIZE = 32 * MAX_WARPS // 2  # a block has a thread for each context and each tail
+MAX_HEAD_DIM = 256  # a warp has no registers for more
+MOST_SPLITS, LEAST_SPLIT = 128, 256  # splits of a row's context, or of its tail, at most; rows of a split, at least
+MAX_ROWS_OF_SAME_BITS = 16  # steps of up to so many rows have the same splits
+JOINING = 128  # threads that merge a query's parts
+MOST_STAGES = 3  # tiles in flight, or being attended to
+OTHER_BYTES = 20 << 10  # upper bound of the shared memory that a block has besides tiles
 PART_ENDS = 4  # floats after a part's output, as in the kernel
 
 
 def takes_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for such; `DeviceAttention` takes the others, one row at a time."""
+    """Whether the kernel supports these heads; `DeviceAttention` takes all others, one row at a time."""
     fits = head_dim <= MAX_HEAD_DIM and num_q_heads // num_kv_heads <= MAX_GROUP
     return dtype.itemsize == 2 and dtype in ELEMENTS and fits
 
 
 class EveryRowAttention:
-    """Plans for steps of some batch sizes, and their workspace. Definition: `device_reference.attend_step`, with
-    contexts as resident rows and no selection.
+    """Plans for steps of some batch sizes, and their workspace.
 
-    A row's bits depend on no other row of its step, and are the same in all steps of up to MAX_ROWS_OF_SAME_BITS rows.
+    Definition: `device_reference.attend_step`, with contexts as resident rows and no selection. The bits of a row's
+    result depend on no other row of its step, and are the same in all steps of up to MAX_ROWS_OF_SAME_BITS rows.
     Launches share the workspace, so they must be ordered.
     """
 
@@ -89,16 +89,16 @@ class EveryRowAttention:
 
     def attend(
         self,
-        q: Tensor,  # [batch_size, num_q_heads, head_dim]; the heads of a group lie one after the other
+        q: Tensor,  # [batch_size, num_q_heads, head_dim]; the heads of a group follow each other
         contexts: RowSource,
         tails: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
         rows: StepRows,
         out: Tensor,  # like q
-        sinks: Tensor | None = None,  # [num_q_heads] float32: logits beside those of rows
+        sinks: Tensor | None = None,  # [num_q_heads] float32: sink logits, which have no rows
     ) -> None:
         """Enqueue attention of each row to all of its context and to what it sees of its tail. Idle rows become zeros.
 
-        Of rows.own_lens and tail_starts nothing is read: the whole tail is there.
+        Ignores rows.own_lens and rows.tail_starts: tails must be complete.
         """
         assert q.shape == out.shape == (rows.batch_size, *self._heads) and q.dtype == out.dtype == tails.dtype
         assert tails.shape[1:] == self._tail_shape and tails.dtype == self._dtype
@@ -136,19 +136,19 @@ class EveryRowAttention:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How steps of a batch size are dealt out."""
+    """How steps of one batch size are divided among thread blocks."""
 
     num_blocks: int
     num_warps: int
-    folds: int  # times FOLD query heads of a warp
+    folds: int  # a warp has folds * FOLD query heads
     tile: int  # KV rows
     num_stages: int
-    max_splits: int  # of a context: so many that one of them fills the device
+    max_splits: int  # of a context: enough that a single context fills the GPU
     shared_bytes: int
 
 
 def plan_blocks(batch_size: int, group_size: int, num_kv_heads: int, head_dim: int, num_sms: int) -> Blocks:
-    """What a row adds up, and in which order, follows from `max_splits` alone."""
+    """Plan the blocks of a step. What a row sums, and in which order, depends on `max_splits` alone."""
     num_queries, is_small = batch_size * group_size, batch_size <= MAX_ROWS_OF_SAME_BITS
     num_warps = MAX_WARPS // 2 if num_queries <= FOLD * MAX_WARPS // 2 else MAX_WARPS
     folds = 2 if not is_small and num_queries > MAX_GROUP and head_dim <= 128 else 1
@@ -170,7 +170,7 @@ def max_tail_splits(tail_capacity: int) -> int:
 def num_floats(
     batch_sizes: Sequence[int], num_q_heads: int, num_kv_heads: int, head_dim: int, tail_capacity: int, num_sms: int
 ) -> int:
-    """What is kept of all queries, of each split, until it is joined."""
+    """The size of the workspace in floats: a part for every query and split, until `join_parts` merges them."""
     group_size, of_tail = num_q_heads // num_kv_heads, max_tail_splits(tail_capacity)
     splits = (plan_blocks(size, group_size, num_kv_heads, head_dim, num_sms).max_splits for size in batch_sizes)
     most = max(size * (of_context + of_tail) for size, of_context in zip(batch_sizes, splits, strict=True))
@@ -180,6 +180,6 @@ def num_floats(
 def workspace_bytes(
     batch_sizes: Sequence[int], num_q_heads: int, num_kv_heads: int, head_dim: int, tail_capacity: int
 ) -> int:
-    """What such plans set aside, on the device that is current."""
+    """The bytes of the workspace of `EveryRowAttention` with these sizes, on the current CUDA device."""
     num_sms = num_multiprocessors(torch.device("cuda"))
     return 4 * num_floats(batch_sizes, num_q_heads, num_kv_heads, head_dim, tail_capacity, num_sms)

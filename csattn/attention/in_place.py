@@ -1,10 +1,10 @@
-"""Attention of a step's rows on the CPU, over context rows where they lie and a request's own: nothing is gathered.
+"""Attention of a step's rows on the CPU, to rows of contexts and tails in place: nothing is gathered.
 
-The rows that a head attends to stand in one list: sinks, selected rows, window, then of the tail the selected rows and
-all from where it has no sketch. The list is cut into ranges by
-its length alone, each range is attended to as a piece of its own, and the ranges are merged in their order. So a row's
-result depends neither on the rows beside it nor on threads. So it is with the rest, the rows that could be selected and
-are not, where a sketch says what they are, unless who selected has attended to them.
+The rows that a head attends to form one list: sinks, selected rows and window of the context, then the tail's selected
+rows and all tail rows after those with a sketch. The list is cut into ranges by its length alone (as in
+flash-decoding), each range is attended to as a separate piece, and the ranges are merged in order. So a row's result
+depends neither on the other rows of the step nor on the number of threads. The rest, the rows that may be selected and
+are not, is cut in the same way if it is attended to by a sketch and does not come with the selection.
 `in_place_reference` is the definition.
 """
 
@@ -35,19 +35,22 @@ RANGE_ROWS = 256
 
 
 def num_ranges(list_len: int) -> int:
-    """How many ranges a list of that many rows is cut into."""
+    """The number of ranges that a list of that many rows is cut into."""
     ranges: int = -(-list_len // _range_rows(list_len))
     return ranges
 
 
 def attend_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """For KV of that type. A piece is a range of one index head's list: max_index_heads * max_ranges a row."""
+    """Attend to one range. KV rows have the type of `like`.
+
+    A piece is a range of one index head's list: there are max_index_heads * max_ranges for each row of the step.
+    """
     _attend(arguments_at(arguments), piece, like, bytes_of(like))
     return 0
 
 
 def merge_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """Merge what `attend_stage` and `rest_stage` have left in `parts`. A piece is a query head of a row."""
+    """Merge what `attend_stage` and `rest_stage` wrote to `parts`. A piece is one query head of a row."""
     args = arguments_at(arguments)
     _merge(args, piece // args.num_q_heads, piece % args.num_q_heads)
     return 0
@@ -62,7 +65,7 @@ def _range_rows(list_len: int) -> int:
 
 @exact_kernel
 def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
-    # rows that follow each other are likely to read the same of one head: its window, and what many choose
+    # neighbouring rows are likely to read the same KV rows of a head: its window, and those that many choose
     num_rows = word_of(args.num_rows, 0)
     row, head_range = piece % num_rows, piece // num_rows
     head, number = head_range // args.max_ranges, head_range % args.max_ranges
@@ -81,7 +84,7 @@ def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
     rows = np.empty(room, np.int64)
     num_context = _addresses(args, row, head, first, count, 2 * head_dim * itemsize, rows)
     for i in range(count, room):
-        rows[i] = rows[count - 1]  # a row that is there; its weight will be 0
+        rows[i] = rows[count - 1]  # a valid address; its weight will be 0
     if num_context == count:
         num_context = room
     coded = word_of(args.k_readers, row) != 0
@@ -132,7 +135,10 @@ def _score(
 def _addresses(
     args: Any, row: int, head: int, first: int, count: int, tail_row_bytes: int, rows: NDArray[np.int64]
 ) -> Any:
-    """Where rows [first, first + count) of an index head's list lie; how many of them, the first, are the context's."""
+    """Write the addresses of rows [first, first + count) of an index head's list to `rows`.
+
+    Returns how many of them, at the start, belong to the context.
+    """
     kv_head = head // (word_of(args.num_index_heads, row) // args.num_kv_heads)
     context_len, capacity = word_of(args.context_lens, row), args.tail_capacity
     row_bytes = word_of(args.row_bytes, row)
@@ -203,7 +209,7 @@ def _merge(args: Any, row: int, q_head: int) -> None:
 
 @exact_kernel
 def _add_part(part: NDArray[np.float32], top: np.float32, out: NDArray[np.float32]) -> Any:
-    """Add what it has to `out`; how much its weights are together."""
+    """Add a part's output to `out`, rescaled to the maximum `top`; return the sum of its weights."""
     head_dim, scales = len(out), np.empty(LANES, np.float32)
     store(scales, 0, exp_lanes(fill(F32x16, part[head_dim] - top)))
     for j in range(head_dim):
@@ -213,7 +219,7 @@ def _add_part(part: NDArray[np.float32], top: np.float32, out: NDArray[np.float3
 
 @exact_kernel
 def _given_rest(args: Any, row: int, q_head: int) -> NDArray[np.float32]:
-    """The part of the rest that came with the selection; empty: none."""
+    """The part for the rest that came with the selection; empty if none did."""
     rests, words = word_of(args.rests, row), args.head_dim + 2
     part: NDArray[np.float32] = array_at(rests + 4 * q_head * words, words if rests != 0 else 0, np.float32(0))
     return part
@@ -221,7 +227,7 @@ def _given_rest(args: Any, row: int, q_head: int) -> NDArray[np.float32]:
 
 @exact_kernel
 def _part_of(number: int, ranges: int, rest_ranges: int) -> int:
-    """Where the parts of the list and, behind them, of the rests are."""
+    """The place in `parts` of a part by its number: ranges of the list, then of the context's and the tail's rest."""
     if number < ranges:
         return number
     number -= ranges
@@ -230,7 +236,7 @@ def _part_of(number: int, ranges: int, rest_ranges: int) -> int:
 
 @exact_kernel
 def _rest(args: Any, row: int, q_head: int, out: NDArray[np.float32]) -> Any:
-    """An estimate of attention to the rows that could be selected and are not, and its log-sum-exp; -inf: none."""
+    """Estimate attention to the rows that may be selected and are not; return its log-sum-exp, -inf without moments."""
     moments, num_q_heads, head_dim = word_of(args.moments, row), args.num_q_heads, args.head_dim
     if moments == 0:
         return np.float32(-np.inf)

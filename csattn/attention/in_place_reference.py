@@ -16,7 +16,7 @@ from csattn.sketch.reference import attend_rest
 
 @dataclass(frozen=True)
 class OwnChoice:
-    """Of the first rows of a tail, which have codes of their own."""
+    """The choice from the first rows of a tail, which have their own sketch."""
 
     kv_indices: Tensor  # [num_kv_heads, top_k] int32: the chosen ones
     valid_len: Tensor  # [num_kv_heads] int32
@@ -30,18 +30,18 @@ def attend_row(
     window_start: int,
     kv_indices: Tensor,  # [num_index_heads, top_k] int32
     valid_len: Tensor,  # [num_index_heads] int32
-    tail: Tensor,  # [num_kv_heads, tail_len, 2, head_dim]: what the row sees of it
+    tail: Tensor,  # [num_kv_heads, tail_len, 2, head_dim]: the part that the row sees
     softmax_scale: float,
-    # of [sink_end, window_start), one of them: what tells of the rows that are not selected; else they count nothing
+    # one of these for the rows of [sink_end, window_start) that are not selected; None of them: those are dropped
     moments: Moments | None = None,
     sketch: SketchIndex | None = None,
-    own: OwnChoice | None = None,  # else all of the tail is attended to
+    own: OwnChoice | None = None,  # None: all of the tail is attended to exactly
     logit_cap: float | None = None,
     sinks: Tensor | None = None,  # [num_q_heads] float32
 ) -> Tensor:
-    """Attention over [0, sink_end), the selected rows and [window_start, context_len) of the context, and the tail.
+    """Attend to [0, sink_end), the selected rows and [window_start, context_len) of the context, and to the tail.
 
-    And, by moments or by codes, over the rows that are not selected, and with the heads' sinks.
+    Rows that are not selected are attended to by moments or by codes, and the heads' sink logits join the softmax.
     Returns [num_q_heads, head_dim] float32.
     """
     num_coded = own.sketch.context_len if own is not None else 0
@@ -83,7 +83,7 @@ def _rest_by_codes(
     valid_len: Tensor,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the rows of [first, stop) that are not chosen."""
+    """Attend, by codes, to the rows of [first, stop) that are not chosen."""
     is_rest = np.zeros((sketch.num_heads, sketch.context_len), np.bool_)
     is_rest[:, first:stop] = True
     for head in range(sketch.num_heads):

@@ -1,7 +1,7 @@
-"""The rest of attention in place: the rows of the middle that are not chosen, attended to by the codes of a sketch.
+"""The rest in attention in place: rows between sinks and window (the middle) that are not chosen, by a sketch's codes.
 
-The middle is cut into ranges by its length alone; each leaves a part like those of the rows' lists. So it is with the
-first rows of a row's tail, if they have a sketch: they are the middle of the place that says it of them.
+The middle is cut into ranges by its length alone, and each writes a part like those of the rows' lists. The first rows
+of a tail, if they have a sketch, are treated the same: they are the middle that element row + own_rows describes.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from csattn.search.match import widen
 from csattn.search.rest import attend_rows
 from csattn.search.sketch import project_queries, sketch_at, weigh_queries
 
-RANGE_ROWS = 16384  # where the middle is longer than MAX_RANGES of them, ranges are
+RANGE_ROWS = 16384  # ranges are longer if the middle has more than MAX_RANGES of these
 
 
 def rest_queries_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """What `rest_stage` needs of the queries. A piece is a KV head of a row, of the context, then of the tail."""
+    """Project the queries for `rest_stage`. A piece is a KV head of a row: of rows' contexts, then of their tails."""
     args = arguments_at(arguments)
     num_kv_heads = args.num_kv_heads
     row, place = _place_of(args, piece // num_kv_heads)
@@ -39,27 +39,30 @@ def rest_queries_stage(arguments: int, piece: int, thread: int, unused: int) -> 
 
 
 def rest_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """A piece is a range of one KV head's middle: 2 * num_kv_heads * max_rest_ranges a row."""
+    """Attend to one range by codes.
+
+    A piece is a range of a KV head's middle: there are 2 * num_kv_heads * max_rest_ranges for each row of the step.
+    """
     _attend_rest(arguments_at(arguments), piece)
     return 0
 
 
 @exact_kernel
 def num_rest_ranges(middle_end: int) -> int:
-    """How many ranges rows up to that one are cut into."""
+    """The number of ranges that the rows [0, middle_end) are cut into."""
     ranges: int = -(-middle_end // _range_rows(middle_end))
     return ranges
 
 
 @exact_kernel
 def rest_ranges_of(args: Any, place: int) -> Any:
-    """Into how many ranges the rest of a place is cut; 0: it has none."""
+    """The number of ranges of a place's rest (see `_place_of`); 0 if it has no sketch."""
     return num_rest_ranges(word_of(args.window_starts, place)) if word_of(args.sketches, place) != 0 else 0
 
 
 @exact_kernel
 def _attend_rest(args: Any, piece: int) -> None:
-    # rows that follow each other are likely to read the same codes
+    # neighbouring rows are likely to read the same codes
     num_rows = word_of(args.num_rows, 0)
     row, place = _place_of(args, piece % (2 * num_rows))
     head_range = piece // (2 * num_rows)
@@ -79,7 +82,7 @@ def _attend_rest(args: Any, piece: int) -> None:
 
 @exact_kernel
 def _place_of(args: Any, number: int) -> tuple[int, int]:
-    """Of 2 * num_rows the row, and where by-row arrays say it of its context, or of its tail."""
+    """The row of a number below 2 * num_rows, and its place: the index in by-row arrays of its context or its tail."""
     num_rows = word_of(args.num_rows, 0)
     row = number % num_rows
     return row, row + (args.own_rows if number >= num_rows else 0)

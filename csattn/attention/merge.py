@@ -1,4 +1,4 @@
-"""Attention over the union of two disjoint row sets, from attention over each."""
+"""Merge attention over disjoint sets of rows by their log-sum-exps."""
 
 import torch
 from torch import Tensor
@@ -21,5 +21,5 @@ def merge_state(
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention whose softmax has one more logit, without a row. out: [..., head_dim]; lse, sinks: [...]."""
+    """Add a sink logit, which has no row, to the softmax of attention. out: [..., head_dim]; lse, sinks: [...]."""
     return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)

@@ -1,5 +1,5 @@
-// Instructions on 8 x 8 matrices of ELEMENTs, bf16 or f16, of which a lane has a part of each. An emulator brings its own version
-// of this file.
+// Warp-level matrix instructions (ldmatrix, mma, movmatrix) on 8 x 8 matrices of ELEMENTs, bf16 or f16; each lane holds a part of
+// every matrix. The emulator replaces this file.
 #pragma once
 
 #define NAME_OF(x) #x

@@ -13,7 +13,7 @@ def attend(
     log_weights: Tensor | None = None,  # like mask, float32, finite: added to the logits
     logit_cap: float | None = None,  # logits are cap * tanh(logit / cap), before weights are added
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention and its log-sum-exp [batch_size, num_kv_heads, q_len]; -inf and zeros for no rows."""
+    """Softmax attention and its log-sum-exp [batch_size, num_kv_heads, q_len]; zeros and -inf without rows."""
     scores = q.double() @ k.double().transpose(-1, -2) * softmax_scale
     if logit_cap is not None:
         scores = logit_cap * (scores / logit_cap).tanh()

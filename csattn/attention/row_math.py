@@ -1,4 +1,4 @@
-"""What attention in place does with rows once it is known where they lie: scores, weights, weighted sums."""
+"""The arithmetic of attention in place on rows at given addresses: scores, weights, weighted sums."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ LEAST = np.finfo(np.float32).min
 @exact_kernel
 def score_16(
     q: NDArray[np.float32],  # [group_size * head_dim]
-    rows: NDArray[np.int64],  # addresses; 16 from `first` on are those of the keys
+    rows: NDArray[np.int64],  # addresses; the keys are the 16 from `first` on
     first: int,
-    like: Any,  # keys are of its type
+    like: Any,  # has the type of the keys
     head_dim: int,
     group_size: int,
     softmax_scale: float,
@@ -44,7 +44,7 @@ def score_16(
 
 @exact_kernel
 def _four_dots(q, at, rows, first, like, whole):  # type: ignore[no-untyped-def]
-    """Products of a query and four keys, ready for `sums_of_16`."""
+    """Dot products of a query with four keys, partially summed as `sums_of_16` takes them."""
     k0, k1 = array_at(rows[first], whole, like), array_at(rows[first + 1], whole, like)
     k2, k3 = array_at(rows[first + 2], whole, like), array_at(rows[first + 3], whole, like)
     zero = fill(F32x16, 0.0)
@@ -60,7 +60,7 @@ def _four_dots(q, at, rows, first, like, whole):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def cap_logits(logits: NDArray[np.float32], cap: float) -> None:
-    """logits = cap * tanh(logits / cap), in place; as many as whole lanes."""
+    """logits = cap * tanh(logits / cap), in place; their number is a multiple of LANES."""
     one, two, by = fill(F32x16, 1.0), fill(F32x16, 2.0), fill(F32x16, np.float32(2.0 / cap))
     for i in range(0, len(logits), LANES):
         powers = exp_lanes(load(F32x16, logits, i) * by)
@@ -69,12 +69,12 @@ def cap_logits(logits: NDArray[np.float32], cap: float) -> None:
 
 @exact_kernel
 def weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: NDArray[np.float32], words: int) -> None:
-    """Scores become exp(score - largest); the largest and the sum go behind the part's `words` first words.
+    """Turn scores into exp(score - largest); write the largest and the sum after the part's first `words` words.
 
-    Of NaN and of infinity NaN comes, whatever stands beside it.
+    A score of NaN or infinity makes the result NaN, whatever the other scores are.
     """
-    largest = fill(F32x16, LEAST)  # finite: less it, minus infinity stays what it is
-    for i in range(0, room, LANES):  # what stands behind `count` are the last row's scores again
+    largest = fill(F32x16, LEAST)  # finite, so that -inf minus it stays -inf
+    for i in range(0, room, LANES):  # scores after the first `count` repeat the last row's
         largest = larger(load(F32x16, weights, at + i), largest)
     top = largest_lane(largest)
     sums = fill(F32x16, 0.0)
@@ -88,16 +88,16 @@ def weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: ND
 
 @exact_kernel
 def mix(
-    weights: NDArray[np.float32],  # those from `at` on are the rows'
+    weights: NDArray[np.float32],  # the rows' weights begin at `at`
     at: int,
     rows: NDArray[np.int64],  # addresses
-    count: int,  # of the first rows, a multiple of 4
-    start: int,  # where a row's value begins, in elements
-    like: Any,  # values are of its type
+    count: int,  # number of rows, a multiple of 4
+    start: int,  # of a row's value, in elements
+    like: Any,  # has the type of the values
     head_dim: int,
     part: NDArray[np.float32],
 ) -> None:
-    """part[:head_dim] += the sum of weights times values."""
+    """part[:head_dim] += the sum of the values times their weights."""
     whole, end = head_dim - head_dim % LANES, start + head_dim
     for i in range(0, count, 4):
         v0, v1 = array_at(rows[i], end, like), array_at(rows[i + 1], end, like)

@@ -1,1 +1,1 @@
-"""What kernels on the CPU are made of: how they are compiled, vectors, atomics, and threads that run them."""
+"""Building blocks of CPU kernels: compilation, vectors, atomics, and the threads that run them."""

@@ -1,4 +1,4 @@
-"""What kernels are told of by its address: arrays, and functions of four numbers, which are called stages."""
+"""Arrays and functions that kernels get by address. Functions of four numbers are called stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from csattn.cpu.llvm import by_values
 
 @dataclass(frozen=True, slots=True)
 class KindStage:
-    """A stage for arrays of one kind of floats. Its fourth number tells by its type what they are: it has no value."""
+    """A stage for arrays of one kind of floats. The type of its fourth argument is that kind; its value is unused."""
 
     function: Callable[[int, int, int, Any], int]
     kind: str  # of KINDS
@@ -26,15 +26,15 @@ class KindStage:
 
 Stage = Callable[[int, int, int, int], int] | KindStage  # int64 throughout
 
-# By torch's names. Arrays of bfloat16 come as uint16, arrays of float16 as int16: numba has a type for neither.
+# By torch's names. Arrays of bfloat16 are passed as uint16, arrays of float16 as int16: numba has a type for neither.
 KINDS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}
 LINE_BYTES = 64  # of a cache line
-_KEPT: list[Any] = []  # so that the code is not freed
+_KEPT: list[Any] = []  # keeps compiled code from being freed
 
 
 @cache
 def compiled_address(stage: Stage) -> int:
-    """Where the compiled function is; it stays there. Compiles when it is first wanted."""
+    """The address of the compiled function, for the life of the process. Compiles it on the first call."""
     function, fourth = (
         (stage.function, typeof(KINDS[stage.kind])) if isinstance(stage, KindStage) else (stage, types.int64)
     )
@@ -44,7 +44,7 @@ def compiled_address(stage: Stage) -> int:
 
 
 def aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """Bytes that begin on a cache line, with whatever is in them."""
+    """Uninitialised bytes that begin at a cache line."""
     memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % LINE_BYTES
     return memory[start : start + num_bytes]
@@ -52,7 +52,7 @@ def aligned(num_bytes: int) -> NDArray[np.uint8]:
 
 @intrinsic
 def call_stage(typing_context, function, a, b, c, d):  # type: ignore[no-untyped-def]
-    """What the stage at the address `function` returns."""
+    """Call the stage at the address `function` and return its result."""
     kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 4)
 
     def build(builder: ir.IRBuilder, function: Any, *args: Any) -> Any:
@@ -63,7 +63,7 @@ def call_stage(typing_context, function, a, b, c, d):  # type: ignore[no-untyped
 
 @intrinsic
 def array_at(typing_context, address, length, like):  # type: ignore[no-untyped-def]
-    """The array of `length` elements at an address; they are of the type of `like`."""
+    """The array at an address, of `length` elements of the type of `like`."""
     sig = types.Array(like, 1, "C")(address, types.intp, like)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -78,7 +78,7 @@ def array_at(typing_context, address, length, like):  # type: ignore[no-untyped-
 
 
 def record_at(dtype: np.dtype[np.void]) -> Any:
-    """For kernels: the record of a dtype at an address."""
+    """Make a function for kernels that returns the record of this dtype at an address."""
 
     @intrinsic
     def at(typing_context, address):  # type: ignore[no-untyped-def]

@@ -1,7 +1,8 @@
 """Atomic operations on int64 words, for kernels that share memory.
 
-Whoever writes a word with `store_release`, `add` or `set_bits` publishes all that it wrote before; whoever then reads
-the word with `load_acquire`, `add` or `set_bits` sees it. All operations on words keep one order that all threads see.
+A thread that writes a word with `store_release`, `add` or `set_bits` publishes everything that it wrote before. If
+another then reads the word with `load_acquire`, `add` or `set_bits`, it sees all of that. All operations are
+sequentially consistent: they have one order, which all threads see.
 """
 
 from numba import types
@@ -14,7 +15,7 @@ ORDER = "seq_cst"
 
 @intrinsic
 def load_acquire(typing_context, words, at):  # type: ignore[no-untyped-def]
-    """words[at] of an int64 array."""
+    """Return words[at] of an int64 array."""
     return types.int64(words, at), by_elements(lambda builder, word: builder.load_atomic(word, ORDER, 8))
 
 
@@ -27,13 +28,13 @@ def store_release(typing_context, words, at, value):  # type: ignore[no-untyped-
 
 @intrinsic
 def add(typing_context, words, at, value):  # type: ignore[no-untyped-def]
-    """words[at] += value; what was there before."""
+    """words[at] += value; return the value before."""
     sig = types.int64(words, at, types.int64)
     return sig, by_elements(lambda builder, word, value: builder.atomic_rmw("add", word, value, ORDER))
 
 
 @intrinsic
 def set_bits(typing_context, words, at, bits):  # type: ignore[no-untyped-def]
-    """words[at] |= bits; what was there before."""
+    """words[at] |= bits; return the value before."""
     sig = types.int64(words, at, types.int64)
     return sig, by_elements(lambda builder, word, bits: builder.atomic_rmw("or", word, bits, ORDER))

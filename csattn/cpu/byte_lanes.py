@@ -1,4 +1,4 @@
-"""Operations on lanes of four bytes: shuffles, and sums of products of bytes."""
+"""Operations on 32-bit lanes of four bytes: shuffles, and dot products of bytes."""
 
 from functools import cache
 from typing import Any
@@ -14,13 +14,13 @@ from csattn.cpu.simd import Vector
 
 @intrinsic
 def turn_fours(typing_context, value):  # type: ignore[no-untyped-def]
-    """Of every four lanes of four bytes, byte i of lane j becomes byte j of lane i."""
+    """Transpose the bytes of every four lanes: byte i of lane j becomes byte j of lane i."""
     return value(value), _shuffle_bytes([4 * byte + lane for lane in range(4) for byte in range(4)])
 
 
 @intrinsic
 def spread_byte(typing_context, value, number):  # type: ignore[no-untyped-def]
-    """Every lane gets, of the four lanes it belongs to, byte `number` (a literal) of each."""
+    """In each group of four lanes, every lane gets byte `number` (a literal) of each of the four."""
     if not isinstance(number, types.IntegerLiteral):
         return None
     return value(value, number), _shuffle_bytes(
@@ -29,7 +29,7 @@ def spread_byte(typing_context, value, number):  # type: ignore[no-untyped-def]
 
 
 def _shuffle_bytes(order: list[int]) -> Generate:
-    """In every 16 bytes alike."""
+    """Shuffle every 16 bytes in this order."""
 
     def build(builder: ir.IRBuilder, value: Any, *_: Any) -> Any:
         num_bytes = 4 * value.type.count
@@ -42,7 +42,7 @@ def _shuffle_bytes(order: list[int]) -> Generate:
 
 @intrinsic
 def bits_of_bytes(typing_context, value, first, count):  # type: ignore[no-untyped-def]
-    """Of each byte of 32-bit lanes, so many bits from that one on (literals), as a number."""
+    """From each byte of 32-bit lanes, extract `count` bits from bit `first` on (both literals), as a number."""
     if not (isinstance(first, types.IntegerLiteral) and isinstance(count, types.IntegerLiteral)):
         return None
     sig = value(value, first, count)
@@ -53,7 +53,7 @@ def bits_of_bytes(typing_context, value, first, count):  # type: ignore[no-untyp
         if shift == 0:
             return builder.and_(args[0], masks)
         if kind.count == 16 and "+gfni" in context.codegen().magic_tuple()[2]:
-            # a product with a matrix of bits: byte 7 - i of it says which of the bits make up bit i
+            # a product with a bit matrix: its byte 7 - i selects the bits that make up bit i
             matrix = sum(1 << (8 * (7 - i) + shift + i) for i in range(number))
             as_bytes = ir.VectorType(ir.IntType(8), 4 * kind.count)
             matrices = ir.Constant(ir.VectorType(ir.IntType(64), kind.count // 2), [matrix] * (kind.count // 2))
@@ -67,7 +67,7 @@ def bits_of_bytes(typing_context, value, first, count):  # type: ignore[no-untyp
 
 @intrinsic
 def add_byte_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
-    """sums[i] + the sum over lane i's four bytes of a, unsigned, times those of b, from 0 to 15, as 32-bit lanes."""
+    """sums[i] + the dot product of lane i's four bytes of a (unsigned) and of b (0 to 15), in 32-bit lanes."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         return add_dots(builder, context.codegen().magic_tuple(), "u", *args)
@@ -77,7 +77,10 @@ def add_byte_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def add_half_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
-    """The same of bytes of a, from 0 to 15, and of b, signed, modulo 2**16: `join_halves` makes sums of it."""
+    """Like `add_byte_dots` for bytes of a from 0 to 15 and signed bytes of b, modulo 2**16.
+
+    Lanes may hold two partial sums of 16 bits each, which `join_halves` adds.
+    """
     sig = sums(sums, a, b)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -93,7 +96,10 @@ def add_half_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def join_halves(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """The 16-bit sums of `add_half_dots` in a's lanes, then in b's; they began with numbers from 0 to 2**16 - 1."""
+    """The 16-bit sums of `add_half_dots` in a's lanes, then in b's.
+
+    Their initial values must be from 0 to 2**16 - 1.
+    """
     sig = Vector(types.Integer.from_bitwidth(a.element.bitwidth // 2, False), 2 * a.lanes)(a, b)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -107,9 +113,9 @@ def join_halves(typing_context, a, b):  # type: ignore[no-untyped-def]
 
 
 def add_dots(builder: ir.IRBuilder, target: tuple[str, str, str], sign: str, sums: Any, a: Any, b: Any) -> Any:
-    """The code for a machine: LLVM's triple, the CPU's name, its features.
+    """Emit dot products of bytes for a target machine: LLVM's triple, the CPU's name, its features.
 
-    sign: all bytes may be taken as signed (s), or all as unsigned (u).
+    sign: whether all bytes may be treated as signed (s) or as unsigned (u).
     """
     triple, cpu, features = target
     if sums.type.count == 16 and "+avx512vnni" in features:
@@ -122,18 +128,18 @@ def add_dots(builder: ir.IRBuilder, target: tuple[str, str, str], sign: str, sum
 
 
 def _sums_in_halves(vector: Vector, features: str) -> bool:
-    """Whether lanes hold two sums of 16 bits each: where products come in pairs, that saves joining them each time."""
+    """Whether lanes hold two 16-bit sums each: if the machine sums pairs of products, they are joined only once."""
     return vector.lanes == 16 and "+avx2" in features and "+avx512vnni" not in features
 
 
 def _fused_dots(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:
-    # LLVM knows the instruction, but takes it apart in chains of sums: shorter to wait for, and slower
+    # LLVM knows the instruction, but splits it in chains of sums, for less latency: that is slower
     dot = ir.FunctionType(sums.type, [sums.type] * 3)
     return builder.asm(dot, "vpdpbusd $3, $2, $0", "=v,0,v,v", [sums, a, b], side_effect=False)
 
 
 def _pairs(builder: ir.IRBuilder, whole: bool, a: Any, b: Any) -> Any:
-    """Sums of two products of bytes, in 16 bits; AVX2 takes half a vector at a time."""
+    """Sums of two products of bytes in 16 bits. AVX2 (not `whole`) computes half a vector at a time."""
     i8, i16 = ir.IntType(8), ir.IntType(16)
     a, b = (builder.bitcast(x, ir.VectorType(i8, 64)) for x in (a, b))
     if whole:
@@ -146,7 +152,7 @@ def _pairs(builder: ir.IRBuilder, whole: bool, a: Any, b: Any) -> Any:
 
 
 def pairs_of_pairs(builder: ir.IRBuilder, whole: bool, a: Any, b: Any) -> Any:
-    """The products' sums in AVX2, or of a `whole` vector in AVX-512: of two bytes in 16 bits, then of two of those."""
+    """Dot products of four bytes in AVX2, or in AVX-512 (`whole`): sums of two in 16 bits, then of two of those."""
     i16, i32 = ir.IntType(16), ir.IntType(32)
     pairs = _pairs(builder, whole, a, b)
     if whole:
@@ -161,9 +167,9 @@ def pairs_of_pairs(builder: ir.IRBuilder, whole: bool, a: Any, b: Any) -> Any:
 
 @cache
 def has_arm_dots(triple: str, cpu: str, features: str) -> bool:
-    """Whether LLVM's code for an ARM machine may have sdot and udot.
+    """Whether LLVM may emit sdot and udot for an ARM machine.
 
-    `features` does not tell: LLVM reads it off a running machine without them, and knows them by the CPU's name.
+    `features` does not say: LLVM's list for the running machine lacks them, and LLVM infers them from the CPU's name.
     """
     machine = llvmlite.binding.Target.from_triple(triple).create_target_machine(cpu, features)
     module = llvmlite.binding.parse_assembly(_SUM_OF_PRODUCTS)
@@ -184,7 +190,10 @@ define i32 @sum_of_products(<16 x i8> %a, <16 x i8> %b) {
 
 
 def _arm_dots(builder: ir.IRBuilder, sign: str, in_one: bool, *operands: Any) -> Any:
-    """Four lanes at a time, in one instruction, or by products and sums of pairs in 16 bits, which are wide enough."""
+    """Dot products on ARM, four lanes at a time: in one instruction, or by products and sums of pairs in 16 bits.
+
+    16 bits are wide enough.
+    """
     i8, i16, i32, parts = ir.IntType(8), ir.IntType(16), ir.IntType(32), []
     for first in range(0, operands[0].type.count, 4):
         sums, *factors = (shuffle(builder, [x, x], list(range(first, first + 4))) for x in operands)

@@ -1,6 +1,6 @@
-"""One process compiles a kernel; others that want it meanwhile find it in the cache.
+"""Let one process compile a kernel; others that need it meanwhile wait and find it in the cache.
 
-Processes that begin together, such as search workers, want the same kernels, half a minute's work of one core.
+Processes that start together, such as search workers, need the same kernels: half a minute of work for one core.
 """
 
 import fcntl
@@ -14,19 +14,19 @@ from typing import Any
 
 from numba.core.compiler_lock import global_compiler_lock
 
-WAIT_S = 60.0  # for another process; one that is stopped may never be done
+WAIT_S = 60.0  # for another process, which may be stopped and never finish
 LOOK_S = 0.02
 
 
 class CompileTurn:
-    """Of this process. At most one file is locked at a time, so that processes cannot wait for each other.
+    """This process's turn to compile. It locks at most one file at a time, so processes cannot deadlock.
 
-    Whoever uses it holds numba's lock of the process.
+    Callers hold numba's compiler lock.
     """
 
     def __init__(self) -> None:
-        self._depth = 0  # kernels that are compiled for one another
-        self._locked: int | None = None  # the file's descriptor
+        self._depth = 0  # compilations in progress: a kernel compiles those that it calls
+        self._locked: int | None = None  # file descriptor
         self._waits = True
 
     def __enter__(self) -> None:
@@ -39,7 +39,7 @@ class CompileTurn:
             self._locked = None
 
     def take(self, file: str) -> bool:
-        """Wait until nobody else compiles what is in a source file; False where that is of no use."""
+        """Wait until no other process compiles a kernel of this source file; False if there was nothing to wait for."""
         if not self._depth or self._locked is not None or not self._waits:
             return False
         try:
@@ -59,7 +59,7 @@ class CompileTurn:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > until:
-                    self._waits = False  # for no other kernel either
+                    self._waits = False  # nor for any other kernel
                     return False
                 time.sleep(LOOK_S)
             except OSError:  # a file system without locks
@@ -72,7 +72,7 @@ _turn = CompileTurn()
 
 
 def compile_in_turn(kernel: Any, file: str) -> None:
-    """kernel: of numba, with a cache; file: its source."""
+    """Have a numba kernel with a cache take turns when it is compiled. file: its source."""
     load, compile_one = kernel._cache.load_overload, kernel.compile
 
     def load_or_wait(*key: Any) -> Any:
@@ -88,8 +88,10 @@ def compile_in_turn(kernel: Any, file: str) -> None:
 
 @contextmanager
 def _interrupts_heard() -> Iterator[None]:
-    """Have Ctrl-C end the block, if not at once, then at its end: LLVM calls back into Python, and what is raised there
-    is printed and lost."""
+    """Make sure that Ctrl-C ends the block, at its end if not at once.
+
+    LLVM calls back into Python, and an exception raised there is printed and lost.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -108,5 +110,5 @@ def _interrupts_heard() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if raised:  # also in the place of what else failed meanwhile
+        if raised:  # replaces any other exception
             raise raised[0]

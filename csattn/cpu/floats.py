@@ -16,11 +16,11 @@ from csattn.cpu.simd import LANES, F32x16, I32x16, Vector, as_bits, fill
 F32x4 = Vector(types.float32, 4)
 
 _F32 = ir.FloatType()
-ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
+ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: adding and subtracting it rounds to the nearest integer
 
 
 def widened(builder: ir.IRBuilder, value: Any, element: types.Type, lanes: int = 1) -> Any:
-    """What was loaded from an array of that element type (see `csattn.cpu.addresses.KINDS`), as float32."""
+    """Convert what was loaded from an array of that element type (see `csattn.cpu.addresses.KINDS`) to float32."""
 
     def kind(scalar: ir.Type) -> ir.Type:
         return ir.VectorType(scalar, lanes) if lanes > 1 else scalar
@@ -35,7 +35,7 @@ def widened(builder: ir.IRBuilder, value: Any, element: types.Type, lanes: int =
 
 
 def narrowed(builder: ir.IRBuilder, value: Any, element: types.Type) -> Any:
-    """A float32 as an array of that element type holds it: the nearest such float, ties to even. Not for NaN."""
+    """Convert a float32 to the nearest float of that element type, ties to even. Not for NaN."""
     if element == types.float32:
         return value
     i16, i32 = ir.IntType(16), ir.IntType(32)
@@ -54,7 +54,7 @@ def load_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load_floats_of(typing_context, vector, array, start):  # type: ignore[no-untyped-def]
-    """The same of as many elements as that type of float32 lanes has."""
+    """Like `load_floats`, for as many elements as the given vector type of float32 has lanes."""
 
     def build(builder: ir.IRBuilder, place: Any, _: Any) -> Any:
         return _load_widened(array.dtype, vector.instance_type.lanes, builder, place)
@@ -86,7 +86,7 @@ def store_float(typing_context, array, at, value):  # type: ignore[no-untyped-de
 
 @intrinsic
 def _pair_sums(typing_context, a, b, distance):  # type: ignore[no-untyped-def]
-    """Sums of lanes `distance` (a literal power of two) apart: of a where the lane has that bit 0, of b elsewhere."""
+    """Sums of lanes `distance` (a literal power of two) apart: of a in lanes whose number has that bit 0, else of b."""
     if not isinstance(distance, types.IntegerLiteral):
         return None
     bit, lanes = distance.literal_value, a.lanes
@@ -101,23 +101,26 @@ def _pair_sums(typing_context, a, b, distance):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def sums_of_4(a, b, c, d):  # type: ignore[no-untyped-def]
-    """Four vectors, folded twice: lane i holds a part of the sum of vector i % 4; `sums_of_16` takes four of these.
+    """Reduce four vectors twice: lane i holds a partial sum of vector i % 4. `sums_of_16` takes four of these.
 
-    Every four lanes are folded by themselves, so that vectors may come in parts.
+    Every four lanes are reduced on their own, so vectors may be processed in parts.
     """
     return _pair_sums(_pair_sums(a, b, 1), _pair_sums(c, d, 1), 2)
 
 
 @exact_kernel
 def sums_of_16(a, b, c, d):  # type: ignore[no-untyped-def]
-    """The lanes of 16 vectors, given by fours through `sums_of_4`, summed in one order: in lane i those of vector i."""
+    """The sums over the lanes of 16 vectors, which come as four results of `sums_of_4`: lane i has that of vector i.
+
+    The order of summation is fixed.
+    """
     return _pair_sums(_pair_sums(a, b, 4), _pair_sums(c, d, 4), 8)
 
 
 @exact_kernel
 def exp_lanes(x):  # type: ignore[no-untyped-def]
-    """e ** x within two units in the last place, for x up to 88; 0, nearly, below -87; NaN of NaN."""
-    clipped = smaller(fill(F32x16, 88.5), larger(fill(F32x16, -87.5), x))  # x comes last: of NaN, both give that
+    """e ** x within 2 ulp for x up to 88; nearly 0 below -87; NaN for NaN."""
+    clipped = smaller(fill(F32x16, 88.5), larger(fill(F32x16, -87.5), x))  # x is second, so that NaN stays NaN
     shifted = fma(clipped, fill(F32x16, 1.4426950408889634), fill(F32x16, ROUNDER))
     whole = shifted - fill(F32x16, ROUNDER)
     rest = fma(whole, fill(F32x16, -0.693145751953125), clipped)

@@ -4,9 +4,9 @@ import ctypes
 
 
 def trim_heap() -> None:
-    """Give what the allocator keeps for later back to the system, whose account else does not show what was freed.
+    """Return freed memory that the allocator keeps to the system; otherwise the process still seems to use it.
 
-    It keeps blocks of up to 32 MiB. Does nothing where the C library is not GNU's.
+    The allocator keeps blocks of up to 32 MiB. Does nothing if the C library is not glibc.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

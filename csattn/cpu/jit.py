@@ -1,4 +1,4 @@
-"""One way to compile a CPU kernel: without the GIL, cached on disk where there is a place to cache."""
+"""How all CPU kernels are compiled: without the GIL, and cached on disk if there is a writable place."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,22 +23,22 @@ _PROCESS = uuid4().hex[:8]
 def exact_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile lazily to machine code that releases the GIL.
 
-    Every operation is rounded where it is written: results are the same on every machine. Kernels are serial: parallel
-    callers bring their own threads, because numba's fallback threading layer aborts the process when two threads enter
-    a parallel kernel at once.
+    Every operation is rounded as written, without fast-math, so results are the same on every machine. Kernels are
+    serial: parallel callers bring their own threads, because numba's fallback threading layer aborts the process when
+    two threads enter a parallel kernel at once.
     """
     return _compile(function)
 
 
 def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `exact_kernel`, and made part of every kernel that calls it: what goes in and out stays in registers."""
+    """Like `exact_kernel`, but inlined into every kernel that calls it: arguments and results stay in registers."""
     return _compile(function, forceinline=True)
 
 
 def _compile(function: Callable[..., Any], **special: Any) -> Callable[..., Any]:
-    """What Python calls. Kernels that call it find another version, without an entry for Python; neither has one for C.
+    """Compile two versions: one for callers in Python, and one for kernels, which has no Python wrapper.
 
-    Making such entries would take a fifth of the time that compiling takes.
+    Neither has a C wrapper. Compiling these wrappers would take a fifth of the compile time.
     """
     options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **special}
     compiled = _cached(function, options)
@@ -63,7 +63,7 @@ def _cached(function: Callable[..., Any], options: dict[str, Any], version: str 
 
 
 def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
-    """Compile now to a function of C, cached like a kernel; whoever has its `address` has to keep it."""
+    """Compile now to a C function, cached like a kernel. The caller keeps it alive as long as its `address` is used."""
     options = {"nogil": True, "error_model": "numpy"}
     compiled = CFunc(function, normalize_signature(signature), locals={}, options=options)
     with suppress(RuntimeError):  # no writable place for a cache
@@ -74,17 +74,18 @@ def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
 
 
 def _share(compiled: Any, function: Callable[..., Any]) -> None:
-    """Let other processes, and later ones, find it in the cache, as long as it is what its sources say."""
+    """Share the cached kernel with other processes, present and later, as long as its sources are the same."""
     _stamp(compiled, function)
     compile_in_turn(compiled, function.__code__.co_filename)
 
 
 def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
-    """Let what is cached of it count only as long as all that is compiled in is what it was.
+    """Make cached code valid only as long as all source that is compiled into it is the same.
 
-    An index of another version is not looked into: what it names may have moved since. Numba counts a kernel's files of
-    machine code in an index that it writes first. Two processes that compile it for different types at once would give
-    their files one name, and either would find the other's code there.
+    The stamp is part of the index's version, so numba does not read the rest of an old index, which may name things
+    that have moved. File names include an id of the process: numba numbers a kernel's files of machine code in an index
+    that it writes first, so two processes that compile the kernel for different types at once would use one file name,
+    and one of them would load the other's code.
     """
     index = compiled._cache._cache_file
     index._version = index._version, source_stamp(function.__module__)
@@ -93,16 +94,18 @@ def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
 
 
 def _save_if_it_can_be(save: Callable[..., None], *compiled: Any) -> None:
-    """What cannot be kept is compiled all the same: it was seen, once and on a busy machine, that numba had no object
-    code left of a kernel that it had just compiled."""
+    """Save compiled code to the cache, or go on without.
+
+    Once, on a busy machine, numba no longer had the object code of a kernel that it had just compiled.
+    """
     with suppress(RuntimeError):
         save(*compiled)
 
 
 def readonly(array: NDArray[Scalar]) -> NDArray[Scalar]:
-    """A read-only view for a kernel's inputs.
+    """A read-only view of an input array for a kernel.
 
-    Memory maps are read-only and numba compiles a version for each kind of array: this way there is one.
+    Numba compiles a version for each kind of array. Memory maps are read-only, so with views there is only one version.
     """
     assert array.flags.c_contiguous, f"an array of shape {array.shape} must be contiguous, not strided {array.strides}"
     view = np.asarray(array).view()

@@ -1,4 +1,4 @@
-"""Operations on the lanes of `simd` vectors: shuffles, choices, comparisons to bit masks, reductions."""
+"""Operations on the lanes of `simd` vectors: shuffles, selects, comparisons to bit masks, reductions."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ llvmlite.binding.initialize_native_asmparser()
 
 @intrinsic
 def part(typing_context, vector, value, number):  # type: ignore[no-untyped-def]
-    """Part `number` (a literal) of a vector, cut into pieces of the given type."""
+    """Part `number` (a literal) of a vector that is cut into pieces of the given type."""
     if not isinstance(number, types.IntegerLiteral):
         return None
     sig, lanes = vector.instance_type(vector, value, number), vector.instance_type.lanes
@@ -26,7 +26,7 @@ def part(typing_context, vector, value, number):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def with_part(typing_context, value, part, first):  # type: ignore[no-untyped-def]
-    """The vector with the lanes of a shorter one, or of one as long, in place of its own from lane `first` on."""
+    """The vector with its lanes from `first` on replaced by those of another, which is no longer."""
     sig = value(value, part, types.intp)
 
     def build(builder: ir.IRBuilder, value: Any, part: Any, first: Any) -> Any:
@@ -42,14 +42,14 @@ def with_part(typing_context, value, part, first):  # type: ignore[no-untyped-de
 
 
 def _compare(builder: ir.IRBuilder, vector: Vector) -> Any:
-    """The comparison of such lanes."""
+    """The builder's comparison for lanes of this type."""
     if vector.is_float:
         return builder.fcmp_ordered
     return builder.icmp_signed if vector.element.signed else builder.icmp_unsigned
 
 
 def _first_where(comparison: str, vector: Vector) -> Generate:
-    """The choice between two vectors: the lanes of the first where that is true."""
+    """A select between two vectors: lanes of the first where the comparison holds, else of the second."""
     return by_values(lambda builder, a, b: builder.select(_compare(builder, vector)(comparison, a, b), a, b))
 
 
@@ -58,12 +58,12 @@ def _suffix(vector: Vector) -> str:
 
 
 def _call(name: str, vector: Vector) -> Generate:
-    """LLVM's function of that name, of vectors to one of the same type."""
+    """A call of LLVM's intrinsic of that name, from vectors to one of the same type."""
     return by_values(lambda builder, *args: call(builder, f"llvm.{name}.{_suffix(vector)}", args[0].type, args))
 
 
 def _reduce(name: str, vector: Vector, *begin: float) -> Generate:
-    """LLVM's function that makes one number of all lanes."""
+    """A call of LLVM's intrinsic of that name that reduces all lanes to a scalar."""
     scalar = vector.llvm_type().element
 
     def build(builder: ir.IRBuilder, value: Any) -> Any:
@@ -74,7 +74,7 @@ def _reduce(name: str, vector: Vector, *begin: float) -> Generate:
 
 
 def _where(comparison: str) -> Generate:
-    """The choice by a comparison of signed integers."""
+    """A select by a comparison of signed integers."""
 
     def build(builder: ir.IRBuilder, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
         return builder.select(builder.icmp_signed(comparison, a, b), then, otherwise)
@@ -90,19 +90,19 @@ def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def smaller(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """The smaller of each two lanes; b where a is NaN."""
+    """The lanewise minimum; b where either is NaN."""
     return a(a, b), _first_where("<", a)
 
 
 @intrinsic
 def larger(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """The larger of each two lanes; b where a is NaN."""
+    """The lanewise maximum; b where either is NaN."""
     return a(a, b), _first_where(">", a)
 
 
 @intrinsic
 def less_or_zero(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """a - b in the lanes of unsigned integers where that is above 0, 0 in the others."""
+    """The saturating difference a - b of unsigned integers: 0 in lanes where b is larger."""
     return a(a, b), _call("usub.sat", a)
 
 
@@ -131,7 +131,7 @@ def mask_at_least(typing_context, a, b):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def pack_lanes(typing_context, value, bits):  # type: ignore[no-untyped-def]
-    """The int32 lanes whose bits are set, in their order, from lane 0 on; what is in the lanes behind them is open."""
+    """Compress: move the int32 lanes whose bits are set to the first lanes, in order. The other lanes are undefined."""
     sig = value(value, types.uint64)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -139,7 +139,7 @@ def pack_lanes(typing_context, value, bits):  # type: ignore[no-untyped-def]
         bits = builder.trunc(args[1], ir.IntType(lanes))
         mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), lanes))
         if lanes == 16 and "+avx512f" in context.codegen().magic_tuple()[2]:
-            # by name: LLVM's own would write to memory, which some machines do lane by lane
+            # this intrinsic, because LLVM's generic one writes to memory, which some machines do lane by lane
             return call(builder, "llvm.x86.avx512.mask.compress.v16i32", kind, [value, value, mask])
         i32 = ir.IntType(32)
         packed = cgutils.alloca_once(builder, ir.ArrayType(i32, lanes))
@@ -155,9 +155,9 @@ def pack_lanes(typing_context, value, bits):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def add_spread(typing_context, sums, array, start, bits):  # type: ignore[no-untyped-def]
-    """sums, to whose lanes with a set bit the elements start, start + 1, ... of a float32 array are added in turn.
+    """Expand and add: lanes of sums with a set bit get the elements start, start + 1, ... of a float32 array added.
 
-    It reads as many elements as there are lanes: 16.
+    May read 16 elements, as many as there are lanes, however few bits are set.
     """
     sig = sums(sums, array, types.intp, types.uint64)
 
@@ -177,7 +177,7 @@ def spread_by_mask(builder: ir.IRBuilder, place: Any, _: Any, mask: Any, kind: i
 
 
 def spread_by_table(builder: ir.IRBuilder, place: Any, bits: Any, mask: Any, kind: ir.VectorType) -> Any:
-    """By halves: which element each of eight lanes takes stands in a table, for each byte of bits."""
+    """Expand half by half: a table has, for each byte of bits, the element that each of eight lanes takes."""
     i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
     table, halves = _places_of_bytes(builder.module), []
     half, places = ir.VectorType(kind.element, 8), ir.VectorType(i32, 8)
@@ -191,7 +191,7 @@ def spread_by_table(builder: ir.IRBuilder, place: Any, bits: Any, mask: Any, kin
 
 
 def _places_of_bytes(module: ir.Module) -> ir.GlobalVariable:
-    """Of each byte, for each of its bits, how many are set below."""
+    """A table of 256 bytes' prefix sums of bits: for each bit of a byte, how many lower bits are set."""
     name, row = "csattn_places_of_bytes", ir.VectorType(ir.IntType(32), 8)
     if name not in module.globals:
         kind = ir.ArrayType(row, 256)
@@ -212,7 +212,7 @@ def spread_singly(builder: ir.IRBuilder, place: Any, _: Any, mask: Any, kind: ir
 
 @intrinsic
 def store_first(typing_context, array, start, value, count):  # type: ignore[no-untyped-def]
-    """Write the first lanes, as many as `count` says, to elements start, start + 1, ... of a contiguous array."""
+    """Write the first `count` lanes to elements start, start + 1, ... of a contiguous array."""
     name, lanes, i32 = f"llvm.masked.store.{_suffix(value)}.p0", value.lanes, ir.IntType(32)
 
     def build(builder: ir.IRBuilder, place: Any, value: Any, count: Any) -> None:
@@ -228,20 +228,20 @@ def store_first(typing_context, array, start, value, count):  # type: ignore[no-
 
 @intrinsic
 def sum_of_lanes(typing_context, value):  # type: ignore[no-untyped-def]
-    """The sum of all lanes; of floats in the order of the lanes."""
+    """The sum of all lanes; floats are added in lane order."""
     return value.element(value), _reduce("fadd", value, 0.0) if value.is_float else _reduce("add", value)
 
 
 @intrinsic
 def largest_lane(typing_context, value):  # type: ignore[no-untyped-def]
-    """The largest of the lanes, which are not NaN."""
+    """The maximum over the lanes, none of which is NaN."""
     name = "fmax" if value.is_float else "smax" if value.element.signed else "umax"
     return value.element(value), _reduce(name, value)
 
 
 @intrinsic
 def largest_of_eights(typing_context, a, b, c, d):  # type: ignore[no-untyped-def]
-    """Of every eight neighbouring lanes the largest, of a's first; each has 32."""
+    """The maximum of every eight neighbouring lanes, first a's, then b's, c's and d's; each vector has 32 lanes."""
     vector: Vector = a
 
     def build(builder: ir.IRBuilder, *values: Any) -> Any:
@@ -260,7 +260,7 @@ def largest_of_eights(typing_context, a, b, c, d):  # type: ignore[no-untyped-de
 
 @intrinsic
 def trailing_zeros(typing_context, bits):  # type: ignore[no-untyped-def]
-    """The number of the lowest set bit of a uint64; there must be one."""
+    """The index of the lowest set bit of a uint64, which must have one."""
     return types.uint64(types.uint64), by_values(lambda builder, bits: builder.cttz(bits, ir.IntType(1)(1)))
 
 

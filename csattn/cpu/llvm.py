@@ -1,4 +1,4 @@
-"""What intrinsics are made of: their code by values or by places of elements, calls of functions by name, shuffles."""
+"""Helpers for writing intrinsics: code from values or from pointers to elements, calls by name, shuffles."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,11 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-Generate = Callable[[Any, ir.IRBuilder, Any, Any], Any]  # what an intrinsic gives beside its signature
+Generate = Callable[[Any, ir.IRBuilder, Any, Any], Any]  # what an intrinsic returns with its signature
 
 
 def by_values(build: Callable[..., Any]) -> Generate:
-    """The code of an intrinsic, which `build` makes of the builder and all values."""
+    """The code generator of an intrinsic: `build` gets the builder and the values of all arguments."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         result = build(builder, *args)
@@ -21,10 +21,10 @@ def by_values(build: Callable[..., Any]) -> Generate:
 
 
 def by_elements(build: Callable[..., Any], *arrays: int) -> Generate:
-    """The same of the builder, places of elements, and the other values.
+    """The code generator of an intrinsic: `build` gets the builder, pointers to elements, and the other values.
 
-    arrays: numbers of the arguments that are contiguous arrays, each with its element's number behind it; the first
-    unless said.
+    arrays: indices of the arguments that are contiguous arrays; the argument after each is the element's index.
+    Default: the first argument.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -37,7 +37,7 @@ def by_elements(build: Callable[..., Any], *arrays: int) -> Generate:
 
 
 def element_pointer(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, which: int = 0) -> Any:
-    """Where an element lies: args[which] is a contiguous array, the argument behind it the element's number."""
+    """A pointer to an element: args[which] is a contiguous array, and the argument after it the element's index."""
     data = context.make_array(sig.args[which])(context, builder, args[which]).data
     return builder.gep(data, [context.cast(builder, args[which + 1], sig.args[which + 1], types.intp)])
 
@@ -48,5 +48,5 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, args: Any) -> Any:
 
 
 def shuffle(builder: ir.IRBuilder, args: Any, order: list[int]) -> Any:
-    """The lanes of two vectors, one behind the other, in that order."""
+    """Select lanes of the concatenation of two vectors, in that order."""
     return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order))

@@ -1,7 +1,8 @@
-"""How threads without the GIL come to their work: posts, which they look at in turn, and what is opened there.
+"""How threads without the GIL get work: they poll posts, at which work is opened.
 
-A post is a kind of work, some words that its threads share with whoever has such work. Who has puts a number of its
-own, above 0, into the word OPENED; a thread that joins counts itself in and out at INSIDE, and calls the post's stage.
+A post stands for one kind of work, and is a few words of memory that the threads share with the code that has the work.
+To open work, that code writes a new number above 0 to the word OPENED. A thread that joins increments INSIDE, calls the
+post's stage, and decrements INSIDE.
 """
 
 import numpy as np
@@ -12,25 +13,25 @@ from csattn.cpu.atomics import add, load_acquire, store_release
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.waiting import PAUSES, now_ns, pause, sleep_us, wait, yield_core
 
-LINE = 8  # words of a cache line: each shared word has one to itself
-OPENED = 0 * LINE  # number of the work that may be joined, 0: none
-INSIDE = 1 * LINE  # threads that have joined
-FAILED = 2 * LINE  # a thread met an error: nobody waits any longer
+LINE = 8  # words of a cache line: each shared word has its own line
+OPENED = 0 * LINE  # number of the work that may be joined; 0: none
+INSIDE = 1 * LINE  # how many threads have joined
+FAILED = 2 * LINE  # nonzero after an error in a thread: nothing waits any longer
 NUM_POST_WORDS = 3 * LINE
 
-# The table that threads go by: a line for themselves, then one for each post
-STOPPED = 0  # nothing will come any more
+# The table that threads read: a line of general words, then one for each post
+STOPPED = 0  # nonzero: no more work will come
 MAX_POSTS = 3
 WORDS, STAGE, ARGUMENT = range(3)  # addresses; the stage is called with the argument's and the thread's number
 TABLE_WORDS = (1 + MAX_POSTS) * LINE
 
-IDLE, CLOSED = 0, -1  # what is waited for in vain
+IDLE, CLOSED = 0, -1  # results of `serve`
 NAP_US = 50
 
 
 @exact_kernel
 def list_post(table: NDArray[np.int64], number: int, words: int, stage: int, argument: int) -> None:
-    """Let threads look there, too."""
+    """Add a post to the table that threads poll."""
     line = (1 + number) * LINE
     table[line + STAGE], table[line + ARGUMENT] = stage, argument
     store_release(table, line + WORDS, words)
@@ -38,10 +39,10 @@ def list_post(table: NDArray[np.int64], number: int, words: int, stage: int, arg
 
 @exact_kernel
 def serve(table: NDArray[np.int64], seen: NDArray[np.int64], thread: int, spin_ns: int, nap_ns: int) -> int:
-    """Do what is opened, one after the other; CLOSED, or IDLE when nothing has come for nap_ns.
+    """Do work as it is opened. Return CLOSED when stopped, or IDLE after nap_ns without work.
 
-    seen [MAX_POSTS]: the last number at each post, written. While nothing comes, look for spin_ns without a rest, then
-    every NAP_US.
+    seen [MAX_POSTS]: the number of the last work done at each post, updated. Without work, poll continuously for
+    spin_ns, then every NAP_US.
     """
     turn, since = 0, now_ns()
     while load_acquire(table, STOPPED) == 0:
@@ -63,7 +64,7 @@ def serve(table: NDArray[np.int64], seen: NDArray[np.int64], thread: int, spin_n
 
 @exact_kernel
 def _join(table: NDArray[np.int64], seen: NDArray[np.int64], thread: int) -> bool:
-    """Do what is opened at the first post that has anything new for this thread; false if none has."""
+    """Do the work at the first post that has something new for this thread; return False if none has."""
     for post in range(MAX_POSTS):
         line = (1 + post) * LINE
         address = load_acquire(table, line + WORDS)
@@ -74,7 +75,7 @@ def _join(table: NDArray[np.int64], seen: NDArray[np.int64], thread: int) -> boo
         if number == 0 or number == seen[post]:
             continue
         add(words, INSIDE, 1)
-        joined = load_acquire(words, OPENED) == number  # or was closed meanwhile
+        joined = load_acquire(words, OPENED) == number  # else it was closed meanwhile
         if joined:
             seen[post] = number
             call_stage(table[line + STAGE], table[line + ARGUMENT], thread, 0, 0)
@@ -86,7 +87,7 @@ def _join(table: NDArray[np.int64], seen: NDArray[np.int64], thread: int) -> boo
 
 @exact_kernel
 def await_others(words: NDArray[np.int64]) -> None:
-    """Wait until no thread is inside, unless one has failed there: only then may change what threads read."""
+    """Wait until no thread is inside, or one has failed. Only then may memory that threads read be changed."""
     turn = 0
     while load_acquire(words, INSIDE) > 0 and load_acquire(words, FAILED) == 0:
         wait(turn)

@@ -1,8 +1,8 @@
 """Vectors as values inside kernels: `a = load(I32x16, x, i)`, `a * b + c`, `store(x, i, a)`; see also `lanes.py`.
 
-LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, and but in
-`byte_lanes` and `lanes.pack_lanes` no instruction is named. Loads and stores need no alignment and check no bounds.
-Integers wrap around; floats round at each operation.
+These are LLVM's vector types, so the code runs on any machine: vectors wider than its registers are split. Only
+`byte_lanes` and `lanes` (`pack_lanes`, `add_spread`) use instructions of particular machines. Loads and stores need no
+alignment and check no bounds. Integers wrap around; floats are rounded after each operation.
 """
 
 import operator
@@ -20,7 +20,7 @@ from csattn.cpu.llvm import Generate, by_elements, by_values, call, shuffle
 
 
 class Vector(types.Type):  # type: ignore[misc]
-    """A fixed number of equal scalars."""
+    """A fixed number of scalars of one type."""
 
     def __init__(self, element: types.Type, lanes: int) -> None:
         self.element = element
@@ -50,20 +50,20 @@ def _typeof_vector_type(vector: Vector, _context: Any) -> types.TypeRef:
     return types.TypeRef(vector)
 
 
-LANES = 16  # of the vectors that kernels take most
+LANES = 16  # of the vectors that kernels use most
 U16x16 = Vector(types.uint16, 16)
 U16x32 = Vector(types.uint16, 32)
 I32x16 = Vector(types.int32, 16)
 F32x16 = Vector(types.float32, 16)
 F64x16 = Vector(types.float64, 16)
-# Kernels that hold sixteen vectors and more at a time hold narrower ones where 32 registers have four lanes each
+# Kernels that hold sixteen or more vectors at a time use narrower ones on machines with 32 registers of four lanes
 TILE_LANES = 4 if platform.machine() in ("aarch64", "arm64") else LANES
 I32xTile = Vector(types.int32, TILE_LANES)
 F32xTile = Vector(types.float32, TILE_LANES)
 
 
 def _define_arithmetic(op: Callable[[Any, Any], Any], build: Callable[[ir.IRBuilder, Vector, Any, Any], Any]) -> None:
-    """Give vectors of one type the operator `op`."""
+    """Define the operator `op` for two vectors of one type."""
 
     @infer_global(op)
     class _Template(AbstractTemplate):  # type: ignore[misc]
@@ -94,7 +94,7 @@ for _op, _in_place, _build in (
 
 @intrinsic
 def load(typing_context, vector, array, start):  # type: ignore[no-untyped-def]
-    """The vector of elements start, start + 1, ... of a contiguous array, whose bytes are taken as they are."""
+    """Load elements start, start + 1, ... of a contiguous array as a vector; the array's bytes are reinterpreted."""
     pointer = vector.instance_type.llvm_type().as_pointer()
 
     def build(builder: ir.IRBuilder, place: Any, _: Any) -> Any:
@@ -115,13 +115,13 @@ def store(typing_context, array, start, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def prefetch(typing_context, array, start):  # type: ignore[no-untyped-def]
-    """Ask for the cache line of element `start`; harmless beyond the end of the array."""
+    """Prefetch the cache line of element `start`; harmless beyond the end of the array."""
     return types.void(array, start), _prefetch_near(3)
 
 
 @intrinsic
 def prefetch_early(typing_context, array, start):  # type: ignore[no-untyped-def]
-    """Ask for a cache line that is needed later than the first-level cache would keep it."""
+    """Prefetch a cache line into the second-level cache, if the first level would evict it before it is needed."""
     return types.void(array, start), _prefetch_near(2)
 
 
@@ -157,7 +157,7 @@ def lane_numbers(typing_context, vector):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def convert(typing_context, vector, value):  # type: ignore[no-untyped-def]
-    """Each lane's value in another element type: integers to wider ones, floats to integers, cut off, any to floats."""
+    """Convert lanes to another element type: integers to wider ones, floats to truncated integers, any to floats."""
     source, target = value, vector.instance_type
     if source.is_float and not target.is_float:
         name = "fptosi"
@@ -184,6 +184,6 @@ def floats_of_halves(typing_context, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def as_bits(typing_context, vector, value):  # type: ignore[no-untyped-def]
-    """The same bits as another vector type of the same size."""
+    """Reinterpret the bits as another vector type of the same size."""
     kind = vector.instance_type
     return kind(vector, value), by_values(lambda builder, _, value: builder.bitcast(value, kind.llvm_type()))

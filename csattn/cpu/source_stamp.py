@@ -1,7 +1,7 @@
 """A stamp of the source that a kernel is compiled from, for caches of compiled kernels.
 
-Numba forgets a cached kernel when the kernel's own file changes. What the kernel calls is compiled into it, and the
-constants it uses are too, but they come from other files: a stamp covers all that its module imports.
+Numba drops a cached kernel when the kernel's own file changes. But the functions that it calls and the constants that
+it uses are compiled into it as well, and come from other files. So a stamp covers everything that its module imports.
 """
 
 import hashlib
@@ -16,7 +16,8 @@ _IMPORT = re.compile(rb"^\s*from\s+([\w.]+)\s+import\s+(\([^)]*\)|[^\n#]+)|^\s*i
 
 @cache
 def source_stamp(module: str) -> str:
-    """A digest of the module's source and of what it imports of csattn and of its own package, however indirectly."""
+    """A digest of the module's source and of all modules of csattn and of its own package that it imports, directly or
+    not."""
     packages = frozenset({b"csattn", module.split(".")[0].encode()})
     seen: set[str] = set()
     waiting = [*_files_of(module.encode())]
@@ -33,7 +34,7 @@ def source_stamp(module: str) -> str:
 
 @cache
 def _imports(file: str) -> tuple[bytes, ...]:
-    """Names of modules that the file's source imports from, and what may be modules among the imported names."""
+    """Names of modules that the file imports from, and of imported names that may be modules."""
     names: list[bytes] = []
     for package, imported, module in _IMPORT.findall(_read(file)):
         if module:
@@ -46,7 +47,7 @@ def _imports(file: str) -> tuple[bytes, ...]:
 
 @cache
 def _files_of(name: bytes) -> tuple[str, ...]:
-    """The module's file and those of the packages around it, where they exist: as words, which compare faster."""
+    """The existing files of the module and of its parent packages, as strings, which compare faster than paths."""
     top, *parts = name.decode().split(".")
     found: list[str] = []
     for root in getattr(sys.modules.get(top), "__path__", ()):

@@ -1,8 +1,8 @@
-"""Work written down once and done often: a list of stages that threads share out, without Python in between.
+"""Work that is recorded once and run often: a list of stages that threads divide, without Python in between.
 
-A stage is a function, the address of what it works on, and a number of pieces. A thread takes a piece by counting up
-the stage's counter. A stage may say that it waits: its pieces are taken when all pieces of the stages before are done.
-A piece that is taken is worked on without waiting, so some thread can always go on, however many there are.
+A stage is a function, the address of its arguments, and a number of pieces. A thread takes a piece by incrementing the
+stage's counter. Pieces of a stage that waits are taken only after all pieces of earlier stages are done. A piece that
+has been taken is worked on without waiting, so some thread can always go on, whatever the number of threads.
 """
 
 import numpy as np
@@ -17,8 +17,8 @@ from csattn.cpu.waiting import wait
 FUNCTION, ARGUMENTS, PIECES, WAITS = range(4)  # of a stage, in `stages`
 NUM_FIELDS = 4
 MAX_STAGES = 4096
-# what threads share besides the words of their post; behind it the stages' counters, each on a line of its own
-DONE = NUM_POST_WORDS  # pieces
+# Words that threads share after those of their post; then the stages' counters, each on its own cache line
+DONE = NUM_POST_WORDS  # number of pieces that are done
 STAGES = DONE + LINE  # address of the run's `stages`
 NUM_STAGES = STAGES + 1
 COUNTERS = STAGES + LINE
@@ -26,7 +26,7 @@ SHARED_WORDS = COUNTERS + MAX_STAGES * LINE
 
 
 class Tape:
-    """Stages in the order in which they are done. Holds on to what they work on."""
+    """Stages in the order of execution. Keeps their arguments alive."""
 
     def __init__(self) -> None:
         self._stages: list[tuple[int, int, int, int]] = []
@@ -47,13 +47,13 @@ class Tape:
 
     @property
     def pieces(self) -> NDArray[np.int64]:
-        """[num_stages]: how many pieces each stage has in the next run; may be written."""
+        """[num_stages]: the number of pieces of each stage in the next run; may be written."""
         return self._array[:, PIECES]
 
 
 @exact_kernel
 def open_run(stages: NDArray[np.int64], shared: NDArray[np.int64], address: int, number: int) -> None:
-    """Let threads join a run of these stages, which lie at that address."""
+    """Open a run of these stages, which are at that address, for threads to join."""
     for i in range(len(stages)):
         shared[COUNTERS + i * LINE] = 0
     shared[DONE], shared[STAGES], shared[NUM_STAGES] = 0, address, len(stages)
@@ -62,9 +62,9 @@ def open_run(stages: NDArray[np.int64], shared: NDArray[np.int64], address: int,
 
 @exact_kernel
 def finish_run(shared: NDArray[np.int64]) -> bool:
-    """Help with the run that is open, wait for its end and close it: then no thread reads its stages any more.
+    """Help with the open run, wait for its end and close it; afterwards no thread reads its stages.
 
-    False if a thread has failed.
+    Returns False if a thread has failed.
     """
     _await_done(shared, _work(shared, 0))
     store_release(shared, OPENED, 0)
@@ -75,21 +75,21 @@ def finish_run(shared: NDArray[np.int64]) -> bool:
 
 @exact_kernel
 def run_at_once(stages: NDArray[np.int64], shared: NDArray[np.int64], address: int, number: int) -> bool:
-    """`open_run` and `finish_run`, where nobody has to be woken."""
+    """`open_run` and `finish_run` in one call, if no thread has to be woken."""
     open_run(stages, shared, address, number)
     sound: bool = finish_run(shared)
     return sound
 
 
 def help_run(shared: int, thread: int, _unused: int, _neither: int) -> int:
-    """A stage for a post: work on the run that is open."""
+    """The stage of the tapes' post: work on the open run."""
     _work(array_at(shared, SHARED_WORDS, np.int64(0)), thread)
     return 0
 
 
 @exact_kernel
 def _work(shared: NDArray[np.int64], thread: int) -> int:
-    """Take pieces until there are none; how many there were, all threads together."""
+    """Take pieces until none are left; return the number of pieces of all stages."""
     stages = array_at(shared[STAGES], shared[NUM_STAGES] * NUM_FIELDS, np.int64(0))
     before = 0
     for i in range(shared[NUM_STAGES]):

@@ -1,4 +1,4 @@
-"""Threads that wait inside a kernel, without the GIL, and do what is opened at their posts: tapes and searches."""
+"""Threads that wait inside a kernel, without the GIL, for work that is opened at their posts: tapes and searches."""
 
 import os
 import threading
@@ -14,24 +14,24 @@ from csattn.cpu.addresses import Stage, aligned, compiled_address
 from csattn.cpu.posts import CLOSED, FAILED, MAX_POSTS, NUM_POST_WORDS, OPENED, STOPPED, TABLE_WORDS, list_post, serve
 from csattn.cpu.tape import MAX_STAGES, SHARED_WORDS, Tape, finish_run, help_run, open_run, run_at_once
 
-SPIN_MS = 1.0  # how long threads look for more to do without a rest
-NAP_MS = 50.0  # how long they look every now and then, before they sleep
+SPIN_MS = 1.0  # how long idle threads poll continuously
+NAP_MS = 50.0  # idle time after which they sleep; until then they poll now and then
 
 
 @dataclass(slots=True)
 class Post:
-    """What threads help with: see `csattn.cpu.posts`."""
+    """A kind of work that threads help with: see `csattn.cpu.posts`."""
 
     words: NDArray[np.int64]
     stage: Stage
     argument: NDArray[np.int64]  # contiguous: the stage gets its address and the thread's number
-    held: Any = None  # what else must live as long as threads may be reading it
+    held: Any = None  # kept alive as well, for threads that may be reading it
 
 
 class Team:
     """num_threads threads, the calling one included. Close it, or use it as a context manager.
 
-    Runs tapes, for one thread at a time; others may open work at posts of their own (`Crew`) meanwhile.
+    Runs tapes, for one calling thread at a time; others may meanwhile open work at their own posts (`Crew`).
     """
 
     _crew: "Crew"
@@ -41,8 +41,8 @@ class Team:
     def __init__(
         self,
         num_threads: int,
-        cpus: Sequence[int] | None = None,  # CPUs that the team's own threads keep to, one each; Linux
-        name: str = "team",  # in errors
+        cpus: Sequence[int] | None = None,  # pin the team's own threads to these CPUs, one each; Linux only
+        name: str = "team",  # for error messages
     ) -> None:
         assert num_threads >= 1, f"a {name} needs at least 1 thread, got {num_threads}"
         if cpus is not None:
@@ -53,15 +53,17 @@ class Team:
 
     @property
     def crew(self) -> "Crew":
-        """The team's own threads. A forked process has none of them and gets another crew, without any posts."""
+        """The team's own threads. A forked process has none of them, and gets a new crew without posts."""
         if self._crew.pid != os.getpid():
             self._dismiss.detach()
             self._open()
         return self._crew
 
     def run(self, tape: Tape) -> None:
-        """Do all of the tape's stages; return when they are done. RuntimeError where the team is closed or a thread has
-        failed."""
+        """Run all stages of the tape; return when they are done.
+
+        Raises RuntimeError if the team is closed or a thread has failed.
+        """
         stages = tape.stages
         assert len(stages) <= MAX_STAGES, f"a tape of {len(stages)} stages is longer than {MAX_STAGES}"
         crew = self.crew
@@ -72,7 +74,7 @@ class Team:
         crew.hire()
         self._number += 1
         shared, address = self._tapes.words, stages.ctypes.data
-        if crew.sleepers:  # a thread that falls asleep just now is missed by one run, no more
+        if crew.sleepers:  # a thread that falls asleep right now misses this run only
             open_run(stages, shared, address, self._number)
             crew.wake()
             sound = finish_run(shared)
@@ -82,14 +84,14 @@ class Team:
             crew.require_sound()
 
     def close(self) -> None:
-        """Let the threads go, for good."""
+        """End the threads, for good."""
         self.crew.dismiss()
 
     def _open(self) -> None:
-        """Begin without threads: they come with the first work that is worth it."""
+        """Start without threads: they are started for the first work that needs them (`Crew.hire`)."""
         self._crew = Crew(self.num_threads, self._cpus, self._name)
         self._tapes, self._number = None, 0
-        self._dismiss = weakref.finalize(self, self._crew.dismiss)  # also where close is forgotten, and at exit
+        self._dismiss = weakref.finalize(self, self._crew.dismiss)  # also if close is forgotten, and at exit
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +104,10 @@ class Team:
 
 
 class Crew:
-    """A team's own threads, and what they share with those who use the team. Knows no team: teams may be dropped."""
+    """A team's own threads, and the posts at which they get work.
+
+    Has no reference to the team, so that the team can be garbage-collected.
+    """
 
     def __init__(self, num_threads: int, cpus: tuple[int, ...] | None, name: str) -> None:
         self.pid = os.getpid()
@@ -111,13 +116,13 @@ class Crew:
         self._num_threads, self._cpus, self._name = num_threads, cpus, name
         self._posts: list[Post] = []
         self._table = np.zeros(TABLE_WORDS, np.int64)
-        self._num_listed = 0  # of the posts, in the table
+        self._num_listed = 0  # posts in the table
         self._awake = threading.Condition()
         self._calls_to_work = 0
         self._cause: BaseException | None = None
 
     def add_post(self, post: Post) -> Post:
-        """Have threads look there, from the next `hire` on."""
+        """Have threads poll this post, from the next `hire` on."""
         with self._awake:
             assert len(self._posts) < MAX_POSTS
             post.words[:NUM_POST_WORDS] = 0
@@ -125,7 +130,7 @@ class Crew:
         return post
 
     def require_sound(self) -> None:
-        """Raise RuntimeError if a thread has met an error, or all have been let go."""
+        """Raise RuntimeError if a thread has failed or the crew has been dismissed."""
         if self._cause is not None:
             raise RuntimeError(
                 f"a thread of the {self._name} has failed; close the {self._name} and make another"
@@ -134,12 +139,12 @@ class Crew:
             raise RuntimeError(f"the {self._name} is closed; make another")
 
     def hire(self) -> None:
-        """Have all threads but the calling one, and let them know of all posts."""
+        """Start all threads but the calling one, unless they run, and list all posts in their table."""
         if len(self.threads) == self._num_threads - 1 and (self._num_listed == len(self._posts) or not self.threads):
             return
         with self._awake:
             if not self.threads:
-                # here, for a process that forks while another thread compiles passes on a locked compiler
+                # compile `serve` here: a process that forks while another thread compiles passes on a locked compiler
                 serve(np.ones(TABLE_WORDS, np.int64), np.zeros(MAX_POSTS, np.int64), 0, 0, 0)
             for number in range(self._num_listed, len(self._posts)):
                 post = self._posts[number]
@@ -153,26 +158,29 @@ class Crew:
                 self.threads[-1].start()
 
     def wake(self) -> None:
-        """To be called after work was opened, which a thread that is about to sleep sees, or when some is near."""
+        """Wake sleeping threads. Call it after opening work, or shortly before.
+
+        A thread that is about to sleep sees opened work by itself.
+        """
         if self.sleepers:
             with self._awake:
                 self._calls_to_work += 1
                 self._awake.notify_all()
 
     def dismiss(self) -> None:
-        """Let the threads go, as soon as nothing is left to do for them."""
+        """End the threads as soon as they have nothing left to do."""
         if self.pid != os.getpid():
-            return  # a forked process has no threads to let go, and perhaps a lock that nobody will release
+            return  # a forked process has no threads to end, and perhaps a lock that will never be released
         with self._awake:
             self._table[STOPPED] = 1
             self._awake.notify_all()
         if threading.current_thread() in self.threads:
-            return  # the garbage collector has come by here; the others may wait for what this thread holds
+            return  # called by the garbage collector in this thread; other threads may wait for what it holds
         for thread in self.threads:
             thread.join()
 
     def _run(self, number: int, cpu: int | None) -> None:
-        """What a thread does: work while there is some, sleep otherwise."""
+        """The main loop of a thread: work while there is some, sleep otherwise."""
         seen = np.zeros(MAX_POSTS, np.int64)
         try:
             if cpu is not None:
@@ -185,7 +193,7 @@ class Crew:
                 post.words[FAILED] = 1
 
     def _sleep(self, seen: NDArray[np.int64]) -> None:
-        """Until there is something that this thread has not seen, or will be, or all are let go."""
+        """Sleep until there is work that this thread has not seen, or until it is woken, or the crew is dismissed."""
         with self._awake:
             self.sleepers += 1
             heard = self._calls_to_work
@@ -194,13 +202,13 @@ class Crew:
             self.sleepers -= 1
 
     def _anything_new(self, seen: NDArray[np.int64]) -> bool:
-        """Whether a listed post has what this thread has not seen."""
+        """Whether a listed post has work that this thread has not seen."""
         listed = self._posts[: self._num_listed]
         return any(post.words[OPENED] not in (0, seen[number]) for number, post in enumerate(listed))
 
 
 def _check_cpus(cpus: Sequence[int], num_wanted: int) -> None:
-    """Raise ValueError if threads cannot keep to these CPUs."""
+    """Raise ValueError if threads cannot be pinned to these CPUs."""
     if not hasattr(os, "sched_setaffinity"):
         raise ValueError("threads cannot keep to CPUs on this system; leave `cpus` out")
     if len(cpus) != num_wanted:

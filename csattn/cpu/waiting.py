@@ -1,4 +1,4 @@
-"""Ways for a kernel to wait without the GIL, and the clock that it looks at."""
+"""Ways for a kernel to wait without the GIL, and its clock."""
 
 import time
 from typing import Any
@@ -11,12 +11,12 @@ from numba.extending import intrinsic
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.llvm import by_values, call
 
-PAUSES = 64  # a few microseconds: waiting any longer, a thread lets others have the core
+PAUSES = 64  # a few microseconds; then a waiting thread yields the core to others
 
 
 @exact_kernel
 def wait(turn: int) -> None:
-    """A moment, the turn-th in a row."""
+    """Wait a moment; `turn` counts the moments in a row."""
     if turn < PAUSES:
         pause()
     else:
@@ -25,7 +25,7 @@ def wait(turn: int) -> None:
 
 @intrinsic
 def pause(typing_context):  # type: ignore[no-untyped-def]
-    """Tell the core that its thread does nothing but wait: it then leaves more to the other thread of the core."""
+    """Hint to the core that this thread is spinning, so that its other hardware thread gets more of it."""
     sig = types.void()
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -36,17 +36,17 @@ def pause(typing_context):  # type: ignore[no-untyped-def]
 
 
 def add_pause(builder: ir.IRBuilder, triple: str) -> None:
-    """The code of `pause` for machines that LLVM calls by that triple."""
+    """Emit `pause` for the machine of an LLVM triple."""
     if triple.startswith(("x86_64", "i686")):
         call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
     elif triple.startswith(("aarch64", "arm64")):
-        # isb, which waits for the pipeline: `yield` does nothing on most cores, and PAUSES would be over at once
+        # isb, which flushes the pipeline: `yield` does nothing on most cores, so PAUSES of it would take no time
         call(builder, "llvm.aarch64.isb", ir.VoidType(), [ir.IntType(32)(15)])
 
 
 @intrinsic
 def yield_core(typing_context):  # type: ignore[no-untyped-def]
-    """Let another thread have this core, if one waits for it."""
+    """Yield this core to another thread, if one waits for it."""
     return types.void(), by_values(lambda builder: call(builder, "sched_yield", ir.IntType(32), []))
 
 
@@ -58,7 +58,7 @@ def sleep_us(typing_context, duration_us):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def now_ns(typing_context):  # type: ignore[no-untyped-def]
-    """A clock that never goes back."""
+    """The monotonic clock in nanoseconds."""
 
     def build(builder: ir.IRBuilder) -> Any:
         i32, i64 = ir.IntType(32), ir.IntType(64)

@@ -1,7 +1,8 @@
 """CUDA C kernels: compiled once from the source beside their caller, launched on torch's stream.
 
-The ground floor: it imports nothing of the project, and all packages may import it. CuPy compiles and loads.
-Launches go to the driver directly: only there may a kernel start while the one before it ends.
+This package is part of the base layer: it imports nothing of the project, and all packages may import it. CuPy compiles
+and loads kernels. Launches call the driver directly, because only it offers programmatic dependent launch, by which a
+kernel may start while the one before it ends.
 
 `intrinsics.cuh` has the instructions without a name in CUDA C, `warps.cuh` sums over warps and blocks.
 """
@@ -18,22 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LEAST_CAPABILITY = 8, 0  # copies that go on behind a thread's back, and products of bfloat16, came with it
-HOPPER = 9, 0  # from there on kernels begin before the one in front ends, and blocks form clusters
+LEAST_CAPABILITY = 8, 0  # the first with asynchronous copies (cp.async) and products of bfloat16
+HOPPER = 9, 0  # the first with programmatic dependent launch and clusters of blocks
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _BLOCK_BYTES_ASKED_FOR = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INCLUDE = re.compile(r'^#include "(.+)".*$', re.MULTILINE)
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
-_asked_shared_bytes: dict[int, int] = {}  # dynamic shared memory of a function's launches, at most
+_asked_shared_bytes: dict[int, int] = {}  # by function: the dynamic shared memory that its launches may use
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What kernels may count on."""
+    """The properties of a device that kernels depend on."""
 
     capability: tuple[int, int]
-    block_bytes: int  # of shared memory, that a block may have, or those of a multiprocessor together
+    block_bytes: int  # of shared memory that a block may have, or all blocks of a multiprocessor together
 
     def __str__(self) -> str:
         major, minor = self.capability
@@ -41,16 +42,16 @@ class Limits:
 
     @property
     def is_hopper(self) -> bool:
-        """Or later."""
+        """Whether the device is a Hopper or later."""
         return self.capability >= HOPPER
 
 
 HOPPERS = Limits(HOPPER, 227 << 10)
-_EMULATED = HOPPERS  # where there is no device
+_EMULATED = HOPPERS  # without a device
 
 
 def limits() -> Limits:
-    """Of the current device."""
+    """The limits of the current device."""
     return _limits_of(torch.cuda.current_device()) if torch.cuda.is_available() else _EMULATED
 
 
@@ -82,7 +83,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class CudaKernel:
-    """One compiled kernel. Arguments are device addresses and sizes; nothing of a launch reaches the host."""
+    """One compiled kernel. Arguments are device addresses and sizes; a launch returns nothing to the host."""
 
     def __init__(self, name: str, function: Any, shared_bytes: int, early_start: bool) -> None:
         """See `cuda_kernel`."""
@@ -96,9 +97,10 @@ class CudaKernel:
         )
 
     def launch(self, grid: tuple[int, int, int], block: int, *args: Any) -> None:
-        """Enqueue on torch's current stream.
+        """Enqueue the kernel on torch's current stream.
 
-        A tensor passes its address, None 0 for one, an int 64 bits, a float a double; numpy scalars pass as they are.
+        A tensor is passed as its address, None as the address 0, an int as 64 bits, a float as a double, and a numpy
+        scalar as it is.
         """
         values = [as_argument(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -114,10 +116,10 @@ def cuda_kernel(
     name: str,  # of an extern "C" function in it
     defines: Mapping[str, object],  # -D options: the shape that the kernel is compiled for
     shared_bytes: int = 0,  # dynamic shared memory of every launch
-    early_start: bool = False,  # may start while the kernel before it ends, on Hopper: it has to wait before it reads
-    architecture: str | None = None,  # to compile for; None: what the device shares with those that come after it
+    early_start: bool = False,  # on Hopper it may start while the kernel before it ends: it must wait before it reads
+    architecture: str | None = None,  # to compile for; None: the one that the device shares with later devices
 ) -> CudaKernel:
-    """Compile, for the current device, or take what an earlier call compiled."""
+    """Compile a kernel for the current device, or return what an earlier call compiled."""
     options = tuple(f"-D{key}={value}" for key, value in sorted(defines.items()))
     function = _function(source, name, options, shared_bytes, architecture, torch.cuda.current_device())
     return CudaKernel(name, function, shared_bytes, early_start and limits().is_hopper)
@@ -125,12 +127,12 @@ def cuda_kernel(
 
 def source_text(
     source: Path,
-    read: Callable[[Path], str] = Path.read_text,  # of a file, whose includes are relative to where the file lies
+    read: Callable[[Path], str] = Path.read_text,  # reads a file; includes are relative to the file's folder
 ) -> str:
-    """The text of a file with those that it includes by `#include "..."`, each of them where it is first named.
+    """Return the text of a file with the files that it includes by `#include "..."`, each where it is first included.
 
-    That may be within `#if`: what is also needed elsewhere has to be named before. All is one text because CuPy's cache
-    of compiled kernels would not see that an included file has changed.
+    If that is within an `#if`, a file that is also needed elsewhere must be included before it. All of it is one text
+    because CuPy's cache of compiled kernels would not notice a change of an included file.
     """
     return _with_includes(source.resolve(), read, set())
 
@@ -139,23 +141,24 @@ def _with_includes(source: Path, read: Callable[[Path], str], seen: set[Path]) -
     if source in seen:
         return ""
     seen.add(source)
-    text = read(source).replace("#pragma once\n", "")  # which compilers warn of here
+    text = read(source).replace("#pragma once\n", "")  # compilers warn of it in a main file
     return _INCLUDE.sub(lambda line: _with_includes((source.parent / line[1]).resolve(), read, seen), text)
 
 
 def tensor_map(
-    matrix: Tensor,  # [rows, width] of any type of 1 or 2 bytes; its address and its rows' lengths are multiples of 16
-    box: tuple[int, int],  # rows, at most 256, and columns: of 128 bytes
+    matrix: Tensor,  # [rows, width] of any type of 1 or 2 bytes; address and row stride are multiples of 16 bytes
+    box: tuple[int, int],  # rows, at most 256, and columns: 128 bytes of them
 ) -> Any:
-    """An argument by which a kernel has the copy engine load boxes into shared memory.
+    """Make a kernel argument (CUtensorMap) with which TMA loads boxes of the matrix into shared memory.
 
-    16 bytes of a row come to their place ^ row % 8; what is beyond the matrix comes as zeros.
+    The 128-byte swizzle applies: the i-th 16 bytes of a row are stored at i ^ row % 8. What is outside of the matrix is
+    loaded as zeros.
     """
     (rows, width), size = matrix.shape, matrix.itemsize
     return _encoded_map(matrix.data_ptr(), rows, width, matrix.stride(0) * size, size, box)
 
 
-@lru_cache(maxsize=256)  # launches that follow one another have the same arrays
+@lru_cache(maxsize=256)  # consecutive launches use the same arrays
 def _encoded_map(address: int, rows: int, width: int, row_bytes: int, size: int, box: tuple[int, int]) -> Any:
     memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     place = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
@@ -163,7 +166,7 @@ def _encoded_map(address: int, rows: int, width: int, row_bytes: int, size: int,
     strides = (ctypes.c_uint64 * 1)(row_bytes)
     boxes = (ctypes.c_uint32 * 2)(box[1], box[0])
     each = (ctypes.c_uint32 * 2)(1, 1)
-    # of unsigned integers, two dimensions; not interleaved, in a swizzle of 128 bytes, L2 sectors of 256 bytes, zeros
+    # unsigned integers, two dimensions; not interleaved, 128-byte swizzle, L2 promotion to 256 bytes, filled with zeros
     made = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(place), size - 1, 2, ctypes.c_void_p(address), sizes, strides, boxes, each, 0, 3, 3, 0
     )
@@ -172,7 +175,7 @@ def _encoded_map(address: int, rows: int, width: int, row_bytes: int, size: int,
 
 
 def as_argument(arg: Any) -> Any:
-    """The value as the kernel's parameter has it in memory."""
+    """The value as a kernel parameter in memory: see `CudaKernel.launch`."""
     if arg is None or isinstance(arg, Tensor):
         return ctypes.c_uint64(0 if arg is None else arg.data_ptr())
     if isinstance(arg, int):
@@ -187,13 +190,13 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def free_device_bytes(device: torch.device | str) -> int:
-    """What is left of a device's memory, with what torch keeps for later of what it has given back."""
+    """The free bytes of a device's memory, including what torch's allocator caches and does not use."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def missing_for_kernels(device: int) -> str | None:
-    """What kernels need and that device does not have; None: they run there."""
+    """What kernels need and this device does not have, in words; None if they run on it."""
     of = torch.cuda.get_device_properties(device)
     if (of.major, of.minor) >= LEAST_CAPABILITY:
         return None
@@ -202,7 +205,7 @@ def missing_for_kernels(device: int) -> str | None:
 
 
 def has_warpgroup_products(device: torch.device) -> bool:
-    """Whether it runs what is compiled for sm_90a: products of whole warpgroups, which are Hopper's alone."""
+    """Whether the device runs code for sm_90a: products of whole warpgroups (wgmma), which only Hopper has."""
     if device.type != "cuda":
         return False
     return _limits_of(torch.cuda.current_device() if device.index is None else device.index).capability == HOPPER
@@ -227,12 +230,12 @@ def _function(
     options: tuple[str, ...],
     shared_bytes: int,
     architecture: str | None,
-    device: int,  # that it is loaded on
+    device: int,  # to load it on
 ) -> Any:
     function = _module(source, options, architecture, device).get_function(name)
-    function = getattr(function, "kernel", function)  # of what CuPy compiles itself
+    function = getattr(function, "kernel", function)  # if CuPy compiled it
     handle = ctypes.c_void_p(function.ptr)
-    # has to be asked for where it is more than 48 KiB together with what the kernel declares; never less than before
+    # needed if this and the kernel's static shared memory exceed 48 KiB; never lowered below an earlier value
     if shared_bytes > _asked_shared_bytes.get(function.ptr, 0):
         _require(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
         _asked_shared_bytes[function.ptr] = shared_bytes
@@ -252,7 +255,7 @@ def _module(source: Path, options: tuple[str, ...], architecture: str | None, de
 
 
 def _compiled(code: str, options: tuple[str, ...]) -> Any:
-    """For an architecture that CuPy does not know by name."""
+    """Compile to a cubin with NVRTC directly, for an architecture that CuPy does not know by name."""
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(code, "kernel.cu", (), ())

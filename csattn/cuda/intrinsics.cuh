@@ -1,7 +1,7 @@
-// The instructions that CUDA C has no name for. An emulator brings its own version of this file, and of nothing else here.
+// Instructions that have no name in CUDA C. The emulator replaces this file, and no other in this folder.
 //
-// What came with compute capability 9.0 has something in its place before: kernels begin one after the other, lanes copy
-// instead of the copy engine, a cluster is one block.
+// Before compute capability 9.0, features that came with it are replaced: kernels start one after the other (no programmatic
+// dependent launch), lanes copy instead of TMA's bulk copies, and a cluster is one block.
 #pragma once
 
 typedef unsigned char u8;
@@ -43,27 +43,27 @@ __device__ __forceinline__ u32 fma_bf16(u32 a, u32 b, u32 c) {
     return both;
 }
 
-// (x & mask) | bits in one operation: it takes one constant, and the compiler would make two operations of two.
+// (x & mask) | bits in one lop3. An instruction takes only one constant, so the compiler would make two of two constants.
 __device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
     u32 result;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
     return result;
 }
 
-// The compiler keeps it in a register, rather than make it again wherever it is used.
+// Make the compiler keep x in a register instead of recomputing it wherever it is used.
 __device__ __forceinline__ u32 kept(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// Products on tensor cores, each lane with its part of the matrices (see PTX, mma.m16n8k32 and mma.m16n8k16).
-// d = c + a * b: a of 16 rows of signed bytes, b of 8 columns of unsigned ones, 32 long.
+// Products on tensor cores, where each lane has a part of the matrices (see PTX, mma.m16n8k32 and mma.m16n8k16).
+// d = c + a * b: a has 16 rows of 32 signed bytes, b has 8 columns of 32 unsigned bytes.
 __device__ __forceinline__ void multiply_codes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&c)[4]) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
         : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
-// d += a * b of bfloat16, 16 long.
+// d += a * b for bfloat16: rows of a and columns of b have 16 elements.
 __device__ __forceinline__ void multiply_values(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -73,16 +73,17 @@ __device__ __forceinline__ void multiply_values(float (&d)[4], const u32 (&a)[4]
 // Programmatic dependent launch: a kernel may start while the one before it ends
 
 #if __CUDA_ARCH__ >= 900
-// Until this returns a kernel reads only what no kernel of the step writes, and writes nothing.
+// Until this returns, a kernel writes nothing, and reads only what no kernel of the step writes.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Only after that. The next kernel's blocks take room from this one's as soon as all of these have called it, or ended.
+// To be called after that. Once all blocks of this kernel have called it or ended, the next kernel's blocks start, and take room
+// from this kernel's.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// The one, then the other.
+// Both, in this order.
 __device__ __forceinline__ void wait_then_let_next_start() {
     asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 }
-// The same. `known` is made of everything that must have been read by then: a compiler would read it afterwards, where it
-// is used.
+// The same. `known` depends on everything that must have been read before; otherwise the compiler would move these loads to where
+// the values are used, after the wait.
 __device__ __forceinline__ void wait_then_let_next_start(u32 known) {
     asm volatile(
         "{\n\t.reg .pred p;\n\tsetp.eq.u32 p, %0, 0;\n\t@p griddepcontrol.wait;\n\t@!p griddepcontrol.wait;\n\t"
@@ -97,7 +98,7 @@ __device__ __forceinline__ void wait_then_let_next_start(u32 known = 0) {}
 
 // Global memory
 
-// A load that is begun here, and not where its result is first wanted.
+// A load that is issued here, not where its result is first used.
 __device__ __forceinline__ int load_now(const int* from) {
     int value;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
@@ -118,7 +119,7 @@ __device__ __forceinline__ uint4 load_now(const uint4* from) {
     return four;
 }
 
-// What one block leaves for another that looks again and again: each float arrives whole, in any order.
+// Communication from one block to another that polls: each float is written as a whole, and floats arrive in any order.
 __device__ __forceinline__ void post(float* to, float4 x) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
@@ -130,7 +131,7 @@ __device__ __forceinline__ float4 peek(const float* from) {
                  : "memory");
     return x;
 }
-// Likewise eight bytes, which arrive as one.
+// The same for eight bytes, which arrive as a whole.
 __device__ __forceinline__ void store_whole(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -140,7 +141,7 @@ __device__ __forceinline__ u64 load_whole(const u64* from) {
     return value;
 }
 
-// A count that blocks meet at: what the thread knows of before it adds is known to those that acquire the sum.
+// A counter at which blocks synchronise: what is visible to the thread before it adds is visible to threads that acquire the sum.
 __device__ __forceinline__ u32 add_and_release(u32* count, u32 number) {
     u32 before;
     asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(number) : "memory");
@@ -152,7 +153,8 @@ __device__ __forceinline__ u32 acquire(const u32* count) {
     return value;
 }
 
-// Asks for a line that will be read soon; or for a multiple of 16 bytes, as is where it begins.
+// Prefetch into L2: the cache line at an address, or `bytes` from there, both multiples of 16. The latter does nothing before
+// compute capability 9.0.
 __device__ __forceinline__ void bring_to_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -160,7 +162,7 @@ __device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
 #endif
 }
 
-// What is read once, and never written while the kernel runs: no reason to keep it in L1.
+// Load data that are read once, and not written while the kernel runs, without keeping them in L1.
 __device__ __forceinline__ uint4 read_once(u64 address) {
     uint4 x;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -173,9 +175,9 @@ __device__ __forceinline__ void write_once(u64 address, uint4 x) {
                  : "memory");
 }
 
-// Copies of 16 bytes into shared memory, which go on behind a thread's back, in groups
+// Asynchronous copies of 16 bytes into shared memory (cp.async), in groups
 
-// Where something lies in shared memory.
+// The 32-bit address of a place in shared memory.
 __device__ __forceinline__ u32 shared_address(const void* place) {
     return static_cast<u32>(__cvta_generic_to_shared(place));
 }
@@ -183,32 +185,32 @@ __device__ __forceinline__ u32 shared_address(const void* place) {
 __device__ __forceinline__ void start_copy(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
-// Of the 16 bytes `count` are copied, and the others become 0.
+// Start copying the first `count` of 16 bytes; the others become 0.
 __device__ __forceinline__ void start_copy(u32 to, const void* from, int count) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
 }
-// Of 4 bytes.
+// Start copying 4 bytes.
 __device__ __forceinline__ void start_copy_of_word(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
-// Of 16, by way of L1: more are in flight than past it.
+// Start copying 16 bytes through L1, which the other copies of 16 bytes bypass: this allows more in flight.
 __device__ __forceinline__ void start_copy_through_l1(u32 to, u64 from, int count) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
 }
 __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Leaves the LEFT groups last ended.
+// Wait for all groups but the LEFT most recent.
 template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-// Also for those in no group.
+// Wait for all copies, also those in no group.
 __device__ __forceinline__ void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Barriers in shared memory: a phase ends when `count` have arrived and the bytes expected have come
+// Barriers in shared memory (mbarrier): a phase ends when `count` threads have arrived and all expected bytes have been written
 
 __device__ __forceinline__ void make_barrier(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
-// For the copy engine and for other blocks; the block's own threads see it once they have met.
+// Makes new barriers visible to TMA and to other blocks; the block's own threads see them after __syncthreads.
 __device__ __forceinline__ void barriers_are_made() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -217,12 +219,12 @@ __device__ __forceinline__ void barriers_are_made() {
 __device__ __forceinline__ void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Arrives when all copies that the thread has started are done.
+// The barrier gets an arrival when all copies that the thread has started are done.
 __device__ __forceinline__ void arrive_when_copied(u32 barrier) {  // its shared_address
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void arrive_when_copied(u64* barrier) { arrive_when_copied(shared_address(barrier)); }
-// Returns when the phase of that parity has ended: the one before the first counts as odd, and ended.
+// Returns when the phase of that parity has ended. The phase before the first counts as odd, and as ended.
 __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
     asm volatile(
         "{\n\t.reg .pred done;\n"
@@ -243,7 +245,7 @@ __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {  // i
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) { arrive_expecting(shared_address(barrier), bytes); }
-// A copy behind the thread's back, of a multiple of 16 bytes, that arrive at the barrier.
+// An asynchronous bulk copy (TMA) of a multiple of 16 bytes, which are counted at the barrier.
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -255,8 +257,8 @@ __device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes
 }
 #endif
 
-// A warp's copies of `count` pieces of `bytes`, a multiple of 16, the i-th from from(i) to to(i): at the barrier, whose
-// shared_address it is, they arrive as COPIERS. All lanes take part.
+// A warp copies `count` pieces of `bytes`, a multiple of 16, the i-th from from(i) to to(i). This counts as COPIERS arrivals at
+// the barrier, given as its shared_address. All lanes take part.
 #if __CUDA_ARCH__ >= 900
 constexpr u32 COPIERS = 1;
 template <class To, class From>
@@ -284,11 +286,12 @@ __device__ __forceinline__ void load_by_warp(u32 count, u32 bytes, u32 barrier, 
 // Clusters
 
 #if __CUDA_ARCH__ >= 900
-// What any thread of the cluster wrote before is seen by all of them after.
+// Whatever a thread of the cluster wrote before this is visible to all its threads afterwards.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// A block that leaves takes its shared memory along: `done_reading` others', then `wait_for_readers` before leaving.
+// A block's shared memory is gone when it exits. So blocks call `done_reading` after reading that of others, and
+// `wait_for_readers` before they exit.
 __device__ __forceinline__ void done_reading() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_readers() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
@@ -298,7 +301,7 @@ template <class T> __device__ __forceinline__ T* in_block(T* here, u32 rank) {
     asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
     return reinterpret_cast<T*>(there);
 }
-// Its address among the cluster's shared memories, and what is done with that: in order with other volatile instructions.
+// Its address in the cluster's shared memory, and accesses by it, which stay in order with other volatile instructions.
 __device__ __forceinline__ u32 address_in_block(const void* here, u32 rank) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
@@ -321,12 +324,12 @@ __device__ __forceinline__ void store_in_block(void* here, u32 rank, u32 value) 
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_block(here, rank)), "r"(value) : "memory");
 }
 
-// A thread's view of its cluster, whose blocks meet at barriers that each has at the same place of its shared memory.
-// `cluster_sync` would make every thread wait until all that it wrote is seen by the whole device, which takes longer.
+// A thread's view of its cluster, whose blocks synchronise by barriers, one at the same place in each block's shared memory.
+// `cluster_sync` takes longer: it makes every thread wait until all that it wrote is visible to the whole device.
 template <u32 NUM_BLOCKS> struct Cluster {
     u32 rank, place, parity;
 
-    // One thread of each block prepares the barrier; all blocks may use it after `cluster_sync`.
+    // One thread of each block initialises the barrier; all blocks may use it after `cluster_sync`.
     __device__ __forceinline__ Cluster(u64& barrier, u32 rank_)
         : rank(rank_), place(shared_address(&barrier)), parity(0) {
         if (NUM_BLOCKS == 1) return;
@@ -337,7 +340,7 @@ template <u32 NUM_BLOCKS> struct Cluster {
         cluster_sync();
     }
 
-    // What any thread of the cluster wrote to shared memory before is seen by all of them after.
+    // Whatever a thread of the cluster wrote to shared memory before this is visible to all its threads afterwards.
     __device__ __forceinline__ void sync() {
         __syncthreads();
         if (NUM_BLOCKS == 1) return;

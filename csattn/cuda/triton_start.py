@@ -1,4 +1,4 @@
-"""For kernels in Triton: how one starts while the one before it ends, as of `csattn.cuda.cuda_kernel`."""
+"""Programmatic dependent launch for kernels in Triton: like `early_start` of `csattn.cuda.cuda_kernel`."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -11,9 +11,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_earlier(EARLY: tl.constexpr):
-    """Before it, a kernel reads only what is older than the kernel in front, and writes nothing: that one has waited
-    for all before it. After it, the next kernel may start. Every program calls it. Not EARLY: where it is interpreted,
-    and on devices before Hopper.
+    """Wait for earlier kernels, then let the next kernel start. Every program of the kernel calls this.
+
+    Before this call, a kernel writes nothing, and reads only what was written before the kernel ahead of it: that one
+    has waited for all kernels before it. EARLY is false in the interpreter and on devices before Hopper.
     """
     if EARLY:
         gdc_wait()

@@ -1,4 +1,4 @@
-// Sums over warps and blocks, words of four, and bins. Compiled for THREADS.
+// Sums over warps and blocks, words of four, and histogram bins. Defined by the caller: THREADS.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 sum_up_to_lane(u32 value) {
     return value;
 }
 
-// How many lanes before that one are in the ballot.
+// The number of lanes below `lane` that are set in the ballot.
 __device__ __forceinline__ int lanes_before(u32 ballot, u32 lane) { return __popc(ballot & ((1u << lane) - 1)); }
 
 // The sum of the first `num` of up to 32 values. Called by whole warps, after a barrier.
@@ -31,7 +31,7 @@ template <class T> __device__ __forceinline__ T sum_of_first(const T* values, u3
     return __reduce_add_sync(ALL_LANES, lane < num ? values[lane] : 0);
 }
 
-// The sum over all threads before this one, for the whole block. scratch: [WARPS], which nobody reads any more.
+// Exclusive prefix sum over the block's threads. All threads call it. scratch: [WARPS], no longer read by any thread.
 __device__ __forceinline__ u32 sum_before(u32 value, u32* scratch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 up_to = sum_up_to_lane(value);
@@ -40,7 +40,7 @@ __device__ __forceinline__ u32 sum_before(u32 value, u32* scratch) {
     return sum_of_first(scratch, warp, lane) + up_to - value;
 }
 
-// The same, again and again with one scratch; `total` is the sum over all threads.
+// The same for repeated calls with one scratch; `total` is the sum over all threads.
 __device__ __forceinline__ u32 sum_before(u32 value, u32* scratch, u32& total) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 up_to = sum_up_to_lane(value);
@@ -53,12 +53,13 @@ __device__ __forceinline__ u32 sum_before(u32 value, u32* scratch, u32& total) {
     return before + up_to - value;
 }
 
-// Where the wanted one is, among what is counted in bins.
+// Where the wanted-th largest is in a histogram.
 struct Boundary {
-    u32 bin, above, inside;  // its bin; how many are in higher bins; how many in it
+    u32 bin, above, inside;  // its bin; the counts in all higher bins, and in this bin
 };
 
-// If it is in one of these neighbouring bins, above which so many are counted: one thread of the block finds it.
+// Write `found` if the wanted-th largest (from 1 on) is in these neighbouring bins, the first of which has the number `first`;
+// `above` are counted in higher bins. So one thread of the block finds it.
 template <int NUM>
 __device__ __forceinline__ void find_among(const u32 (&bins)[NUM], u32 first, u32 above, u32 wanted, Boundary& found) {
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Moments as attention on a device reads them: laid out like KV rows, for products with a step's queries."""
+"""Moments in the layout that attention on a device reads: like KV rows, to be multiplied with a step's queries."""
 
 from dataclasses import dataclass
 
@@ -10,23 +10,26 @@ from csattn.rest.moments import Moments
 
 @dataclass(frozen=True, slots=True)
 class DeviceMoments:
-    """Of one layer of each loaded context. Between steps the contents may change, never the tensors."""
+    """The moments of one layer of every loaded context. Contents may change between steps; the tensors never do."""
 
     table: Tensor  # [num_contexts, *moments_shape(...)], as `moment_table` makes it, in the dtype of KV rows
-    num_rows: Tensor  # [num_contexts] int32: the rows that could be selected
+    num_rows: Tensor  # [num_contexts] int32: the rows that may be chosen
 
 
 def moments_shape(num_kv_heads: int, head_dim: int) -> tuple[int, int, int, int]:
-    """Of a layer's table of one context."""
+    """The shape of one context's `moment_table` in a layer."""
     return num_kv_heads, 2 + head_dim, 2, head_dim
 
 
 def moment_table(moments: Moments, softmax_scale: float, dtype: torch.dtype) -> Tensor:
-    """[num_kv_heads, 2 + head_dim, 2, head_dim]: the mean key and value, rounded, then what that has left of them; then
-    for each dimension the keys' covariances with that of the key, and with that of the value.
+    """Lay the moments out like KV rows: [num_kv_heads, 2 + head_dim, 2, head_dim].
 
-    In units of logits wherever a query is multiplied with it. In bfloat16 the covariances put the log-sum-exp off by
-    0.0015 on average, the estimate by 0.0006 of its length (SmolLM2); rounded means would put the former off by 0.017.
+    Row 0 has the mean key and the mean value, rounded to dtype, and row 1 their rounding errors. Row 2 + i has, for
+    dimension i, the covariances of the keys with that dimension of the key, and with that of the value.
+
+    softmax_scale is included in everything that a query is multiplied with. Covariances in bfloat16 put the log-sum-exp
+    off by 0.0015 on average, and the estimate by 0.0006 of its length (SmolLM2). Means without their rounding errors
+    would put the log-sum-exp off by 0.017.
     """
     means = torch.stack([softmax_scale * torch.from_numpy(moments.key_mean), torch.from_numpy(moments.value_mean)], 1)
     key_cov, cross_cov = torch.from_numpy(moments.key_cov), torch.from_numpy(moments.cross_cov)

@@ -1,4 +1,4 @@
-"""The estimate of the rest, compiled: two products of a query with a matrix, and a few numbers per head."""
+"""The compiled estimate of the rest: for each head, two products of the query with a matrix and a few scalars."""
 
 import math
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import exact_kernel, readonly
 from csattn.rest.moments import Moments
 
-_FAR_DOWN = -8.0  # below, the distribution is computed from its tail's continued fraction
+_FAR_DOWN = -8.0  # below it, the distribution function is computed by the continued fraction of its tail
 
 
 def estimate_rest(
@@ -18,7 +18,7 @@ def estimate_rest(
     num_rows: NDArray[np.int64],  # [num_tokens]: the rows that could be chosen
     softmax_scale: float,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Attention to the rows that could be chosen and were not: out like q, lse [num_tokens, num_q_heads].
+    """Estimate attention to the rows that could be chosen and were not: out like q, lse [num_tokens, num_q_heads].
 
     Where all are chosen, out is zero and lse is -inf. `reference.estimate_rest` is the definition.
     """
@@ -52,13 +52,13 @@ def _estimate(
 @exact_kernel
 def rest_of_head(
     q: NDArray[np.float32],  # [head_dim]
-    table: NDArray[np.float32],  # [(2 + 2 * head_dim) * head_dim]: a KV head's `Moments`
+    table: NDArray[np.float32],  # [(2 + 2 * head_dim) * head_dim]: a KV head's part of `Moments.table`
     num_chosen: int,
     num_rows: int,
     softmax_scale: float,
     out: NDArray[np.float32],  # [head_dim], written
 ) -> float:
-    """One query head's estimate; its log-sum-exp."""
+    """Estimate attention to the rest for one query head; write out and return the log-sum-exp."""
     head_dim = len(q)
     if num_chosen >= num_rows:
         out[:] = 0.0
@@ -86,9 +86,9 @@ def rest_of_head(
 
 @exact_kernel
 def _exceeded_by(share: float) -> float:
-    """What that share of the standard normal exceeds; share in (0, 1).
+    """The upper quantile of the standard normal: the x that a share in (0, 1) of it exceeds.
 
-    By Newton's steps on the logarithm of the share, which is concave: none goes beyond the result.
+    Newton's method on the logarithm of the share, which is concave: no step overshoots the result.
     """
     x = 0.0
     for _ in range(64):
@@ -102,12 +102,12 @@ def _exceeded_by(share: float) -> float:
 
 @exact_kernel
 def _below(x: float) -> tuple[float, float]:
-    """Of the standard normal: log of the share below x, and the density at x over that share."""
+    """For the standard normal: log of its distribution function F at x, and its density at x divided by F(x)."""
     log_density = -x * x / 2.0 - 0.5 * math.log(2.0 * math.pi)
     if x > _FAR_DOWN:
         log_below = math.log(0.5 * math.erfc(-x / math.sqrt(2.0)))
         return log_below, math.exp(log_density - log_below)
     ratio = -x
-    for k in range(12, 0, -1):  # Laplace's continued fraction: 1e-13 at most
+    for k in range(12, 0, -1):  # Laplace's continued fraction: off by 1e-13 at most
         ratio = -x + k / ratio
     return log_density - math.log(ratio), ratio

@@ -13,10 +13,10 @@ _BLOCK_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of one layer's rows that may be chosen. Shared by all requests; each token reads all of it."""
+    """Moments of one layer's rows that may be chosen. All requests share them, and each token reads all of them."""
 
-    # [num_kv_heads, 2 + 2 * head_dim, head_dim]: the mean key, the mean value, the keys' covariance, and the covariance
-    # of keys (rows) with values (columns)
+    # [num_kv_heads, 2 + 2 * head_dim, head_dim]: the mean key, the mean value, the covariance of the keys, and the
+    # covariance of keys (rows) with values (columns)
     table: NDArray[np.float32]
 
     @property
@@ -41,10 +41,11 @@ class Moments:
 
 
 def moments_of(pieces: Iterable[Tensor]) -> Moments:
-    """Moments of all rows of the pieces [num_kv_heads, num_rows, 2, head_dim]: at least one row in all.
+    """Compute the moments of all rows of the pieces [num_kv_heads, num_rows, 2, head_dim], together at least one row.
 
-    They lie on one device, any. Each piece is used before the next is asked for. Products are of float32, relative to
-    the mean of the first rows, and are summed in float64 block after block, so that no piece is copied as a whole.
+    All pieces are on one device, which may be any. Each is used up before the next is taken from the iterable. Products
+    are computed in float32, relative to the mean of the first rows, and summed in float64 block by block, so that no
+    piece is copied as a whole.
     """
     origin, sums, products, num_rows = torch.empty(0), torch.empty(0), torch.empty(0), 0
     for block in (block for piece in pieces for block in torch.split(piece, _BLOCK_ROWS, dim=1)):

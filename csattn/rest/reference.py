@@ -1,13 +1,14 @@
 """The definition of the estimate, in float64.
 
-Let a head's logits of the N rows be normal with mean m and variance s^2, and let the n chosen be the largest: those
-above the quantile m + c s, where c is the standard normal's at 1 - n / N. Of the others,
+Let a head's logits of the N rows be normal with mean m and variance s^2, and let the n chosen rows have the largest:
+those above the quantile m + c s, where c is the standard normal's quantile at 1 - n / N. Then, over the other rows,
 
-    sum of e^logit             = N e^(m + s^2 / 2) F(c - s)
-    mean of the logits by e^logit  = m + s (s - f(c - s) / F(c - s))
+    sum of e^logit                             = N e^(m + s^2 / 2) F(c - s)
+    mean of the logits, weighted by e^logit    = m + s (s - f(c - s) / F(c - s))
 
-(f, F: density and distribution of the standard normal), for weighing by e^logit moves a normal distribution by s^2. The
-values' mean follows the logits' by linear regression, with the covariance of keys and values.
+(f, F: density and distribution function of the standard normal), because weighting by e^logit shifts a normal
+distribution by s^2. The weighted mean of the values follows from that of the logits by linear regression, with the
+covariance of keys and values.
 """
 
 import numpy as np
@@ -21,10 +22,10 @@ def estimate_rest(
     q: NDArray[np.float32],  # [num_tokens, num_q_heads, head_dim]
     moments: Moments,
     num_chosen: NDArray[np.int32],  # [num_tokens, num_index_heads]: n
-    num_rows: NDArray[np.int64],  # [num_tokens]: N, the rows that could be chosen
+    num_rows: NDArray[np.int64],  # [num_tokens]: N, the rows that may be chosen
     softmax_scale: float,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Attention to the rows that could be chosen and were not: out like q, lse [num_tokens, num_q_heads].
+    """Estimate attention to the rows that could be chosen and were not: out like q, lse [num_tokens, num_q_heads].
 
     Where all are chosen, out is zero and lse is -inf.
     """
@@ -44,7 +45,7 @@ def estimate_rest(
 def _of_head(
     q: NDArray[np.float32], moments: Moments, kv_head: int, chosen_share: float, softmax_scale: float
 ) -> tuple[NDArray[np.float64], float]:
-    """The weighted mean of the values [head_dim], and the log of the weights' mean over all rows."""
+    """The weighted mean of the values [head_dim], and the log of (the sum of the weights / the number of all rows)."""
     query = softmax_scale * q.astype(np.float64)
     mean = query @ moments.key_mean[kv_head]
     spread = np.sqrt(max(query @ moments.key_cov[kv_head].astype(np.float64) @ query, 0.0))

@@ -1,12 +1,12 @@
-"""The sketch of one layer's keys. Definition: `csattn.sketch.reference`.
+"""Build the sketch of one layer's keys. Definition: `csattn.sketch.reference`.
 
-Sums over the rows are taken where the rows are: in float32 within a block of them, in float64 over the blocks. Only
-eigenvectors are found on the CPU, by many threads: at such small matrices that is faster than a GPU. On a CPU each head
-has a thread of its own, because a library's sums depend on the number of threads and on how many heads it is given at
-once.
+Sums over rows are computed on the device that holds the rows: in float32 within a block of rows, in float64 over the
+blocks. Only the eigenvectors are computed on the CPU, by many threads, which is faster than a GPU for matrices this
+small. On a CPU each head has its own thread, because a library's sums depend on its number of threads and on how many
+heads it gets at once.
 
-From the same transform every device makes the same codes. Transforms are fitted to the same queries and rows on every
-device and in the definition: they agree up to what sums of rows are rounded to.
+From the same transform, every device makes the same codes. Transforms are fitted to the same queries and rows on every
+device and in the definition, and agree up to the rounding of sums over rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,17 +34,17 @@ from csattn.sketch.reference import (
 )
 from csattn.torch_threads import Map, alone, one_thread
 
-# of a head, held in floating point at a time: on a CPU so many that threads seldom wait for the interpreter's lock;
-# sums of codes' products have to fit a float32
+# Rows of a head that are held in floating point at a time. On a CPU: enough that threads seldom wait for the GIL.
+# A block's sum of products of codes must be exact in float32.
 _BLOCK_ROWS, _BLOCK_ROWS_ON_GPU = 2**13, 2**15
-_WORD_KEYS = 32  # whose marks are in a word
+_WORD_KEYS = 32  # keys whose marks share a word
 
-Part = tuple[slice, slice]  # of the segments and of the rows: as many rows of each of these segments
+Part = tuple[slice, slice]  # some segments, and their rows or a piece of them: equally many of each segment
 
 
 @dataclass(frozen=True, slots=True)
 class KeyTransforms:
-    """Of each head's rows in each segment, on the device of the rows; see `csattn.sketch.reference.Transform`."""
+    """The key side of `csattn.sketch.reference.Transform` for each head and segment, on the device of the rows."""
 
     key_mean: Tensor  # [num_heads, num_segments, head_dim] float32
     key_exponent: Tensor  # [num_heads, num_segments] int64
@@ -53,16 +53,16 @@ class KeyTransforms:
 
 
 def sketch_arrays(
-    q: Tensor | None,  # [num_q_heads, context_len, head_dim], after RoPE; None: every direction is asked for alike
+    q: Tensor | None,  # [num_q_heads, context_len, head_dim], after RoPE; None: all directions count equally
     kv: Tensor,  # [num_kv_heads, context_len, 2, head_dim]
     config: SketchConfig,
-    side_by_side: Map,  # of threads, for what runs on the CPU
-    segment_starts: Sequence[int] | None = None,  # as the configuration has them unless said
+    side_by_side: Map,  # a `map` over threads, for the work on the CPU
+    segment_starts: Sequence[int] | None = None,  # default: the configuration's
 ) -> dict[str, Tensor]:
-    """The arrays of `SketchIndex` by name, on the device of q and kv.
+    """Return the arrays of `SketchIndex` by name, on the device of q and kv.
 
-    There is at least one row, and callers see to it that no number is NaN or above LARGEST_NUMBER, as captures do: one
-    in a head's spoils its choices or makes its attention to the rest NaN.
+    Preconditions: at least one row, and no number that is NaN or above LARGEST_NUMBER (captures check this). A single
+    one would spoil its head's choices or make its attention to the rest NaN.
     """
     num_heads, context_len, _, head_dim = kv.shape
     assert context_len > 0, "a sketch has rows"
@@ -101,13 +101,13 @@ def _sketch_heads(
         "value_mean": value_mean,
         "value_transform": value_transform,
     }
-    return {name: array.contiguous() for name, array in arrays.items()}  # searches take their addresses
+    return {name: array.contiguous() for name, array in arrays.items()}  # searches use their addresses
 
 
 def fit_queries(queries: Tensor, side_by_side: Map = map) -> tuple[Tensor, Tensor]:
-    """The root of the mean of q q^T over unit queries, and its inverse: [num_heads, head_dim, head_dim] float64.
+    """The square root of the mean of q q^T over unit queries, and its inverse: [num_heads, head_dim, head_dim] float64.
 
-    Of the queries [num_heads, num_queries, head_dim] a sample counts.
+    Only a sample of the queries [num_heads, num_queries, head_dim] is used.
     """
     queries = queries[:, sample_of_queries(*queries.shape[1:])]
     total = _zeros(queries, queries.shape[2], queries.shape[2])
@@ -123,7 +123,10 @@ def fit_queries(queries: Tensor, side_by_side: Map = map) -> tuple[Tensor, Tenso
 
 
 def even_metric(k: Tensor) -> tuple[Tensor, Tensor]:
-    """What `fit_queries` gives of queries that have all directions alike. k: [num_heads, num_keys, head_dim]."""
+    """The result of `fit_queries` for queries that are spread evenly over all directions.
+
+    k: [num_heads, num_keys, head_dim], used for its shape and device only.
+    """
     unit = torch.eye(k.shape[2], dtype=torch.float64, device=k.device).expand(len(k), -1, -1)
     root = torch.tensor(1 / k.shape[2], dtype=torch.float64).sqrt().item()
     return unit * root, unit / root
@@ -132,11 +135,11 @@ def even_metric(k: Tensor) -> tuple[Tensor, Tensor]:
 def fit_keys(
     k: Tensor,  # [num_heads, context_len, head_dim]
     segment_starts: Sequence[int],  # each with at least one row
-    metric: tuple[Tensor, Tensor],  # of `fit_queries`
+    metric: tuple[Tensor, Tensor],  # from `fit_queries`
     bits: Tensor,  # [num_coords] int64
     side_by_side: Map = map,
 ) -> KeyTransforms:
-    """Which coordinates are kept of these keys, and their steps."""
+    """Fit the transform of each segment: the coordinates that are kept of its keys, and their quantization steps."""
     mean, covariance, largest = _moments(k, segment_starts)
     root, inverse = (array[:, None] for array in metric)
     energy, basis = _eigh(root @ covariance @ root, side_by_side)
@@ -155,9 +158,9 @@ def fit_keys(
 
 
 def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [num_heads, context_len, num_coords] uint8 on the device of k: to the bit those of the reference.
+    """Return codes [num_heads, context_len, num_coords] uint8, on the device of k, equal to the reference's.
 
-    And how far each key is from what its codes say, squared: [num_heads, context_len] float32.
+    The second result is the squared error of each key's reconstruction from codes: [num_heads, context_len] float32.
     """
     per_unit = _power_of_two(KEY_BITS - made.key_exponent)[:, :, None, None]
     shift, transform = -made.key_mean.double()[:, :, None] * per_unit, made.key_transform / per_unit
@@ -169,7 +172,7 @@ def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: 
         of = part[0]
         whole = torch.addcmul(shift[:, of], _rows(k, part), per_unit[:, of]).round_()
         steps = whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS) @ transform[:, of]
-        u = steps.floor_().float().clamp_(-half, half - 1).add_(half)  # a sum is not exact before it is a whole number
+        u = steps.floor_().float().clamp_(-half, half - 1).add_(half)  # before floor(), adding half would round
         _rows(codes, part)[:] = u
         missed = (u @ back[:, of]).add_(told_by_zeros[:, of]).sub_(_rows(k, part))
         _rows(errors, part)[:] = missed.square_().sum(3)
@@ -177,7 +180,7 @@ def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: 
 
 
 def mark(errors: Tensor, segment_starts: Sequence[int]) -> Tensor:
-    """Mark the rows with the greatest errors, of equals the first: words as of `pack_marks`.
+    """Mark the rows with the largest errors (of equal ones, the first), in words like `pack_marks`.
 
     errors: [num_heads, context_len] float32, none below 0.
     """
@@ -187,7 +190,7 @@ def mark(errors: Tensor, segment_starts: Sequence[int]) -> Tensor:
         of_rows = _rows(errors, part)
         num_marked = of_rows.shape[2] // MARKED_SHARE
         places = torch.arange(of_rows.shape[2], device=errors.device)
-        keys = (of_rows.contiguous().view(torch.int32).long() << 32) - places  # bits of floats >= 0 ascend as they do
+        keys = (of_rows.contiguous().view(torch.int32).long() << 32) - places  # floats >= 0 are ordered like their bits
         first = torch.tensor(segment_starts[part[0]], device=errors.device)
         rows = (keys.topk(num_marked, dim=2).indices + first[:, None]).flatten(1)
         words.scatter_add_(1, rows // _WORD_KEYS, torch.ones_like(rows) << rows % _WORD_KEYS)
@@ -195,10 +198,10 @@ def mark(errors: Tensor, segment_starts: Sequence[int]) -> Tensor:
 
 
 def fit_values(codes: Tensor, v: Tensor, segment_starts: Sequence[int], bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Linear regression of values on codes, segment by segment; see `Transform` of the reference.
+    """Fit a linear regression of values on codes in each segment; see the reference's `Transform`.
 
-    codes: of `encode`. v: [num_heads, context_len, head_dim]. value_mean [num_heads, num_segments, head_dim] float32;
-    value_transform [num_heads, num_segments, num_coords, head_dim] float16.
+    codes: from `encode`. v: [num_heads, context_len, head_dim]. Returns value_mean [num_heads, num_segments, head_dim]
+    float32 and value_transform [num_heads, num_segments, num_coords, head_dim] float16.
     """
     u_mean, v_mean, gram, cross = _value_moments(codes, v, segment_starts)
     gram, cross = gram - u_mean.mT @ u_mean, cross - u_mean.mT @ v_mean
@@ -213,7 +216,7 @@ def fit_values(codes: Tensor, v: Tensor, segment_starts: Sequence[int], bits: Te
 def pack(codes: Tensor, num_fine: int, num_coarse: int) -> Tensor:
     """`pack_codes` in torch: [num_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] uint32.
 
-    Four codes of neighbouring coordinates, a byte each, need only be shifted to be where a word has them.
+    Four codes of neighbouring coordinates, one byte each, are read as an int32; one shift puts all of them in place.
     """
     num_heads, num_rows, _ = codes.shape
     fours = torch.nn.functional.pad(codes.view(torch.int32), (0, 0, 0, -num_rows % BLOCK_KEYS))
@@ -224,7 +227,7 @@ def pack(codes: Tensor, num_fine: int, num_coarse: int) -> Tensor:
 
 
 def _runs(starts: Sequence[int], num_rows: int) -> Iterator[Part]:
-    """Neighbouring segments of equal length, and their rows."""
+    """Yield runs of neighbouring segments of equal length, with their rows."""
     edges = (*starts, num_rows)
     for _, run in groupby(range(len(starts)), key=lambda number: edges[number + 1] - edges[number]):
         numbers = list(run)
@@ -233,7 +236,10 @@ def _runs(starts: Sequence[int], num_rows: int) -> Iterator[Part]:
 
 
 def _parts(rows: Tensor, starts: Sequence[int]) -> Iterator[Part]:
-    """All rows [num_heads, num_rows, ...] in order: of some segments of equal length at a time, or a piece of one."""
+    """Yield parts that cover all rows [num_heads, num_rows, ...] in order.
+
+    Each is some whole segments of equal length, or a piece of one segment.
+    """
     most = _BLOCK_ROWS_ON_GPU if rows.is_cuda else _BLOCK_ROWS
     for segments, of_run in _runs(starts, rows.shape[1]):
         length = (of_run.stop - of_run.start) // (segments.stop - segments.start)
@@ -246,13 +252,13 @@ def _parts(rows: Tensor, starts: Sequence[int]) -> Iterator[Part]:
 
 
 def _rows(rows: Tensor, part: Part) -> Tensor:
-    """That part of rows [num_heads, num_rows, ...], segment by segment: [num_heads, num_segments, num_rows, ...]."""
+    """A view of that part of rows [num_heads, num_rows, ...] by segment: [num_heads, num_segments, num_rows, ...]."""
     segments, of_part = part
     return torch.unflatten(rows[:, of_part], 1, (segments.stop - segments.start, -1))
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right for each head and segment, added up in float32: numbers of 16 bits by a GPU's tensor cores."""
+    """left @ right for each head and segment, accumulated in float32; 16-bit inputs use a GPU's tensor cores."""
     if left.dtype == torch.float32:
         return left @ right
     product = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32)
@@ -260,7 +266,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _lengths(starts: Sequence[int], rows: Tensor) -> Tensor:
-    """Of the segments of rows [num_heads, num_rows, ...]: [num_segments, 1] float64."""
+    """The lengths of the segments of rows [num_heads, num_rows, ...]: [num_segments, 1] float64."""
     edges = torch.tensor([*starts, rows.shape[1]], dtype=torch.float64, device=rows.device)
     return edges.diff()[:, None]
 
@@ -270,17 +276,17 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 def _half(x: Tensor) -> Tensor:
-    """Rounded to float16; what is too large for it, to its largest."""
+    """Round to float16; numbers out of its range become its largest."""
     limit = torch.finfo(torch.float16).max
     return x.clamp(-limit, limit).half()
 
 
 def _eigh(matrices: Tensor, side_by_side: Map) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors of symmetric matrices [..., n, n], found on the CPU."""
+    """Eigenvalues, ascending, and eigenvectors of symmetric matrices [..., n, n], computed on the CPU."""
     on_gpu = matrices.is_cuda
-    here = matrices.flatten(0, -3).to("cpu", non_blocking=True)  # a GPU's go to locked memory: many times as fast
+    here = matrices.flatten(0, -3).to("cpu", non_blocking=True)  # from a GPU, to pinned memory: many times as fast
     values = torch.empty(here.shape[:2], dtype=here.dtype, pin_memory=on_gpu)
-    vectors = torch.empty(here.shape, dtype=here.dtype, pin_memory=on_gpu)  # in rows, as they are found
+    vectors = torch.empty(here.shape, dtype=here.dtype, pin_memory=on_gpu)  # as rows, which is how they are written
     if on_gpu:
         torch.cuda.current_stream(matrices.device).synchronize()
 
@@ -296,26 +302,27 @@ def _eigh(matrices: Tensor, side_by_side: Map) -> tuple[Tensor, Tensor]:
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """Of the least power of two that is not below x; 0 where x is 0."""
+    """The exponent of the smallest power of two that is not below x; 0 where x is 0."""
     mantissa, exponent = torch.frexp(x)
     return exponent.long() - (mantissa == 0.5).long()
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """In float64, by its bits: what a GPU computes may be off in the last."""
+    """2**exponent in float64, made from its bits: a GPU's own result may be wrong in the last bit."""
     return (exponent + 1023 << 52).view(torch.float64)
 
 
 def _in_fixed_point(columns: Tensor) -> Tensor:
-    """`csattn.sketch.reference.in_fixed_point` of many matrices [..., head_dim, num_coords]."""
+    """`csattn.sketch.reference.in_fixed_point` for many matrices [..., head_dim, num_coords]."""
     unit = _power_of_two(_exponent(columns.abs().amax(-2, keepdim=True)) - TRANSFORM_BITS)
     return ((columns / unit).round() * unit).float()
 
 
 def _moments(k: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each segment of the keys the mean, the covariance and the largest distance in a dimension: float64.
+    """For each segment: the mean of the keys, their covariance, and the largest distance from the mean in a dimension.
 
-    [num_heads, num_segments, head_dim], [num_heads, num_segments, head_dim, head_dim] and [num_heads, num_segments].
+    float64 [num_heads, num_segments, head_dim], [num_heads, num_segments, head_dim, head_dim] and
+    [num_heads, num_segments].
     """
     num_rows, shape = _lengths(starts, k), (len(starts), k.shape[2])
     mean = _zeros(k, *shape)
@@ -334,7 +341,7 @@ def _moments(k: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _best_steps(samples: Tensor, deviation: Tensor, bits: Tensor) -> Tensor:
-    """The steps [..., num_coords] that lose least; 0 where a coordinate has no energy.
+    """The steps [..., num_coords] with the least squared error; 0 where a coordinate has no energy.
 
     samples: [..., num_samples, num_coords] float32, deviation: [..., num_coords] float64.
     """
@@ -344,7 +351,7 @@ def _best_steps(samples: Tensor, deviation: Tensor, bits: Tensor) -> Tensor:
     sizes = samples.mT.contiguous().abs_().div_(steps)
     errors = []
     for multiple in STEP_MULTIPLES:
-        distance = sizes * (1 / multiple)  # in steps, to the start of the level, then to its middle
+        distance = sizes * (1 / multiple)  # in steps: from the level's lower edge, then from its middle
         distance.sub_(distance.floor().minimum(last)).sub_(0.5)
         errors.append(multiple**2 * distance.square_().mean(-1))
     multiples = torch.tensor(STEP_MULTIPLES, dtype=torch.float64, device=samples.device)
@@ -352,10 +359,10 @@ def _best_steps(samples: Tensor, deviation: Tensor, bits: Tensor) -> Tensor:
 
 
 def _value_moments(codes: Tensor, v: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Means over the rows of u, v, u u^T and u v^T, segment by segment, in float64.
+    """Means over the rows of u, v, u u^T and u v^T in each segment, in float64.
 
     The means of vectors are [num_heads, num_segments, 1, width], those of products [num_heads, num_segments, width of
-    u, width]. Within a block sums are float32's: those of codes' products are whole numbers that it holds.
+    u, width]. Sums within a block are in float32, which is exact for products of codes: they are small integers.
     """
     num_coords, head_dim, num_rows = codes.shape[2], v.shape[2], _lengths(starts, v)[..., None]
     shapes = (1, num_coords), (1, head_dim), (num_coords, num_coords), (num_coords, head_dim)
@@ -371,17 +378,17 @@ def _value_moments(codes: Tensor, v: Tensor, starts: Sequence[int]) -> tuple[Ten
 
 
 def solve_ridge(gram: Tensor, right: Tensor, ridge: Tensor) -> Tensor:
-    """`solve_definite` with a ridge [..., 1, 1] added to the diagonals of gram [..., n, n]."""
+    """Call `solve_definite` with a ridge [..., 1, 1] added to the diagonals of gram [..., n, n]."""
     return solve_definite(gram + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), right)
 
 
 def solve_definite(gram: Tensor, right: Tensor) -> Tensor:
-    """x with gram @ x = right, for positive definite matrices [..., n, n].
+    """Solve gram @ x = right for x, by Cholesky, for positive definite matrices gram [..., n, n].
 
     `torch.linalg.solve` hangs or crashes for several matrices of more than 150 rows and several threads
     (https://github.com/pytorch/pytorch/issues/141358).
     """
-    with one_thread():  # a matrix at a time: more threads are slower
+    with one_thread():  # one matrix at a time; more threads are slower
         lower: Tensor = torch.linalg.cholesky_ex(gram).L
         half_way = torch.linalg.solve_triangular(lower, right, upper=False)
         solved: Tensor = torch.linalg.solve_triangular(lower.mT, half_way, upper=True)
@@ -389,7 +396,7 @@ def solve_definite(gram: Tensor, right: Tensor) -> Tensor:
 
 
 def _shifted_together(fours: Tensor, bits: int) -> Tensor:
-    """[..., n] int32 of four codes each -> [..., n * bits / 8] words."""
+    """Pack [..., n] int32 with four codes each into [..., n * bits / 8] words."""
     words, *others = torch.unflatten(fours, -1, (-1, 8 // bits)).unbind(-1)
     for number, other in enumerate(others, start=1):
         words = words | other << number * bits

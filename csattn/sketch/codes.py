@@ -1,11 +1,11 @@
-"""How the codes of a sketch lie in memory: words of a key's fine and coarse codes, 64 keys side by side."""
+"""The memory layout of a sketch's codes: words with a key's fine and coarse codes, interleaved in blocks of 64 keys."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.bits import pack_bits, unpack_bits
 
-BLOCK_KEYS = 64  # a sketch is padded to whole blocks; codes of padding are 0
+BLOCK_KEYS = 64  # a sketch is padded to whole blocks, with codes of 0
 FINE_BITS, COARSE_BITS = 4, 2  # of a coordinate's code
 FINE_CODES, COARSE_CODES = 32 // FINE_BITS, 32 // COARSE_BITS  # in a word
 
@@ -15,24 +15,24 @@ def num_blocks(num_keys: int) -> int:
 
 
 def num_coords(num_fine: int, num_coarse: int) -> int:
-    """Coordinates in so many words of either kind."""
+    """The number of coordinates in num_fine words of 4-bit codes and num_coarse words of 2-bit codes."""
     return FINE_CODES * num_fine + COARSE_CODES * num_coarse
 
 
 def coord_bits(num_fine: int, num_coarse: int) -> NDArray[np.int64]:
-    """The bits of each coordinate's code: the fine ones come first."""
+    """The number of bits of each coordinate's code, fine ones first: [num_coords]."""
     return np.repeat([FINE_BITS, COARSE_BITS], [FINE_CODES * num_fine, COARSE_CODES * num_coarse])
 
 
 def pack_codes(
-    codes: NDArray[np.uint8],  # [..., num_keys, num_coords], below 2**bits of their coordinate
+    codes: NDArray[np.uint8],  # [..., num_keys, num_coords], each below 2**bits of its coordinate
     num_fine: int,
     num_coarse: int,
 ) -> NDArray[np.uint32]:
-    """Lay out as [..., num_blocks, num_fine + num_coarse, BLOCK_KEYS].
+    """Pack codes into words [..., num_blocks, num_fine + num_coarse, BLOCK_KEYS].
 
-    Bits b, b + 1, ... of byte i of a word hold coordinate 4 * (b / bits) + i of the word: four codes, of neighbouring
-    coordinates, come out of a word by one shift and one mask.
+    Bits b, b + 1, ... of byte i of a word hold coordinate 4 * (b / bits) + i of the word. So one shift and one mask
+    extract four codes, those of neighbouring coordinates, from a word.
     """
     *lead, num_keys, _ = codes.shape
     blocks, split = num_blocks(num_keys), FINE_CODES * num_fine
@@ -68,7 +68,7 @@ def unpack_marks(marks: NDArray[np.uint32], num_keys: int) -> NDArray[np.bool_]:
 
 
 def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """[..., n] codes -> [..., n * bits / 32] words."""
+    """Pack [..., n] codes into [..., n * bits / 32] words."""
     grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 32, 8 // bits, 4)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     as_bytes = np.bitwise_or.reduce(grouped << shifts, axis=-2)

@@ -1,19 +1,19 @@
-"""Segments of a request's own rows: question and answer get sparse as they get long.
+"""Segments of a request's own rows: attention to a long question and answer becomes sparse as well.
 
-A request's own rows, its tail, are numbered as they come. Whole segments of them, once their last row has left the
-tail's window, are treated as a second context that belongs to the request alone: they have a sketch, a transform for
-each segment, made of the rows and nothing else, so that rows that are kept and put back get the same codes. A token
-that sees tail_len rows of the tail, its own included, attends to
+A request's own rows, its tail, are numbered in order of arrival. Once the last row of a whole segment has left the
+tail's window, the segment becomes part of a second context, which belongs to this request alone. It has a sketch with a
+transform for each segment, made from the segment's rows and nothing else, so rows that are kept and restored get the
+same codes. A token that sees tail_len rows of the tail, its own included, attends to three sets of rows:
 
-* near: the context's sinks and window, and the tail's rows from the last segment in use on: exactly;
-* chosen: the best rows of the context, and, by a choice of their own, of its own segments, of which OWN_SHARE times the
-  share is kept: exactly;
-* rest: all other rows of the context, and all other rows of its own segments: by their codes.
+* near, exactly: the context's sinks and window, and the tail's rows after the last segment in use;
+* chosen, exactly: the best rows of the context and, chosen separately, the best rows of its own segments, of which
+  OWN_SHARE times as large a share is kept;
+* rest, by their codes: all other rows of the context and of its own segments.
 
-A request without a context has its own segments and what is near of its tail.
+A request without a context has only its own segments and the near rows of its tail.
 
-How many segments are in use follows from tail_len alone: answers depend neither on when a sketch is made nor on how
-tokens are cut into steps.
+How many segments are in use depends on tail_len alone. So answers depend neither on when a sketch is made nor on how
+tokens are divided into steps.
 """
 
 import math
@@ -32,7 +32,7 @@ from csattn.sketch.index import BY_HEAD, SketchIndex
 from csattn.sketch.reference import LARGEST_NUMBER
 from csattn.torch_threads import Map
 
-# Rows that came late weigh more than a context's; see bench/log.md.
+# Recent rows get more attention weight than a context's; see bench/log.md.
 OWN_SHARE = 4
 
 
@@ -41,8 +41,8 @@ class Growth:
     """When own rows become segments."""
 
     segment_len: int = 2048
-    # of the tail, at least so many rows stay near, and the window: while as many come, a segment's sketch is made, and
-    # no more may come in one step
+    # At least so many rows of the tail stay near, and at least the window. A segment's sketch is made while that number
+    # of rows arrive after it, so a step may bring no more.
     least_near: int = 256
 
     def __post_init__(self) -> None:
@@ -52,11 +52,11 @@ class Growth:
             raise ConfigError(f"at least one row stays near, got {self.least_near}")
 
     def num_near(self, window_len: int) -> int:
-        """Rows of the tail that come behind a segment before it is in use."""
+        """The number of rows that follow a segment in the tail before the segment is used."""
         return max(window_len, self.least_near)
 
     def num_segments(self, tail_len: int, window_len: int) -> int:
-        """Segments in use for a token that sees so many rows of the tail."""
+        """The number of segments in use for a token that sees tail_len rows of the tail."""
         return max(0, tail_len - self.num_near(window_len)) // self.segment_len
 
 
@@ -66,7 +66,7 @@ def own_keep(config: SearchConfig) -> float:
 
 
 def own_top_k(config: SearchConfig, num_rows: int) -> int:
-    """Rows that a token chooses for each KV head from so many rows in its own segments."""
+    """How many of the num_rows rows in its own segments a token chooses for each KV head."""
     return max(1, round(own_keep(config) * num_rows)) if num_rows else 0
 
 
@@ -74,12 +74,13 @@ def own_top_k(config: SearchConfig, num_rows: int) -> int:
 def make_segments(
     rows: Tensor,  # [num_layers, num_kv_heads, segment_len, 2, head_dim]
     config: SketchConfig,  # of the context
-    side_by_side: Map = map,  # of threads, for what runs on the CPU
+    side_by_side: Map = map,  # over threads, for the work on the CPU
 ) -> list[SketchIndex]:
-    """The sketch of a segment in each of these layers. What is told of a head is NaN where its rows hold NaN, infinity
-    or a number above LARGEST_NUMBER.
+    """Make the sketch of one segment in each of these layers.
 
-    On a GPU several layers take little more time than one; their last bits may depend on how many are made at once.
+    If a head's rows contain NaN, infinity or a number above LARGEST_NUMBER, its value_mean is NaN, and so is its
+    attention to the rest. On a GPU several layers take little more time than one; the last bits may depend on how many
+    are made at once.
     """
     num_layers, num_heads, num_rows, _, head_dim = rows.shape
     heads = rows.flatten(0, 1)
@@ -96,21 +97,21 @@ def make_segments(
 
 
 def _sound(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows with zeros for what a sketch cannot take, and which heads have none of that: [num_heads] bool."""
-    is_sound = heads.isfinite() & (heads.abs() <= LARGEST_NUMBER)  # a float16 takes that limit for infinity
+    """Replace numbers that a sketch cannot represent by 0; also return which heads had none: [num_heads] bool."""
+    is_sound = heads.isfinite() & (heads.abs() <= LARGEST_NUMBER)  # in float16 this limit is infinity
     return heads.where(is_sound, 0.0), is_sound.flatten(1).all(1)
 
 
 def making_bytes(rows_shape: Sequence[int], item_bytes: int) -> int:
-    """Device memory that `make_segments` takes at most, rows of that shape included that are copied for it.
+    """The most device memory that `make_segments` takes, including a copy of the rows, which have this shape.
 
-    On an H100 16 bytes were measured for each number in bfloat16, 21 in float32, and what libraries want.
+    On an H100, 16 bytes for each number in bfloat16 and 21 in float32 were measured, besides what libraries allocate.
     """
     return math.prod(rows_shape) * (12 + 3 * item_bytes) + (32 << 20)
 
 
 def join_segments(parts: Sequence[SketchIndex]) -> SketchIndex:
-    """One sketch of rows that follow each other; all but the last part have whole blocks."""
+    """Concatenate the sketches of rows that follow each other; all parts but the last consist of whole blocks."""
     first = parts[0]
     assert all(part.context_len % BLOCK_KEYS == 0 for part in parts[:-1])
     before = np.cumsum([0, *(part.context_len for part in parts)])

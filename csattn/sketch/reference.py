@@ -1,19 +1,19 @@
 """The definition of the sketch, in numpy: slow, obviously right, and what every faster version must meet.
 
-A transform belongs to one KV head and one segment of its rows. With a sample q of the group's queries, of all segments,
-and keys k of this one, let A be the root of the unit queries' mean of q q^T, and V the eigenvectors of A Cov(k) A,
-largest first. Then
+A transform belongs to one KV head and one segment of its rows. Let q be a sample of the group's queries from all
+segments, k the keys of this segment, A the square root of the mean of q q^T over unit queries, and V the eigenvectors
+of A Cov(k) A, largest first. Then
 
     q . k  =  q . mean(k)  +  (q A^-1 V) . ((k - mean(k)) A V),
 
 and eigenvalue j is what coordinate j adds to the variance of a logit, as the context's own queries see it: the
-Karhunen-Loeve transform under the queries' metric. The first coordinates are kept in 4 bits each, those that follow in
-2. A code u = 0, 1, ... of so many bits stands for u - (2^bits - 1) / 2 steps.
+Karhunen-Loeve transform under the queries' metric. The first coordinates are kept in 4 bits each, the next ones in 2
+bits. A code u = 0, 1, ... of that many bits stands for u - (2^bits - 1) / 2 quantization steps.
 
 Values are predicted from the codes by linear regression: v is about mean(v) + (u - mean(u)) @ B.
 
-Logits are in octaves here, softmax_scale * log2(e) * q . k, and weights are powers of two: scores are integers whose
-unit is a power of two of octaves, so that every machine makes the same choice.
+Logits are in octaves here, softmax_scale * log2(e) * q . k, and weights are powers of two. Scores are integers, in a
+unit that is a power of two of octaves, so every machine makes the same choice.
 """
 
 from dataclasses import dataclass
@@ -26,52 +26,52 @@ from csattn.sketch.index import MARKED_SHARE, SketchIndex
 
 Floats = NDArray[np.float64]
 
-QUERIES_PER_DIM = 64  # of a KV head's queries at most so many for each dimension, evenly spaced; more change nothing
-LEAST_QUERY_ENERGY = 1e-6  # of a direction, as a share of the greatest: A has to be inverted
-LEAST_KEY_ENERGY = 1e-6  # of a coordinate, likewise: below, its codes say nothing and count nothing
-LEAST_ENERGY = 2.0**-84  # of a coordinate, too: below, a float16 holds none of its step, and a float32 soon no energy
-LARGEST_NUMBER = 2.0**50  # of queries, keys and values: sums of squares over many rows, and dimensions, fit a float32
-RIDGE = 1e-3  # of the regression, as a share of the codes' mean variance and 1
-# in units of a coordinate's deviation: the step that is best for a normal distribution, by the bits; of these multiples
-# of it, that with the least squared error on the segment's rows is taken
+QUERIES_PER_DIM = 64  # a KV head's sample has at most so many queries per dimension, evenly spaced; more change nothing
+LEAST_QUERY_ENERGY = 1e-6  # lower bound of the eigenvalues of A^2, as a share of the largest: A has to be inverted
+LEAST_KEY_ENERGY = 1e-6  # a coordinate with a smaller share of the largest energy has a step of 0 and adds nothing
+LEAST_ENERGY = 2.0**-84  # the same, absolute: below it a step underflows in float16, and the energy soon in float32
+LARGEST_NUMBER = 2.0**50  # of queries, keys and values: sums of squares over many rows and dimensions fit a float32
+RIDGE = 1e-3  # of the regression, in units of (mean variance of the codes + 1)
+# The best step for a normal distribution, in standard deviations of the coordinate, by the number of bits. Of these
+# multiples of it, the one with the least squared error on the segment's rows is used.
 NORMAL_STEP = {2: 0.996, 4: 0.335}
 STEP_MULTIPLES = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
-STEP_SAMPLES = 2048  # at most so many rows, evenly spaced, decide about the steps
+STEP_SAMPLES = 2048  # rows that the steps are fitted to, at most, evenly spaced
 
 KEY_BITS, TRANSFORM_BITS = 20, 24  # fixed point: with 512 dimensions, sums of products are at most 2**53, and exact
-LARGEST_MULTIPLIER = 127  # of a code: a query's coordinate becomes an 8-bit integer
-SCORE_ROOM = 32700.0  # of an int16 score, before what is set aside for the rounding of multipliers
-LARGEST_EXPONENT = 15  # a unit of score is 2**-15, 2**-14, ... or 2**15 octaves
+LARGEST_MULTIPLIER = 127  # a query's coordinate becomes an 8-bit integer, which multiplies a code
+SCORE_ROOM = 32700.0  # range of an int16 score, before the reserve for the rounding of multipliers is subtracted
+LARGEST_EXPONENT = 15  # the unit of scores is 2**-15, 2**-14, ... or 2**15 octaves
 NORMALISER_KEYS, LEAST_OCTAVE = 8, -32  # see `normaliser`
-TOTAL_BITS = 24  # of the largest weight, in a total by whole octaves
-LOG_BITS = 16  # after the point, of its logarithm
+TOTAL_BITS = 24  # the largest weight counts as 2**24 in the total of weights
+LOG_BITS = 16  # fractional bits of the total's logarithm
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """Of one KV head's rows in one segment."""
+    """The transform of one KV head's rows in one segment."""
 
     key_mean: NDArray[np.float32]  # [head_dim]
     key_exponent: int  # |k - key_mean| <= 2**key_exponent in the rows that it was fitted to
     key_transform: NDArray[np.float32]  # [head_dim, num_coords]: from k - key_mean to steps; columns in fixed point
-    query_transform: NDArray[np.float16]  # [head_dim, num_coords]: q @ this is what a step adds to q . k
+    query_transform: NDArray[np.float16]  # [head_dim, num_coords]: q @ this is what one step adds to q . k
     value_mean: NDArray[np.float32]  # [head_dim]
-    # [num_coords, head_dim]: B; its coarse rows times the variance of u. What the mean of coarse codes tells is in
-    # value_mean already: see `attend_rest`
+    # [num_coords, head_dim]: B, with its coarse rows multiplied by the variance of u. The contribution of the mean
+    # coarse codes is part of value_mean: see `attend_rest`
     value_transform: NDArray[np.float16]
-    marked: NDArray[np.int64]  # ascending: the rows whose keys the codes tell worst
+    marked: NDArray[np.int64]  # ascending: the rows whose keys the codes reproduce worst
 
 
 def fit(
-    q: NDArray[np.float32],  # [num_queries, head_dim], of all of the group's heads
+    q: NDArray[np.float32],  # [num_queries, head_dim], of all heads of the group
     k: NDArray[np.float32],  # [num_rows, head_dim], at least one
     v: NDArray[np.float32],  # [num_rows, head_dim]
     bits: NDArray[np.int64],  # [num_coords]: see `codes.coord_bits`
 ) -> Transform:
-    """The transform of these rows, as a sample of these queries sees them.
+    """Fit the transform of these rows to a sample of these queries.
 
-    Numbers are at most LARGEST_NUMBER: builds of larger ones are refused.
+    Numbers are at most LARGEST_NUMBER: builds with larger ones are refused.
     """
     assert all(np.abs(rows).max() <= LARGEST_NUMBER for rows in (q, k, v)), "a number is NaN or too large"
     root, inverse = _query_metric(q[sample_of_queries(*q.shape)].astype(np.float64))
@@ -106,7 +106,7 @@ def fit(
 
 
 def sample_of_queries(num_queries: int, head_dim: int) -> slice:
-    """Which of a KV head's queries, at least one, a transform is fitted to: at most QUERIES_PER_DIM * head_dim."""
+    """Which of a KV head's queries (at least one) a transform is fitted to: at most QUERIES_PER_DIM * head_dim."""
     return slice(None, None, -(-num_queries // (QUERIES_PER_DIM * head_dim)))
 
 
@@ -117,9 +117,9 @@ def encode(
     key_transform: NDArray[np.float32],
     bits: NDArray[np.int64],  # [num_coords]
 ) -> NDArray[np.uint8]:
-    """Codes u [num_rows, num_coords]: the same to the bit on every machine, whatever the order of sums.
+    """Return codes u [num_rows, num_coords]: the same on every machine, whatever the order of summation.
 
-    Keys in fixed point have KEY_BITS bits, the transform's columns TRANSFORM_BITS: float64 sums of their products
+    Keys in fixed point have KEY_BITS bits and the transform's columns TRANSFORM_BITS, so float64 sums of their products
     are exact.
     """
     unit = 2.0 ** (key_exponent - KEY_BITS)
@@ -130,15 +130,16 @@ def encode(
 
 
 def score_group(
-    q: NDArray[np.float32],  # [group_size, head_dim], of the query heads that share a KV head
+    q: NDArray[np.float32],  # [group_size, head_dim]: the query heads that share the KV head
     index: SketchIndex,
     head: int,
     softmax_scale: float,
 ) -> tuple[NDArray[np.float32], int, NDArray[np.int16]]:
-    """bases [group_size], exponent and scores [group_size, context_len]: logits are about base + 2**exponent * score.
+    """Score all rows by their codes: logits in octaves are about base + 2**exponent * score.
 
-    All segments share a query's base, its product with the first key_mean; the others' scores are shifted by what
-    theirs differ. Multipliers are such that a score fits 16 bits whatever the codes.
+    Returns bases [group_size], exponent and scores [group_size, context_len]. A query's base is its product with the
+    key_mean of the first segment; scores in other segments include an offset for the difference of their key_mean.
+    Multipliers are such that a score fits 16 bits for any codes.
     """
     means, coordinates = project(q, index, head, softmax_scale)
     exponent, multipliers, offsets = integer_queries(means, coordinates, coord_bits(index.num_fine, index.num_coarse))
@@ -154,14 +155,15 @@ def score_group(
 def project(
     q: NDArray[np.float32], index: SketchIndex, head: int, softmax_scale: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """In octaves, for the segments of a head: q . key_mean [group_size, num_segments], and what a step of each
-    coordinate adds [group_size, num_segments, num_coords].
+    """Project queries for each segment of a head; results are in octaves.
 
-    A mean is summed up in index order in float64, where products of such numbers are exact, and rounded to float32.
-    Coordinates need less: the query in octaves is rounded to float32, and so is each product, and each sum in turn.
+    Returns q . key_mean [group_size, num_segments], and what one step of each coordinate adds to the logit
+    [group_size, num_segments, num_coords]. A q . key_mean is summed in index order in float64, where the products are
+    exact, and rounded to float32. Coordinates need less precision: the query in octaves, each product and each partial
+    sum are rounded to float32.
     """
     octaves, wide = softmax_scale * LOG2_E, q.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is dealt with later
+    with np.errstate(over="ignore", invalid="ignore"):  # `integer_queries` deals with what is not finite
         products = wide[:, None] * index.key_mean[head].astype(np.float64)
         means = octaves * np.add.accumulate(products, axis=2)[:, :, -1]
         columns = index.query_transform[head].astype(np.float32)
@@ -174,16 +176,17 @@ def integer_queries(
     coordinates: NDArray[np.float32],  # [group_size, num_segments, num_coords]
     bits: NDArray[np.int64],  # [num_coords]
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-    """exponent, multipliers [group_size, num_segments, num_coords] and offsets of scores [group_size, num_segments].
+    """Round projected queries to integers, in a unit of 2**exponent octaves that the group shares.
 
-    The group's unit is the least power of two that all of its queries can be told in. A query that is not finite, or
-    asks for more than 2**LARGEST_EXPONENT, has no say and gets zeros.
+    Returns exponent, multipliers [group_size, num_segments, num_coords] and offsets of scores
+    [group_size, num_segments]. The unit is the smallest power of two that is large enough for all queries of the group.
+    A query that is not finite, or needs more than 2**LARGEST_EXPONENT, does not count and gets zeros.
     """
     asked = np.array([unit_asked(*of_query, bits) for of_query in zip(means, coordinates, strict=True)])
-    sound = asked <= 2.0**LARGEST_EXPONENT  # not where it is no number
+    sound = asked <= 2.0**LARGEST_EXPONENT  # false for NaN
     largest = max(asked[sound].max(initial=0.0), 2.0**-LARGEST_EXPONENT)
     fraction, exponent = np.frexp(largest)
-    exponent -= fraction == 0.5  # the least with largest <= 2**exponent
+    exponent -= fraction == 0.5  # the smallest with largest <= 2**exponent
     unit = 2.0 ** int(exponent)
     differences = means.astype(np.float64) - means[:, :1].astype(np.float64)
     multipliers = np.rint(np.where(sound[:, None, None], coordinates.astype(np.float64), 0.0) / unit).astype(np.int64)
@@ -196,9 +199,10 @@ def unit_asked(
     coordinates: NDArray[np.float32],  # [num_segments, num_coords]
     bits: NDArray[np.int64],  # [num_coords]
 ) -> float:
-    """The least unit, in octaves, in which a query's multipliers fit 8 bits and its scores 16; NaN: there is none.
+    """The smallest unit, in octaves, in which a query's multipliers fit 8 bits and its scores 16; NaN if there is none.
 
-    Rounding adds at most one half to each number that a score is made of: that is set aside. Sums run in index order.
+    Rounding changes each multiplier and the offset by at most one half: room is reserved for that. Sums are in index
+    order.
     """
     half = (2.0**bits - 1) / 2
     room = SCORE_ROOM - half.sum() / 2
@@ -217,10 +221,10 @@ def group_scores(
     exponent: int,
     marks: NDArray[np.bool_] | None = None,  # [context_len]: rows to choose before all others
 ) -> NDArray[np.int64]:
-    """Each row's group score, in 16 bits: its greatest share of a query's softmax, as a score.
+    """Return each row's group score, in 16 bits: its largest share in the softmax of any query head of the group.
 
-    Shares are scores less their query's normaliser. Normalisers are made of whole octaves of weights: a choice needs no
-    more, and integers have the same sum in any order.
+    A share, as a score, is the row's score minus the query's normaliser. Normalisers sum weights in whole octaves:
+    choosing rows needs no more precision, and integers have the same sum in any order.
     """
     normalisers = np.array([normaliser(row, exponent) for row in scores])
     shares = scores.astype(np.int64) - (normalisers - normalisers.min())[:, None]
@@ -229,10 +233,10 @@ def group_scores(
 
 
 def normaliser(scores: NDArray[np.int16], exponent: int) -> int:
-    """About log2 of the sum of 2**(2**exponent * score), in units of score: integers throughout.
+    """Approximately log2 of the sum of 2**(2**exponent * score), in units of score, computed in integers.
 
-    Of NORMALISER_KEYS neighbouring keys the greatest score stands for all, in whole octaves from LEAST_OCTAVE on.
-    A logarithm goes straight from one power of two to the next.
+    Of every NORMALISER_KEYS neighbouring keys only the largest score counts, in whole octaves, at least LEAST_OCTAVE.
+    The logarithm is interpolated linearly between powers of two.
     """
     room = -len(scores) % NORMALISER_KEYS
     greatest = (
@@ -253,10 +257,11 @@ def attend_rest(
     is_rest: NDArray[np.bool_],  # [num_kv_heads, context_len]: the rows to attend to by their codes
     softmax_scale: float,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Attention to rows by their codes: out like q and lse [num_q_heads]; zeros and -inf where there are none.
+    """Attend to rows by their codes: out like q and lse [num_q_heads]; 0 and -inf for heads without such rows.
 
-    Of a segment, the weighted mean of the values follows that of the codes. Of fine codes it is measured. Of coarse
-    ones it is told from the query: weighing by e^logit moves the mean of a normal u by its variance times the slope.
+    In each segment, the weighted mean of the values is predicted from the weighted mean of the codes. The mean of the
+    fine codes is computed from the rows. That of the coarse codes is predicted from the query: weighting by e^logit
+    shifts the mean of a normal u by its variance times the slope.
     """
     out, lse = np.zeros(q.shape, np.float32), np.full(len(q), -np.inf, np.float32)
     group_size, num_measured = len(q) // index.num_heads, FINE_CODES * index.num_fine
@@ -281,7 +286,7 @@ def attend_rest(
 
 
 def in_fixed_point(columns: Floats) -> NDArray[np.float32]:
-    """Each column rounded to multiples of a power of two, such that TRANSFORM_BITS bits hold its largest."""
+    """Round each column to multiples of a power of two, such that TRANSFORM_BITS bits hold its largest number."""
     largest = np.abs(columns).max(axis=0)
     unit = np.exp2(np.ceil(np.log2(np.where(largest > 0, largest, 1.0))) - TRANSFORM_BITS)
     rounded: NDArray[np.float32] = (np.rint(columns / unit) * unit).astype(np.float32)
@@ -289,14 +294,14 @@ def in_fixed_point(columns: Floats) -> NDArray[np.float32]:
 
 
 def _half(x: Floats) -> NDArray[np.float16]:
-    """Rounded to float16; what is too large for it, to its largest."""
+    """Round to float16; numbers out of its range become its largest."""
     limit = float(np.finfo(np.float16).max)
     rounded: NDArray[np.float16] = x.clip(-limit, limit).astype(np.float16)
     return rounded
 
 
 def _query_metric(q: Floats) -> tuple[Floats, Floats]:
-    """The root of the mean of q q^T over unit queries, and its inverse. Queries of zeros count nothing."""
+    """The square root of the mean of q q^T over unit queries, and its inverse. Queries that are 0 add nothing."""
     norm = np.sqrt((q * q).sum(axis=1, keepdims=True))
     unit = np.divide(q, norm, out=np.zeros_like(q), where=norm > 0)
     energy, directions = np.linalg.eigh(unit.T @ unit / len(q))
@@ -307,16 +312,17 @@ def _query_metric(q: Floats) -> tuple[Floats, Floats]:
 
 
 def _farthest(errors: Floats) -> NDArray[np.int64]:
-    """The rows [num_rows, head_dim] with the greatest squares, in float32, ascending; of equals the first.
+    """The rows of errors [num_rows, head_dim] with the largest squared norms (in float32; of equal ones the first).
 
-    All directions count alike: what codes lose must not be missed by queries that are unlike the context's own.
+    Rows are in ascending order. All directions count equally: a request's queries may be unlike the context's own, and
+    must not miss what the codes lose.
     """
     order = np.argsort(-np.square(errors.astype(np.float32)).sum(axis=1), kind="stable")
     return np.sort(order[: len(errors) // MARKED_SHARE])
 
 
 def _best_step(samples: Floats, deviation: float, bits: int) -> float:
-    """The step that loses least of a coordinate; 0 where it has no energy."""
+    """The step with the least squared error for a coordinate; 0 if it has no energy."""
     if deviation == 0:
         return 0.0
     half = 2 ** (bits - 1)
@@ -328,7 +334,7 @@ def _best_step(samples: Floats, deviation: float, bits: int) -> float:
 
 
 def _regression(u: Floats, v: Floats) -> Floats:
-    """B [num_coords, head_dim]: v - mean(v) is about (u - mean(u)) @ B, with the least squared error, nearly."""
+    """Ridge regression: B [num_coords, head_dim] such that v - mean(v) is about (u - mean(u)) @ B."""
     x = u - u.mean(0)
     gram = x.T @ x
     gram += RIDGE * (gram.trace() / len(gram) + len(u)) * np.eye(len(gram))

@@ -1,4 +1,4 @@
-"""Attention by codes to the rows of a context that are neither resident nor chosen."""
+"""Attention, by codes, to the rows of a context that are neither resident nor chosen."""
 
 import math
 
@@ -18,11 +18,11 @@ def attend_rest(
     index: SketchIndex,
     kv_indices: NDArray[np.int32],  # [num_tokens, num_kv_heads, top_k]: the chosen rows, ascending, -1 padded
     valid_len: NDArray[np.int32],  # [num_tokens, num_kv_heads]
-    first: int,  # of the rows [first, stop) that may be chosen
+    first: int,  # the rows [first, stop) may be chosen
     stop: int,
     softmax_scale: float,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Attention to the rows of [first, stop) that are not chosen: out like q and lse [num_tokens, num_q_heads].
+    """Attend, by codes, to the rows of [first, stop) that are not chosen: out like q and lse [num_tokens, num_q_heads].
 
     Where there are none, out is 0 and lse is -inf. `reference.attend_rest` is the definition.
     """
@@ -55,7 +55,7 @@ def _attend(
     out: NDArray[np.float32],
     lse: NDArray[np.float32],
 ) -> None:
-    # addresses as `csattn.attention.in_place_rest` gives them, so that all below is compiled once for both
+    # passes addresses, like `csattn.attention.in_place_rest`, so that the functions below are compiled once for both
     sketch, memory = sketch_at(sketch_address), np.int64(queries.ctypes.data)
     num_tokens, num_q_heads, head_dim = q.shape
     rows, top_k = np.int64(kv_indices.ctypes.data), kv_indices.shape[2]

@@ -1,5 +1,4 @@
-"""The client's end of the connection to one worker: shared memory for messages, and a socket for wake-ups, whose
-closing tells that the worker has died."""
+"""The client's end of the connection to one worker: shared memory for messages, a socket for wake-ups and hang-ups."""
 
 import contextlib
 import os

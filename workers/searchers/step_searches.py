@@ -43,8 +43,8 @@ class StepPlan:
     """The searches of a step, made once for all steps with the same rows."""
 
     def __init__(self, records: NDArray[np.void], shares: Sequence[NDArray[np.void]] = ()) -> None:
-        """records: [num_layers, num_rows] of STEP_SEARCH; all records of a layer have the same heads, unless `shares`
-        is given: the records of each worker, already divided."""
+        """records: [num_layers, num_rows] of STEP_SEARCH. If `share` is to divide them, all records of a layer have the
+        same heads and rest_at 0. shares: the records of each worker, if they are divided already."""
         self.records = records
         self.number = next(_numbers)  # unique in this process
         self._shares = {(worker, len(shares)): share for worker, share in enumerate(shares)}

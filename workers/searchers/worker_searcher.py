@@ -140,7 +140,7 @@ class WorkerSearcher:
             step.collect(searches)
 
     def health(self) -> SearchersHealth:
-        """May be called from any thread."""
+        """Counts of workers, losses and searches in their place. May be called from any thread."""
         supervisors = self._supervisors
         return SearchersHealth(
             num_workers=len(supervisors),
@@ -213,7 +213,7 @@ class WorkerSearcher:
                 assert search.context_id in self._artifacts, f"context {search.context_id} is not loaded"
             step = LayerStep(searches, len(self._supervisors))
             if self._memory is None or step.num_bytes > len(self._memory.array):
-                self._leave_memory()  # until all workers have mapped the new one
+                self._leave_memory()  # there is none until all workers have mapped the new one
                 memory = layer_memory(2 * step.num_bytes)
                 self.attach(memory)
                 self._memory = memory

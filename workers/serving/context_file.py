@@ -65,7 +65,7 @@ class ContextFile:
             ) from error
 
     def change(self, edit: Callable[[dict[str, Record]], T]) -> T:
-        """Let `edit` change the records, and write them if it did."""
+        """Let `edit` change the records, under a lock, and write them if it did; returns its result."""
         make_store(self._store)
         with BuildLock(self._store / LOCK_NAME).acquire():
             records = self.read()

@@ -31,7 +31,7 @@ from workers.serving.messages import (
 from workers.serving.names_in_store import by_names_in_store
 from workers.serving.usable import Known
 
-TEXTS = "texts"  # directory in the store: texts whose building is not finished
+TEXTS = "texts"  # directory in the store with the texts of unfinished builds
 MAX_BUILDS = 1  # at the same time
 MAX_ENTERING = 2  # texts that are tokenised at the same time: they use the threads in which files are read, too
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)

@@ -45,7 +45,7 @@ def draw_kernel(
     min_p: Any,  # float32
     top_k: int,
     top_p: float,
-    at: float,  # in [0, 1)
+    at: float,  # in [0, 1): the uniform variate
     weights: Any,  # this and the following: from a `Scratch`
     counts: Any,
     masses: Any,

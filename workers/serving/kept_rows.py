@@ -158,7 +158,7 @@ def row_identity(
         "model": [loaded.fingerprint, loaded.tokenizer_hash, str(loaded.dtype)],
         "context": artifact_id,
         "reads": [selector, asdict(config), engine.kv_codec, engine.all_where_faster],
-        "placement": [engine.placement, engine.num_devices],  # the last bits may differ
+        "placement": [engine.placement, engine.num_devices],  # rows may differ in their last bits
         "block_rows": BLOCK_ROWS,
         "salt": hashlib.sha256(salt.encode()).hexdigest(),
     }
@@ -180,6 +180,6 @@ def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
 
 
 def is_keepable(selector: Selector, config: SearchConfig, geometry: ModelGeometry) -> bool:
-    """Whether KV rows are the whole state that a request continues from: neither its selector nor its layers have any
-    other, such as linear attention's."""
+    """Whether a request can continue from KV rows of full-attention layers alone: its selector keeps no state between
+    steps, and no layer keeps another state or only the last rows."""
     return selector in _KEEPABLE and config.search_period == 1 and set(geometry.reaches) <= {0, ALL}

@@ -182,7 +182,7 @@ class TokenizeAsk(Conversation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """A text as the model's tokens."""
+    """A tokenised text."""
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]  # of each token
@@ -245,7 +245,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether requests can be answered now; if not, a sentence why."""
+    """Whether requests can be answered now; if not, `why` is a sentence."""
 
     ready: bool
     why: str = ""
@@ -272,7 +272,7 @@ class ServingError(CsattnError):
 
 
 class BadRequestError(ServingError):
-    """The request can never be answered as it is."""
+    """The request is invalid: sending it again cannot help."""
 
     code = "invalid_request"
     status = 400
@@ -306,14 +306,14 @@ class ContextNotReadyError(ServingError):
 
 
 class ContextExistsError(ServingError):
-    """Another text has this name already."""
+    """The name belongs to another text or artifact already."""
 
     code = "context_exists"
     status = 409
 
 
 class OverloadedError(ServingError):
-    """The queue is full; `retry_after_s` says when to come again."""
+    """The queue is full, or no context can be loaded; `retry_after_s` says when to retry."""
 
     code = "overloaded"
     status = 429

@@ -92,7 +92,7 @@ class OwnContexts:
     async def find(
         self, token_ids: Sequence[int], salt: str, registered: Sequence[Path], without: Collection[Path] = ()
     ) -> Found:
-        """Return the longest intact context that the prompt begins with, among those of its salt and `registered`.
+        """Return the longest usable context that the prompt begins with, among those of its salt and `registered`.
 
         registered: contexts that requests of any salt may find. without: contexts to leave out.
         """

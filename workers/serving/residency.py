@@ -334,7 +334,7 @@ class Residency:
         self._moving_bytes += num_bytes
 
     async def _has_found_room(self, work: Callable[[], Awaitable[None]], waits: bool = False) -> bool:
-        """Do work that takes memory. False if there was too little: a context has been evicted since, so try again.
+        """Do work that takes memory. False if there was too little, and room has been made since, so try again.
 
         waits: if all contexts are in use, wait for one of them; otherwise that raises OverloadedError.
         """

@@ -70,7 +70,7 @@ def lost_bytes(files: Files) -> str:
 def choose_leaving(residents: Iterable[Resident], num_bytes: int, now: float) -> float | None:
     """Mark contexts that have had their turn as leaving, the earliest first, until they make up num_bytes.
 
-    Returns when the next turn ends, if these are not enough by then; else None.
+    Returns when the next context's turn ends, if the marked ones are not enough; else None.
     """
     in_order = sorted(residents, key=lambda resident: resident.stays_until)
     leaving = sum(resident.num_bytes for resident in in_order if resident.is_leaving)

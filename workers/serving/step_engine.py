@@ -24,7 +24,7 @@ class Draw:
 
     temperature: float  # above 0
     top_p: float
-    top_k: int  # 0: all; 1: the argmax, and the other fields of the distribution are ignored
+    top_k: int  # 0: all; 1: the argmax, for which temperature, top_p, min_p and at are ignored
     min_p: float  # at most 1
     at: float  # in [0, 1): the uniform variate, a place in the cumulative distribution of the kept tokens
     repeated: NDArray[np.bool_] | None = None  # [vocab_size]: tokens that `penalty` applies to; None: none

@@ -29,7 +29,7 @@ def _silent_ids(tokenizer: Any) -> frozenset[int]:
 
 
 class TextStream:
-    """Pieces of text as tokens come. Together they are exactly `decode` of all tokens."""
+    """Decodes tokens to pieces of text as they come. Joined, the pieces are exactly `decode` of all tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -32,7 +32,7 @@ class HeavyRows(StreamRows):
         # Accumulated attention of each row. In float32, adding 0.01 to a million would change nothing.
         self._window_worth = torch.zeros(shape, dtype=torch.float64, device=like.device)
         self._heavy_worth = torch.zeros(num_kv_heads, heavy_len, dtype=torch.float64, device=like.device)
-        self._before_rope = like.new_empty(num_kv_heads, heavy_len, head_dim)  # of the heavy rows, in order of place
+        self._before_rope = like.new_empty(num_kv_heads, heavy_len, head_dim)  # heavy rows' keys, by place
         self._heavy_k = like.new_empty(num_kv_heads, heavy_len, head_dim)
         self._heavy_v = like.new_empty(num_kv_heads, heavy_len, head_dim)
         self._num_heavy = 0

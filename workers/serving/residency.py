@@ -57,7 +57,7 @@ class Residency:
         self._maps_rows = settings.placement != "device" and settings.kv_codec is None
         self._residents: dict[Path, Resident] = {}
         self._loading: dict[Path, asyncio.Task[Resident]] = {}
-        self._forgotten: set[Path] = set()  # of both: to be unloaded with the last user, unless requested again
+        self._forgotten: set[Path] = set()  # loaded or loading; unloaded with the last user unless requested again
         self._wanted: Counter[Path] = Counter()  # how many requests wait for a context to be loaded
         self._moving_bytes = 0  # of contexts that are being loaded and unloaded
         self._one_at_a_time = asyncio.Lock()  # fair (first come, first served); without it, two could evict each other

@@ -1,4 +1,4 @@
-"""The client's end of the way to one worker: memory for what is said, a socket to wake it up and to hear it die."""
+"""The client's end of the connection to one worker: shared memory for messages, a socket for wake-ups and hang-ups."""
 
 import contextlib
 import os
@@ -35,11 +35,11 @@ from workers.searchers.rendezvous import peer_of
 from workers.searchers.step_searches import MAX_PLANS
 from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEPS, await_word, post
 
-END_S = 10.0  # for the system to end a process
+END_S = 10.0  # how long to wait for a killed process to end
 
 
 class Channel:
-    """One request at a time. Once lost, it stays lost: a late answer lies in memory that nobody reads any more."""
+    """Sends a worker one request at a time. Once lost, it stays lost: nobody reads the memory of a late answer."""
 
     mail: Mail
 
@@ -47,7 +47,7 @@ class Channel:
         self.connection, self.spin_ns = connection, spin_ns
         self.lost = False
         self._asked = 0
-        self._plans: set[int] = set()  # numbers of those that the worker has
+        self._plans: set[int] = set()  # numbers of the plans whose records the worker has
         self._process = _peer_process(connection)
         if self._process is not None:
             weakref.finalize(self, os.close, self._process)
@@ -55,18 +55,21 @@ class Channel:
 
     @property
     def failure(self) -> str | None:
-        """What the worker says went wrong with the last request; None: nothing."""
+        """The worker's error at the last request; None: it succeeded."""
         if int(self.mail.words[STATUS]) != FAILED:
             return None
         return self.mail.read_text(REPLY_BYTES)
 
     @property
     def worked_ns(self) -> int:
-        """What the worker has spent on the last request."""
+        """The time that the worker spent on the last request."""
         return int(self.mail.words[WORKED_NS])
 
     def step(self, plan: int, records: NDArray[np.void], layer_idx: int, since: int) -> bool:
-        """Ask for a step's searches; false if the worker is lost. plan: the records' number, by which it knows them."""
+        """Request a step's searches; false if the worker is lost.
+
+        plan: number of the plan. Its records are sent only if the worker does not have them. since: see `StepSearches`.
+        """
         try:
             is_new = plan not in self._plans
             if is_new:
@@ -84,7 +87,7 @@ class Channel:
         return not self.lost
 
     def tell(self, kind: int, text: str, memory: int | None) -> bool:
-        """Ask for something else than a search; false if the worker is lost. memory: descriptor of that of steps."""
+        """Send a request other than a step; false if the worker is lost. memory: file descriptor of new step memory."""
         try:
             self._plans.clear()
             self.mail.write_text(text, COUNT)
@@ -96,11 +99,11 @@ class Channel:
         return not self.lost
 
     def await_word(self, spin_ns: int) -> bool:
-        """Whether the last request is answered. If not, the worker will wake this process up."""
+        """Spin for up to spin_ns for the last answer. False: it has not come; the worker will wake this process."""
         return bool(await_word(self.mail.words, ANSWERED, self._asked, CLIENT_SLEEPS, spin_ns))
 
     def hear(self) -> bool:
-        """Take what has come through the socket; false if nothing will come any more."""
+        """Read what has come through the socket, without waiting; false if the connection is closed."""
         try:
             return self.connection.recv(64, socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -109,26 +112,26 @@ class Channel:
             return False
 
     def lose(self) -> None:
-        """Give the worker up. Whoever watches the socket is told, and the worker, if it lives, ends."""
+        """Give the worker up. Closing the connection wakes whoever watches it, and ends the worker if it lives."""
         self.lost = True
-        with contextlib.suppress(OSError):  # it may have gone by itself
+        with contextlib.suppress(OSError):  # it may be closed already
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def end_process(self) -> None:
-        """Give the worker up and end its process: when this returns, it writes nothing any more.
+        """Give the worker up and kill its process: when this returns, the worker writes nothing any more.
 
-        Where the worker is a thread of this process, or the system cannot name processes for certain, nothing ends.
+        If the worker is a thread of this process, or the system has no process file descriptors, nothing is killed.
         """
         self.lose()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            poller = select.poll()  # `select.select` takes no descriptor from 1024 on
+            poller = select.poll()  # not `select.select`, which takes no descriptors from 1024 on
             poller.register(self._process, select.POLLIN)
             poller.poll(END_S * 1e3)
 
     def __del__(self) -> None:
-        """Closed with its last user: a descriptor that one thread still waits at must not be given to another file."""
+        """Close the socket with its last user: no other file may get its number while a thread polls it."""
         self.connection.close()
 
     def _ask(self, kind: int) -> None:
@@ -139,7 +142,7 @@ class Channel:
             self.connection.send(LOOK)
 
     def _send_memory(self, num_bytes: int) -> None:
-        """Go on in new memory; nothing may be under way."""
+        """Replace the memory of messages by a new one; no request may be under way."""
         with told_of_room(num_bytes):
             fd = create_memory(num_bytes)
         try:
@@ -152,7 +155,7 @@ class Channel:
 
 @contextlib.contextmanager
 def told_of_room(num_bytes: int) -> Iterator[None]:
-    """Memory is made that is shared with workers; where there is no room for it, say so."""
+    """Convert an OSError while shared memory is made into a SearchLostError that says how much was needed."""
     try:
         yield
     except OSError as error:
@@ -163,18 +166,19 @@ def told_of_room(num_bytes: int) -> Iterator[None]:
 
 
 def _peer_process(connection: socket.socket) -> int | None:
-    """A descriptor of the process at the other end, which no later process can be taken for; None: there is none."""
+    """A process file descriptor (pidfd) of the other end, safe against reuse of its id; None: it is this process, it
+    has gone, or the system has none."""
     peer = peer_of(connection)
     if peer is None or peer[0] == os.getpid() or not hasattr(os, "pidfd_open"):
         return None
     try:
         return os.pidfd_open(peer[0])
-    except OSError:  # it has gone already
+    except OSError:  # the process has gone already
         return None
 
 
 def await_answers(channels: Sequence[Channel], patience_s: float) -> None:
-    """Return when every channel has its answer or is lost: dead, or silent for that long."""
+    """Wait until every channel has its answer or is lost. Those without an answer after patience_s become lost."""
     waiting, deadline = list(channels), time.monotonic() + patience_s
     while waiting:
         some = await_some(waiting, deadline - time.monotonic())
@@ -185,7 +189,7 @@ def await_answers(channels: Sequence[Channel], patience_s: float) -> None:
 
 
 def await_some(channels: Sequence[Channel], timeout_s: float) -> list[Channel]:
-    """Those that have their answers or are lost, as soon as there are any; none after that long."""
+    """Wait until some channels have their answers or are lost, and return them; none after timeout_s."""
     ready = [channel for channel in channels if channel.lost or channel.await_word(channel.spin_ns)]
     if ready:
         return ready

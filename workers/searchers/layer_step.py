@@ -1,6 +1,6 @@
-"""The searches of one layer as a step of one layer: planned once for each kind of searches, then asked again and again.
+"""One layer's searches as a step of one layer: planned once for each kind of searches, and then run many times.
 
-Queries are copied into memory that the workers map, choices out of it.
+Queries are copied into memory that the workers map, and choices are copied out of it.
 """
 
 from collections.abc import Sequence
@@ -18,45 +18,44 @@ from workers.searchers.shares import Share, shares_of
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan, arrays_of
 
 LEAST_BYTES = 1 << 16
-READY = (
-    GIVE_UP + ALIGNMENT
-)  # where in the memory the flag of all queries lies: they are there before they are asked for
+# offset in the memory of the one query flag, which is always set: queries are written before the searches are requested
+READY = GIVE_UP + ALIGNMENT
 BODY = READY + ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A share of one search."""
+    """A worker's share of one search."""
 
-    search: int  # which of the layer's
+    search: int  # number of the search in the layer
     rows: slice
     q_heads: slice
     heads: slice
 
 
 class LayerStep:
-    """Searches of some shapes and settings, shared out among workers; flags count from 0 each time."""
+    """Searches of given shapes and settings, divided among workers. Flags count from 0 at each run."""
 
     def __init__(self, searches: Sequence[RowSearch], num_workers: int) -> None:
         self._pieces: list[Piece] = []
-        self.num_bytes = BODY  # that the memory has to have
+        self.num_bytes = BODY  # required size of the memory
         shares = [self._share(searches, worker, num_workers) for worker in range(num_workers)]
         self.plan = StepPlan(np.concatenate(shares, axis=1), shares)
 
     def lie_in(self, memory: SharedMemory) -> None:
-        """Use that memory from now on."""
+        """Place the arrays and flags in this memory."""
         records = self.plan.records[0]
         self._arrays = [arrays_of(memory.array, record) for record in records]
         self._flags = [array_in(memory.array, r["choice_flag_at"], (r["num_heads"],), np.int64) for r in records]
 
     def write(self, searches: Sequence[RowSearch]) -> None:
-        """Put the queries into the memory."""
+        """Copy the queries into the memory, and clear the choice flags."""
         for piece, (q, _), flags in zip(self._pieces, self._arrays, self._flags, strict=True):
             q[:] = searches[piece.search].q[piece.rows, piece.q_heads]
             flags[:] = 0
 
     def collect(self, searches: Sequence[RowSearch]) -> None:
-        """Copy the choices from the memory to where they are wanted."""
+        """Copy the choices from the memory to each search's `out`."""
         for piece, (_, chosen) in zip(self._pieces, self._arrays, strict=True):
             out = searches[piece.search].out
             out.kv_indices[piece.rows, piece.heads] = chosen.kv_indices
@@ -65,7 +64,7 @@ class LayerStep:
                 out.rest[piece.rows, piece.q_heads] = chosen.rest
 
     def _share(self, searches: Sequence[RowSearch], worker: int, num_workers: int) -> NDArray[np.void]:
-        """One worker's records: [1, num_pieces]."""
+        """Make one worker's records, [1, num_pieces], and add its pieces."""
         shares = [
             (number, share)
             for number, search in enumerate(searches)
@@ -83,7 +82,7 @@ class LayerStep:
 
 
 def layer_memory(num_bytes: int) -> SharedMemory:
-    """Memory for steps of one layer."""
+    """Make memory for steps of one layer, at least num_bytes."""
     num_bytes = max(num_bytes, LEAST_BYTES)
     with told_of_room(num_bytes):
         memory = SharedMemory(num_bytes, torch.device("cpu"))
@@ -92,7 +91,7 @@ def layer_memory(num_bytes: int) -> SharedMemory:
 
 
 def kind_of(searches: Sequence[RowSearch]) -> tuple[Any, ...]:
-    """What a LayerStep depends on."""
+    """The key of a LayerStep: everything that it depends on."""
     return tuple(
         (s.context_id, s.q.shape, s.out.kv_indices.shape, s.out.rest is None, s.sink_len, s.window_len, s.softmax_scale)
         for s in searches
@@ -100,7 +99,7 @@ def kind_of(searches: Sequence[RowSearch]) -> tuple[Any, ...]:
 
 
 def _fill(record: np.void, search: RowSearch, share: Share, end: int) -> int:
-    """Say what is searched, with its flags and arrays behind that byte. Returns where they end."""
+    """Fill in a record, and place its flags and arrays, in words of 4 bytes, from byte `end` on. Returns their end."""
     num_q_heads, head_dim = search.q.shape[1:]
     group_size, top_k = num_q_heads // search.out.valid_len.shape[1], search.out.kv_indices.shape[2]
     record["context"], record["head_dim"], record["group_size"] = search.context_id, head_dim, group_size
@@ -108,7 +107,7 @@ def _fill(record: np.void, search: RowSearch, share: Share, end: int) -> int:
     record["top_k"], record["sink_len"], record["window_len"] = top_k, search.sink_len, search.window_len
     record["softmax_scale"] = search.softmax_scale
     record["query_flag_at"], record["flag_value"] = READY, 1
-    words = {"choice_flag_at": 2, "q_at": group_size * head_dim, "kv_at": top_k, "len_at": 1}  # of a row and head
+    words = {"choice_flag_at": 2, "q_at": group_size * head_dim, "kv_at": top_k, "len_at": 1}  # per row, head
     if search.out.rest is not None:
         words["rest_at"] = group_size * (head_dim + 2)
     for name, size in words.items():

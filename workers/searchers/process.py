@@ -1,4 +1,4 @@
-"""A search worker as a child process: how it is started, and its `main`."""
+"""A search worker as a child process: the client's handle of it, and the child's `main`."""
 
 import contextlib
 import json
@@ -11,11 +11,11 @@ from dataclasses import asdict
 from workers.child import end_with, module_command
 from workers.searchers.worker import SearchWorker, WorkerSpec
 
-GRACE_S = 1.0  # for a worker to end by itself when its client has gone
+GRACE_S = 1.0  # how long a worker may take to end by itself when its client has gone
 
 
 class ChildProcess:
-    """A `WorkerHandle` of a child."""
+    """Starts a worker as a child process; a `WorkerHandle`."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         command, environment = module_command("workers.searchers.process", json.dumps(asdict(spec)))
@@ -30,13 +30,13 @@ class ChildProcess:
         return None if code is None else f"a search worker has ended with exit status {code}; look at its output"
 
     def kill(self) -> None:
-        """It holds nothing that would have to be put in order."""
+        """Kill the process: it has no state that would have to be cleaned up."""
         self._child.kill()
         self._child.wait()
 
 
 def main(spec: str) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, which are the client's business
+    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal; the client handles them
         signal.signal(number, signal.SIG_IGN)
     values = json.loads(spec)
     values["cpus"] = tuple(values["cpus"]) if values["cpus"] is not None else None
@@ -45,7 +45,10 @@ def main(spec: str) -> None:
 
 
 def _end_with_client(connection: socket.socket) -> None:
-    """Also in a step, whose next queries will not come. It is not given up: other workers look at the same word."""
+    """End this process when the client goes, even within a step, whose next queries will never come.
+
+    The give-up word cannot be set instead: other workers read the same word.
+    """
     end_with(connection.fileno(), GRACE_S)
 
 

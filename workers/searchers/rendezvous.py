@@ -1,4 +1,4 @@
-"""Where a client and one worker find each other: a Unix socket of this user that is used once."""
+"""How a client and one worker connect: through a Unix socket of this user that is used once."""
 
 import os
 import secrets
@@ -14,11 +14,12 @@ from typing import Self
 
 from csattn.errors import SearchLostError
 
-LOOK_S = 0.1  # how often whoever waits for a worker looks whether it is still there
+LOOK_S = 0.1  # interval at which `accept` calls give_up
 
 
 class Rendezvous:
-    """Listens for one worker. On Linux its address is no file, so none is left; elsewhere, one in a private directory.
+    """Listens for one worker. On Linux its address is abstract, so no file can be left behind; elsewhere it is a file
+    in a private directory.
 
     Both processes have to be on one machine, in one network namespace.
     """
@@ -29,7 +30,7 @@ class Rendezvous:
         if sys.platform == "linux":
             self.address = f"@{name}"
         else:
-            # a socket's name has 103 bytes at most, and macOS's TMPDIR may take more
+            # not in TMPDIR: a socket's path may have at most 103 bytes, and macOS's TMPDIR may be longer
             self._directory = tempfile.mkdtemp(prefix=f"csattn-{os.getpid()}-", dir="/tmp")
             self.address = str(Path(self._directory) / "socket")
         self._listener = socket.socket(socket.AF_UNIX)
@@ -42,7 +43,7 @@ class Rendezvous:
             raise
 
     def accept(self, timeout_s: float, give_up: Callable[[], str | None]) -> socket.socket:
-        """The worker's connection. Raises SearchLostError after timeout_s, or as soon as give_up tells a reason."""
+        """Wait for the worker's connection. Raises SearchLostError after timeout_s, or if give_up returns a reason."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -74,7 +75,7 @@ class Rendezvous:
 
 
 def connect(address: str) -> socket.socket:
-    """A worker's way to the client. Raises OSError where nobody of this user waits for it."""
+    """Connect a worker to its client. Raises OSError if no process of this user listens at the address."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(_socket_name(address))
@@ -91,7 +92,7 @@ def _socket_name(address: str) -> str:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int] | None:
-    """The other process and its user. None where the system does not tell."""
+    """Process id and user id of the other end; None if the system does not report them (SO_PEERCRED)."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     size = struct.calcsize("3i")
@@ -100,6 +101,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int] | None:
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:
-    """Whether the other process belongs to this user. Where the system does not tell, the directory is private."""
+    """Whether the other process belongs to this user. If the system does not report it, the private directory
+    ensures it."""
     peer = peer_of(connection)
     return peer is None or peer[1] == os.getuid()

@@ -1,4 +1,4 @@
-"""How the searches of a layer are shared out among workers."""
+"""Divides the searches of a layer among workers."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ class Share:
 
 
 def shares_of(worker: int, num_workers: int, num_rows: int, num_heads: int) -> list[Share]:
-    """What one worker searches: whole heads, the same ones at every step, and rows of heads that it shares.
+    """Return what one worker searches: whole heads, the same at every step, and some rows of heads shared with others.
 
-    All workers together search every row for every head once; none searches more than one row and head above average.
+    Together, the workers search every (row, head) once. None searches more than one above the average.
     """
     num_jobs = num_rows * num_heads  # job h * num_rows + r is row r of head h
     job, end = num_jobs * worker // num_workers, num_jobs * (worker + 1) // num_workers

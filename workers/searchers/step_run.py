@@ -1,4 +1,4 @@
-"""One step's searches by workers. What a lost one leaves undone is searched here, from where it stopped."""
+"""Runs one step's searches on the workers. What a lost worker leaves undone is searched in this process."""
 
 import time
 from collections.abc import Sequence
@@ -13,36 +13,37 @@ from workers.background import BackgroundThread
 from workers.searchers.channel import Channel, await_some
 from workers.searchers.step_searches import StepPlan, StepSearches, in_layer, progress_of
 
-LOOK_S = 0.05  # how often those who work are looked at
+LOOK_S = 0.05  # interval at which running workers are checked
 
 
 class StepRun:
-    """Asked in one thread, which then waits for its end; what is searched here, in another.
+    """One step in progress. The thread that makes it also waits for it in `finish`; this process's own searches run in
+    a background thread.
 
-    A worker that is lost, or that does not come on though its queries are there, has its process ended before anybody
-    else writes where it would. Its flags tell how far it came.
+    If a worker is lost, or makes no progress although its queries are there, its process is killed before anybody else
+    writes where it would. Its flags show how far it came, and its share is continued from there.
     """
 
     def __init__(
         self,
         plan: StepPlan,
-        layer_idx: int,  # so many layers on
-        since: int,  # what flags count from
-        channels: Sequence[Channel | None],  # by worker; None: it is away
+        layer_idx: int,  # added to the layers of the plan's records
+        since: int,  # added to the records' flag values
+        channels: Sequence[Channel | None],  # by worker; None: the worker is away
         own: StepSearches,
         background: BackgroundThread,
     ) -> None:
-        """Ask the workers. Raises SearchLostError where there is no memory to ask in."""
+        """Send the requests to the workers. Raises SearchLostError if there is no memory for them."""
         self._layer_idx, self._since, self._own, self._background = layer_idx, since, own, background
         self._shares = [plan.share(worker, len(channels)) for worker in range(len(channels))]
-        self._waiting: dict[int, Channel] = {}  # for those who work
+        self._waiting: dict[int, Channel] = {}  # of the workers that have not answered yet
         self._stop_here = np.zeros(1, np.int64)
-        self._here: Future[None] | None = None  # what is searched here
-        self._seen: dict[int, tuple[int, float]] = {}  # by worker: how many searches it had done, since when
-        self.left: set[int] = set()  # workers whose shares are searched here
-        self.lost_any = False  # on the way
+        self._here: Future[None] | None = None  # the searches in this process
+        self._seen: dict[int, tuple[int, float]] = {}  # by worker: number of searches done, and since when it is that
+        self.left: set[int] = set()  # workers whose shares are searched in this process
+        self.lost_any = False  # a worker was lost during the step
         self.fault = ""
-        self.worked_ns = 0  # by the worker that worked longest
+        self.worked_ns = 0  # the longest time that a worker spent
         try:
             for worker, (channel, share) in enumerate(zip(channels, self._shares, strict=True)):
                 if not share.size:
@@ -57,7 +58,10 @@ class StepRun:
             raise
 
     def finish(self, patience_s: float) -> bool:
-        """False if the step was given up. Raises SearchLostError where not even this process can search."""
+        """Wait for the step; false if it was given up. Raises SearchLostError if this process cannot search either.
+
+        patience_s: a worker that makes no progress for so long is lost.
+        """
         waiting = self._waiting
         try:
             while waiting:
@@ -76,7 +80,7 @@ class StepRun:
                     self.left |= lost
                     self._search_left()
                 if self._here is not None and self._here.done():
-                    self._here.result()  # what went wrong here ends the step now
+                    self._here.result()  # an error in this process's own searches ends the step now
             while self._here is not None and not wait([self._here], LOOK_S).done:
                 self._hear_of_end()
             if self._here is not None:
@@ -87,7 +91,7 @@ class StepRun:
         return not self._own.give_up[0]
 
     def _search_left(self) -> None:
-        """Have the shares of those who are lost searched here, beside what the others do."""
+        """Search the shares of all lost workers in the background thread, beside the other workers."""
         if not self.left:
             return
         if self._here is not None:
@@ -107,12 +111,13 @@ class StepRun:
             ) from error
 
     def _hear_of_end(self) -> None:
-        """Workers see by themselves that the step is given up."""
+        """Stop this process's own searches if the step was given up. Workers see that by themselves."""
         if self._own.give_up[0]:
             self._stop_here[0] = 1
 
     def _hangs(self, worker: int, patience_s: float) -> bool:
-        """Whether it has had its next query for so long, or has done all, and says nothing."""
+        """Whether the worker has made no progress for patience_s although its next query is there, or has finished all
+        searches without answering."""
         records, now = self._shares[worker].reshape(-1), time.monotonic()
         num_done, waits_for_queries = progress_of(self._own.memory, records, self._since)
         num_before, when = self._seen.get(worker, (-1, now))
@@ -126,15 +131,15 @@ class StepRun:
         if failure is None:
             self.lost_any = True
             channel.end_process()
-        else:  # it has said so and works no more
+        else:  # it reported an error, so it no longer writes
             self.fault = failure
 
     def _end(self) -> None:
-        """Let nobody write any more."""
+        """Stop all searches: when this returns, nobody writes any more."""
         self._stop_here[0] = 1
         self.lost_any |= bool(self._waiting)
         for channel in self._waiting.values():
             channel.end_process()
         if self._here is not None:
             self._here.exception()
-            self._here = None  # what it has raised holds on to this run, and so to channels
+            self._here = None  # its exception's traceback would keep this run alive, and so the channels

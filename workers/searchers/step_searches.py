@@ -1,7 +1,7 @@
-"""Searches as records: those of a step, layer after layer, each begun as soon as its queries are there.
+"""Searches as records: those of a step, layer after layer, each started as soon as its queries are there.
 
-Queries, choices and flags lie in memory that search workers share with an engine, and with its device: what is to be
-searched is a record with places in it. Whoever runs a step does all of its records, or those of some heads.
+Queries, choices and flags are in memory that search workers share with an engine, and with its device. A record
+describes a search by offsets in it. A process that runs a step runs all of its records, or those of some heads.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory, array_in
 from workers.searchers.shares import shares_of
 
-MAX_PLANS = 64  # plans whose searches are kept: as many as kinds of steps that come up again
-MAX_KEPT = 1 << 14  # records, whichever plans they are of
-GIVE_UP = 0  # where in the memory the word lies that is not 0 when no more queries will come
+MAX_PLANS = 64  # plans whose searches are cached: enough for the kinds of steps that recur
+MAX_KEPT = 1 << 14  # records whose searches are cached, of all plans together
+GIVE_UP = 0  # offset in the memory of the word that is set (not 0) when no more queries will come
 
-# A search in one layer for some neighbouring index heads; where `StepPlan` shares it out, of one row. Places are bytes
-# from the start of the memory, at the first of these heads; rest_at 0: the rest is not asked for. Flags: see
-# `csattn.search.SearchSeries`; all have `flag_value`, and each head has a choice flag.
+# A search in one layer for consecutive index heads; if `StepPlan` is to divide it among workers, of one row. The `_at`
+# fields are byte offsets in the memory, for the first of these heads; rest_at 0: the rest is not wanted. Flags: see
+# `csattn.search.SearchSeries`; the value of all is `flag_value`, and each head has a choice flag.
 STEP_SEARCH = np.dtype(
     [
         *((name, np.int64) for name in ("layer", "context", "num_rows", "first_head", "num_heads", "group_size")),
@@ -40,17 +40,17 @@ _numbers = count(1)
 
 
 class StepPlan:
-    """What a step searches, for as many steps as there are with the same rows."""
+    """The searches of a step, made once for all steps with the same rows."""
 
     def __init__(self, records: NDArray[np.void], shares: Sequence[NDArray[np.void]] = ()) -> None:
-        """records: [num_layers, num_rows] of STEP_SEARCH; in a layer, all of the same heads, unless they are shared out
-        already: shares, a worker's each."""
+        """records: [num_layers, num_rows] of STEP_SEARCH. If `share` is to divide them, all records of a layer have the
+        same heads and rest_at 0. shares: the records of each worker, if they are divided already."""
         self.records = records
-        self.number = next(_numbers)  # of the process's plans
+        self.number = next(_numbers)  # unique in this process
         self._shares = {(worker, len(shares)): share for worker, share in enumerate(shares)}
 
     def share(self, worker: int, num_workers: int) -> NDArray[np.void]:
-        """What one of several workers searches: [num_layers, some], neighbouring heads of some rows."""
+        """Return the records of one of several workers: [num_layers, some], consecutive heads of some rows."""
         kept = self._shares.get((worker, num_workers))
         if kept is None:
             num_rows, num_heads = self.records.shape[1], int(self.records["num_heads"].max(initial=0))
@@ -75,9 +75,9 @@ def _of_heads(records: NDArray[np.void], first_head: int, num_heads: int) -> NDA
 
 
 def progress_of(memory: NDArray[np.uint8], records: NDArray[np.void], since: int) -> tuple[int, bool]:
-    """How many are done, and whether who does them waits for the next one's queries.
+    """Return how many records are done, and whether the next one's queries are still missing.
 
-    records: in the order in which they are done.
+    records: one worker's, in the order in which it runs them.
     """
     words, wanted = memory[: len(memory) // 8 * 8].view(np.int64), records["flag_value"] + since
     done = words[records["choice_flag_at"] // 8 + records["num_heads"] - 1] >= wanted
@@ -89,13 +89,16 @@ def progress_of(memory: NDArray[np.uint8], records: NDArray[np.void], since: int
 
 
 class StepSearches:
-    """Contexts, and a pool to search them with. What is chosen does not depend on who searches which share."""
+    """Runs records over loaded contexts, in a pool of threads. Results do not depend on which process searches what.
+
+    In all methods, `since` is added to the records' flag values, so that flags need not be cleared between steps.
+    """
 
     def __init__(self, pool: SearchPool) -> None:
         self.pool = pool
         self._layers: dict[int, Sequence[LayerIndex | SketchIndex]] = {}
         self._plans: dict[int, NDArray[np.void]] = {}  # records, by the plan's number
-        self._series: dict[tuple[int, int], list[SearchSeries]] = {}  # by plan and layer
+        self._series: dict[tuple[int, int], list[SearchSeries]] = {}  # by the plan's number and layer
         self._searches: dict[bytes, LayerSearch] = {}  # by record
         self.attach(np.zeros(GIVE_UP + 8, np.uint8))
 
@@ -103,13 +106,14 @@ class StepSearches:
         return f"<StepSearches {len(self._layers)} contexts, {self.pool!r}>"
 
     def attach(self, memory: SharedMemory | NDArray[np.uint8]) -> None:
-        """Places are those in that memory from now on."""
+        """Use this memory from now on: records' offsets refer to it."""
         self._forget()
         self.memory = memory.array if isinstance(memory, SharedMemory) else memory
-        self.give_up = self.memory[GIVE_UP : GIVE_UP + 8].view(np.int64)  # not 0: a step is given up
+        self.give_up = self.memory[GIVE_UP : GIVE_UP + 8].view(np.int64)  # not 0: the step is given up
 
     def load(self, context_id: int, artifact: Artifact) -> None:
-        """Check every layer's index, and search once so that nothing is left to compile or to open."""
+        """Load a context: check every layer's index, and search once, so that later searches compile and open
+        nothing."""
         indexes = artifact.indexes()
         self.load_layers(context_id, indexes)
         if indexes:
@@ -124,26 +128,26 @@ class StepSearches:
         self._layers.pop(context_id, None)
 
     def run_step(self, plan: StepPlan, since: int) -> bool:
-        """Search the whole step in this thread and the pool's; False if it was given up."""
+        """Search a whole step in this thread and the pool's; false if it was given up."""
         if plan.number not in self._plans:
             self.keep(plan.number, plan.records)
         return self.run(plan.number, 0, since)
 
     def keep(self, plan: int, records: NDArray[np.void]) -> None:
-        """Under the plan's number, until contexts or the memory change, or MAX_PLANS others have come."""
+        """Keep records under a plan's number, until contexts or the memory change, or MAX_PLANS others have come."""
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
             self._series.clear()
         self._plans[plan] = records
 
     def run(self, plan: int, layer_idx: int, since: int) -> bool:
-        """Do the records of a plan that is kept, so many layers on. False if the step is given up."""
+        """Run the records of a kept plan, with layer_idx added to their layers; false if the step is given up."""
         if (plan, layer_idx) not in self._series:
             self._series[plan, layer_idx] = self._make_series(in_layer(self._plans[plan], layer_idx))
         return self._run(self._series[plan, layer_idx], since, self.give_up)
 
     def run_records(self, records: NDArray[np.void], since: int, give_up: NDArray[np.int64]) -> bool:
-        """Do those that nobody has done. False if the word `give_up` was set before the last query came."""
+        """Run the records that are not done yet; false if the word `give_up` was set before the last query came."""
         return self._run(self._make_series(records), since, give_up)
 
     def close(self) -> None:
@@ -152,7 +156,7 @@ class StepSearches:
         self._layers.clear()
 
     def _forget(self) -> None:
-        """Searches hold on to indexes and to the memory."""
+        """Drop all cached searches: they hold references to indexes and to the memory."""
         self._plans.clear()
         self._series.clear()
         self._searches.clear()
@@ -161,7 +165,7 @@ class StepSearches:
         return all(self.pool.run_series(part, since, give_up) for part in parts)
 
     def _make_series(self, records: NDArray[np.void]) -> list[SearchSeries]:
-        """As many as there are stretches of one kind of index."""
+        """Make a series of each run of consecutive records with the same kind of index."""
         base, asked = int(self.memory.ctypes.data), []
         for record in records.reshape(-1):
             value = int(record["flag_value"])
@@ -190,14 +194,14 @@ class StepSearches:
 
 
 def in_layer(records: NDArray[np.void], layer_idx: int) -> NDArray[np.void]:
-    """The records so many layers on."""
+    """A copy of the records, with layer_idx added to their layers."""
     records = records.copy()
     records["layer"] += layer_idx
     return records
 
 
 def arrays_of(memory: NDArray[np.uint8], record: np.void) -> tuple[NDArray[np.float32], TokenSelections]:
-    """Where the record's queries lie, and where its choice goes."""
+    """Views of the memory: the record's queries [num_rows, num_q_heads, head_dim], and its selections to be filled."""
     of: dict[str, Any] = dict(zip(STEP_SEARCH.fields or (), record.item(), strict=True))
     rows, heads, head_dim = of["num_rows"], of["num_heads"], of["head_dim"]
     q = array_in(memory, of["q_at"], (rows, heads * of["group_size"], head_dim), np.float32)
@@ -207,7 +211,7 @@ def arrays_of(memory: NDArray[np.uint8], record: np.void) -> tuple[NDArray[np.fl
 
 
 def _first_search(artifact: Artifact) -> LayerSearch:
-    """A search whose answer is of no interest, with all stages that a search of the context may have."""
+    """A warm-up search, with all stages that a search of the context may have; its result is not used."""
     model, num_heads = artifact.spec.model, artifact.spec.num_index_heads
     q = np.ones((1, model.num_q_heads, model.head_dim), np.float32)
     index, rest = artifact.indexes()[0], None

@@ -1,4 +1,4 @@
-"""Keeps one worker running: starts it, loads what it has to know, watches it, and starts another when it is lost."""
+"""Keeps one worker running: starts it, loads its contexts, watches it, and restarts it when it is lost."""
 
 import contextlib
 import select
@@ -16,46 +16,46 @@ from workers.searchers.mail import ATTACH, LOAD, UNLOAD
 from workers.searchers.rendezvous import Rendezvous
 from workers.searchers.worker import WorkerSpec
 
-START_S = 60.0  # for a worker to come up
-LOAD_S = 600.0  # for a worker to read a context's index
-CALM_S = 5.0  # a worker that lived shorter is started again later and later
+START_S = 60.0  # how long a worker may take to come up
+LOAD_S = 600.0  # how long a worker may take to read a context's index
+CALM_S = 5.0  # a worker that lived shorter is restarted with exponential backoff
 LEAST_DELAY_S, MOST_DELAY_S = 0.05, 5.0
 
 
 class WorkerHandle(Protocol):
-    """A worker that was started, in whatever way."""
+    """A worker that was launched, as a child process or in some other way."""
 
     def fault(self) -> str | None:
-        """Why it will not come up any more, as far as is known."""
+        """Why the worker will not come up any more; None if no reason is known."""
         ...
 
     def kill(self) -> None:
-        """End it for certain, however it is; it may be gone already."""
+        """End the worker for certain, whatever its state; it may be gone already."""
         ...
 
 
-Launch = Callable[[WorkerSpec], WorkerHandle]  # returns at once; somewhere, SearchWorker(spec).serve() begins
+Launch = Callable[[WorkerSpec], WorkerHandle]  # starts SearchWorker(spec).serve() somewhere; returns at once
 
 
 @dataclass(slots=True)
 class Contexts:
-    """What all workers have to have loaded, and the memory in which steps are searched, where they are."""
+    """The contexts that every worker has to load, and the step memory, if any, that it has to map."""
 
     paths: dict[int, Path] = field(default_factory=dict)
     step_memory: SharedMemory | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held while these and loaded workers change
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while these, or what workers have, change
 
 
 class Supervisor:
-    """One worker's place. `channel` is the way to it, None while it is away."""
+    """Keeps one worker running, in a thread. `channel` is the connection to it, None while it is away."""
 
     def __init__(
         self, launch: Launch, make_spec: Callable[[str], WorkerSpec], spin_ns: int, contexts: Contexts
     ) -> None:
         self.channel: Channel | None = None
-        self.handle: WorkerHandle | None = None  # the latest
-        self.came_up = threading.Event()  # or failed to, the first time
-        self.fault = ""  # the last thing that went wrong
+        self.handle: WorkerHandle | None = None  # of the latest worker
+        self.came_up = threading.Event()  # set once the first worker has come up or failed to
+        self.fault = ""  # the last error
         self.num_losses = 0
         self._launch, self._make_spec, self._spin_ns, self._contexts = launch, make_spec, spin_ns, contexts
         self._coming: Channel | None = None
@@ -64,7 +64,7 @@ class Supervisor:
         self._thread.start()
 
     def close(self) -> None:
-        """End the worker and what watches it."""
+        """End the worker and the thread that watches it."""
         self._closing.set()
         for channel in (self.channel, self._coming):
             if channel is not None:
@@ -86,7 +86,7 @@ class Supervisor:
             self._closing.wait(delay_s)
 
     def _keep_one(self) -> None:
-        """A worker's life from start to end."""
+        """Start a worker, load its contexts, and wait for its end."""
         with Rendezvous() as rendezvous:
             handle = self.handle = self._launch(self._make_spec(rendezvous.address))
             try:
@@ -110,7 +110,7 @@ class Supervisor:
         return "the search workers are being closed" if self._closing.is_set() else handle.fault()
 
     def _load(self, channel: Channel) -> None:
-        """Load all contexts, and let searches come as soon as none is missing."""
+        """Bring the worker up to date, and publish its channel once it has all contexts and the step memory."""
         loaded: dict[int, Path] = {}
         attached = None
         while True:
@@ -127,7 +127,7 @@ class Supervisor:
                 tell_all([channel], UNLOAD, str(context_id))
             for context_id, path in wanted.items() - loaded.items():
                 if failure := tell_all([channel], LOAD, f"{context_id} {path}"):
-                    self.fault = failure  # the client searches in its place what it does not have
+                    self.fault = failure  # the client searches what this worker cannot
             if channel.lost:
                 raise SearchLostError("a search worker was lost while it loaded its contexts; it is started again")
             loaded = wanted
@@ -138,11 +138,11 @@ def tell_all(
     kind: int,
     text: str = "",
     memory: SharedMemory | None = None,
-    patience_s: float = LOAD_S,  # then who is silent is lost
+    patience_s: float = LOAD_S,  # a worker that has not answered by then is lost
 ) -> str | None:
-    """Let the workers open an artifact, forget a context, or map the memory in which steps are searched.
+    """Have the workers, in parallel, load a context, unload one, or map the step memory.
 
-    All at the same time. Returns what one of them says went wrong.
+    Returns the error of one of them, if any.
     """
     fd = None if memory is None else memory.fd
     await_answers([channel for channel in channels if channel.tell(kind, text, fd)], patience_s)
@@ -151,9 +151,9 @@ def tell_all(
 
 
 def _await_end(channel: Channel) -> None:
-    """Return when the worker has gone or is given up."""
+    """Wait until the worker has gone or is given up."""
     poller = select.poll()
-    poller.register(channel.connection, 0)  # no more than that it is closed, on either side
+    poller.register(channel.connection, 0)  # only events that mean the connection is closed, on either side
     while not channel.lost:
         if poller.poll(1000):
             with contextlib.suppress(OSError):

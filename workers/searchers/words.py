@@ -1,7 +1,8 @@
-"""Words of memory that two processes share, and how one waits for the other: it looks for a while, then sleeps.
+"""Words of shared memory by which one process waits for another: it spins for a while, then sleeps.
 
-Whoever is about to sleep says so in a word, then looks once more. Whoever writes looks at that word afterwards, and
-wakes the other up if it is set. As all operations keep one order, one of the two sees the other's word.
+A process that is about to sleep sets a word, then checks once more. The writer checks that word after writing, and
+wakes the sleeper if it is set. The operations are sequentially consistent, so one of the two sees the other's word: no
+wake-up is lost.
 """
 
 import numpy as np
@@ -13,14 +14,14 @@ from csattn.cpu.posts import LINE
 from csattn.cpu.waiting import PAUSES, now_ns, pause, yield_core
 
 ASKED = 0 * LINE  # number of the last request
-ANSWERED = 1 * LINE  # number of the last request that is answered
-WORKER_SLEEPS = 2 * LINE
-CLIENT_SLEEPS = 3 * LINE
+ANSWERED = 1 * LINE  # number of the last answered request
+WORKER_SLEEPS = 2 * LINE  # 1: wake the worker up
+CLIENT_SLEEPS = 3 * LINE  # 1: wake the client up
 
 
 @exact_kernel
 def post(words: NDArray[np.int64], at: int, value: int, sleeper: int) -> bool:
-    """Publish the value and all that was written before; whether the reader must be woken up."""
+    """Publish the value, and all that was written before. True if the reader sleeps and must be woken up."""
     store_release(words, at, value)
     sleeps: bool = load_acquire(words, sleeper) != 0
     return sleeps
@@ -28,7 +29,7 @@ def post(words: NDArray[np.int64], at: int, value: int, sleeper: int) -> bool:
 
 @exact_kernel
 def await_word(words: NDArray[np.int64], at: int, value: int, sleeper: int, spin_ns: int) -> bool:
-    """Look for the value for that long. False: it is not there, and whoever writes it will wake this process up."""
+    """Spin for the value for up to spin_ns. False: it has not come, and its writer will wake this process up."""
     store_release(words, sleeper, 0)
     if load_acquire(words, at) == value:
         return True
@@ -47,7 +48,7 @@ def await_word(words: NDArray[np.int64], at: int, value: int, sleeper: int, spin
 
 
 def compile_words() -> None:
-    """Compile, or load from the cache: not at the first search."""
+    """Compile the kernels, or load them from the cache, before the first search needs them."""
     words = np.zeros(4 * LINE, np.int64)
     post(words, ASKED, 1, WORKER_SLEEPS)
     await_word(words, ASKED, 1, WORKER_SLEEPS, 0)

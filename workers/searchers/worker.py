@@ -1,4 +1,4 @@
-"""A search worker: answers one client's searches, in a process of its own, until either of them goes."""
+"""A search worker: runs one client's searches, in its own process, until either of the two ends."""
 
 import contextlib
 import os
@@ -39,21 +39,21 @@ from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """All that a worker has to be told: a few plain values, so that any launcher can hand them over."""
+    """A worker's parameters: a few plain values, which any launcher can pass on."""
 
     number: int
-    address: str  # where the client waits for it, on the same machine
+    address: str  # where the client listens for it, on the same machine
     num_threads: int = 1
-    cpus: tuple[int, ...] | None = None  # that its threads keep to, one each; Linux
-    spin_us: float = 0.0  # how long it looks for the next request before it sleeps
+    cpus: tuple[int, ...] | None = None  # a CPU for each thread to be pinned to; Linux only
+    spin_us: float = 0.0  # how long it spins for the next request before it sleeps
 
 
 class SearchWorker:
-    """Opens the artifacts that its client names, read-only, and searches in them. It holds no state of any request.
+    """Opens the artifacts that its client names, read-only, and searches them. It has no state of any request.
 
-    `serve` blocks its thread until the client has gone, or `close` is called from another thread. Its host (a child
-    process, an actor) calls `serve` once and ends its process when that returns. It must not restart it: the client
-    notices at once, and asks its launcher for a new worker.
+    `serve` blocks until the client has gone, or `close` is called from another thread. The host (a child process, an
+    actor) calls `serve` once and ends its process when that returns. The host must not restart the worker: the client
+    notices the end at once, and launches a new one.
     """
 
     def __init__(self, spec: WorkerSpec, open_context: Callable[[Path], Artifact] = open_artifact) -> None:
@@ -62,15 +62,15 @@ class SearchWorker:
         self._closed = False
         self._mail: Mail | None = None
         self._searches: StepSearches | None = None
-        self._step_memory: NDArray[np.uint8] | None = None  # that has come and is not attached yet
+        self._step_memory: NDArray[np.uint8] | None = None  # received, but not attached yet
         self._artifacts: dict[int, Artifact] = {}
         self._num_answers = 0
 
     def serve(self, watch: Callable[[socket.socket], object] | None = None) -> None:
-        """Answer until the client goes. Raises OSError where there is no client at the address.
+        """Answer requests until the client goes. Raises OSError if no client listens at the address.
 
-        Within a step only memory is looked at, and a client that is killed is not noticed. watch: gets the connection
-        before anything is answered, for whoever can end the process then.
+        Within a step the worker watches only memory, so it does not notice that its client was killed. watch: is given
+        the connection before the first request, so that the host can end the process in that case.
         """
         cpus = self.spec.cpus
         if cpus is not None and hasattr(os, "sched_setaffinity"):
@@ -91,14 +91,14 @@ class SearchWorker:
             self._searches.close()
 
     def close(self) -> None:
-        """Let `serve` return, after the search that is under way."""
+        """Make `serve` return, after the search that is under way."""
         self._closed = True
         if self._connection is not None:
             with contextlib.suppress(OSError):  # it may be closed already
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def _await_request(self, number: int) -> bool:
-        """Wait for the request; false if none will come."""
+        """Wait for the request of this number; false if none will come."""
         spin_ns = int(self.spec.spin_us * 1e3)
         while self._mail is None or not await_word(self._mail.words, ASKED, number, WORKER_SLEEPS, spin_ns):
             if not self._listen():
@@ -106,7 +106,7 @@ class SearchWorker:
         return True
 
     def _listen(self) -> bool:
-        """Sleep until the client says something; false if it has gone."""
+        """Sleep until the client sends something, and take new memory that comes with it; false if it has gone."""
         assert self._connection is not None
         data, fds, _, _ = socket.recv_fds(self._connection, 64, 4)
         for fd in fds:
@@ -123,7 +123,7 @@ class SearchWorker:
         mail, status, since_ns = self._mail, DONE, time.perf_counter_ns()
         try:
             self._obey(mail)
-        except Exception as error:  # the client is told, and decides what to do
+        except Exception as error:  # reported to the client, which decides what to do
             mail.write_text(f"{type(error).__name__}: {error}", REPLY_BYTES)
             status = FAILED
         mail.words[STATUS], mail.words[WORKED_NS] = status, time.perf_counter_ns() - since_ns
@@ -154,7 +154,7 @@ class SearchWorker:
             self._artifacts[context_id] = artifact
 
     def _await_memory(self) -> NDArray[np.uint8]:
-        """New memory of steps: it has come before its request was seen, or comes now."""
+        """Return the new step memory, waiting for it if it has not been received with the request."""
         while self._step_memory is None:
             if not self._listen():
                 raise ConnectionResetError("the client has gone")
@@ -163,6 +163,6 @@ class SearchWorker:
 
 
 def choose_cpus(num_wanted: int) -> tuple[int, ...] | None:
-    """CPUs for workers to keep to: the last ones, if as many are left for everybody else. None: too few to choose."""
+    """Choose CPUs for workers' threads: the last ones available, if as many remain for others. None: too few."""
     available: Sequence[int] = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
     return tuple(available[-num_wanted:]) if len(available) >= 2 * num_wanted else None

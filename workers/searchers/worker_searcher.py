@@ -1,4 +1,4 @@
-"""The engine's way to its search workers: queries down, selections up, and no worry about who is alive."""
+"""The engine's interface to its search workers: sends queries, collects selections, and survives lost workers."""
 
 import os
 import weakref
@@ -26,9 +26,11 @@ from workers.searchers.supervisor import Contexts, Launch, Supervisor, tell_all
 from workers.searchers.words import compile_words
 from workers.searchers.worker import WorkerSpec
 
-HUNG_S = 1.0  # a worker that does nothing for so long is taken for dead; besides, as long as a record may take:
-SLOWEST_NS = 25.0  # for each of its keys and query rows, about ten times what a thread needs
-OWN_SPIN_US, WORKER_SPIN_US = 1000.0, 200.0  # how long either side looks before it sleeps, where cores are to spare
+# A worker counts as hung if it makes no progress for HUNG_S, plus SLOWEST_NS for each key and query row of a record:
+# about ten times what a thread needs.
+HUNG_S = 1.0
+SLOWEST_NS = 25.0
+OWN_SPIN_US, WORKER_SPIN_US = 1000.0, 200.0  # how long client and workers spin before they sleep, given spare cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,13 @@ class SearchersHealth:
     num_alive: int
     num_losses: int  # workers that have died or hung since the start
     num_searched_here: int  # shares that this process searched in a worker's place
-    fault: str  # one of the last things that went wrong
+    fault: str  # a recent error
 
 
 class WorkerSearcher:
-    """As `PoolSearcher` and as `StepSearches`, over workers in processes of their own. Used by one thread at a time.
+    """Searches like `PoolSearcher` and `StepSearches`, by workers in their own processes. For one thread at a time.
 
-    While a worker that was lost is started again, its share is searched here: the selections are the same, only later.
+    While a lost worker is being restarted, this process searches its share: the selections are the same, only later.
     """
 
     def __init__(
@@ -51,11 +53,11 @@ class WorkerSearcher:
         num_workers: int,
         *,
         threads_per_worker: int = 1,
-        cpus: Sequence[int] | None = None,  # that the workers' threads keep to, one each
-        spin_us: float | None = None,  # how long both sides look before they sleep; None: as there are cores
+        cpus: Sequence[int] | None = None,  # a CPU for each of the workers' threads to be pinned to
+        spin_us: float | None = None,  # how long both sides spin before they sleep; None: `choose_spins`
         launch: Launch = ChildProcess,
     ) -> None:
-        """Return when all workers are up. Raises SearchLostError if one does not come up."""
+        """Start the workers, and wait until all are up. Raises SearchLostError if one does not come up."""
         num_threads = num_workers * threads_per_worker
         _require_sizes(num_workers, threads_per_worker, cpus)
         spins_us = (spin_us, spin_us) if spin_us is not None else choose_spins(available_cpus(), num_threads)
@@ -63,23 +65,23 @@ class WorkerSearcher:
         self._artifacts: dict[int, Artifact] = {}
         self._contexts = Contexts()
         self._own = StepSearches(SearchPool(threads_per_worker))
-        self._memory: SharedMemory | None = None  # of layers, once one is asked for
-        self._layers: dict[tuple[Any, ...], tuple[LayerStep, float]] = {}  # and how long to wait
+        self._memory: SharedMemory | None = None  # for searches of single layers, made at the first of them
+        self._layers: dict[tuple[Any, ...], tuple[LayerStep, float]] = {}  # by `kind_of`; with patience_s
         self._under_way: tuple[StepRun, LayerStep, float, Sequence[RowSearch]] | None = None
-        self._background = BackgroundThread("searches-in-place")  # of workers that are lost during a step
+        self._background = BackgroundThread("searches-in-place")  # shares of workers lost during a step
         self._num_searched_here, self._fault = 0, ""
-        self.worked_ns = 0  # by the worker that worked longest on the last layer
+        self.worked_ns = 0  # the longest time that a worker spent on the last layer or step
         self._supervisors = []
         for number in range(num_workers):
             make_spec = partial(_spec, number, threads_per_worker, cpus, spins_us[1])
             self._supervisors.append(Supervisor(launch, make_spec, int(spins_us[0] * 1e3), self._contexts))
         self._close = weakref.finalize(
             self, _close, os.getpid(), self._supervisors, self._own
-        )  # also where it is forgotten
+        )  # also if it is garbage-collected without `close`
         self._await_workers()
 
     def load(self, context_id: int, artifact: Artifact) -> None:
-        """Load in all workers and here. The artifact stays open until `unload`."""
+        """Load a context in all workers and in this process. The artifact must stay open until `unload`."""
         assert self._under_way is None, "a search is under way; finish it first"
         if context_id in self._artifacts:
             self.unload(context_id)
@@ -103,9 +105,9 @@ class WorkerSearcher:
         self._layers.clear()
 
     def attach(self, memory: SharedMemory) -> None:
-        """Steps are searched in that memory from now on; it must live as long as they are.
+        """Use this step memory from now on; it must outlive the searches in it.
 
-        A worker that cannot map it would answer from other memory: it is given up, and started again.
+        A worker that cannot map it would search in other memory, so it is killed and restarted.
         """
         self._own.attach(memory)
         with self._contexts.lock:
@@ -117,28 +119,28 @@ class WorkerSearcher:
                 channel.end_process()
 
     def run_step(self, plan: StepPlan, since: int) -> bool:
-        """`StepSearches.run_step`, shared out among the workers. Called by a thread that does nothing else."""
+        """`StepSearches.run_step`, divided among the workers. It blocks, so call it on a thread of its own."""
         return self._end_of(self._ask(plan, 0, since), self._patience_s(plan))
 
     def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
-        """Hand each worker its share. What was started before and not finished is given up."""
+        """Send each worker its share. The results of an earlier `start` without `finish` are discarded."""
         self._await_end()
         step, patience_s = self._step_of(searches)
         step.write(searches)
         try:
             self._under_way = self._ask(step.plan, layer_idx, 0), step, patience_s, searches
         except BaseException:
-            self._leave_memory()  # some were asked
+            self._leave_memory()  # some workers have their request, and may write
             raise
 
     def finish(self) -> None:
-        """Return when every `out` is filled. Raises SearchLostError where not even this process can search."""
+        """Wait until every `out` is filled. Raises SearchLostError if this process cannot search either."""
         if (under_way := self._await_end()) is not None:
             step, searches = under_way
             step.collect(searches)
 
     def health(self) -> SearchersHealth:
-        """May be called from any thread."""
+        """Counts of workers, losses and searches in their place. May be called from any thread."""
         supervisors = self._supervisors
         return SearchersHealth(
             num_workers=len(supervisors),
@@ -178,7 +180,7 @@ class WorkerSearcher:
         return StepRun(plan, layer_idx, since, channels, self._own, self._background)
 
     def _end_of(self, run: StepRun, patience_s: float) -> bool:
-        """Wait for it, and count what went wrong."""
+        """Wait for a run, and record its losses and errors."""
         try:
             return run.finish(patience_s)
         finally:
@@ -187,7 +189,7 @@ class WorkerSearcher:
             self.worked_ns = run.worked_ns
 
     def _await_end(self) -> tuple[LayerStep, Sequence[RowSearch]] | None:
-        """Let nothing be under way. Returns what was, if anything."""
+        """Wait for the run that is under way, if any, and return its step and searches."""
         if self._under_way is None:
             return None
         (run, step, patience_s, searches), self._under_way = self._under_way, None
@@ -199,19 +201,19 @@ class WorkerSearcher:
         return step, searches
 
     def _leave_memory(self) -> None:
-        """Where processes cannot be ended for certain, one may still write there."""
+        """Abandon the memory: if a process could not be killed for certain, it may still write there."""
         self._memory = None
         self._layers.clear()
 
     def _step_of(self, searches: Sequence[RowSearch]) -> tuple[LayerStep, float]:
-        """In memory that has room for it, and how long to wait for a record."""
+        """Return the LayerStep for these searches, placed in memory that has room for it, and its patience_s."""
         kind = kind_of(searches)
         if kind not in self._layers:
             for search in searches:
                 assert search.context_id in self._artifacts, f"context {search.context_id} is not loaded"
             step = LayerStep(searches, len(self._supervisors))
             if self._memory is None or step.num_bytes > len(self._memory.array):
-                self._leave_memory()  # until all workers have mapped the new one
+                self._leave_memory()  # there is none until all workers have mapped the new one
                 memory = layer_memory(2 * step.num_bytes)
                 self.attach(memory)
                 self._memory = memory
@@ -230,10 +232,10 @@ class WorkerSearcher:
 
 
 def choose_spins(num_cpus: int, num_threads: int) -> tuple[float, float]:
-    """How long client and workers look for each other's words before they sleep, in us.
+    """Choose how long client and workers spin for each other's words before they sleep, in us.
 
-    The client looks only while it has nothing else to do: a core besides the workers' will do. Workers look also while
-    the client computes: at least half of the cores must be left alone by them.
+    The client spins only while it has nothing else to do, so one core besides the workers' is enough. Workers spin also
+    while the client computes, so they must leave it at least half of the cores.
     """
     own_us = OWN_SPIN_US if num_cpus > num_threads else 0.0
     return own_us, WORKER_SPIN_US if num_cpus >= 2 * num_threads else 0.0
@@ -257,7 +259,7 @@ def _spec(number: int, num_threads: int, cpus: Sequence[int] | None, spin_us: fl
 
 def _close(pid: int, supervisors: list[Supervisor], own: StepSearches) -> None:
     if pid != os.getpid():
-        return  # a forked process: the workers are not its own
+        return  # a forked process, to which the workers do not belong
     for supervisor in supervisors:
         supervisor.close()
     own.close()

@@ -1,1 +1,1 @@
-"""Decode many requests at once: what is asked and told, the scheduler, its contexts, and what it measures."""
+"""Serve many requests at once: requests and replies (`messages`), continuous batching, contexts, and metrics."""

@@ -1,4 +1,4 @@
-"""What the HTTP side asks of the side that decodes: in the same process, or behind Ray."""
+"""The interface of the HTTP side to the side that decodes, in the same process or on Ray."""
 
 from collections.abc import AsyncGenerator
 from typing import Protocol
@@ -9,13 +9,13 @@ from workers.serving.messages import Ask, ContextInfo, Event, Health, Standing, 
 
 
 class Backend(Protocol):
-    """Every method may raise a ServingError; nothing else is raised for what a client did."""
+    """Answers requests. Every method may raise a ServingError, and raises nothing else for a client's mistake."""
 
     def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
-        """Pieces as they come, then one Done.
+        """Yield the answer's Pieces as they come, then one Done.
 
-        A request that is not admitted raises before the first event. Closing the generator ends the request: its slot
-        is free within one step.
+        If the request is not admitted, the error is raised before the first event. Closing the generator ends the
+        request: its slot is free within one step.
         """
         ...
 
@@ -24,11 +24,11 @@ class Backend(Protocol):
     async def detokenize(self, ids: tuple[int, ...]) -> str: ...
 
     async def contexts(self, name: str | None = None) -> list[ContextInfo]:
-        """All; or the one of that name, where there is one, without a look at the others' files."""
+        """Return all contexts, or only the one of that name, if any, without reading the others' files."""
         ...
 
     async def register(self, name: str, text: str) -> ContextInfo:
-        """Start building; the same name with the same text again is the same context."""
+        """Start to build a context. Registering the same name with the same text again returns the same context."""
         ...
 
     async def delete(self, name: str) -> None:
@@ -36,7 +36,7 @@ class Backend(Protocol):
         ...
 
     async def workers(self) -> dict[str, Standing | None]:
-        """Those that decode, by name; None while one does not answer."""
+        """Return the state of each attention worker by name; None for one that does not answer."""
         ...
 
     async def health(self) -> Health: ...

@@ -1,4 +1,4 @@
-"""What a request begins with: a context, and rows of its own that were kept. Found, made where it is worth it, held."""
+"""What a request begins with: a context, found or built from a long prompt, and kept rows of its own."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Held until `leave`."""
+    """A request's context and kept rows, which stay loaded until `leave`."""
 
     resident: Resident
     token_ids: list[int]  # that follow the context
-    is_new: bool  # the context was made for it
-    own: OwnRows | None  # None: no rows are found, and none kept
+    is_new: bool  # the context was built for this request
+    own: OwnRows | None  # None: rows are neither looked for nor kept
     _using: AbstractAsyncContextManager[Resident]
 
     @property
@@ -46,7 +46,7 @@ class Beginning:
 
     @property
     def num_cached(self) -> int:
-        """Tokens of context and prompt that need not be computed for it."""
+        """Tokens of context and prompt that need not be computed for this request."""
         return (0 if self.is_new else self.context_len) + (self.own.num_found if self.own else 0)
 
     async def leave(self) -> None:
@@ -56,7 +56,7 @@ class Beginning:
 
 
 class Beginnings:
-    """For one event loop."""
+    """Finds or makes what requests begin with. For one event loop."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Beginnings:
         self.kept = open_kept_rows(loaded, settings)
 
     async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:
-        """With the context loaded. Raises a ServingError for what cannot be."""
+        """Return the request's beginning, with its context loaded. Raises a ServingError if that is impossible."""
         whole = None if ask.context else await self._whole_ids(ask)
         without: set[Path] = set()
         while True:
@@ -84,7 +84,7 @@ class Beginnings:
             try:
                 resident = await using.__aenter__()
                 break
-            except ContextNotReadyError as error:  # it was damaged since it was found, or has gone
+            except ContextNotReadyError as error:  # damaged or removed since it was found
                 if ask.context or found.path is None or found.is_new:
                     which = f"context {ask.context!r}" if ask.context else "context of the prompt's beginning"
                     raise ContextNotReadyError(
@@ -109,19 +109,20 @@ class Beginnings:
         return Beginning(resident, ids, found.is_new, own, using)
 
     async def close(self) -> None:
-        """End builds of contexts. Rows that come are still kept, until `flush`."""
+        """Cancel builds of contexts. Rows are still kept, until `flush`."""
         await self.own_contexts.close()
 
     def flush(self) -> None:
-        """Write what was kept. No request is under way."""
+        """Write the kept rows to disk, and close. No request may be running."""
         self.kept.close()
 
     async def _find(
         self, ask: Ask, config: SearchConfig, selector: Selector, whole: list[int] | None, without: set[Path]
     ) -> Found:
-        """A prompt with more behind its context than is to be computed step by step, or than fits, makes a longer.
+        """Find the longest context that the prompt begins with, or build a longer one.
 
-        without: contexts that turned out not to be usable.
+        A longer one is built if more tokens follow the context than should be computed step by step
+        (kept.context_tokens), or than fit. without: contexts that turned out to be unusable.
         """
         if whole is None:
             return Found(await self._contexts.artifact_path(ask.context))
@@ -148,19 +149,19 @@ class Beginnings:
         ids = await self._beside(whole_ids, self._loaded.tokenizer, ask)
         self._require_embedded(ask, ids)
         max_positions = self._engine.max_positions
-        room_for(ask, 0, len(ids), max_positions, max_positions)  # which no context can give it
+        room_for(ask, 0, len(ids), max_positions, max_positions)  # raises if the prompt is too long with any context
         return ids
 
     async def _own_rows(self, identity: bytes, ids: list[int]) -> OwnRows:
         finding = asyncio.ensure_future(self._beside(self.kept.find, identity, ids))
         try:
             return await asyncio.shield(finding)
-        except asyncio.CancelledError:  # nobody takes what is found
+        except asyncio.CancelledError:  # nobody takes the result
             finding.add_done_callback(_release)
             raise
 
     def _identity(self, ask: Ask, config: SearchConfig, selector: Selector, artifact_id: str | None) -> bytes | None:
-        """Whose rows its own are; None where none are kept."""
+        """`row_identity` of the request; None if its rows are not kept."""
         is_kept = self._settings.kept.memory_bytes and is_keepable(selector, config, self._loaded.geometry)
         if _scores_prompt(ask) or not is_kept:
             return None
@@ -179,5 +180,5 @@ def _release(finding: "asyncio.Future[OwnRows]") -> None:
 
 
 def _scores_prompt(ask: Ask) -> bool:
-    """Whether every token of the prompt has a score, and so is fed."""
+    """Whether every token of the prompt gets a score, and so has to be fed."""
     return ask.echo and ask.sampling.top_logprobs is not None

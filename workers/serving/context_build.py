@@ -1,4 +1,4 @@
-"""Build contexts in processes of their own: the command line's `build`, at a low priority."""
+"""Builds contexts in child processes, by the command line's `build` at a low priority."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,15 @@ from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from workers.settings import Settings
 
-SETTLE_S = 20.0  # before a process comes up that nobody needs yet
-KEEP_S = 20.0  # that one which has built keeps its model for another build
-BEHIND = 10  # niceness of a build that nobody waits for: decoding comes first
-BUILT = "built"  # a line of its own behind what a build has said, on stdout and on stderr
+SETTLE_S = 20.0  # delay before a standby process starts
+KEEP_S = 20.0  # how long a process that has built waits for another build, with its model loaded
+BEHIND = 10  # niceness of a build that nobody waits for, relative to this process: decoding comes first
+BUILT = "built"  # the line that ends a build's output, on stdout and on stderr
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _MAX_SHOWN = 500
 
-OnProgress = Callable[[float, str], None]  # share done, what it is at
+OnProgress = Callable[[float, str], None]  # takes the share that is done, and the phase
 
 
 class BuildFailedError(CsattnError):
@@ -31,19 +31,20 @@ class BuildFailedError(CsattnError):
 
 
 class Builder:
-    """For one event loop. While it is started one process is up that waits for the next build: imports take seconds.
+    """Runs builds. For one event loop.
 
-    A process that has built waits, too, for a while: it has the model.
+    Between `start` and `close`, a standby process waits for the next build, because imports take seconds. A process
+    that has built also waits for KEEP_S: it has the model loaded.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._standby: asyncio.Task[Process] | None = None
         self._used: Process | None = None
-        self._expiry: asyncio.TimerHandle | None = None  # of the used one
+        self._expiry: asyncio.TimerHandle | None = None  # ends `_used`
 
     def start(self, settle_s: float = SETTLE_S) -> None:
-        """settle_s: before the process comes up, for what is more urgent."""
+        """Start a standby process after settle_s, which leaves the machine to more urgent work first."""
         self._standby = asyncio.create_task(self._begin(settle_s))
 
     async def close(self) -> None:
@@ -56,9 +57,10 @@ class Builder:
     async def build(
         self, source: list[str], store: Path, on_progress: OnProgress, nice: int = BEHIND
     ) -> dict[str, Any]:
-        """The JSON object of `csattn build`. Cancelling ends the process; a build goes on where one was ended.
+        """Run `csattn build`, and return the JSON object that it prints. Raises BuildFailedError.
 
-        source: what it is built of, as the verb's option.
+        Cancelling ends the process; the next build of the same context continues where it stopped. source: the option
+        that names what is built. nice: niceness relative to this process.
         """
         process, is_built = await self._take(nice), False
         try:
@@ -73,12 +75,12 @@ class Builder:
         return _result(said, exit_code, told.last_words)
 
     async def _take(self, nice: int) -> Process:
-        """The one that has built, or the one that waits; then another takes its place, a little later."""
+        """Take the process that has built, or the standby process, which another one replaces a little later."""
         used = self._take_used()
         if used is not None:
             if _set_nice(used, nice):
                 return used
-            await _end(used)  # it may not come forward again
+            await _end(used)  # without privileges, its priority cannot be raised again
         process = await self._take_standby()
         _set_nice(process, nice)
         return process
@@ -108,7 +110,7 @@ class Builder:
 
     def _let_go(self) -> None:
         if (used := self._take_used()) is not None and used.stdin is not None:
-            used.stdin.close()  # it ends by itself
+            used.stdin.close()  # the process ends at the end of its input
 
     async def _begin(self, settle_s: float = 0.0) -> Process:
         await asyncio.sleep(settle_s)
@@ -118,12 +120,12 @@ class Builder:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # an interrupt of the service is not one of the build
+            start_new_session=True,  # so that an interrupt (Ctrl-C) of the service does not reach the build
         )
 
     async def _give_up(self, standby: asyncio.Task[Process]) -> None:
         standby.cancel()
-        await asyncio.wait([standby])  # and not the task itself: that this one is cancelled is another matter
+        await asyncio.wait([standby])  # not `await standby`: its CancelledError could not be told from this task's own
         if not standby.cancelled() and not standby.exception():
             await _end(standby.result())
 
@@ -143,7 +145,7 @@ def _arguments(source: list[str], store: Path, settings: Settings) -> list[str]:
 
 
 async def _read(stream: StreamReader, add: Callable[[str], None]) -> bool:
-    """All lines of a build; whether it came to its end, and not the process."""
+    """Pass on a build's lines. True if the build has ended (BUILT), false if its process has."""
     while line := await stream.readline():
         text = line.decode(errors="replace").strip()
         if text == BUILT:
@@ -153,7 +155,7 @@ async def _read(stream: StreamReader, add: Callable[[str], None]) -> bool:
 
 
 class Told:
-    """What a build writes to stderr: how far it is, or words."""
+    """Reads what a build writes to stderr: progress as JSON, and other lines, of which the last is kept."""
 
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress, self.last_words = on_progress, ""
@@ -183,24 +185,24 @@ def _result(said: list[str], exit_code: int, last_words: str) -> dict[str, Any]:
 
 
 def _set_nice(process: Process, nice: int) -> bool:
-    """All its threads, behind this process by that much; whether they may be. It leads its process group."""
+    """Set the niceness of the process's group, which it leads, relative to this process; false if not permitted."""
     try:
         os.setpriority(os.PRIO_PGRP, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
     except OSError:
         return False
-    with contextlib.suppress(OSError):  # where the kernel shares time out by sessions, niceness counts inside one only
+    with contextlib.suppress(OSError):  # with autogroup scheduling, a process's niceness counts only in its session
         Path(f"/proc/{process.pid}/autogroup").write_text(str(nice))
     return True
 
 
 async def _end(process: Process) -> None:
-    """No process is left behind, and no pipe to one."""
+    """End the process and close its pipes: neither may be left behind."""
     try:
         if process.returncode is None:
             await _wait_for_end(process)
-    finally:  # newer releases of Python do not wait in `wait` until pipes have been seen to end
+    finally:  # in newer releases of Python, `wait` may return before the pipes are closed
         process._transport.close()  # type: ignore[attr-defined]
-        await asyncio.sleep(0)  # it is done in the loop's next turn
+        await asyncio.sleep(0)  # the transport closes in the event loop's next iteration
 
 
 async def _wait_for_end(process: Process) -> None:

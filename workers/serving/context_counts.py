@@ -1,4 +1,4 @@
-"""How many contexts a service makes and how much it holds, as its measures have it: numbers that are there anyway."""
+"""Counts of a service's contexts and builds for its metrics; all are known anyway, without any work."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 class BuildCounts:
     """Builds of one kind: those under way, and those that have failed since the service began."""
 
-    num_waiting: int = 0  # for another build to end
+    num_waiting: int = 0  # waiting for another build to end
     num_building: int = 0
     num_failed: int = 0
 
@@ -19,10 +19,10 @@ def _none() -> Mapping[str, BuildCounts]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextCounts:
-    """Of one engine's contexts."""
+    """Builds, loaded bytes and kept bytes of one engine's contexts."""
 
-    builds: Mapping[str, BuildCounts] = field(default_factory=_none)  # by who brought them
+    builds: Mapping[str, BuildCounts] = field(default_factory=_none)  # by origin: "registered" or "prompt"
     loaded_bytes: int = 0
-    loaded_budget: int | None = None  # None: as far as there is memory
-    kept_bytes: int | None = None  # None: not known before one is built
+    loaded_budget: int | None = None  # None: limited only by memory
+    kept_bytes: int | None = None  # on disk, from prompts; None: unknown until one has been built
     kept_budget: int = 0

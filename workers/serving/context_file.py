@@ -1,4 +1,4 @@
-"""Which contexts there are, in a small file of the store: a service that starts again has them again."""
+"""The registered contexts, in a small file of the store, from which a restarted service recovers them."""
 
 import json
 import math
@@ -17,20 +17,20 @@ from workers.serving.messages import CONTEXT_NAME, ContextState
 FILE_NAME, LOCK_NAME = "contexts.json", ".contexts.lock"
 _VERSION = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_MAX_SHOWN = 200  # characters of what is wrong
+_MAX_SHOWN = 200  # characters of a parser's message
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A name and what it stands for."""
+    """A registered context."""
 
     name: str
     created_at: float  # seconds since the epoch
-    text_sha256: str | None = None  # of the text it is built from; None where it was named after an artifact
+    text_sha256: str | None = None  # of the text it is built from; None if the name was given to an artifact
     artifact_id: str | None = None
     num_tokens: int | None = None
-    error: str = ""  # why its building failed
+    error: str = ""  # why its build failed
 
     @property
     def state(self) -> ContextState:
@@ -40,14 +40,14 @@ class Record:
 
 
 class ContextFile:
-    """Changes are whole or not made at all, also where several processes make them."""
+    """The file of records. Changes are atomic, also between processes."""
 
     def __init__(self, store: Path) -> None:
         self._store = store
         self._path = store / FILE_NAME
 
     def read(self) -> dict[str, Record]:
-        """By name, in the order of registration."""
+        """Return the records by name, in the order of registration. Raises ArtifactCorruptError for a bad file."""
         with store_errors(f"read {self._path}", self._store):
             try:
                 text = self._path.read_bytes()
@@ -65,7 +65,7 @@ class ContextFile:
             ) from error
 
     def change(self, edit: Callable[[dict[str, Record]], T]) -> T:
-        """Let `edit` change the records, and write them if it did."""
+        """Let `edit` change the records, under a lock, and write them if it did; returns its result."""
         make_store(self._store)
         with BuildLock(self._store / LOCK_NAME).acquire():
             records = self.read()
@@ -78,7 +78,7 @@ class ContextFile:
 
 
 def _record(item: dict[str, Any]) -> Record:
-    """As a service writes it: paths are made of its id and its hash, and the store may come from somebody else."""
+    """Parse and validate a record: paths are made from its id and hash, and the store may come from somebody else."""
     record = Record(**item)
     is_ours = (
         CONTEXT_NAME.fullmatch(record.name)

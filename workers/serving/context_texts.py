@@ -1,4 +1,4 @@
-"""Texts that are registered as contexts, as a build would make tokens of them."""
+"""Tokenises texts that are registered as contexts exactly as a build does."""
 
 from io import StringIO
 
@@ -15,7 +15,7 @@ from workers.settings import BuildSettings
 
 
 class ContextTexts:
-    """Asked on any thread: it takes a second for some hundred thousand tokens."""
+    """Compares and validates texts. Usable from any thread; takes a second for some hundred thousand tokens."""
 
     def __init__(self, loaded: LoadedModel, settings: BuildSettings) -> None:
         self._loaded, self._settings = loaded, settings
@@ -26,7 +26,7 @@ class ContextTexts:
         return hash_token_ids(self._ids(text, wrapping)) == artifact.spec.token_ids_sha256
 
     def require(self, text: str) -> None:
-        """Raise BadRequestError where it can never be a context."""
+        """Raise BadRequestError if the text can never be a context."""
         try:
             ids = self._ids(text, choose_wrapping(self._loaded.tokenizer, self._settings.chat))
             require_indexable(ids, preset(self._settings.preset), self._loaded)

@@ -1,4 +1,4 @@
-"""The contexts of a service by name: registered, built in the background, kept in the store, forgotten."""
+"""The registered contexts of a service: registers them by name, builds them in the background, deletes them."""
 
 import asyncio
 import errno
@@ -31,13 +31,13 @@ from workers.serving.messages import (
 from workers.serving.names_in_store import by_names_in_store
 from workers.serving.usable import Known
 
-TEXTS = "texts"  # directory in the store: texts whose building is not finished
+TEXTS = "texts"  # directory in the store with the texts of unfinished builds
 MAX_BUILDS = 1  # at the same time
-MAX_ENTERING = 2  # texts that are cut into tokens at the same time: whoever reads a file needs one of the same threads
+MAX_ENTERING = 2  # texts that are tokenised at the same time: they use the threads in which files are read, too
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-_DISK_S = 30.0  # until one who was told of the disk may ask again
+_DISK_S = 30.0  # retry time that clients get when the disk takes nothing
 
-Look = Callable[[Path], Known]  # at an artifact
+Look = Callable[[Path], Known]  # examines the artifact at a path
 _log = logging.getLogger(__name__)
 
 
@@ -51,9 +51,10 @@ class _Build:
 
 
 class Contexts:
-    """For one event loop. The file is the truth, but for what this service in particular cannot answer from:
+    """Registers, builds and deletes contexts. For one event loop.
 
-    several services, of other models too, may share a store.
+    The store's file is authoritative, as several services, also of other models, may share a store. Whether this
+    service can answer from an artifact is found by examining it.
     """
 
     def __init__(self, store: Path, builder: Builder, texts: ContextTexts, look: Look) -> None:
@@ -63,7 +64,7 @@ class Contexts:
         self._builds: dict[str, _Build] = {}
         self._num_failed = 0
         self._is_closed = False
-        self._unwritten: dict[Record, Record] = {}  # what became of builds, where the file could not be told
+        self._unwritten: dict[Record, Record] = {}  # results of builds that could not be written
 
     @property
     def counts(self) -> BuildCounts:
@@ -71,24 +72,24 @@ class Contexts:
         return BuildCounts(len(self._builds) - num_begun, num_begun, self._num_failed)
 
     async def start(self) -> None:
-        """Go on with builds that were under way when a service ended."""
+        """Continue builds that were under way when a service ended."""
         for record in (await self._records()).values():
             if record.state == "building":
                 self._build(record)
 
     async def infos(self, name: str | None = None) -> list[ContextInfo]:
-        """Of all, or of that name."""
+        """Describe all contexts, or the one of that name."""
         records = [record for record in (await self._records()).values() if name in (None, record.name)]
         faults = await asyncio.to_thread(lambda: [self._fault(record) for record in records])
         return [self._info(record, fault) for record, fault in zip(records, faults, strict=True)]
 
     async def paths(self) -> list[Path]:
-        """Artifacts of all contexts that have one, whether or not this service can answer from it."""
+        """The artifacts of all contexts that have one, whether or not this service can answer from it."""
         records = [self._unwritten.get(record, record) for record in (await self._records()).values()]
         return [self._store / record.artifact_id for record in records if record.artifact_id is not None]
 
     async def artifact_path(self, name: str) -> Path:
-        """Of a context that is ready."""
+        """The artifact of a context. Raises UnknownModelError, or ContextNotReadyError if it has none."""
         record = (await self._records()).get(name)
         if record is None:
             raise UnknownModelError(
@@ -106,9 +107,10 @@ class Contexts:
         return self._store / record.artifact_id
 
     async def register(self, name: str, text: str) -> ContextInfo:
-        """Start building, unless this text has this name already; what failed, or is gone, is built again.
+        """Start to build a context, unless this text has this name already. One that failed or was lost is built again.
 
-        Raises BadRequestError, before anything is written, for a text that can never be a context.
+        Raises BadRequestError, before anything is written, for a text that can never be a context, and
+        ContextExistsError if the name has another text.
         """
         require_name(name)
         if not text.strip():
@@ -122,13 +124,13 @@ class Contexts:
             raise self._refusal("registered", error) from error
         if record.state == "building":
             if self._build_of(record) is None:
-                await self._end_build(name)  # of another text: it was deleted, and registered again, elsewhere
+                await self._end_build(name)  # of another text: another service deleted and registered the name again
             if name not in self._builds:
                 self._build(record)
         return self._info(record, await asyncio.to_thread(self._fault, record))
 
     async def delete(self, name: str) -> Path | None:
-        """Forget a context, and end its building. Its artifact stays in the store, at the path that is returned."""
+        """Forget a context and cancel its build. Its artifact, if any, stays in the store; its path is returned."""
         try:
             record = await asyncio.to_thread(self._file.change, lambda records: records.pop(name, None))
         except ArtifactError as error:
@@ -140,7 +142,7 @@ class Contexts:
         return None if record.artifact_id is None else self._store / record.artifact_id
 
     async def close(self) -> None:
-        """End builds, and begin none; they go on when a service starts again."""
+        """Cancel builds, and begin none; they continue when a service starts again."""
         self._is_closed = True
         tasks = [build.task for build in self._builds.values()]
         for task in tasks:
@@ -169,7 +171,8 @@ class Contexts:
             if known is not None:
                 self._require_same(known, text, digest)
             if known is None or known.state == "failed" or is_gone:
-                # before the record: what is recorded can be built; with nobody beside who drops it for want of one
+                # the text before the record: a recorded context can always be built. `_drop_text` takes the same lock,
+                # so nobody drops the text meanwhile because no record needs it
                 text_path = self._text_path(digest)
                 with store_errors(f"make {text_path.parent}", self._store):
                     text_path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,13 +241,13 @@ class Contexts:
                     _log.info("the context %s was there already, found in %.1f s", what, seconds)
                 else:
                     _log.info("the context %s was built in %.1f s", what, seconds)
-            except Exception as error:  # whatever it is, who asks for the context is told
+            except Exception as error:  # whatever it is, requests for the context report it
                 self._num_failed += 1
                 done = replace(record, error=str(error) or type(error).__name__)
                 _log.warning("the context %s could not be built: %s", record.name, done.error)
         try:
             await asyncio.to_thread(self._finish, record, done)
-        except Exception as error:  # a full disk, say: who waits for the build is told as long as this service lives
+        except Exception as error:  # a full disk, say: the result is known as long as this service lives
             trace = None if isinstance(error, ArtifactError | OSError) else error
             why = "what became of the context %s could not be written: %s"
             _log.warning(why, record.name, error, exc_info=trace)
@@ -252,7 +255,7 @@ class Contexts:
 
     def _finish(self, record: Record, done: Record) -> None:
         def edit(records: dict[str, Record]) -> None:
-            if records.get(record.name) == record:  # it may have been deleted meanwhile
+            if records.get(record.name) == record:  # not deleted meanwhile
                 records[record.name] = done
 
         self._file.change(edit)
@@ -260,7 +263,7 @@ class Contexts:
             self._drop_text(record)
 
     def _drop_text(self, record: Record) -> None:
-        """Remove a text that no building needs any more."""
+        """Remove the record's text, unless a build still needs it."""
 
         def edit(records: dict[str, Record]) -> None:
             needed = {other.text_sha256 for other in records.values() if other.state != "ready"}
@@ -273,7 +276,7 @@ class Contexts:
         return self._store / TEXTS / f"{digest[:32]}.txt"
 
     def _fault(self, record: Record) -> str:
-        """Of the artifact; none where there is none yet."""
+        """Why this service cannot answer from the record's artifact; empty if it can, or if there is none yet."""
         return "" if record.artifact_id is None else self._look(self._store / record.artifact_id).fault
 
     def _progress(self, record: Record) -> float:
@@ -294,7 +297,7 @@ class Contexts:
         )
 
     def _refusal(self, done: str, error: ArtifactError) -> ServingError:
-        """Of a disk that is full or read-only, say, a client is told no more than that."""
+        """The error for the client. If the disk is full or read-only, say, it says no more than that."""
         told = f"the context cannot be {done}"
         if not (isinstance(cause := error.__cause__, OSError) and cause.errno in _UNWRITTEN):
             return ServingError(f"{told}: {self._told(str(error))}", detail=f"{told}: {error}")
@@ -302,7 +305,7 @@ class Contexts:
         return StorageUnavailableError(why, None, _DISK_S, f"{told}: {error}")
 
     def _told(self, why: str) -> str:
-        """To clients: files by their names in the store."""
+        """A message for clients, with the names of files relative to the store."""
         return by_names_in_store(why, self._store)
 
 
@@ -321,10 +324,10 @@ def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:
 
 
 def record_of(store: Path, name: str, artifact_id: str, dtype: str) -> Record:
-    """What `csattn serve --context name=artifact_id` would record: an artifact by its id, how that begins, or its path.
+    """What `csattn serve --context name=artifact_id` would record. artifact_id: an id, a prefix of one, or a path.
 
-    Raises ConfigError if it is not of the dtype that the service's model is loaded in, ContextExistsError if another
-    has the name. Whether that model has made it is not known here.
+    Raises ConfigError if the artifact does not have the dtype of the service's model, ContextExistsError if another
+    has the name. It is not checked here that the service's model built the artifact.
     """
     require_name(name)
     path = Path(artifact_id)

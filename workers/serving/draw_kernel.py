@@ -1,7 +1,7 @@
-"""Draws a token of a large vocabulary without Python's lock, in some passes over its logits and without sorting them.
+"""Samples a token from a large vocabulary, without the GIL, in a few passes over the logits and without sorting.
 
-The definition is in `draw_reference`. Weights are not negative, so their bits are in the order of their values: the
-least weight that is kept is found by the upper half of its bits first, then by the lower one.
+The definition is in `draw_reference`. Weights are not negative, so their bits, as integers, are ordered like their
+values: a radix select finds the least weight that is kept by the upper half of its bits, then by the lower half.
 """
 
 from threading import local
@@ -15,22 +15,22 @@ from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.lanes import larger, largest_lane, mask_at_least, trailing_zeros, where_less
 from csattn.cpu.simd import LANES, F32x16, I32x16, as_bits, fill, load, store
 
-_BLOCK = 512  # weights that are summed up before it is asked which of them is drawn
-_HALF = 15  # bits of 30: of no weight, 1 or less, others are set
+_BLOCK = 512  # weights whose sum is taken as a whole: the draw finds its block first, then its token in the block
+_HALF = 15  # bits of a digit, of two: no weight, being at most 1, has other than the low 30 bits set
 _NUM = 1 << _HALF
 _ALL = 1 << 62
-_LEAST = np.finfo(np.float32).tiny  # of weights above 0
+_LEAST = np.finfo(np.float32).tiny  # smaller weights become 0
 
 
 class Scratch(local):
-    """Memory that a thread draws in, again and again: fresh memory costs more than drawing does."""
+    """Working memory of a thread, reused: to allocate it costs more than to sample."""
 
     def __init__(self) -> None:
         self._weights, self._places = np.empty(0, np.float32), np.empty(0, np.int32)
         self._counts, self._masses = np.empty(_NUM, np.int64), np.empty(_NUM)
 
     def of(self, vocab_size: int) -> "tuple[NDArray[Any], ...]":
-        """What `draw_kernel` takes last."""
+        """The last four arguments of `draw_kernel`."""
         num = -(-vocab_size // LANES) * LANES
         if len(self._weights) < num:
             self._weights, self._places = np.empty(num, np.float32), np.empty(num, np.int32)
@@ -39,14 +39,14 @@ class Scratch(local):
 
 @exact_kernel
 def draw_kernel(
-    logits: Any,  # [vocab_size] float32; -inf: forbidden. One at least is finite, and none is NaN or +inf
+    logits: Any,  # [vocab_size] float32; -inf: forbidden. At least one is finite, and none is NaN or +inf
     greatest: Any,  # float32, of the logits
     temperature: Any,  # float32, above 0
     min_p: Any,  # float32
     top_k: int,
     top_p: float,
-    at: float,  # in [0, 1)
-    weights: Any,  # this and the others: of a `Scratch`
+    at: float,  # in [0, 1): the uniform variate
+    weights: Any,  # this and the following: from a `Scratch`
     counts: Any,
     masses: Any,
     places: Any,
@@ -58,14 +58,14 @@ def draw_kernel(
         _keep(weights, top_k, np.inf, counts, masses, places)
     if top_p < 1:
         total = _sum_of_blocks(weights)[-1]
-        _drop(weights, np.float32((1 - top_p) * total / num))  # all of these together have less than what is left out
+        _drop(weights, np.float32((1 - top_p) * total / num))  # even their sum is within what is left out
         _keep(weights, _ALL, top_p * total, counts, masses, places)
     return _place(weights, at)
 
 
 @exact_kernel
 def weigh_all(logits: Any, greatest: Any) -> Any:
-    """The sum of e ** (logit - greatest)."""
+    """Return the sum of e ** (logit - greatest)."""
     num, last, total = len(logits), np.full(LANES, -np.inf, np.float32), 0.0
     last[: num % LANES] = logits[num - num % LANES :]
     for start in range(0, num, _BLOCK):
@@ -78,7 +78,7 @@ def weigh_all(logits: Any, greatest: Any) -> Any:
 
 @exact_kernel
 def _weigh(logits: Any, greatest: Any, temperature: Any, least: Any, weights: Any) -> None:
-    """Of what is not among the logits, or has less than the least of weights, the weight is 0."""
+    """Write weights e ** ((logit - greatest) / temperature); 0 for those below `least`, and for the padding."""
     num, last = len(logits), np.full(LANES, -np.inf, np.float32)
     whole = num // LANES * LANES
     for i in range(0, whole, LANES):
@@ -95,21 +95,21 @@ def _weights_of(logits: Any, greatest: Any, temperature: Any, least: Any) -> Any
 
 @inlined_kernel
 def _at_least(least: Any, weights: Any) -> Any:
-    """Those; 0 for the others."""
+    """The weights that are at least `least`; 0 in place of the others."""
     bits = as_bits(I32x16, weights)
     return as_bits(F32x16, where_less(bits, as_bits(I32x16, fill(F32x16, least)), fill(I32x16, 0), bits))
 
 
 @exact_kernel
 def _drop(weights: Any, least: Any) -> None:
-    """Set to 0 what is less: then few are left to be looked at one by one."""
+    """Set weights below `least` to 0, so that few are left to be examined one by one."""
     for i in range(0, len(weights), LANES):
         store(weights, i, _at_least(least, load(F32x16, weights, i)))
 
 
 @exact_kernel
 def _no_more_than_greatest(weights: Any, most: Any) -> Any:
-    """A number that as many weights reach: that many blocks have one that does."""
+    """A lower bound of the `most`-th largest weight: the `most`-th largest of the blocks' maxima."""
     num = len(weights) // _BLOCK
     if most > num:
         return np.float32(0)
@@ -124,7 +124,11 @@ def _no_more_than_greatest(weights: Any, most: Any) -> Any:
 
 @exact_kernel
 def _keep(weights: Any, most: Any, mass: Any, counts: Any, masses: Any, places: Any) -> None:
-    """Set all to 0 but the greatest, of equal ones the first: `most`, or the fewest that together have `mass`."""
+    """Keep the `most` greatest weights, or the fewest of the greatest whose sum reaches `mass`, if these are fewer.
+
+    Of equal ones the first are kept. All others are set to 0. A radix select in two passes, by histograms of counts
+    and of masses.
+    """
     bits, places = weights.view(np.int32), places[: _places_above_0(weights, places)]
     counts[:] = 0
     masses[:] = 0.0
@@ -156,7 +160,7 @@ def _keep(weights: Any, most: Any, mass: Any, counts: Any, masses: Any, places: 
 
 @exact_kernel
 def _places_above_0(weights: Any, places: Any) -> Any:
-    """Written one behind the other; how many."""
+    """Write the places of weights above 0 in ascending order; returns how many there are."""
     bits, num = weights.view(np.int32), 0
     for start in range(0, len(bits), LANES):
         left = mask_at_least(load(I32x16, bits, start), fill(I32x16, 1))
@@ -169,7 +173,7 @@ def _places_above_0(weights: Any, places: Any) -> Any:
 
 @exact_kernel
 def _sum_of_blocks(weights: Any) -> Any:
-    """Of each block and all before it; float64."""
+    """The inclusive prefix sums of the blocks' weights, float64."""
     num = -(-len(weights) // _BLOCK)
     sums, total = np.empty(num), 0.0
     for block in range(num):
@@ -183,7 +187,7 @@ def _sum_of_blocks(weights: Any) -> Any:
 
 @exact_kernel
 def _place(weights: Any, at: float) -> Any:
-    """The first place up to which they have more than `at` of their sum."""
+    """The first place up to which the weights add up to more than `at` of their sum (inverse transform sampling)."""
     sums = _sum_of_blocks(weights)
     wanted = min(at * sums[-1], np.nextafter(sums[-1], 0.0))
     block = np.searchsorted(sums, wanted, side="right")
@@ -193,4 +197,4 @@ def _place(weights: Any, at: float) -> Any:
             total, place = total + weights[i], i
             if total > wanted:
                 break
-    return place  # the block's last, where this way to sum up falls short of the other by a bit
+    return place  # the block's last one, if this order of summation falls short of the block's sum by a rounding error

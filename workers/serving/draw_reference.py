@@ -1,4 +1,4 @@
-"""The definition of drawing a token, in float64: what `draw_kernel` is tested against."""
+"""The definition of sampling a token, in float64, against which `draw_kernel` is tested."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,8 +7,8 @@ from workers.serving.messages import Sampling
 
 
 def kept_reference(logits: NDArray[np.float32], sampling: Sampling) -> list[int]:
-    """Ids that may be drawn: of the top_k likeliest those that have min_p of the likeliest one's share, and of these
-    the fewest that have top_p together. Of equal ones the lowest id comes first. Ascending."""
+    """Return the ids that may be drawn, ascending: of the top_k most likely tokens those with at least min_p of the
+    greatest probability; of these, the fewest most likely that have top_p of their sum. Ties go to the lower id."""
     shares = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
     ids = sorted(np.flatnonzero(shares > np.finfo(np.float32).tiny), key=lambda i: (-shares[i], i))
     ids = [i for i in ids[: sampling.top_k or None] if shares[i] >= sampling.min_p]
@@ -22,9 +22,9 @@ def kept_reference(logits: NDArray[np.float32], sampling: Sampling) -> list[int]
 
 
 def draw_reference(logits: NDArray[np.float32], sampling: Sampling, at: float, margin: float = 2e-6) -> set[int]:
-    """The first id up to which those kept have more than `at`, in [0, 1), of their sum.
+    """Return the first id up to which the kept tokens, by id, have more than `at`, in [0, 1), of their sum.
 
-    Several where rounding to float32 may decide: within the margin.
+    It returns several ids where rounding to float32 may decide between them: within the margin.
     """
     kept = kept_reference(logits, sampling)
     shares = np.exp((logits[kept].astype(np.float64) - logits.max()) / sampling.temperature)

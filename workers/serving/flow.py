@@ -1,4 +1,4 @@
-"""How many requests may be here at the same time, and when one that finds no room should come again."""
+"""Admission control: how many requests the service holds, and when a refused one should retry."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ from threading import Lock
 
 from workers.serving.messages import OverloadedError, ServingError
 
-_REMEMBERED = 256  # ends of requests, of which the rate is told
+_REMEMBERED = 256  # ends of requests, from which the rate is estimated
 _LONGEST_S = 600.0
 
 
@@ -17,21 +17,21 @@ class Flow:
 
     def __init__(self, max_running: int, max_queued: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_running, self.max_queued = max_running, max_queued
-        self.fault: ServingError | None = None  # what every request is told while none can be answered
-        self.closed: ServingError | None = None  # and what from when on none will be
+        self.fault: ServingError | None = None  # what every request gets while the engine does not work
+        self.closed: ServingError | None = None  # what every request gets once the service closes
         self.num_in_flight = 0
         self._clock = clock
         self._lock = Lock()
         self._seen_at = clock()
-        self._full_s = 0.0  # since the last end, with as many requests at work as can be
-        self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)  # the same, of ends in such times
+        self._full_s = 0.0  # time since the last end during which max_running requests were in flight
+        self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)  # `_full_s` at each of the last ends while full
 
     @property
     def refusal(self) -> ServingError | None:
         return self.closed or self.fault
 
     def reserve(self) -> None:
-        """Take a place, at once or not at all."""
+        """Take a place, without waiting. Raises OverloadedError if all are taken, `closed` or `fault` if set."""
         with self._lock:
             if (error := self.refusal) is not None:
                 raise copy(error)
@@ -59,14 +59,15 @@ class Flow:
         return self.num_in_flight >= self.max_running
 
     def _see_time(self) -> None:
-        """Only time in which all places are at work tells of a rate: not when nobody asks, or one waits for a build."""
+        """Count the time since the last call if all slots were in use. Other time says nothing about the rate: nobody
+        may ask, or a request may wait for a build."""
         now = self._clock()
         if self._is_full:
             self._full_s += now - self._seen_at
         self._seen_at = now
 
     def _retry_after_s(self) -> float:
-        """In what time as many requests end as wait now, at the rate of the last ones; half of what runs is done."""
+        """The time in which as many requests end as wait now, at the recent rate. Running ones count as half done."""
         num_done = len(self._taken_s) + self.max_running / 2
         seconds_each = (sum(self._taken_s) + self._full_s) / num_done
         num_waiting = max(1, self.num_in_flight - self.max_running)

@@ -1,4 +1,4 @@
-"""What an answer may be, token by token: JSON of a schema, or calls of tools in the form of the model's template."""
+"""Constrained decoding: which tokens may come next in JSON of a schema, or in tool calls in the template's format."""
 
 import asyncio
 import json
@@ -20,24 +20,24 @@ from workers.serving.messages import Ask, BadRequestError, Tool
 from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 
 _NUM_THREADS = 2
-_MAX_TOLD = 300  # characters of the library's own message
-# on one line, as most of what models have read: with spaces at will, small models never come to an end
+_MAX_TOLD = 300  # characters of the library's error message
+# JSON on one line, as in most of what models were trained on; with free whitespace, small models never end an answer
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OF_A_PATTERN = "regex parse error:"
 _ANYTHING = "/(?s:.*)/"
-# what the library takes seconds for, or minutes
+# limits beyond which the library takes seconds or minutes
 _MAX_CHARS = 1 << 16  # of all schemas of a request
 _MAX_COUNT = 10_000
-_MAX_MULTIPLE = 100_000  # of which a number has to be a multiple, for all the schema's together
-# keys of an object's schema beside which its properties are all that it may have, if it says nothing else
+_MAX_MULTIPLE = 100_000  # least common multiple of all `multipleOf` of a schema
+# if an object's schema has only these keys, `properties` names everything that the object may have
 _ALL_NAMED = {"$defs", "$schema", "definitions", "description", "properties", "required", "title", "type"}
-_VALUES = {"const", "default", "enum", "examples"}  # keys of values, not of schemas
-_NAMED = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}  # of schemas by any names
+_VALUES = {"const", "default", "enum", "examples"}  # keys whose values are instances, not schemas
+_NAMED = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}  # keys of maps name -> schema
 _COUNTS = {"minItems", "maxItems", "minProperties", "maxProperties"}
 
 
 class Grammars:
-    """Makes grammars over one model's tokens. Used by any thread."""
+    """Makes grammars over one model's vocabulary. Thread-safe."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
@@ -46,19 +46,20 @@ class Grammars:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="csattn-masks")
         self._makers = ThreadPoolExecutor(
             1, thread_name_prefix="csattn-grammars"
-        )  # a costly one delays others, no step
+        )  # a costly grammar delays other grammars, not steps
 
     async def make(self, ask: Ask, form: ChatForm) -> "Grammar | None":
-        """None where the answer is free. Raises BadRequestError for a schema that cannot be held to."""
+        """Return the grammar of a request's answer; None if the answer is unconstrained. Raises BadRequestError for a
+        schema that is not supported."""
         if ask.schema is None and not ask.must_call and not any(tool.strict for tool in ask.tools):
             return None
         return await asyncio.get_running_loop().run_in_executor(self._makers, self.make_now, ask, form)
 
     def make_now(self, ask: Ask, form: ChatForm) -> "Grammar":
-        """For an answer that is not free."""
+        """`make` on the calling thread, for a constrained answer."""
         schemas = _schemas_of(ask)
         _require_moderate(schemas)
-        for name, schema in schemas:  # one by one, so that the one at fault is named
+        for name, schema in schemas:  # one by one, to name the one at fault
             self._matcher(f"start: {_json(schema)}", name)
         matcher = self._matcher(grammar_text(ask, form), "tools" if ask.schema is None else "response_format")
         return Grammar(matcher, self._tokenizer.vocab_size, self._loaded.stop_ids, self._pool)
@@ -86,7 +87,7 @@ class Grammars:
         return matcher
 
     def _tokens(self) -> Any:
-        """The vocabulary as the library has it: made once, which takes up to a second."""
+        """The library's tokenizer of the vocabulary, made once, which takes up to a second."""
         from llguidance import LLTokenizer
 
         with self._lock:
@@ -94,14 +95,14 @@ class Grammars:
                 tokenizer, stop_ids = self._loaded.tokenizer, self._loaded.stop_ids
                 vocab_size = max(int(self._loaded.model.config.vocab_size), len(tokenizer))
                 end = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else min(stop_ids, default=None)
-                if end is None:  # of a model that never ends its turn: an id that is drawn by nobody
+                if end is None:  # a model that never ends its turn: add an id that is never drawn
                     end, vocab_size = vocab_size, vocab_size + 1
                 self._tokenizer = LLTokenizer(_plain(tokenizer), n_vocab=vocab_size, eos_token=end)
             return self._tokenizer
 
 
 class Grammar:
-    """One request's: which tokens may come next. It goes forward only."""
+    """The grammar of one request's answer and its state, which tokens advance."""
 
     def __init__(self, matcher: Any, vocab_size: int, stop_ids: set[int], pool: ThreadPoolExecutor) -> None:
         self._matcher, self._pool = matcher, pool
@@ -111,16 +112,16 @@ class Grammar:
 
     @property
     def is_over(self) -> bool:
-        """Nothing may follow."""
+        """Whether the answer is complete and no token may follow."""
         return bool(self._matcher.is_stopped())
 
     def begin(self) -> None:
-        """Compute, beside the step, what `allowed` will say."""
+        """Start to compute the result of `allowed`, beside the step."""
         if self._computing is None:
             self._computing = self._pool.submit(self._compute)
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
-        """[vocab_size]. Raises BadRequestError where the answer cannot go on, by the limits of the library."""
+        """Return which tokens may come next, [vocab_size]. Raises BadRequestError if a limit of the library is hit."""
         self.begin()
         assert self._computing is not None
         self._computing.result()
@@ -132,13 +133,13 @@ class Grammar:
         return allowed
 
     def accept(self, token_id: int) -> None:
-        """The token that was drawn of those allowed."""
+        """Advance by a token that was drawn from those allowed."""
         if token_id not in self._stop_ids:
             self._matcher.consume_token(token_id)
             self._require_sound()
 
     def _compute(self) -> None:
-        """Without Python's lock: the step goes on."""
+        """Compute the bit mask of allowed tokens. The library releases the GIL, so the step goes on."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
 
     def _require_sound(self) -> None:
@@ -148,7 +149,7 @@ class Grammar:
 
 
 def grammar_text(ask: Ask, form: ChatForm) -> str:
-    """What llguidance reads: its variant of Lark's syntax."""
+    """The grammar of an answer for llguidance, in its variant of Lark's syntax."""
     tools = _held_tools(ask)
     rules = _call_rules(ask, form, tools) if tools else []
     if not ask.must_call and ask.schema is not None:
@@ -167,7 +168,7 @@ def grammar_text(ask: Ask, form: ChatForm) -> str:
 
 
 def _require_moderate(schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
-    """Refuse what would be too costly."""
+    """Raise BadRequestError for schemas that would be too costly."""
     num_chars = sum(len(json.dumps(schema, ensure_ascii=False)) for _, schema in schemas)
     if num_chars > _MAX_CHARS:
         raise BadRequestError(
@@ -190,7 +191,7 @@ def _require_moderate(schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
 
 
 def _numbers(schema: object) -> Iterator[tuple[str, float]]:
-    """Keys with numbers, anywhere in a schema."""
+    """All (key, number) pairs anywhere in a schema."""
     if isinstance(schema, list):
         for item in schema:
             yield from _numbers(item)
@@ -210,8 +211,8 @@ def _held_tools(ask: Ask) -> list[Tool]:
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Without arguments that are not named, where it is certain that all are: functions take no others, and small
-    models make them up."""
+    """Forbid arguments that the schema does not name, if it certainly names all: functions take no others, and small
+    models make some up."""
     named, required = parameters.get("properties"), parameters.get("required", [])
     if named is None or not isinstance(required, list) or not set(parameters) <= _ALL_NAMED:
         return parameters
@@ -220,15 +221,17 @@ def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
-    """`calls`: from what announces them; `run`: behind that."""
+    """The rules of calls: `calls` begins with the marker that announces them, `run` after it."""
     format = form.calls
     assert format is not None, "tools were refused where calls have no form"
     opening = _marker(form, format.opening)
     call = " | ".join(f"call{i}" for i in range(len(tools)))
-    is_object = not format.is_announced and ask.schema is not None  # as the answer is: one must not rule out the other
+    # If calls and answer both begin with an object, a call is one JSON schema, like the answer: else the one would rule
+    # out the other.
+    is_object = not format.is_announced and ask.schema is not None
     rules = [f"call{i}: {(_call_object if is_object else _call)(tool, format)}" for i, tool in enumerate(tools)]
     ends = ""
-    if format.closing:  # each call is announced, and closed; some models end the line, too, before they end their turn
+    if format.closing:  # each call has its own opening and closing; some models end the line before they end the turn
         one, again = (
             f'"\\n" ({call}) "\\n" {_marker(form, format.closing)}',
             f"{json.dumps(format.joint)} {opening} one",
@@ -243,21 +246,21 @@ def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
 
 
 def _free_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
-    """`answer`: any text, in which what announces a call is followed by one, or calls that nothing announces."""
+    """The rules of `answer`: any text, in which the opening marker must be followed by a call; or calls without it."""
     assert form.calls is not None
     opening = _marker(form, form.calls.opening)
     if not form.calls.is_announced:  # an answer that begins with an object is a call
         return ["answer: run | said", "said: /[^{](?s:.*)/"]
     rules, alone, other = list[str](), "", _ANYTHING
     if not ask.continues:
-        # the head of a call of these tools without a marker, which is read as one where nothing else is said, is no
-        # text: the longest lexeme wins
+        # An answer that begins with the head of a call of these tools, without a marker, is read as a call if it has
+        # nothing else. So it must not match as text, where the longest lexeme wins.
         space, key, number = r"[ \t\r\n]", form.calls.arguments_key, range(len(tools))
         begun, fence = rf'{space}*\{{{space}*"name"{space}*:{space}*"', f"{space}*```json{space}+"
         names = "|".join(tool.name for tool in tools)
         other += rf' & ~/({fence})?{begun}({names})"{space}*,{space}*"(arguments|parameters)"(?s:.*)/'
         if form.thinks and THINK not in form.marker_ids:
-            other += rf" & ~/{space}*{THINK}(?s:.*)/"  # a thought is one, and what follows it an answer
+            other += rf" & ~/{space}*{THINK}(?s:.*)/"  # a thought is parsed by its own rule, and an answer follows it
         for i, tool in enumerate(tools):
             head = rf'{begun}{tool.name}"{space}*,{space}*"{key}"{space}*:{space}*'
             rules += [
@@ -281,7 +284,7 @@ def _call(tool: Tool, format: CallFormat) -> str:
 
 
 def _call_object(tool: Tool, format: CallFormat) -> str:
-    """The same as one schema. With an id of its own, references in the tool's schema stay within it."""
+    """A call as one JSON schema. Its $id keeps references in the tool's parameters within these."""
     parameters = {"$id": f"urn:tool:{tool.name}", **tool.parameters}
     names = ["name", format.arguments_key]
     properties = dict(zip(names, ({"const": tool.name}, parameters), strict=True))
@@ -289,7 +292,7 @@ def _call_object(tool: Tool, format: CallFormat) -> str:
 
 
 def _schemas_of(ask: Ask) -> list[tuple[str, dict[str, Any] | bool]]:
-    """With the fields that they came in."""
+    """The schemas that the answer is held to, with the request's fields that they came in."""
     named: list[tuple[str, dict[str, Any] | bool]] = []
     if ask.schema is not None and not ask.must_call:
         named.append(("response_format", ask.schema))
@@ -302,7 +305,7 @@ def _json(schema: dict[str, Any] | bool) -> str:
 
 
 def _with_uris(value: Any, key: str = "") -> Any:
-    """With references as URIs have them, the only ones that the library takes: a class named 日期 is `#/$defs/日期`."""
+    """Percent-encode references, as the library takes only URIs: a class 日期 is referred to as `#/$defs/日期`."""
     if key == "$ref" and isinstance(value, str):
         return quote(value, safe=punctuation)
     if isinstance(value, list) and key not in _VALUES:
@@ -317,15 +320,15 @@ def _text(text: str) -> str:
 
 
 def _marker(form: ChatForm, marker: str) -> str:
-    """A token of the vocabulary, or else its characters."""
+    """A marker in the grammar: a token if the vocabulary has it, else a string."""
     return f"<[{form.marker_ids[marker]}]>" if marker in form.marker_ids else json.dumps(marker)
 
 
 def _plain(tokenizer: Any) -> str:
     """The tokenizer as JSON, without padding and truncation.
 
-    Of a decoder for bytes with others before it, as some releases of transformers make of a GGUF file, only that one is
-    told: by the others the library takes tokens for text.
+    Some releases of transformers give tokenizers from GGUF files a sequence of decoders that ends with the byte-level
+    one. Only that one is kept: because of the others, the library would take tokens for plain text.
     """
     told = json.loads(tokenizer.backend_tokenizer.to_str())
     *_, last = (told["decoder"] or {}).get("decoders") or [told["decoder"]]
@@ -334,9 +337,9 @@ def _plain(tokenizer: Any) -> str:
 
 
 def _reason(error: str) -> str:
-    """The library's message without the place, the grammar's text and what it knows of its own state."""
+    """The library's error message without positions, the grammar's text and the matcher's state."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     told = lines[0] if lines else "no reason was given"
-    if told.endswith(_OF_A_PATTERN):  # then the pattern, marks below it, and what is wrong with it
+    if told.endswith(_OF_A_PATTERN):  # followed by the pattern, marks below it, and the error
         told += " " + ": ".join([*lines[1:2], *(line[7:] for line in lines if line.startswith("error: "))])
     return told.partition("failed to compile JSON schema: ")[2][:_MAX_TOLD] or told[:_MAX_TOLD]

@@ -1,4 +1,4 @@
-"""What other threads hand to the thread that owns the engine."""
+"""The queue of requests, cancellations and calls from other threads to the thread that owns the engine."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,7 +15,7 @@ Call = tuple[Callable[[], Any], "Future[Any]"]
 
 @dataclass(slots=True)
 class News:
-    """What came since the last look, in order."""
+    """What has been handed in since the last `take`, in order."""
 
     arrived: list[Request] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
@@ -26,7 +26,7 @@ class News:
 
 
 class Inbox:
-    """Handing in never waits for a step."""
+    """A thread-safe event queue. Handing in never waits for a step."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -35,12 +35,12 @@ class Inbox:
         self._refusal: ServingError | None = None
 
     def close(self, refusal: ServingError) -> None:
-        """What is here is still taken; what would be handed in from now on is refused, for nobody would take it."""
+        """Refuse what is handed in from now on, as nobody would take it. What is queued is still taken."""
         with self._changed:
             self._refusal = refusal
 
     def submit(self, request: Request) -> None:
-        """Its place was reserved with `Flow.reserve`, and is given back when the request is over."""
+        """Queue a request. The caller has reserved its place (`Flow.reserve`); the scheduler releases it at its end."""
         with self._changed:
             if self._refusal is not None:
                 raise copy(self._refusal)
@@ -48,13 +48,13 @@ class Inbox:
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """End a request, wherever it is: no step after the one under way has a row of it."""
+        """End a request, queued or running: no step after the current one has a row of it."""
         with self._changed:
             self._news.cancelled.append(request)
             self._changed.notify()
 
     def call(self, work: Callable[[], Any]) -> "Future[Any]":
-        """Run something on the engine's thread, between two steps, after what was handed in before."""
+        """Run `work` on the engine's thread, between two steps, after everything that was handed in before."""
         future: Future[Any] = Future()
         with self._changed:
             if self._refusal is not None:
@@ -65,7 +65,7 @@ class Inbox:
         return future
 
     def nudge(self) -> None:
-        """A reader has read: its request may go on."""
+        """Wake the thread because a full outlet has room again: its request may continue."""
         with self._changed:
             self._nudged = True
             self._changed.notify()
@@ -77,6 +77,6 @@ class Inbox:
         return news
 
     def wait(self, seconds: float | None) -> None:
-        """Until something is handed in, or that long."""
+        """Wait until something is handed in, for at most so many seconds; None: without limit."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._news) or self._nudged, seconds)

@@ -1,8 +1,8 @@
-"""Own rows of requests, kept by the tokens that they are of: the next turn of a conversation begins with them.
+"""A prefix cache: keeps requests' own rows in blocks, so that the next turn of a conversation begins with them.
 
-A block is the rows of BLOCK_ROWS tokens, of all layers and KV heads. What decides its bytes is its label: the model,
-the context, how rows are attended to, the salt, and all of the request's tokens up to its last. So requests that begin
-alike share blocks, and nothing else can be taken for one.
+A block has the rows of BLOCK_ROWS tokens, in all layers and KV heads. Its label holds everything that its bytes depend
+on: the model, the context, how rows are attended to, the salt, and the request's tokens up to the block's last one. So
+requests with the same beginning share blocks, and no other request can be given one.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ from workers.settings import Settings
 from workers.words import size
 
 BLOCK_ROWS = 64
-_KEEPABLE: tuple[Selector, ...] = ("csattn", "full")  # others remember what they were asked
-new_hash = hashlib.sha256  # what blocks are looked for by; their labels say what they are
+_KEEPABLE: tuple[Selector, ...] = ("csattn", "full")  # other selectors have a state that depends on past queries
+new_hash = hashlib.sha256  # blocks are looked up by hash, then compared by label
 _log = logging.getLogger(__name__)
 
 
 class KeptRows:
-    """Any thread may ask; blocks are taken over by a thread of their own."""
+    """Finds and keeps blocks of rows. Thread-safe; a thread of its own copies the blocks that are to be kept."""
 
     def __init__(self, blocks: Blocks, geometry: ModelGeometry, dtype: torch.dtype) -> None:
         self._blocks, self._dtype = blocks, dtype
@@ -47,13 +47,13 @@ class KeptRows:
         self._taker = ThreadPoolExecutor(1, thread_name_prefix="csattn-keep")
 
     def num_kept(self, identity: bytes, token_ids: Sequence[int]) -> int:
-        """Of a prompt's first tokens, how many have rows, by the heads of their files."""
+        """How many of a prompt's first tokens have kept rows. Reads only the headers of files."""
         return BLOCK_ROWS * sum(1 for _ in takewhile(self._blocks.holds, BlockNames(identity).more(token_ids[:-1])))
 
     def find(self, identity: bytes, token_ids: Sequence[int]) -> "OwnRows":
-        """What a request with these tokens begins with. Reads files, and holds on to what it has found until it is
-        released."""
-        token_ids = token_ids[:-1]  # the last is fed in any case: something has to follow it
+        """Return the kept rows that a request with these tokens begins with. Reads files, and holds the blocks until
+        they are released."""
+        token_ids = token_ids[:-1]  # the last token is always fed: its logits give the next one
         with ExitStack() as stack:
             found = stack.enter_context(self._blocks.hold(BlockNames(identity).more(token_ids)))
             rows = [torch.from_numpy(block).view(self._dtype).view(self._sizes) for block in found]
@@ -63,16 +63,16 @@ class KeptRows:
             return OwnRows(self, names, rows, stack.pop_all())
 
     def keep(self, name: BlockName, copied: Callable[[], Tensor]) -> None:
-        """copied: gives the block's rows, once they are there."""
+        """Keep a block, in the background. copied: waits for the copy of the block's rows, and returns it."""
         self._taker.submit(self._take, name, copied)
 
     def flush(self) -> None:
-        """Wait until all that was kept is on the disk, or refused."""
+        """Wait until all blocks given to `keep` are on the disk, or refused."""
         self._taker.submit(int).result()
         self._blocks.flush()
 
     def close(self) -> None:
-        """What is kept is written before."""
+        """Write all blocks given to `keep`, and close."""
         self._taker.shutdown()
         self._blocks.close()
 
@@ -84,15 +84,15 @@ class KeptRows:
         try:
             if not self._blocks.holds(name):
                 self._blocks.put(name, copied().contiguous().view(torch.uint8).flatten().numpy())
-        except Exception:  # the request has its rows; only who comes later has to make them again
+        except Exception:  # this request has its rows; only later ones have to compute them again
             _log.exception("a block of rows was not kept")
 
 
 class OwnRows:
-    """Of one request. Its scheduler's thread asks; `release` is for any."""
+    """The kept rows of one request, for the scheduler's thread. `release` may be called from any."""
 
     def __init__(self, kept: KeptRows, names: "BlockNames", found: list[Tensor], held: ExitStack) -> None:
-        """names: of the blocks that follow those that were found."""
+        """names: has named the blocks that were found, and continues with those after them."""
         self._kept, self._names, self._held = kept, names, held
         self._waiting = deque(found)
         self.keeps = True
@@ -100,39 +100,39 @@ class OwnRows:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether rows that were found are not in the engine yet."""
+        """Whether some of the rows that were found are not in the engine yet."""
         return bool(self._waiting)
 
     def take(self) -> Tensor:
-        """The next rows for the engine."""
+        """Return the next block for the engine; `release` after the last."""
         rows = self._waiting.popleft()
         if not self._waiting:
             self.release()
         return rows
 
     def has_whole(self, num_rows: int) -> bool:
-        """Whether of so many rows there is a block to `keep`."""
+        """Whether there is a block to `keep` when the request has so many rows."""
         return self.keeps and num_rows - self._names.num_named >= BLOCK_ROWS
 
     def keep(self, token_ids: Sequence[int], read_rows: Callable[[int, int], Callable[[], Tensor]]) -> None:
-        """Keep the blocks that have become whole. token_ids: of all rows that the request has."""
+        """Keep the blocks that have become complete. token_ids: those of all the request's rows."""
         for name in self._names.more(token_ids):
             self._kept.keep(name, read_rows(self._names.num_named - BLOCK_ROWS, self._names.num_named))
 
     def release(self) -> None:
-        """Hold on to nothing any more."""
+        """Let go of the blocks that were found."""
         self._held.close()
 
 
 class BlockNames:
-    """Of a request's whole blocks, one after another."""
+    """Names the complete blocks of a request, one after another."""
 
     def __init__(self, identity: bytes) -> None:
         self.num_named = 0  # tokens
         self._hashed, self._label = new_hash(identity), Label(None, identity)
 
     def more(self, token_ids: Sequence[int]) -> Iterator[BlockName]:
-        """Of the blocks that are not named yet. token_ids: from the request's first on."""
+        """Yield the names of the blocks that are not named yet. token_ids: all of the request's, from the first."""
         while (stop := self.num_named + BLOCK_ROWS) <= len(token_ids):
             own = np.asarray(token_ids[self.num_named : stop], np.int32).tobytes()
             self._hashed.update(own)
@@ -148,14 +148,17 @@ def row_identity(
     selector: Selector,
     config: SearchConfig,
 ) -> bytes:
-    """What decides a request's rows besides its tokens; with `all_where_faster`, besides who was in its steps, too."""
+    """Everything that a request's rows depend on besides its tokens.
+
+    (With `all_where_faster` they also depend on the other requests in its steps.)
+    """
     engine = settings.engine
     parts = {
         "csattn": __version__,
         "model": [loaded.fingerprint, loaded.tokenizer_hash, str(loaded.dtype)],
         "context": artifact_id,
         "reads": [selector, asdict(config), engine.kv_codec, engine.all_where_faster],
-        "placement": [engine.placement, engine.num_devices],  # the last bits may differ
+        "placement": [engine.placement, engine.num_devices],  # rows may differ in their last bits
         "block_rows": BLOCK_ROWS,
         "salt": hashlib.sha256(salt.encode()).hexdigest(),
     }
@@ -177,5 +180,6 @@ def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
 
 
 def is_keepable(selector: Selector, config: SearchConfig, geometry: ModelGeometry) -> bool:
-    """Whether rows of the layers that see everything are all that a request goes on from."""
+    """Whether a request can continue from KV rows of full-attention layers alone: its selector keeps no state between
+    steps, and no layer keeps another state or only the last rows."""
     return selector in _KEEPABLE and config.search_period == 1 and set(geometry.reaches) <= {0, ALL}

@@ -1,9 +1,9 @@
-"""What services leave of prompts and turns in a store: how much it is, and how all of it is removed.
+"""What services keep of prompts and turns in a store: its size, its budget on the disk, and its removal.
 
-    kept/<model and salt>/<id>/    contexts that prompts have brought
-    kept/<hash>.block              rows of turns
+    kept/<model and salt>/<id>/    contexts made from prompts
+    kept/<hash>.block              blocks of rows of turns
 
-Whatever goes is gone at once for all who look: services that run may look, and do without it.
+Removal is atomic for readers: a running service finds a directory or file whole, or does without it.
 """
 
 import logging
@@ -25,24 +25,24 @@ from offload.block_files import PARTIAL, SUFFIX
 from workers.words import size
 
 DIRECTORY = "kept"  # in the store
-GONE_PREFIX = "gone-"  # of what is being removed
+GONE_PREFIX = "gone-"  # of directories that are being removed
 _SALTED = re.compile(r"[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
 
 class DiskBudget:
-    """What files of one kind may take together: what is set, and no more than they leave free.
+    """The budget for files of one kind: the setting, but at most as much as they leave free on the disk.
 
-    The disk is others', too. The log is told once when that is less than what is set.
+    Others use the disk, too. When the budget is first less than the setting, that is logged once.
     """
 
     def __init__(self, setting: str, most_bytes: int, directory: Path) -> None:
         self._setting, self._most_bytes, self._directory = setting, most_bytes, directory
-        self.num_bytes = most_bytes  # as it was found last
+        self.num_bytes = most_bytes  # the result of the last `find`
         self._is_told = False
 
     def find(self, kept_bytes: int) -> int:
-        """While they take so much."""
+        """Return the budget, given how many bytes the files take now."""
         free = available_bytes(self._directory)
         self.num_bytes = self._most_bytes if free is None else min(self._most_bytes, (kept_bytes + free) // 2)
         if self.num_bytes < self._most_bytes and not self._is_told:
@@ -54,10 +54,10 @@ class DiskBudget:
 
 @dataclass(frozen=True, slots=True)
 class KeptFiles:
-    """How much there is."""
+    """How much a store keeps."""
 
     num_contexts: int
-    context_bytes: int  # with builds, and what is being removed
+    context_bytes: int  # including unfinished builds, and what is being removed
     row_bytes: int
 
     @property
@@ -66,7 +66,7 @@ class KeptFiles:
 
 
 def kept_files(store: Path) -> KeptFiles:
-    """Of that store, now; nothing where there is no store."""
+    """Measure what the store keeps now; zeros if there is no store."""
     num_contexts, context_bytes, row_bytes = 0, 0, 0
     for path in salted(store / DIRECTORY):
         num_contexts += sum(is_artifact_id(entry.name) for entry in entries(path))
@@ -78,7 +78,7 @@ def kept_files(store: Path) -> KeptFiles:
 
 
 def remove_kept(store: Path) -> None:
-    """All of it, but builds that run. Raises ArtifactError where a service uses the store."""
+    """Remove all that the store keeps, except builds that run. Raises ArtifactError if a service uses the store."""
     with alone_in(store) as is_alone:
         if not is_alone:
             raise ArtifactError(
@@ -93,7 +93,7 @@ def remove_kept(store: Path) -> None:
 
 
 def remove_at_once(path: Path) -> None:
-    """A directory: at once for all who look, then its bytes."""
+    """Remove a directory: rename it, so that it is gone for all readers at once, then delete its files."""
     gone = path.with_name(f"{GONE_PREFIX}{secrets.token_hex(4)}")
     with suppress(OSError):
         path.rename(gone)
@@ -101,8 +101,11 @@ def remove_at_once(path: Path) -> None:
 
 
 def salted(directory: Path) -> list[Path]:
-    """Of a store's `kept/`, the directories of models and salts. All in them may be removed: so none that a link leads
-    to, or that has another name than services give. A store that was copied may hold either."""
+    """The directories of models and salts in a store's `kept/`.
+
+    Everything in them may be removed. So symbolic links, and names that services do not give, are left out: a store
+    that was copied may have either.
+    """
     return [
         path for path in entries(directory) if _SALTED.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
@@ -120,7 +123,7 @@ def _row_files(directory: Path) -> list[Path]:
 
 
 def _remove_contexts(directory: Path) -> None:
-    """Of a model and a salt."""
+    """Remove the contexts of one model and salt."""
     collect_garbage(directory)
     for path in entries(directory):
         if path.is_dir() and not path.name.startswith(BUILDING_PREFIX):
@@ -128,5 +131,5 @@ def _remove_contexts(directory: Path) -> None:
         elif not path.name.startswith(BUILDING_PREFIX):
             with suppress(OSError):
                 path.unlink()
-    with suppress(OSError):  # others go on building in it
+    with suppress(OSError):  # not empty: another process builds in it
         directory.rmdir()

@@ -1,4 +1,4 @@
-"""The decoding side in one process: an event loop's requests, answered by one engine on a thread of its own."""
+"""A backend in one process: requests come from an event loop, and one engine on its own thread answers them."""
 
 import asyncio
 import logging
@@ -59,11 +59,11 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _NUM_TOKENISERS = 2  # threads
 _DRAIN_S = 5.0
-_COUNTS_S = 0.5  # that metrics wait for the engine's newest counts; a long step does not hold them up
+_COUNTS_S = 0.5  # how long metrics wait for the engine's counts, so that a long step does not hold them up
 
 
 class LocalBackend:
-    """`Backend` around one engine, which it owns from now on. Between `start` and `close` it answers.
+    """`Backend` around one engine, which it owns. It answers between `start` and `close`.
 
     async with LocalBackend(engine, loaded, settings) as backend:
         async for event in backend.generate(ask): ...
@@ -102,9 +102,9 @@ class LocalBackend:
         await self.close()
 
     async def start(self) -> None:
-        """Begin to answer, and go on with builds that a service before left unfinished.
+        """Begin to answer, and continue builds that an earlier service left unfinished.
 
-        Where the file of contexts cannot be read nothing has begun: it may be called again.
+        If the file of contexts cannot be read, it raises before the engine's thread starts, and may be called again.
         """
         await asyncio.to_thread(self._use.begin)
         if not await asyncio.to_thread(os.access, store := self._settings.store.path, os.W_OK):
@@ -116,12 +116,12 @@ class LocalBackend:
         self._builder.start()
 
     async def close(self, drain_s: float = _DRAIN_S) -> None:
-        """Refuse new requests; running ones have so long to finish from now on, then they end with an error.
+        """Refuse new requests. Running ones have drain_s, from now on, to finish; then they end with an error.
 
         Those that wait for a context to be built end at once.
         """
         ends_at = time.monotonic() + drain_s
-        self._scheduler.flow.closed = closing()  # before builds end: who comes now would begin one
+        self._scheduler.flow.closed = closing()  # before builds are cancelled: a new request would begin one
         await self._contexts.close()
         await self._beginnings.close()
         await self._builder.close()
@@ -167,12 +167,12 @@ class LocalBackend:
                         return
             finally:
                 if request is not None:
-                    scheduler.inbox.cancel(request)  # before its context may be unloaded
+                    scheduler.inbox.cancel(request)  # before `leave`, after which its context may be unloaded
                 await begun.leave()
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
-            raise closing() from None  # what it waited for was cancelled, not the request
+            raise closing() from None  # not this request was cancelled, but what it waited for
         finally:
             if request is None:
                 scheduler.flow.release(was_answered=False)
@@ -184,7 +184,7 @@ class LocalBackend:
         return await self._contexts.register(name, text)
 
     async def name(self, name: str, artifact_id: str) -> None:
-        """Give a name to an artifact of the store. Raises ContextNotReadyError if it cannot be answered from."""
+        """Give a name to an artifact of the store. Raises ContextNotReadyError if the artifact cannot be used."""
         store = self._settings.store.path
         (await asyncio.to_thread(self._usable.open, store / artifact_id)).close()
         await asyncio.to_thread(name_artifact, store, name, artifact_id, self._settings.build.dtype)
@@ -205,7 +205,7 @@ class LocalBackend:
         return {"this process": self.standing()}
 
     def standing(self) -> Standing:
-        """What this engine has to do, and what it holds."""
+        """State of this worker: its load, and the contexts that it holds."""
         return Standing(
             since=self._since,
             num_running=self._scheduler.flow.num_in_flight,
@@ -217,13 +217,13 @@ class LocalBackend:
         )
 
     async def hold(self, contexts: Sequence[Held]) -> None:
-        """Load them ahead of need, as far as there is room."""
+        """Load contexts ahead of need, as far as there is room."""
         for held in contexts:
             with suppress(ServingError):
                 await self._residency.hold(self._settings.store.path / held.path, held)
 
     async def drop(self, contexts: Sequence[Held]) -> None:
-        """Nobody is likely to ask for them here."""
+        """Unload contexts, once unused, because they are deleted or not likely to be needed here."""
         for held in contexts:
             await self._residency.forget(self._settings.store.path / held.path)
 
@@ -259,12 +259,12 @@ class LocalBackend:
             raise
 
     def _require_steps(self) -> None:
-        """What a request waited for may have taken longer than the service lives."""
+        """Raise the closing error if the steps' thread has ended while the request waited for its context."""
         if (closed := self._scheduler.flow.closed) is not None and not (self._steps and self._steps.is_alive):
             raise copy(closed)
 
     async def _beside(self, work: Callable[..., T], *arguments: Any) -> T:
-        """In a thread for tokenisers."""
+        """Run work in one of the tokenisers' threads."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, work, *arguments)
 
     def _request(

@@ -1,4 +1,4 @@
-"""What crosses between the HTTP side and the side that decodes: plain data, no arrays."""
+"""Requests, replies and errors, as they pass between the HTTP side and the side that decodes: plain data, no arrays."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,37 +13,37 @@ Selector = SelectorName
 Finish = Literal["stop", "length", "tool_calls"]
 ContextState = Literal["building", "ready", "failed"]
 CONTEXT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-BEGINNING = 1024  # characters, or tokens, by which prompts that may share something are known
+BEGINNING = 1024  # leading characters, or tokens, that identify prompts which may share a context or rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn, and when to stop. Checked where the request comes in."""
+    """How to sample tokens, and when to stop. Validated where the request comes in."""
 
     max_new_tokens: int
-    temperature: float = 0.0  # 0: the likeliest token
+    temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0  # of the likeliest tokens; 0: all
-    min_p: float = 0.0  # of the likeliest token's share
-    presence_penalty: float = 0.0  # off a token that the answer has
-    frequency_penalty: float = 0.0  # off it for each time
-    repetition_penalty: float = 1.0  # dividing where context, question or answer has the token
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, and what its logit is raised by
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0  # share of the most likely token's probability
+    presence_penalty: float = 0.0  # subtracted from the logit of a token that the answer has
+    frequency_penalty: float = 0.0  # subtracted for each occurrence of the token in the answer
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen so far, multiplies others
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, and what is added to its logit
     seed: int | None = None
-    stop: tuple[str, ...] = ()  # the answer ends before the first of them
-    stop_token_ids: tuple[int, ...] = ()  # likewise
-    min_tokens: int = 0  # that come before any end
-    ignore_eos: bool = False  # the answer goes on past the model's own end
-    top_logprobs: int | None = None  # how many beside the drawn token's; None: no logprobs at all
+    stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
+    stop_token_ids: tuple[int, ...] = ()  # the answer ends before the first of these tokens
+    min_tokens: int = 0  # tokens before any stop token or stop string counts
+    ignore_eos: bool = False  # the answer continues past the model's end-of-turn tokens
+    top_logprobs: int | None = None  # how many tokens to report beside the drawn one; None: no logprobs at all
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that an assistant's message has made."""
+    """A tool call in an assistant's message."""
 
     call_id: str
     name: str
-    arguments: dict[str, Any] | str  # as it came, where it is not the text of an object
+    arguments: dict[str, Any] | str  # the string as it came, if it is not a JSON object
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Turn:
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
-    calls: tuple[ToolCall, ...] = ()  # of an assistant
-    call_id: str = ""  # which call a tool answers
-    reasoning: str = ""  # of an assistant
+    calls: tuple[ToolCall, ...] = ()  # for role "assistant"
+    call_id: str = ""  # for role "tool": the call that it answers
+    reasoning: str = ""  # for role "assistant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,42 +64,42 @@ class Tool:
     name: str
     parameters: dict[str, Any]
     description: str | None = None
-    strict: bool = False  # its arguments match their schema also where the model decides whether to call
+    strict: bool = False  # arguments are held to their schema even if the model may choose not to call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What the model's own chat template writes."""
+    """The input of the model's chat template."""
 
     turns: tuple[Turn, ...] = ()
     continues: bool = False  # the last turn is the beginning of the answer
-    turns_field: str = "messages"  # what the client calls them
-    template_options: dict[str, Any] = field(default_factory=dict)  # what the chat template is given besides
-    reasoning_effort: str | None = None  # as the chat template has a switch for it; None: as it is
+    turns_field: str = "messages"  # name of the request's field that holds the turns
+    template_options: dict[str, Any] = field(default_factory=dict)  # further variables for the chat template
+    reasoning_effort: str | None = None  # set by the template's own switch; None: the template's default
     tools: tuple[Tool, ...] = ()
 
     @property
     def field(self) -> str:
-        """Where the client wrote what it asks."""
+        """The name of the request's field that holds the prompt, for error messages."""
         return self.turns_field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask(Conversation):
-    """One request, checked where it comes in: either `turns` (chat), the last of them to be answered or gone on with,
-    or `prompt` (text or tokens that go on where the context ends)."""
+    """One request, validated where it comes in. It has either `turns` (chat), the last of which is answered or
+    continued, or `prompt` (text or token ids that follow the context)."""
 
     request_id: str
-    context: str  # name, as registered; empty: the longest that the prompt begins with
-    cache_salt: str = ""  # only requests with the same find what this one leaves behind
+    context: str  # registered name; empty: the longest context that the prompt begins with
+    cache_salt: str = ""  # only requests with the same salt find what this one leaves behind
     prompt: str | tuple[int, ...] | None = None
-    echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for
-    must_call: tuple[str, ...] = ()  # one of these tools, whatever the model would like
-    parallel_calls: bool = True  # several in an answer
+    echo: bool = False  # the prompt's text comes before the answer, with its scores if logprobs are requested
+    must_call: tuple[str, ...] = ()  # the answer has to call one of these tools
+    parallel_calls: bool = True  # the answer may have several calls
     schema: dict[str, Any] | bool | None = None  # JSON schema of the answer
     sampling: Sampling
-    tells_usage: bool = False  # each piece says what was used so far
-    keep: float | None = None  # None: as the service is set
+    tells_usage: bool = False  # each piece reports the usage so far
+    keep: float | None = None  # None, here and below: the service's setting
     lookahead: int | None = None
     rest: RestKind | None = None
     selector: Selector | None = None
@@ -110,7 +110,8 @@ class Ask(Conversation):
 
     @property
     def asked_for(self) -> str:
-        """The context's name, or how the prompt begins and for whom: all turns of a conversation have it."""
+        """A routing key: the context's name, or a hash of salt and prompt's beginning, equal in all turns of a
+        conversation."""
         if self.context:
             return self.context
         text = "".join(turn.content for turn in self.turns) if self.prompt is None else self.prompt
@@ -120,18 +121,18 @@ class Ask(Conversation):
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token and its log-probability before temperature; `top`: the likeliest ones (text, bytes, logprob)."""
+    """A token and its log-probability before temperature; `top`: the most likely ones (text, bytes, logprob)."""
 
     token_id: int
-    text: str  # `surrogateescape` has made it: bytes that are no whole character are half surrogates
-    logprob: float | None  # None: of a prompt's first token
+    text: str  # decoded with `surrogateescape`: bytes of an incomplete character are lone surrogates
+    logprob: float | None  # None for a prompt's first token
     top: tuple[tuple[str, bytes, float], ...] = ()
-    is_told: bool = True  # False: a special token, of which the answer's text has nothing
+    is_told: bool = True  # False: a special token, which is left out of the answer's text
 
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A part of a call. A call's first part has its id and name; the parts' arguments together are JSON."""
+    """A part of a tool call. The first part has the call's id and name; the parts' arguments, joined, are JSON."""
 
     index: int  # of the call in the answer
     arguments: str = ""
@@ -141,23 +142,23 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens that a request has taken."""
+    """Numbers of tokens that a request has used."""
 
     context_tokens: int
     question_tokens: int
-    cached_tokens: int  # of both, those that were there already
+    cached_tokens: int  # tokens of context and question that did not have to be computed
     new_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that no further token can change; may be empty where only `scores` have come."""
+    """A part of the answer that no further token can change; `text` may be empty beside other fields."""
 
     text: str
     scores: tuple[TokenScore, ...] = ()
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
-    usage: Usage | None = None  # so far, where the request wants it told
+    usage: Usage | None = None  # so far, for a request with `tells_usage`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,41 +173,41 @@ Event = Piece | Done
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeAsk(Conversation):
-    """What is to be told as tokens: a text, or a conversation as the model's own template writes it."""
+    """A text to tokenise, or a conversation as the model's chat template renders it."""
 
     text: str | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True  # the model speaks next, unless it goes on with the last turn
+    add_generation_prompt: bool = True  # end with the head of an assistant's turn, unless the last turn is continued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """A text as the model's tokens."""
+    """A tokenised text."""
 
     ids: tuple[int, ...]
-    texts: tuple[str, ...]  # of each
+    texts: tuple[str, ...]  # of each token
     max_positions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextInfo:
-    """A registered context, as told to users."""
+    """A registered context, as clients see it."""
 
     name: str
     state: ContextState
     artifact_id: str | None = None
     num_tokens: int | None = None
     created_at: float = 0.0  # seconds since the epoch
-    progress: float = 0.0  # of its building, 0 to 1
-    what: str = ""  # what its building is at, why it failed, or why this service cannot answer from it
+    progress: float = 0.0  # of the build, 0 to 1
+    what: str = ""  # the build's phase, why it failed, or why this service cannot answer from the context
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """A context that an attention worker has loaded."""
 
-    path: str  # of its artifact, in the store
-    asked_for: tuple[str, ...]  # by which requests have come to it, the newest last: see `Ask.asked_for`
+    path: str  # of its artifact, relative to the store
+    asked_for: tuple[str, ...]  # keys of the requests that used it (`Ask.asked_for`), the newest last
     num_bytes: int
     num_users: int
     idle_s: float = 0.0  # since its last user left
@@ -214,7 +215,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class FailedBuild:
-    """Of a context that prompts bring: it is tried again for the first that comes after the wait."""
+    """A failed build of a context from a prompt. The first such prompt after the wait starts it again."""
 
     num_tokens: int
     num_tries: int
@@ -224,12 +225,12 @@ class FailedBuild:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What an attention worker has to do, holds, and can hold."""
+    """State of an attention worker: its requests, the contexts that it has loaded, and its limits."""
 
-    since: float  # when its process began, seconds since the epoch
+    since: float  # start of its process, seconds since the epoch
     num_running: int
     num_slots: int  # requests that it decodes at the same time
-    budget_bytes: int | None = None  # of contexts that are loaded; None: as far as there is memory
+    budget_bytes: int | None = None  # for loaded contexts; None: limited only by memory
     has_room: bool = True  # for one more context, as large as the largest that it holds
     held: tuple[Held, ...] = ()
     failed_builds: tuple[FailedBuild, ...] = ()  # the newest first
@@ -244,7 +245,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether requests can be answered now; if not, a sentence why."""
+    """Whether requests can be answered now; if not, `why` is a sentence."""
 
     ready: bool
     why: str = ""
@@ -253,7 +254,7 @@ class Health:
 class ServingError(CsattnError):
     """A request that cannot be answered. `code` is for programs, `status` is HTTP's, `param` the field at fault.
 
-    detail: what the log is told in the message's place: of files, say, which are no client's business.
+    detail: written to the log in place of the message: for what clients should not see, such as paths of files.
     """
 
     code = "internal_error"
@@ -265,13 +266,13 @@ class ServingError(CsattnError):
         super().__init__(message)
         self.message, self.param, self.retry_after_s, self.detail = message, param, retry_after_s, detail
 
-    # it crosses processes; and it is copied where several requests are told the same, for it belongs to one of them
+    # for pickling between processes, and for `copy`: several requests may fail alike, and each raises its own copy
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.param, self.retry_after_s, self.detail)
 
 
 class BadRequestError(ServingError):
-    """The request can never be answered as it is."""
+    """The request is invalid: sending it again cannot help."""
 
     code = "invalid_request"
     status = 400
@@ -284,7 +285,7 @@ class ContextTooLongError(BadRequestError):
 
 
 class UnknownModelError(ServingError):
-    """A request names a model, which a context is to it, that is not there."""
+    """The request's model does not exist; requests name contexts as models."""
 
     code = "model_not_found"
     status = 404
@@ -298,35 +299,35 @@ class UnknownContextError(ServingError):
 
 
 class ContextNotReadyError(ServingError):
-    """The context is still being built, or its building failed."""
+    """The context is still being built, its build failed, or its artifact cannot be used."""
 
     code = "context_not_ready"
     status = 409
 
 
 class ContextExistsError(ServingError):
-    """Another text has this name already."""
+    """The name belongs to another text or artifact already."""
 
     code = "context_exists"
     status = 409
 
 
 class OverloadedError(ServingError):
-    """The queue is full; `retry_after_s` says when to come again."""
+    """The queue is full, or no context can be loaded; `retry_after_s` says when to retry."""
 
     code = "overloaded"
     status = 429
 
 
 class TimedOutError(ServingError):
-    """The request took longer than it may."""
+    """The request exceeded its time limit, or its answer was not read."""
 
     code = "timeout"
     status = 504
 
 
 class WorkerLostError(ServingError):
-    """The process that was to answer ended, or does not answer; the request may be sent again."""
+    """The worker's process has ended or does not answer; the request may be sent again."""
 
     code = "worker_lost"
     status = 503
@@ -340,5 +341,5 @@ class StorageUnavailableError(ServingError):
 
 
 def closing() -> WorkerLostError:
-    """What is told from when on the service closes."""
+    """Return the error that requests get from the moment the service begins to close."""
     return WorkerLostError("the service is shutting down; send the request again when it is back")

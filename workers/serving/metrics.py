@@ -1,6 +1,6 @@
-"""What the decoding side measures, as Prometheus has it.
+"""Prometheus metrics of the decoding side.
 
-Fidelity is that of one layer and one row of a step, which go round from one watched step to the next.
+Fidelity is measured for one layer and one row of a step, taken in turn from one watched step to the next.
 Names of contexts come from users, so only the first MAX_CONTEXTS have a label of their own; the others share `other`.
 """
 
@@ -20,11 +20,11 @@ from workers.serving.context_counts import ContextCounts
 from workers.serving.step_engine import EngineCounts, Fidelity
 
 MAX_CONTEXTS = 64
-MAX_FORGOTTEN = 1024  # names that are remembered for requests that still run
+MAX_FORGOTTEN = 1024  # names of deleted contexts that are remembered, for requests that still run
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _OUTCOMES = ("stop", "length", "tool_calls", "cancelled", "timeout", "failed", "refused")
-_ENGINE_WORDS = {  # of an engine's counts, what each is
+_ENGINE_WORDS = {  # help texts of the fields of `EngineCounts`
     "search_s": "Time that searches have taken, on a CPU.",
     "attend_s": "Time that attention to chosen rows has taken, on a CPU.",
     "slot_lookups": "Chosen rows that were looked for in the device's cache of rows.",
@@ -37,7 +37,7 @@ _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
 class Metrics:
-    """A registry of its own: several services in one process do not mix."""
+    """The metrics of one service, in their own registry, so that several services in one process do not mix."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -55,22 +55,23 @@ class Metrics:
         self.context_requests = self._counter("context_requests", "Requests by where their context was.", ["found"])
         for counter, labels in ((self.requests, _OUTCOMES), (self.context_requests, ("memory", "store"))):
             for label in labels:
-                counter.labels(label)  # at 0: an alarm sees the first one
+                counter.labels(label)  # creates it at 0, so that an alert sees the first increment
         self.restored_tokens = self._counter("restored_tokens", "Tokens of prompts whose rows were kept.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts that were there already.")
         self._recall = self._histogram("fidelity_recall", "Share of the exact top-k chosen.", _SHARES, ["context"])
         self._mass = self._histogram("fidelity_mass", "Share of exact attention on rows read.", _SHARES, ["context"])
         self._contexts: set[str] = set()
-        self._forgotten: dict[str, float] = {}  # when, in seconds of time.monotonic(); the last of them
-        self._labels_lock = Lock()  # contexts are forgotten on another thread than the scheduler's
-        self.engine_counts = EngineCounts()  # as the scheduler last saw them
+        self._forgotten: dict[str, float] = {}  # by name: when, by time.monotonic(); newest last
+        self._labels_lock = Lock()  # `forget_context` is called on another thread than the scheduler's
+        self.engine_counts = EngineCounts()  # the last that were read
         self.kept_counts: Callable[[], BlockCounts] = lambda: BlockCounts(0, 0, 0, 0, 0)
         self.context_counts: Callable[[], ContextCounts] = ContextCounts
         self.registry.register(_EngineCollector(self))
 
     def saw_fidelity(self, context: str, arrived_at: float, fidelity: Fidelity) -> None:
-        """arrived_at: when the request did, in seconds of time.monotonic(); its context may be gone since."""
+        """Record a fidelity. arrived_at: the request's arrival, by time.monotonic(); if its context has been forgotten
+        since, the label is `other`."""
         with self._labels_lock:
             if arrived_at <= self._forgotten.get(context, -math.inf):
                 context = "other"
@@ -81,7 +82,7 @@ class Metrics:
             self._mass.labels(label).observe(fidelity.mass)
 
     def forget_context(self, context: str) -> None:
-        """Its label is free for another."""
+        """Remove a deleted context's label, which makes room for another."""
         with self._labels_lock:
             self._forgotten.pop(context, None)
             self._forgotten[context] = time.monotonic()
@@ -105,7 +106,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """The engine's own counts, told when they are asked for."""
+    """Exports the engine's, kept rows' and contexts' counts when metrics are scraped."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

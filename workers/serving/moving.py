@@ -1,6 +1,6 @@
-"""An artifact's files between the disk and the system's page cache: read before they are needed, dropped after.
+"""Moves an artifact's files into the system's page cache before they are needed, and out of it afterwards.
 
-Nothing here fails: who reads them in earnest meets the error again, and tells of it.
+Nothing here raises: whoever reads the files for their content meets the error again, and reports it.
 """
 
 import ctypes
@@ -12,25 +12,25 @@ from pathlib import Path
 
 import numpy as np
 
-_PIECE_BYTES = 4 << 20  # of whole pages
+_PIECE_BYTES = 4 << 20  # a multiple of the page size
 
 
 def read_index(artifact: Path) -> None:
-    """All that is read of a context but its rows."""
+    """Read all files of an artifact but its KV rows."""
     for path in _files(artifact):
         if ".kv." not in path.name:
             _read(path, lambda: False)
 
 
 def read_rows(artifact: Path, is_over: Callable[[], bool]) -> None:
-    """Layer by layer, until they are no longer wanted."""
+    """Read the KV rows, layer by layer, until is_over() is true."""
     for path in _files(artifact):
         if ".kv." in path.name:
             _read(path, is_over)
 
 
 def drop_pages(artifact: Path) -> None:
-    """Give back the memory of what is no longer mapped, by this process or another."""
+    """Drop the artifact's pages from the page cache, except those that any process still maps."""
     if not hasattr(os, "posix_fadvise"):  # not on macOS
         return
     for path in _files(artifact):
@@ -39,7 +39,7 @@ def drop_pages(artifact: Path) -> None:
 
 
 def _files(artifact: Path) -> list[Path]:
-    """In their order; none of an artifact that is gone."""
+    """The artifact's files, sorted by name; none if it is gone."""
     try:
         return sorted(artifact.iterdir())
     except OSError:
@@ -47,8 +47,8 @@ def _files(artifact: Path) -> list[Path]:
 
 
 def _read(path: Path, is_over: Callable[[], bool]) -> None:
-    """What of it is not in memory."""
-    # who shortens a file, say
+    """Read the pieces of a file that are not in memory."""
+    # errors if another process shortens or removes the file meanwhile
     with suppress(OSError, ValueError), path.open("rb", buffering=0) as file:
         for start in _missing(path, os.fstat(file.fileno()).st_size):
             if is_over():
@@ -57,7 +57,7 @@ def _read(path: Path, is_over: Callable[[], bool]) -> None:
 
 
 def _missing(path: Path, num_bytes: int) -> list[int]:
-    """Where pieces begin of which some pages are not in memory; all pieces, where that is not told."""
+    """Offsets of the pieces with pages that are not in memory; of all pieces if mincore cannot be relied on."""
     starts = range(0, num_bytes, _PIECE_BYTES)
     if not num_bytes or not _is_told(path):
         return list(starts)
@@ -71,5 +71,5 @@ def _missing(path: Path, num_bytes: int) -> list[int]:
 
 
 def _is_told(path: Path) -> bool:
-    """Linux tells a file's owner and who may write it which pages are in memory, and all others that all are."""
+    """Whether mincore reports truthfully: Linux does so for a file's owner and writers; to others, all is resident."""
     return path.stat().st_uid == os.geteuid() or os.access(path, os.W_OK)

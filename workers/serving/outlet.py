@@ -1,4 +1,4 @@
-"""Where a request's events wait for their reader: filled by the scheduler's thread, emptied by the reader's."""
+"""The queue of a request's events: the scheduler's thread fills it, the reader's event loop empties it."""
 
 import asyncio
 from collections import deque
@@ -8,12 +8,12 @@ from threading import Lock
 
 from workers.serving.messages import Event, ServingError
 
-MAX_UNREAD = 256  # events; a request with so many decodes no further until half of them are read
+MAX_UNREAD = 256  # events: a request with so many is paused until half of them are read
 
 
 class Outlet:
-    """Events in order. A reader that does not read makes it full, which pauses its request: it never grows further
-    than by the event that ends the request."""
+    """Events in order, with backpressure: a full outlet pauses its request. Beyond MAX_UNREAD it takes only the events
+    of the step that filled it, and the one that ends the request."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop | None = None, on_room: Callable[[], None] = lambda: None
@@ -43,18 +43,18 @@ class Outlet:
         return event
 
     async def next(self) -> Event | ServingError:
-        """For one reader, in the loop that was given."""
+        """Wait for the next event. For one reader, in the outlet's event loop."""
         while (event := self.take()) is None:
-            self._woken.clear()  # what is put from here on sets it, later, in this loop
+            self._woken.clear()  # no wake-up is lost: `wake` schedules the setting in this loop, so it comes later
             await self._woken.wait()
         return event
 
     @staticmethod
     def wake(outlets: Iterable["Outlet"]) -> None:
-        """Tell readers that there is something to read: one call into each event loop, however many readers it has."""
+        """Wake the readers of these outlets, with one call into each event loop however many readers it has."""
         awaited = [(outlet._loop, outlet._woken) for outlet in outlets if outlet._loop is not None]
         for loop in {loop for loop, _ in awaited}:
-            with suppress(RuntimeError):  # the loop is closed, and with it went the readers
+            with suppress(RuntimeError):  # the loop is closed, so its readers are gone
                 loop.call_soon_threadsafe(_set_all, [woken for other, woken in awaited if other is loop])
 
 

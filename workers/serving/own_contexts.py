@@ -1,7 +1,7 @@
-"""Contexts that prompts bring themselves: the leading part of a long one is made a context, which later ones find.
+"""Contexts from prompts: the leading part of a long prompt is built into a context, which later prompts find.
 
-By its tokens: a prompt that begins with all tokens of a context needs only the rest. Those of different salts lie in
-different directories, are looked for there alone, and are built there again.
+They find it by its tokens: a prompt that begins with all tokens of a context needs only its other tokens computed.
+Contexts of different salts are separate: each salt has a directory, in which alone they are looked for and built.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ from workers.serving.setbacks import Setbacks
 from workers.serving.usable import Tokens, Usable
 from workers.settings import Settings
 
-LEFT_OUT = 256  # last tokens of a prompt, at least, that stay out of its context: a question, which others do not ask
-STEP = 256  # a context's tokens are a multiple: prompts that differ behind it find it all the same
+LEFT_OUT = 256  # at least so many last tokens of a prompt stay out of its context: a question that others do not ask
+STEP = 256  # a context's length is a multiple of this, so that prompts that differ only after it find it
 _STALE_S = 86400.0
-_TOKENS_PREFIX = "tokens-"  # of what a build makes a context
-_Key = tuple[Path, bytes]  # where it is built, and of what
+_TOKENS_PREFIX = "tokens-"  # of files with the token ids of a build
+_Key = tuple[Path, bytes]  # directory of a build, and SHA-256 of its token ids
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a prompt begins with."""
+    """The context that a prompt begins with."""
 
-    path: Path | None  # of the context's artifact; None: it begins with none
+    path: Path | None  # of its artifact; None: the prompt begins with no context
     num_tokens: int = 0
     is_new: bool = False  # made for this prompt
 
@@ -61,7 +61,10 @@ class _Build:
 
 
 class OwnContexts:
-    """For one event loop. The directories are the truth: several services, of other models too, may share them."""
+    """Finds, builds and removes such contexts. For one event loop.
+
+    The directories are authoritative: several services, also of other models, may share them.
+    """
 
     def __init__(
         self, loaded: LoadedModel, settings: Settings, usable: Usable, residency: Residency, builder: Builder
@@ -72,12 +75,12 @@ class OwnContexts:
         self.budget.find(kept_files(settings.store.path).context_bytes)
         self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
         self._index_config = preset(settings.build.preset)
-        self._checked: set[Path] = set()  # own ones whose every byte was looked at
-        self._looks: dict[Path, asyncio.Task[bool]] = {}  # at every byte, under way
+        self._checked: set[Path] = set()  # artifacts whose every byte has been verified
+        self._looks: dict[Path, asyncio.Task[bool]] = {}  # such verifications under way
         self._builds: dict[_Key, _Build] = {}
-        self._turn_to_build = asyncio.Semaphore(1)  # its own: who waits here is not behind builds that nobody waits for
+        self._turn_to_build = asyncio.Semaphore(1)  # not shared with registered contexts, whose builds nobody waits for
         self.setbacks = Setbacks()
-        self.num_bytes: int | None = None  # of all on disk, as they were when the last was built here
+        self.num_bytes: int | None = None  # of all on the disk, when the last one was built here
         self._num_failed = 0
         self._is_closed = False
 
@@ -89,7 +92,10 @@ class OwnContexts:
     async def find(
         self, token_ids: Sequence[int], salt: str, registered: Sequence[Path], without: Collection[Path] = ()
     ) -> Found:
-        """The longest context that the prompt begins with. registered: contexts that all may find."""
+        """Return the longest usable context that the prompt begins with, among those of its salt and `registered`.
+
+        registered: contexts that requests of any salt may find. without: contexts to leave out.
+        """
         ids, directory, without = np.asarray(token_ids, np.int32), self._of(salt), set(without)
         while True:
             found = await asyncio.to_thread(self._longest, ids, directory, registered, without)
@@ -98,13 +104,13 @@ class OwnContexts:
             without.add(found.path)
 
     async def make(self, token_ids: Sequence[int], salt: str) -> Found:
-        """A context of the prompt's first tokens, `cut_of` them. Raises a ServingError where none can be made."""
+        """Build a context of the prompt's first `cut_of` tokens. Raises a ServingError if that fails."""
         ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), cut_of(len(token_ids))
         key = directory, hashlib.sha256(ids[:cut].tobytes()).digest()
         build = self._builds.get(key) or self._begin(key, ids[:cut])
         build.num_waiting += 1
         try:
-            path = await asyncio.shield(build.task)  # who leaves does not end it: it is found when he comes again
+            path = await asyncio.shield(build.task)  # if the client leaves, the build goes on: a retry finds its result
         finally:
             build.num_waiting -= 1
             if not build.num_waiting and not build.has_begun:
@@ -113,12 +119,12 @@ class OwnContexts:
         return Found(path, cut, is_new=True)
 
     async def drop(self, path: Path) -> None:
-        """If one that turned out damaged, or gone, is one of these, remove it."""
+        """Remove a context that turned out damaged or gone, if it is one of these."""
         if path.is_relative_to(self._directory):
             await asyncio.to_thread(self._remove, path)
 
     async def close(self) -> None:
-        """End builds, and begin none; they go on when such a prompt comes again."""
+        """Cancel builds, and begin none; they continue when such a prompt comes again."""
         self._is_closed = True
         tasks = [build.task for build in self._builds.values()]
         for task in tasks:
@@ -139,28 +145,28 @@ class OwnContexts:
             if num_tokens < len(ids) and np.array_equal(tokens[path], ids[:num_tokens]):
                 if path in own:
                     with suppress(OSError):
-                        os.utime(path)  # used now
+                        os.utime(path)  # for the LRU order of `_keep_to_budget`
                 return Found(path, num_tokens)
         return Found(None)
 
     def _tokens_of(self, path: Path) -> Tokens | None:
-        """None: it cannot be used, or has not the index that engines want of all they load."""
+        """The context's tokens; None if it is unusable or its index is not of the preset that the engine is set to."""
         known = self._usable.recall(path)
         return known.token_ids if known.spec and known.spec.index_config == self._index_config else None
 
     async def _is_sound(self, path: Path) -> bool:
-        """Every byte is looked at, once for all who ask. One that is damaged goes, and is made again."""
+        """Verify every byte of an artifact, once for all requests. A damaged one is removed."""
         if path in self._checked:
             return True
         if path not in self._looks:
             look = self._looks[path] = asyncio.create_task(asyncio.to_thread(self._look, path))
             look.add_done_callback(lambda look: self._looks.pop(path) and (look.cancelled() or look.exception()))
-        return await asyncio.shield(self._looks[path])  # one who leaves does not end it for the others
+        return await asyncio.shield(self._looks[path])  # if one request is cancelled, it goes on for the others
 
     def _look(self, path: Path) -> bool:
         try:
             open_artifact(path, verify="full").close()
-        except ArtifactRoomError:  # it may be sound
+        except ArtifactRoomError:  # it could not be mapped, but may be intact
             return False
         except ArtifactError as error:
             _log.warning("%s is removed: %s", path, error)
@@ -170,7 +176,7 @@ class OwnContexts:
         return True
 
     def _begin(self, key: _Key, ids: Tokens) -> _Build:
-        """When those before it are built."""
+        """Queue a build: it starts when those before it have ended."""
         if self._is_closed:
             raise closing()
         if failed := self.setbacks.of(key):
@@ -189,15 +195,15 @@ class OwnContexts:
         directory, digest = key
         started = time.monotonic()
         _log.info("a context of %s tokens is being built of a prompt", f"{len(ids):,}")
-        # its own: another service that builds the same is done with its file sooner or later
+        # a file of this build's own: another service that builds the same context removes its file at another time
         ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}-{secrets.token_hex(4)}.json"
         try:
             await asyncio.to_thread(self._write_tokens, ids_path, ids)
-            source = ["--no-sync", "--tokens", str(ids_path)]  # who finds it later looks at every byte
+            source = ["--no-sync", "--tokens", str(ids_path)]  # no fsync: every byte is verified when it is found
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
             self._num_failed += 1
-            # all are told, and who knows a salt's hash can try guesses
+            # all clients can see the message, and whoever knows a salt's hash can test guesses of the salt
             why = by_names_in_store(str(error), self._settings.store.path).replace(directory.name, "...")
             refusal = _refusal(self.setbacks.add(key, len(ids), why))
             refusal.detail = refusal.message.replace(why, str(error))
@@ -224,21 +230,21 @@ class OwnContexts:
         with store_errors(f"write {path}", directory):
             try:
                 write()
-            except FileNotFoundError:  # another service has removed the directory, while it was empty
+            except FileNotFoundError:  # another service removed the directory while it was empty
                 write()
 
     def _forget(self, key: _Key, build: _Build) -> None:
         if self._builds.get(key) is build:
             del self._builds[key]
         if build.task.done() and not build.task.cancelled():
-            build.task.exception()  # of which those who wait are told, if any still do
+            build.task.exception()  # marks it as retrieved; those who still wait get it
 
     async def _keep_to_budget(self, newest: Path) -> None:
-        """Remove what nobody uses, the least recently used first, until all together take no more than they may."""
+        """Remove unused contexts, the least recently used first, until all together are within the budget."""
         sizes = await asyncio.to_thread(self._sizes)
         self._checked &= sizes.keys()
         for path in self._residency.loaded_below(self._directory):
-            if path not in sizes:  # another service has removed it: its bytes stay on the disk while they are mapped
+            if path not in sizes:  # removed by another service, but its bytes stay on the disk while mapped
                 await self._residency.forget(path)
         self.num_bytes = sum(sizes.values())
         budget = self.budget.find(self.num_bytes)
@@ -249,20 +255,20 @@ class OwnContexts:
                 self.num_bytes -= num_bytes
 
     def _remove(self, path: Path) -> None:
-        """At once for all who look, then its bytes."""
+        """Remove an artifact, at once for all readers, and forget what is known of it."""
         self._checked.discard(path)
         self._usable.forget(path)
         remove_at_once(path)
 
     def _sizes(self) -> dict[Path, int]:
-        """Of all salts, with what nobody goes on building; the least recently used first.
+        """Bytes of the artifacts and abandoned builds of all salts, the least recently used first.
 
-        What services that were killed did not come to remove goes here.
+        Also removes what killed services left behind.
         """
         found: list[Path] = []
         directories = salted(self._directory)
         for directory in directories:
-            with suppress(OSError):  # unless it is empty, it stays: of a salt that may never come again
+            with suppress(OSError):  # removes it only if it is empty: its salt may never come again
                 directory.rmdir()
         for path in [path for directory in directories for path in entries(directory)]:
             is_stale = used_at(path) < time.time() - _STALE_S
@@ -277,7 +283,7 @@ class OwnContexts:
 
 
 def cut_of(num_tokens: int) -> int:
-    """How many tokens of so long a prompt become a context."""
+    """How many first tokens of a prompt of num_tokens become a context: a multiple of STEP, without LEFT_OUT."""
     return max(0, num_tokens - LEFT_OUT) // STEP * STEP
 
 

@@ -1,32 +1,33 @@
-"""Whose tokens the next step takes."""
+"""Compose the next step: a token of every request that decodes, and some tokens of new questions (prefill)."""
 
 from collections.abc import Sequence
 
 from workers.serving.request import Request
 
-# While others decode, questions make a step about so many times as long as it is without them, however long they are.
+# Chunked prefill: beside decoding requests, questions of any length make a step about so many times as long.
 STRETCH = 2.0
-_REMEMBERED = 256  # steps, at least
-_FIRST_TRIED, _FEWEST = 8, 4  # rows: a CPU's products take four in little more time than one
+_REMEMBERED = 256  # steps whose times are remembered, at least
+_FIRST_TRIED, _FEWEST = 8, 4  # rows of questions: on a CPU, products take four in little more time than one
 _PATIENCE = 16  # steps
 
 
 class QuestionRows:
-    """How many rows of questions go beside those that decode.
+    """Controls how many rows of questions (`room`) go beside those that decode.
 
-    A quarter more after a step that was short enough, a quarter less, for a while, after one that was not: so what else
-    the machine did is soon forgotten. What is short enough, the least tells that steps without questions took of late.
+    A step is short enough if it takes at most STRETCH times the shortest recent step with as many decoding rows and no
+    questions. `room` grows by a quarter after such a step if it was used up. It shrinks by a quarter after a longer
+    one, and may grow again _PATIENCE short steps later; so the effect of other load on the machine is soon forgotten.
     """
 
     def __init__(self) -> None:
-        self._alone_s: dict[int, float] = {}  # by rows that decode: of up to _REMEMBERED steps
-        self._before: dict[int, float] = {}  # of as many before them
+        self._alone_s: dict[int, float] = {}  # by decoding rows: shortest of the last (up to) _REMEMBERED steps
+        self._before: dict[int, float] = {}  # the same of the _REMEMBERED steps before those
         self._num_steps = 0
-        self._num_patient = 0  # steps in which no more rows are tried
+        self._num_patient = 0  # short steps still to come before `room` may grow
         self.room = _FIRST_TRIED
 
     def add(self, num_decoding: int, num_asking: int, seconds: float) -> None:
-        """What a step took."""
+        """Record a step's time, and adjust `room`."""
         if self._num_steps % _REMEMBERED == 0:
             self._alone_s, self._before = {}, self._alone_s
         self._num_steps += 1
@@ -43,15 +44,15 @@ class QuestionRows:
                 self.room += max(1, self.room // 4)
 
     def knows(self, num_decoding: int) -> bool:
-        """What these take alone."""
+        """Whether a step of so many decoding rows without questions has been timed."""
         return num_decoding in self._alone_s or num_decoding in self._before
 
 
 def plan_step(requests: Sequence[Request], max_rows: int, beside: QuestionRows) -> list[tuple[Request, int]]:
-    """Requests and how many tokens of each: one of every request that decodes, the rest of questions.
+    """Return requests with their number of tokens: 1 for every request that decodes, the other rows for questions.
 
-    requests: in the order of their admission, at most max_rows. Questions share alike; what one does not need goes to
-    the oldest. They wait for one step where it is not known how long those that decode take alone.
+    requests: in the order of their admission, at most max_rows. Questions get equal shares; what is left over goes to
+    the oldest. They wait for a step if the time of the decoding rows alone is not known yet.
     """
     assert len(requests) <= max_rows, f"{len(requests)} requests do not fit into steps of {max_rows} rows"
     decoding = [request for request in requests if not request.question_left]
@@ -66,7 +67,7 @@ def plan_step(requests: Sequence[Request], max_rows: int, beside: QuestionRows) 
 
 
 def share_out(room: int, wants: Sequence[int]) -> list[int]:
-    """Equal parts of the room, none larger than what is wanted; what is left over goes to the first."""
+    """Divide the room into equal parts, none larger than wanted; what is left over goes to the first."""
     parts = [0] * len(wants)
     hungry = [i for i, want in enumerate(wants) if want]
     while room and hungry:

@@ -1,4 +1,4 @@
-"""From what was asked to the token ids that follow a context, and how many may follow those."""
+"""Turns prompts and conversations into token ids, and computes how many new tokens may follow."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from csattn.models.prompt import conversation_ids, question_ids
 from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Conversation, TokenizeAsk, Tokens, Turn
 from workers.serving.tools import ChatForm, messages_of, tool_specs
 
-_MAX_TOLD = 200  # characters of a template's own message
+_MAX_TOLD = 200  # characters of a template's error message
 
 
 def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
-    """The ids that follow the artifact's: a single user turn gives those of `csattn generate`.
+    """Return the token ids that follow the artifact's. A single user turn gives the ids of `csattn generate`.
 
-    Takes milliseconds for each thousand tokens of the context, and nothing of it needs to be the caller's thread.
-    Raises BadRequestError for what cannot follow the context.
+    Takes milliseconds for each thousand tokens of the context, and may run on any thread. Raises BadRequestError for
+    a prompt that cannot follow the context.
     """
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
     if isinstance(ask.prompt, tuple):
@@ -37,7 +37,7 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
 
 
 def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
-    """All ids of a request that names no context: as the model's own template writes its conversation."""
+    """Return all token ids of a request that names no context; the model's chat template renders a conversation."""
     if isinstance(ask.prompt, tuple):
         return list(ask.prompt)
     if ask.prompt is not None:
@@ -48,26 +48,26 @@ def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
 
 
 def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: int) -> Tokens:
-    """A text or a conversation by itself, without any context."""
+    """Tokenise a text or a conversation by itself, without any context."""
     text, adds_special = ask.text, ask.add_special_tokens
     if text is None:
         ask = form.switched(ask)
         form.require(ask)
         text = _written(tokenizer, ask, ask.add_generation_prompt)
-        adds_special = False  # the template has written them
+        adds_special = False  # the template has added them
     ids = tokenizer(text, add_special_tokens=adds_special).input_ids
     return Tokens(ids=tuple(ids), texts=tuple(tokenizer.convert_ids_to_tokens(ids)), max_positions=max_positions)
 
 
 def _some(ids: list[int], ask: Ask) -> list[int]:
-    """A step has a token of each of its requests: there has to be one."""
+    """Return the ids, if any; a request needs a token to feed. Raises BadRequestError for an empty prompt."""
     if not ids:
         raise BadRequestError("the prompt has no token; send some text", ask.field)
     return ids
 
 
 def _written(tokenizer: Any, ask: Conversation, speaks_next: bool = True) -> str:
-    """The conversation as the model's own template has it."""
+    """Render a conversation with the model's chat template."""
     if not tokenizer.chat_template:
         raise BadRequestError("this service's model has no chat template; send a prompt", ask.field)
     options = {"tools": tool_specs(ask.tools), "add_generation_prompt": speaks_next, **_options(ask)}
@@ -78,14 +78,14 @@ def _written(tokenizer: Any, ask: Conversation, speaks_next: bool = True) -> str
 
 
 def _as_built(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """With the first system message as builds have a context's text there, so that one that was built is found."""
+    """Strip a leading system message, as builds strip a context's text, so that the prompt finds a built context."""
     if turns and turns[0].role == "system":
         return (replace(turns[0], content=turns[0].content.strip()), *turns[1:])
     return turns
 
 
 def _options(ask: Conversation) -> dict[str, Any]:
-    """What the template is given besides messages and tools."""
+    """The template's variables besides messages and tools."""
     ending = {"add_generation_prompt": False, "continue_final_message": True} if ask.continues else {}
     return {**ending, **ask.template_options}
 
@@ -97,7 +97,7 @@ def text_of_ids(tokenizer: Any, ids: tuple[int, ...]) -> str:
 
 
 def require_asked_tokens(tokenizer: Any, ask: Ask) -> None:
-    """Of all fields that name tokens."""
+    """Check the token ids in all fields of a request."""
     if isinstance(ask.prompt, tuple):
         require_tokens(tokenizer, ask.prompt, "prompt")
     require_tokens(tokenizer, (token_id for token_id, _ in ask.sampling.logit_bias), "logit_bias")
@@ -105,7 +105,7 @@ def require_asked_tokens(tokenizer: Any, ask: Ask) -> None:
 
 
 def require_tokens(tokenizer: Any, ids: Iterable[int], field: str) -> None:
-    """Refuse numbers that no token has."""
+    """Raise BadRequestError for ids that no token has."""
     if (greatest := max(ids, default=0)) >= len(tokenizer):
         raise BadRequestError(
             f"{field} names the token {greatest}, and the model's tokens are those below {len(tokenizer)}", field
@@ -113,7 +113,10 @@ def require_tokens(tokenizer: Any, ids: Iterable[int], field: str) -> None:
 
 
 def require_embedded(ids: Iterable[int], vocab_size: int, field: str) -> None:
-    """Some tokenizers have tokens that their model has no embedding of: a step with one would fail for all its rows."""
+    """Raise BadRequestError for tokens without an embedding in the model, which some tokenizers have.
+
+    A step with such a token would fail for all its rows.
+    """
     if (greatest := max(ids, default=0)) >= vocab_size:
         raise BadRequestError(
             f"{field} has the token {greatest}, and the model's embedding has those below {vocab_size}; leave it out",
@@ -123,10 +126,10 @@ def require_embedded(ids: Iterable[int], vocab_size: int, field: str) -> None:
 
 @contextmanager
 def _template_errors(field: str) -> Iterator[None]:
-    """Templates raise errors of their own, of any class; what they were given is not theirs alone to judge."""
+    """Convert errors of a chat template, which may be of any class, to BadRequestError."""
     try:
         yield
-    except (CsattnError, OSError, MemoryError):  # it compiles when it is first asked for: those are of the machine
+    except (CsattnError, OSError, MemoryError):  # not about the messages: a template is compiled at its first use
         raise
     except Exception as error:
         told = str(error)[:_MAX_TOLD]
@@ -134,9 +137,9 @@ def _template_errors(field: str) -> Iterator[None]:
 
 
 def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> int:
-    """New tokens: as many as were asked for, or as positions and the request's own rows leave room for.
+    """Return the number of new tokens: as requested, limited by positions and by the tail's capacity.
 
-    The last one is never fed back, so it needs no row.
+    The last token is never fed back, so it needs no row. Raises ContextTooLongError if there is no room for one token.
     """
     positions = max_positions - context_len - question_len
     rows = tail_capacity - question_len + 1

@@ -1,4 +1,4 @@
-"""One request while it is answered: what was asked, how far it is, and its answer as events."""
+"""A request in flight: its parameters, its progress, and its answer as events."""
 
 from collections import deque
 from collections.abc import Set
@@ -23,42 +23,42 @@ from workers.serving.text import StopFinder, TextStream, token_bytes
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """Its fields change on the scheduler's thread only."""
+    """The running state of a request. Only the scheduler's thread changes its fields."""
 
     request_id: str
     context: str  # name, for metrics
-    context_id: int  # as the engine knows it
+    context_id: int  # the engine's id of the context
     context_len: int
-    num_cached: int  # tokens of context and question that were there before the request
+    num_cached: int  # tokens of context and question that did not have to be computed
     question_ids: list[int]
     sampling: Sampling
     max_new_tokens: int
     config: SearchConfig
     selector: Selector
     seed: int
-    arrived_at: float  # by the scheduler's clock, as all times here
+    arrived_at: float  # by the scheduler's clock, like all times here
     deadline: float
     outlet: Outlet
     writer: "Writer"
     grammar: Grammar | None = None
     in_prompt: NDArray[np.bool_] | None = None  # [vocab_size]: context or question has the token
     tells_usage: bool = False
-    echo: str | None = None  # the prompt, where it is told before the answer
+    echo: str | None = None  # the prompt's text, if it is to come before the answer
     prompt_scores: list[TokenScore] = field(default_factory=list)
-    own: OwnRows | None = None  # None: it begins with none of its own, and none are kept
+    own: OwnRows | None = None  # None: no kept rows are used, and none are kept
     slot: int | None = None
     num_fed: int = 0  # tokens of the question that the engine has
-    num_rows: int = 0  # of its own, that the engine has
-    token_ids: list[int] = field(default_factory=list)
-    counted: TokenCounts = field(default_factory=TokenCounts)  # of those, as far as draws have asked
+    num_rows: int = 0  # rows of the request's own that the engine has
+    token_ids: list[int] = field(default_factory=list)  # of the answer
+    counted: TokenCounts = field(default_factory=TokenCounts)  # of `token_ids`, brought up to date by penalties
     first_token_at: float | None = None
-    paused_at: float | None = None  # since when its reader does not read
+    paused_at: float | None = None  # when its outlet became full; None: its reader reads
     is_over: bool = False
-    fault: Exception | None = None  # of its grammar, at this token
+    fault: Exception | None = None  # raised by the grammar at this token
 
     @property
     def needs_logits(self) -> bool:
-        """To draw a token; else the engine's likeliest one is taken."""
+        """Whether the next token is sampled, changed or scored; if not, the engine's argmax is taken."""
         s = self.sampling
         asks = s.frequency_penalty or s.presence_penalty or s.logit_bias or self.in_prompt is not None
         asks = asks or len(self.token_ids) < s.min_tokens
@@ -74,17 +74,17 @@ class Request:
 
     @property
     def can_step(self) -> bool:
-        """Somebody reads, and what was found for it is in the engine."""
+        """Whether its reader reads, and all kept rows that were found for it are in the engine."""
         return self.paused_at is None and not (self.own and self.own.has_waiting)
 
     def next_inputs(self, num_rows: int) -> list[int]:
-        """The tokens that the engine is fed next."""
+        """The tokens to feed next: up to num_rows of the question, or the answer's last one."""
         if self.question_left:
             return self.question_ids[self.num_fed : self.num_fed + num_rows]
         return [self.token_ids[-1]]
 
     def how_to_draw(self, stop_ids: Set[int]) -> Draw | None:
-        """How the next token is drawn; None: the likeliest is taken. stop_ids: with which the model ends its turn."""
+        """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens."""
         if not self.needs_logits:
             return None
         ends, allowed = self._early_ends(stop_ids), None
@@ -94,14 +94,14 @@ class Request:
         return how_to_draw(self.sampling, self.seed, position, told, self.in_prompt, ends, allowed, self.counted)
 
     def choose(self, logits: NDArray[np.float32], how: Draw) -> tuple[int, TokenScore | None]:
-        """`take` of what is drawn here. logits: [vocab_size]."""
+        """Sample a token from logits [vocab_size] on the host, and `take` it."""
         token_id = draw(changed(logits, how), how)
         return self.take(token_id, None if how.num_top is None else likelihood_of(logits, token_id, how.num_top))
 
     def take(self, token_id: int, likelihood: Likelihood | None) -> tuple[int, TokenScore | None]:
-        """The next token of the answer, and how likely it was if that was asked for.
+        """Accept the answer's next token; returns it with its score, if a likelihood is given.
 
-        Raises ValueError where there is none, -1: NaN or infinity is the greatest logit. And what the grammar raises.
+        Raises ValueError for -1, which means that the greatest logit is NaN or infinite, and what the grammar raises.
         """
         if self.fault is not None:
             raise self.fault
@@ -112,8 +112,8 @@ class Request:
         return token_id, None if likelihood is None else self.writer.score(token_id, likelihood)
 
     def _allowed(self, grammar: Grammar, ends: Set[int], vocab_size: int) -> Allowed:
-        """What it raises is raised when the token is taken: a step is not this request's alone."""
-        with suppress(Exception):  # which it raises again
+        """As `Draw.allowed`: it raises nothing, as other requests share the step. `take` raises the grammar's error."""
+        with suppress(Exception):  # `grammar.allowed` raises it again
             grammar.begin()
 
         def found() -> NDArray[np.bool_]:
@@ -126,19 +126,19 @@ class Request:
         return found
 
     def ends_with(self, token_id: int, stop_ids: Set[int]) -> bool:
-        """Whether this token, of which no text is told, is the end. Where there is a grammar, an end that is ignored
-        comes only when nothing else may."""
+        """Whether this token ends the answer; then it adds no text. With a grammar, an end-of-turn token ends it even
+        under ignore_eos: `_early_ends` lets one come only if no other token may."""
         goes_on = self.sampling.ignore_eos and self.grammar is None
         return token_id in self.sampling.stop_token_ids or (token_id in stop_ids and not goes_on)
 
     def _early_ends(self, stop_ids: Set[int]) -> Set[int]:
-        """Tokens that may not come now, if any other may."""
+        """Tokens that may not come yet, if any other may."""
         if len(self.token_ids) < self.sampling.min_tokens:
             return stop_ids | set(self.sampling.stop_token_ids)
         return stop_ids if self.sampling.ignore_eos and self.grammar is not None else frozenset()
 
     def hear(self, logits: NDArray[np.float32]) -> None:
-        """Score what of the question comes after what is being fed. logits: [num_rows, vocab_size] of what is fed."""
+        """Score the question's tokens that follow those being fed, whose logits are given: [num_rows, vocab_size]."""
         num_top = self.sampling.top_logprobs
         assert num_top is not None
         if not self.num_fed:
@@ -147,14 +147,14 @@ class Request:
             self.prompt_scores.append(self.writer.score(token_id, likelihood_of(row, token_id, num_top)))
 
     def take_echo(self) -> Piece | None:
-        """The prompt, when all of it has just been fed."""
+        """The prompt's text and scores, once all of it has been fed; None before, or without echo."""
         if self.echo is None or self.question_left:
             return None
         scores, self.prompt_scores = tuple(self.prompt_scores), []
         return Piece(self.echo, scores)
 
     def told(self, piece: Piece) -> Piece:
-        """With what was used so far, where that is asked for."""
+        """The piece, with the usage so far if the request wants it."""
         return replace(piece, usage=Usage(**self._usage())) if self.tells_usage else piece
 
     def done(self, reason: Finish) -> Done:
@@ -170,21 +170,21 @@ class Request:
 
 
 class Writer:
-    """Tokens become pieces: text up to a stop string, and each token's score with the text that it began."""
+    """Turns tokens into pieces: text up to a stop string, and each token's score with the text that it begins."""
 
     def __init__(
         self,
         tokenizer: Any,
         stops: tuple[str, ...] = (),
-        speech: Speech | None = None,  # None: all of the text is said
-        shown: dict[int, str] | None = None,  # special tokens that the text has
-        min_tokens: int = 0,  # in whose text no stop string is looked for
+        speech: Speech | None = None,  # None: the text has no reasoning and no tool calls
+        shown: dict[int, str] | None = None,  # special tokens that the text has to contain, such as call markers
+        min_tokens: int = 0,  # no stop string is looked for in the text of this many first tokens
     ) -> None:
-        self._num_early, self._is_early = min_tokens, False  # such tokens that are still to come; the last was one
+        self._num_early, self._is_early = min_tokens, False  # how many such tokens are to come; the last was one
         self._tokenizer, self._speech, self._shown = tokenizer, speech, shown or {}
         self._stream, self._stops = TextStream(tokenizer), StopFinder(stops)
-        self._scores: deque[tuple[int, TokenScore]] = deque()  # where in the text its token begins
-        self._num_decoded = self._num_told = 0  # characters
+        self._scores: deque[tuple[int, TokenScore]] = deque()  # with the offset in the text where the token begins
+        self._num_decoded = self._num_told = 0  # characters, of all text and of that passed on
 
     @property
     def has_stopped(self) -> bool:
@@ -192,7 +192,7 @@ class Writer:
 
     @property
     def has_called(self) -> bool:
-        """The answer is a call of a tool, or has one."""
+        """Whether the answer has a tool call."""
         return self._speech is not None and self._speech.num_calls > 0
 
     def add(self, token_id: int, score: TokenScore | None) -> Piece | None:
@@ -206,7 +206,7 @@ class Writer:
         return self._tell(text)
 
     def finish(self) -> Piece | None:
-        """What is left when the answer ends."""
+        """Return what was held back, when the answer ends."""
         if self.has_stopped:
             return self._piece("", (), is_last=True)
         text, scores = self._told(self._stream.finish())
@@ -216,7 +216,7 @@ class Writer:
         return self._piece(text, scores, is_last=True)
 
     def score(self, token_id: int, likelihood: Likelihood | None) -> TokenScore:
-        """likelihood: None where nothing has foretold the token."""
+        """The token's score. likelihood: None for a prompt's first token, which no logits precede."""
         text = token_bytes(self._tokenizer, token_id).decode(errors="surrogateescape")
         if likelihood is None:
             return TokenScore(token_id, text, None)
@@ -230,7 +230,7 @@ class Writer:
         return self._piece(*self._told(decoded))
 
     def _told(self, decoded: str) -> tuple[str, tuple[TokenScore, ...]]:
-        """What of the text is certain, and the scores of its tokens."""
+        """Return the text that no later token can change, and the scores of the tokens that begin in it."""
         self._num_decoded += len(decoded)
         text = decoded if self._is_early else self._stops.add(decoded)
         self._num_told += len(text)

@@ -1,9 +1,9 @@
-"""Which artifacts the engine holds: loaded when they are asked for, within a budget, and unloaded for others.
+"""An LRU cache of loaded contexts: loads artifacts when requests need them, within a budget, and evicts others.
 
-Contexts that wait for room are loaded one after another, in the order in which they were asked for. What nobody uses
-goes for them, the least recently used first. Where all are in use, those that were loaded first take no new requests
-once they have had their turn, and go when their last one ends: a load is followed by work worth it, however many
-contexts take turns.
+Contexts that wait for room are loaded one after another, in the order in which they were requested. Unused contexts
+are evicted for them, the least recently used first. If all are in use, those that were loaded first take no new
+requests once they have had their turn, and are unloaded when their last request ends. A turn is long compared with
+loading, so however many contexts take turns, loads do not dominate.
 """
 
 import asyncio
@@ -40,15 +40,16 @@ from workers.serving.usable import Usable
 from workers.settings import EngineSettings
 
 _RETRY_S = 5.0
-_LOOK_S = 1.0  # at most so often files are asked whether they are whole
+_LOOK_S = 1.0  # interval at which a loaded context's files are checked for lost bytes, at most
 
 
 class _Unwanted(Exception):
-    """Nobody waits for it any more."""
+    """Nobody waits for this context any more, so it is not loaded."""
 
 
 class Residency:
-    """For one event loop. Artifacts are opened, checked and prepared on other threads; loaded between two steps."""
+    """Keeps contexts loaded. For one event loop; it opens, checks and prepares artifacts on other threads, and the
+    engine's thread loads them between two steps."""
 
     def __init__(self, scheduler: Scheduler, engine: StepEngine, usable: Usable, settings: EngineSettings) -> None:
         self._scheduler, self._engine, self._usable, self._settings = scheduler, engine, usable, settings
@@ -56,11 +57,11 @@ class Residency:
         self._maps_rows = settings.placement != "device" and settings.kv_codec is None
         self._residents: dict[Path, Resident] = {}
         self._loading: dict[Path, asyncio.Task[Resident]] = {}
-        self._forgotten: set[Path] = set()  # of both: unloaded when the last user leaves, unless asked for again
-        self._wanted: Counter[Path] = Counter()  # how many wait for it
+        self._forgotten: set[Path] = set()  # loaded or loading; unloaded with the last user unless requested again
+        self._wanted: Counter[Path] = Counter()  # how many requests wait for a context to be loaded
         self._moving_bytes = 0  # of contexts that are being loaded and unloaded
-        self._one_at_a_time = asyncio.Lock()  # in the order of arrival; else two could unload for each other
-        self._left = asyncio.Event()  # a context has lost its last user
+        self._one_at_a_time = asyncio.Lock()  # fair (first come, first served); without it, two could evict each other
+        self._left = asyncio.Event()  # set when those who wait for room should look again
         self._preparing: set[asyncio.Task[None]] = set()
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="csattn-prepare")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="csattn-read-ahead")
@@ -72,18 +73,18 @@ class Residency:
 
     @property
     def held_bytes(self) -> int:
-        """Of contexts that are loaded, coming or going."""
+        """Bytes of the contexts that are loaded, being loaded or being unloaded."""
         return sum(resident.num_bytes for resident in self._residents.values()) + self._moving_bytes
 
     @property
     def has_room(self) -> bool:
-        """For one more, as large as the largest."""
+        """Whether one more context, as large as the largest loaded one, would fit."""
         largest = max((resident.num_bytes for resident in self._residents.values()), default=0)
         is_full = self._settings.placement != "cpu" and len(self._residents) >= self._settings.num_contexts
         return not is_full and self._fits(largest)
 
     def held(self, store: Path) -> tuple[Held, ...]:
-        """What is loaded, the largest first."""
+        """The loaded contexts, the largest first."""
         now = time.monotonic()
         found = [resident.told(str(path.relative_to(store)), now) for path, resident in self._residents.items()]
         return tuple(sorted(found, key=lambda held: (-held.num_bytes, held.path)))
@@ -92,7 +93,10 @@ class Residency:
     async def using(
         self, path: Path | None, config: SearchConfig, selector: Selector, asked_for: str = ""
     ) -> AsyncIterator[Resident]:
-        """The artifact at that path, loaded until the block ends, and prepared for such requests; None: no context."""
+        """Keep the artifact at that path loaded until the block ends, and prepared for such a request.
+
+        path: None for a request without a context. asked_for: `Ask.asked_for`.
+        """
         if path is None:
             yield Resident(NO_CONTEXT, None)
             return
@@ -110,7 +114,7 @@ class Residency:
             await self._leave(path, resident)
 
     async def hold(self, path: Path, held: Held) -> None:
-        """Load ahead of need what fits beside what is loaded, or coming."""
+        """Load a context ahead of need, if it fits beside those that are loaded or being loaded."""
         if path not in self._residents and path not in self._loading and self._fits(held.num_bytes):
             resident = await self._resident(path)
             for name in held.asked_for:
@@ -118,7 +122,7 @@ class Residency:
             await self._leave(path, resident)
 
     async def forget(self, path: Path) -> None:
-        """Unload when nobody uses it any more."""
+        """Unload a context as soon as nobody uses it."""
         if path in self._loading or path in self._residents:
             self._forgotten.add(path)
         if path in self._residents and not self._residents[path].num_users:
@@ -128,11 +132,12 @@ class Residency:
         return [path for path in self._residents if path.is_relative_to(directory)]
 
     def is_used(self, path: Path) -> bool:
-        """By a request, or one that is coming."""
+        """Whether a request uses the artifact or waits for it to be loaded."""
         return path in self._loading or (path in self._residents and self._residents[path].num_users > 0)
 
     def close(self) -> None:
-        """Prepare nothing more, and let those who wait for it know. Steps have ended: nothing is unloaded any more."""
+        """Cancel preparations and loads, which fails the requests that wait. Steps must have ended: nothing is
+        unloaded any more."""
         self._preparer.shutdown(wait=False, cancel_futures=True)
         for resident in self._residents.values():
             resident.is_gone = True
@@ -141,9 +146,10 @@ class Residency:
             task.cancel()
 
     async def _require_whole(self, path: Path) -> None:
-        """If it is loaded. Rows are mapped: to read one that a file has lost ends the process, without an error.
+        """Raise ContextNotReadyError if the context is loaded and one of its files has been truncated.
 
-        One that has lost something is no longer loaded for anybody new, whatever its files become.
+        Rows are memory-mapped: reading one that the file has lost would kill the process (SIGBUS). New requests are
+        refused until the context has been unloaded, even if its files are restored.
         """
         if (resident := self._residents.get(path)) is None:
             return
@@ -158,22 +164,22 @@ class Residency:
             )
 
     async def _resident(self, path: Path) -> Resident:
-        """Counted as used already: between two awaits, nothing can unload it."""
+        """Return the context, loaded if necessary, with its user already counted: nothing can unload it meanwhile."""
         while (resident := self._residents.get(path)) is None or resident.is_leaving:
             if path not in self._loading:
                 task = asyncio.create_task(self._load(path))
                 self._loading[path] = task
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())  # who waits is told
-            with suppress(_Unwanted):  # by those before; now there is someone
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())  # waiters get the error
+            with suppress(_Unwanted):  # earlier waiters gave up; this one starts again
                 return await self._loaded(path, self._loading[path])
         resident.num_users += 1
         return resident
 
     async def _loaded(self, path: Path, loading: "asyncio.Task[Resident]") -> Resident:
-        """When it has come, all who waited for it are its users."""
+        """Wait for a load. `_load` counts everybody who waits as a user of the loaded context."""
         self._wanted[path] += 1
         try:
-            return await asyncio.shield(loading)  # one who leaves does not end it for the others
+            return await asyncio.shield(loading)  # if one waiter is cancelled, the load goes on for the others
         except asyncio.CancelledError:
             _require_not_closing(loading)
             if loading.done() and not loading.exception():
@@ -192,7 +198,7 @@ class Residency:
             raise BadRequestError(str(error)) from error
         if work is None:
             return
-        resident.num_users += 1  # it cannot be stopped: one who leaves does not unload what is being read
+        resident.num_users += 1  # for the work itself: it cannot be stopped, and reads the context to its end
         task = asyncio.create_task(self._make(path, resident, work))
         self._preparing.add(task)
         task.add_done_callback(self._prepared)
@@ -215,7 +221,7 @@ class Residency:
     def _prepared(self, task: "asyncio.Task[None]") -> None:
         self._preparing.discard(task)
         if not task.cancelled():
-            task.exception()  # of which those who wait are told, if any still do
+            task.exception()  # marks it as retrieved; those who still wait get it
 
     async def _leave(self, path: Path, resident: Resident) -> None:
         resident.num_users -= 1
@@ -227,7 +233,7 @@ class Residency:
             await asyncio.shield(self._unload(path))
 
     async def _load(self, path: Path) -> Resident:
-        """When those that came before have been loaded."""
+        """Load a context, after those that were requested before it."""
         try:
             artifact = await self._open(path)
             try:
@@ -241,12 +247,12 @@ class Residency:
         finally:
             self._loading.pop(path, None)
         resident.num_users += self._wanted[path]
-        if path in self._forgotten and not resident.num_users:  # who waited for it has left
+        if path in self._forgotten and not resident.num_users:  # those who waited for it have left
             await self._unload(path)
         return resident
 
     async def _open(self, path: Path) -> Artifact:
-        """Others go where the process may not map it beside them."""
+        """Open the artifact. If the process has no room for its memory maps, evict others first."""
         opened: list[Artifact] = []
 
         async def add() -> None:
@@ -265,18 +271,18 @@ class Residency:
         self._require_possible(num_bytes)
         async with self._one_at_a_time:
             self._require_wanted(path)
-            if (resident := self._residents.get(path)) is not None:  # it has not had to go: its turn begins again
+            if (resident := self._residents.get(path)) is not None:  # it was not unloaded after all: a new turn begins
                 artifact.close()
                 resident.begin_turn(time.monotonic(), 0.0)
                 return resident
             await self._take_room(path, num_bytes)
             resident = await self._add(path, artifact, num_bytes)
-        if self._reads_in_place:  # the index is there, and rows come as they are chosen: all others behind them
+        if self._reads_in_place:  # the index is in memory, chosen rows are paged in by use; read all others ahead
             self._reader.submit(read_rows, artifact.path, lambda: resident.is_gone)
         return resident
 
     async def _add(self, path: Path, artifact: Artifact, num_bytes: int) -> Resident:
-        """What it takes has been set aside."""
+        """Load the artifact into the engine. Its bytes are reserved already."""
         scheduler, started = self._scheduler, time.monotonic()
         context_id = next(i for i in count() if i not in {r.context_id for r in self._residents.values()})
 
@@ -312,12 +318,12 @@ class Residency:
         return budget is None or self.held_bytes + num_bytes <= budget
 
     def _require_wanted(self, path: Path) -> None:
-        """Nothing is loaded for those who have left."""
+        """Raise _Unwanted if nobody waits for this context any more."""
         if not self._wanted[path]:
             raise _Unwanted
 
     async def _take_room(self, path: Path, num_bytes: int) -> None:
-        """Set so many bytes of the budget aside, as soon as they are free."""
+        """Reserve bytes of the budget for a context, as soon as they are free."""
         try:
             while not self._fits(num_bytes):
                 if not await self._make_room():
@@ -328,7 +334,10 @@ class Residency:
         self._moving_bytes += num_bytes
 
     async def _has_found_room(self, work: Callable[[], Awaitable[None]], waits: bool = False) -> bool:
-        """Do what takes memory; False where it found too little, and there is more now. waits: for contexts in use."""
+        """Do work that takes memory. False if there was too little, and room has been made since, so try again.
+
+        waits: if all contexts are in use, wait for one of them; otherwise that raises OverloadedError.
+        """
         try:
             await work()
         except Exception as error:
@@ -346,7 +355,7 @@ class Residency:
         return True
 
     async def _make_room(self) -> bool:
-        """Unload the least recently used context that nobody uses; False if there is none."""
+        """Unload the least recently used of the unused contexts; False if all are in use."""
         idle = [path for path, resident in self._residents.items() if not resident.num_users]
         if not idle:
             return False
@@ -354,7 +363,8 @@ class Residency:
         return True
 
     async def _wait_for_room(self, num_bytes: int) -> None:
-        """Until a context has lost its last user. Those that have had their turn, and are enough, get no new ones."""
+        """Wait until a context loses its last user, having closed enough of those that have had their turn to new
+        requests; or until the next one has had its turn."""
         now = time.monotonic()
         until = choose_leaving(self._residents.values(), num_bytes, now)
         self._left.clear()
@@ -363,7 +373,7 @@ class Residency:
                 await self._left.wait()
 
     def _let_stay(self) -> None:
-        """Nobody waits for them to go, for now."""
+        """Open all contexts to new requests: nobody waits for room now."""
         for resident in self._residents.values():
             resident.is_leaving = False
 
@@ -375,7 +385,7 @@ class Residency:
         scheduler = self._scheduler
         self._moving_bytes += resident.num_bytes
         try:
-            with suppress(WorkerLostError):  # the engine has ended, and its contexts with it
+            with suppress(WorkerLostError):  # the engine is closed, and so are its contexts
                 await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))
             assert resident.artifact is not None
             resident.artifact.close()
@@ -386,7 +396,7 @@ class Residency:
 
 
 def _require_not_closing(task: "asyncio.Task[object]") -> None:
-    """Whether it was the task that was cancelled, and not who waits for it."""
+    """Raise the `closing` error if the task was cancelled, and not the one that waits for it."""
     if task.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
         raise closing() from None
 
@@ -396,7 +406,7 @@ def _as_serving_error(error: Exception, done: str) -> ServingError:
         return error
     why = str(error) if isinstance(error, CsattnError) else f"{type(error).__name__}: {error}"
     told = f"the context could not be {done}"
-    if isinstance(error, OSError | ArtifactError | DiskError):  # it names files, which are no client's business
+    if isinstance(error, OSError | ArtifactError | DiskError):  # it names files, which clients should not see
         hidden = f"{told}: its files cannot be read; the service's operator finds what is wrong in its log"
         return ServingError(hidden, detail=f"{told}: {why}")
     return ServingError(f"{told}: {why[:300]}")

@@ -1,4 +1,4 @@
-"""A context that the engine holds, and which of them have had their turn."""
+"""A loaded context, and the choice of those that leave when others wait for room."""
 
 import os
 import time
@@ -9,35 +9,35 @@ from pathlib import Path
 from csattn.artifact import Artifact
 from workers.serving.messages import Held
 
-TURN_S, TURN_LOADS = 2.0, 8.0  # for how long a context stays while others wait: at least; times what loading it took
-MAX_NAMES = 64  # that are remembered of who asked for a context
+TURN_S, TURN_LOADS = 2.0, 8.0  # a context's turn while others wait: at least TURN_S, TURN_LOADS times its loading time
+MAX_NAMES = 64  # `asked_for` keys that are remembered for each context
 Files = Mapping[Path, tuple[int, int]]  # inode and size
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """An artifact that the engine holds, or nothing."""
+    """A context in the engine; artifact None stands for no context."""
 
     context_id: int
     artifact: Artifact | None
     num_bytes: int = 0
     num_users: int = 0
     last_used: int = 0
-    left_at: float = field(default_factory=time.monotonic)  # by its last user
+    left_at: float = field(default_factory=time.monotonic)  # when its last user left
     stays_until: float = 0.0
     is_leaving: bool = False  # takes no new requests: it has had its turn, and others wait
     is_gone: bool = False
-    files: "Files" = field(default_factory=dict)  # that its rows are mapped of
-    looked_at: float = field(default_factory=time.monotonic)  # at the files
-    fault: str = ""  # what these have lost since it was loaded
-    asked_for: dict[str, None] = field(default_factory=dict)
+    files: "Files" = field(default_factory=dict)  # the artifact's, if its rows are memory-mapped
+    looked_at: float = field(default_factory=time.monotonic)  # when the files were last checked
+    fault: str = ""  # which file has lost bytes since it was loaded
+    asked_for: dict[str, None] = field(default_factory=dict)  # an ordered set, the newest last
 
     def begin_turn(self, now: float, loading_s: float) -> None:
         self.is_leaving = False
         self.stays_until = now + max(TURN_S, TURN_LOADS * loading_s)
 
     def remember(self, asked_for: str) -> None:
-        """By what a request came to it."""
+        """Record the `asked_for` key of a request that uses the context."""
         self.asked_for.pop(asked_for, None)
         if asked_for:
             self.asked_for[asked_for] = None
@@ -50,13 +50,13 @@ class Resident:
 
 
 def files_of(path: Path) -> Files:
-    """Of an artifact's directory."""
+    """Inodes and sizes of the files in an artifact's directory."""
     with os.scandir(path) as entries:
         return {Path(entry.path): (of.st_ino, of.st_size) for entry in entries for of in [entry.stat()]}
 
 
 def lost_bytes(files: Files) -> str:
-    """What one of these has lost that is still there; empty: nothing has. One that is gone is mapped as it was."""
+    """Say which file has been truncated; empty: none. A file that was removed or replaced stays mapped as it was."""
     for path, (inode, size) in files.items():
         try:
             now = path.stat()
@@ -68,9 +68,9 @@ def lost_bytes(files: Files) -> str:
 
 
 def choose_leaving(residents: Iterable[Resident], num_bytes: int, now: float) -> float | None:
-    """Let those leave that have had their turn, the earliest first, until so many bytes are on their way.
+    """Mark contexts that have had their turn as leaving, the earliest first, until they make up num_bytes.
 
-    Returns when the next has had its turn, if more have to leave then.
+    Returns when the next context's turn ends, if the marked ones are not enough; else None.
     """
     in_order = sorted(residents, key=lambda resident: resident.stays_until)
     leaving = sum(resident.num_bytes for resident in in_order if resident.is_leaving)

@@ -1,4 +1,4 @@
-"""Draw the next token from a step's logits, and say how likely it was."""
+"""Sample the next token from a step's logits on the host, and compute its log-probability."""
 
 import math
 from collections.abc import Callable, Sequence, Set
@@ -13,12 +13,12 @@ from workers.serving.messages import Sampling
 from workers.serving.step_engine import Allowed, Draw, Likelihood
 
 _SCRATCH = Scratch()
-_LEAST_TOP_P = 1e-9  # the likeliest token alone
-_COLDEST = 1e-30  # temperature: below, only the likeliest have any weight all the same
+_LEAST_TOP_P = 1e-9  # keeps the most likely token alone
+_COLDEST = 1e-30  # temperature at and below which only the most likely tokens have any weight
 
 
 class TokenCounts:
-    """How often an answer has each of its tokens: a step's work does not grow with the answer."""
+    """Counts an answer's tokens incrementally, so that the work of a step does not grow with the answer."""
 
     def __init__(self) -> None:
         self._num_counted = 0  # tokens
@@ -26,7 +26,7 @@ class TokenCounts:
         self._ids, self._counts = np.zeros(64, np.int64), np.zeros(64, np.int64)
 
     def count(self, token_ids: Sequence[int]) -> None:
-        """token_ids: all of the answer so far. Those that have been counted before are not read again."""
+        """Count the tokens that are new since the last call. token_ids: all of the answer so far."""
         for token_id in token_ids[self._num_counted :]:
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._ids):
@@ -37,16 +37,16 @@ class TokenCounts:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """Each token once, in the order in which they came first: [num_ids]."""
+        """The distinct tokens, in the order of their first occurrence: [num_ids]."""
         return self._ids[: len(self._places)]
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Of `ids` [num_ids]."""
+        """How often each of `ids` has occurred: [num_ids]."""
         return self._counts[: len(self._places)]
 
     def place_of(self, token_id: int) -> int | None:
-        """In `ids`; None: it has not come."""
+        """The token's place in `ids`; None if it has not occurred."""
         return self._places.get(token_id)
 
 
@@ -55,13 +55,16 @@ def how_to_draw(
     seed: int,
     position: int,  # of the token in the answer
     token_ids: Sequence[int] = (),  # of the answer so far
-    in_prompt: NDArray[np.bool_] | None = None,  # [vocab_size]: context or question has the token; None: nobody asks
+    in_prompt: NDArray[np.bool_] | None = None,  # [vocab_size]: context or question has the token; None: no penalty
     ends: Set[int] = frozenset(),  # tokens that may not come now
     allowed: Callable[[int], Allowed] | None = None,  # as in `Draw`
-    counted: TokenCounts | None = None,  # of this answer, at earlier steps
+    counted: TokenCounts | None = None,  # this answer's, kept from step to step
 ) -> Draw:
-    """The likeliest token where temperature is 0; else one of the top_k likeliest that have min_p of the likeliest
-    one's share, of which those are kept that together have a share of top_p."""
+    """Return how to sample the token at a position of the answer.
+
+    Temperature 0 takes the argmax. Otherwise candidates are the top_k most likely tokens with at least min_p of the
+    greatest probability; of these, the fewest most likely whose probabilities reach top_p of the candidates' sum.
+    """
     repeated, counts = None, TokenCounts() if counted is None else counted
     is_penalised = in_prompt is not None and sampling.repetition_penalty != 1.0
     if is_penalised or sampling.frequency_penalty or sampling.presence_penalty:
@@ -87,7 +90,7 @@ def how_to_draw(
 
 
 def _additions(sampling: Sampling, counts: TokenCounts, ends: Set[int]) -> "tuple[NDArray[Any], NDArray[Any]]":
-    """What frequency and presence penalty and bias add to logits: token ids, each once, and values. -inf: forbidden."""
+    """Sum up what penalties and biases add to logits: distinct token ids, and values. -inf forbids a token."""
     added = dict.fromkeys(ends, -math.inf)
     for token_id, bias in sampling.logit_bias:
         added[token_id] = added.get(token_id, 0.0) + bias
@@ -105,12 +108,12 @@ def _additions(sampling: Sampling, counts: TokenCounts, ends: Set[int]) -> "tupl
 
 
 def changed(
-    logits: NDArray[np.float32],  # [vocab_size], which are not changed
+    logits: NDArray[np.float32],  # [vocab_size], not modified
     how: Draw,
 ) -> NDArray[np.float32]:
-    """[vocab_size], with the penalty, what is added, and -inf where a token may not be drawn, in that order.
+    """Apply the penalty, the additions, and -inf to tokens that may not be drawn, in that order: [vocab_size].
 
-    The logits themselves where nothing is asked for. What is added to an id beyond the vocabulary has no effect.
+    Returns `logits` itself if there is nothing to change. Additions to ids beyond the vocabulary have no effect.
     """
     out = logits
     if how.repeated is not None:
@@ -127,7 +130,7 @@ def allowed_without(
     allowed: NDArray[np.bool_],  # [vocab_size]
     token_ids: Set[int],
 ) -> NDArray[np.bool_]:
-    """What is allowed but these tokens; as it was where nothing else is."""
+    """Return `allowed` without these tokens, or unchanged if no other token is allowed."""
     ids = [token_id for token_id in token_ids if token_id < len(allowed)]
     others = allowed.copy()
     others[ids] = False
@@ -135,13 +138,13 @@ def allowed_without(
 
 
 def draw(
-    logits: NDArray[np.float32],  # [vocab_size], changed as `how` says
+    logits: NDArray[np.float32],  # [vocab_size], the result of `changed`
     how: Draw,
 ) -> int:
-    """The same logits, seed and position give the same token, whatever else is decoded beside it.
+    """Sample a token. The same logits, seed and position give the same token, whatever else is in the batch.
 
-    Among equally likely tokens the lowest id counts as the likelier one. Raises ValueError where NaN or infinity is the
-    greatest logit.
+    Of equally likely tokens, those with lower ids are preferred. Raises ValueError if the greatest logit is NaN or
+    infinite.
     """
     greatest = float(logits.max())  # NaN, if there is one
     if not np.isfinite(greatest):
@@ -162,26 +165,26 @@ def draw(
 
 
 def prepare_draws() -> None:
-    """Have what draws compiled before the first token waits for it."""
+    """Compile the sampling kernels before a token waits for them."""
     logits = np.zeros(2, np.float32)
     draw(logits, how_to_draw(Sampling(max_new_tokens=1, temperature=1.0), seed=0, position=0))
     log_total(logits)
 
 
 def log_total(logits: NDArray[np.float32]) -> float:
-    """What to take off a logit for its log-probability, before temperature. logits: [vocab_size]."""
+    """Log-sum-exp of logits [vocab_size]: a logit less this is its log-probability at temperature 1."""
     greatest = logits.max()
     return float(greatest) + math.log(weigh_all(readonly(logits), greatest))
 
 
 def likelihood_of(logits: NDArray[np.float32], token_id: int, num_top: int) -> Likelihood:
-    """logits: [vocab_size]."""
+    """Likelihood of a token, with the num_top most likely ones. logits: [vocab_size]."""
     top = tuple((other_id, float(logits[other_id])) for other_id in likeliest(logits, num_top).tolist())
     return Likelihood(float(logits[token_id]), log_total(logits), top)
 
 
 def likeliest(values: NDArray[np.float32], num: int) -> NDArray[np.int64]:
-    """Ids of the num greatest, by (value descending, id ascending). values: [vocab_size] -> [at most num]."""
+    """Return the ids of the num greatest values [vocab_size], by (value descending, id ascending): [at most num]."""
     num = min(num, len(values))
     if num <= 0:
         return np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""Continuous batching: which requests are decoded, step by step. What a step takes is decided in `plan`."""
+"""Continuous batching: admits requests to slots and decodes them step by step. `plan` composes each step."""
 
 import logging
 import time
@@ -35,20 +35,21 @@ from workers.serving.step_engine import Draw, StepEngine, StepResult, StepRow
 
 _log = logging.getLogger(__name__)
 _Chosen = tuple[int, TokenScore | None] | Exception  # a request's next token, or why there is none
-RESTORED_BLOCKS = 4  # of rows that were found, at most between two steps: others wait for so many only
-WATCH_EVERY = 100  # steps: in one of so many, a layer and a row are compared with exact attention
-STALL_S = 30.0  # a request whose reader does not read is paused, and ended after so long
-_MAX_TOLD = 300  # characters of an engine's own message
-MANY_TOKENS = 65536  # of a vocabulary: to draw one of so many takes some tenths of a millisecond
-MOST_DRAWERS = 4  # threads beside the scheduler's own
-_ROWS_A_THREAD = 2  # a thread takes as long to wake as a row does
+RESTORED_BLOCKS = 4  # kept blocks of rows written between two steps at most: bounds how long other requests wait
+WATCH_EVERY = 100  # steps: in one of this many, one layer of one row is compared with exact attention
+STALL_S = 30.0  # a request whose reader does not read is paused, and ended after this time
+_MAX_TOLD = 300  # characters of an engine's message that clients get
+MANY_TOKENS = 65536  # vocabulary size from which sampling takes some tenths of a millisecond a token
+MOST_DRAWERS = 4  # sampling threads beside the scheduler's own
+_ROWS_A_THREAD = 2  # waking a thread takes as long as sampling for one row
 _T = TypeVar("_T")
 
 
 class Scheduler:
-    """One thread owns it and takes `turn` after `turn`; others hand in through `inbox`, having asked `flow`.
+    """Decodes requests, for one thread that owns it and calls `turn` again and again.
 
-    Requests are admitted in the order of their arrival, and requests of any contexts share a step.
+    Other threads reserve a place in `flow`, then submit to `inbox`. Requests are admitted in the order of their
+    arrival, and requests of any contexts share a step.
     """
 
     def __init__(
@@ -81,19 +82,19 @@ class Scheduler:
         return f"<Scheduler {len(self._running)}/{self.max_running} running, {len(self._queue)} queued>"
 
     def turn(self) -> float | None:
-        """Take in what came, and make one step. Returns how long nothing will have to be done; None: for ever."""
+        """Process the inbox, and make one step. Returns how long the thread may wait for the inbox; None: no limit."""
         self._take_in()
         self._run_calls()
         self._go_on()
         return self._idle_s()
 
     def load(self, context_id: int, artifact: Artifact) -> None:
-        """On the engine's thread (see `Inbox.call`); the artifact is open, checked and warm."""
+        """Load a context that is open, checked and read into memory. Call it on the engine's thread (`Inbox.call`)."""
         self._engine.add_context(context_id, artifact, self._while_loading)
         self.soundness.contexts.add(context_id)
 
     def unload(self, context_id: int) -> None:
-        """Likewise. No request is on it, nor will come to it."""
+        """Unload a context that no request uses or will use. Call it on the engine's thread (`Inbox.call`)."""
         self.soundness.contexts.discard(context_id)
         self._engine.remove_context(context_id)
 
@@ -106,11 +107,11 @@ class Scheduler:
         self._tell()
 
     def close(self) -> None:
-        """Let the threads that draw tokens go. No turn may follow."""
+        """Shut the sampling threads down. No turn may follow."""
         self._drawers.shutdown(wait=False, cancel_futures=True)
 
     def _go_on(self) -> None:
-        """With a step, if there is anything to do."""
+        """End late requests, admit new ones, and make a step if any request can take part."""
         now = self.clock()
         self._end_late(now)
         if self.soundness.fault is not None:
@@ -125,7 +126,7 @@ class Scheduler:
         self._tell()
 
     def _while_loading(self) -> None:
-        """All of a turn but calls, which may load and remove contexts: they wait."""
+        """Make a turn without the inbox's calls: they may load and remove contexts, so they wait."""
         self._take_in()
         self._go_on()
 
@@ -138,12 +139,12 @@ class Scheduler:
         self._queue.extend(news.arrived)
         now = self.clock()
         for request in news.cancelled:
-            if not request.is_over:  # in a step that took long, its time may have passed before it was given up
+            if not request.is_over:  # its deadline may have passed during a long step, before it was cancelled
                 self._end(request, "timeout" if now >= request.deadline else "cancelled", None)
         self._calls.extend(news.calls)
 
     def _end_late(self, now: float) -> None:
-        """End what took too long, and what nobody reads."""
+        """End requests past their deadline, and those whose reader has stalled."""
         for request in [*self._queue, *self._running.values()]:
             if now >= request.deadline:
                 took = f"{now - request.arrived_at:.1f} s"
@@ -156,7 +157,7 @@ class Scheduler:
                 self._end(request, "timeout", error)
 
     def _fail_while_unsound(self, now: float) -> None:
-        """No request can be answered until the engine works again."""
+        """End all requests, and probe the engine: nothing can be answered until it works again."""
         error = self._refuse_if_unsound()
         for request in [*self._queue, *self._running.values()]:
             self._end(request, "failed", error)
@@ -169,7 +170,7 @@ class Scheduler:
         return error
 
     def _admit(self, now: float) -> None:
-        """Open slots for the oldest requests."""
+        """Open slots for queued requests, the oldest first."""
         while self._queue and len(self._running) < self.max_running:
             request, slot = self._queue[0], self._free_slots[-1]
             try:
@@ -185,7 +186,7 @@ class Scheduler:
             self.metrics.context_tokens.inc(request.context_len)
 
     def _restore(self) -> None:
-        """Give the engine rows of its requests that were found, the oldest request's first."""
+        """Write kept rows that were found for running requests into the engine, the oldest request's first."""
         room = RESTORED_BLOCKS
         for request in [request for request in self._running.values() if request.own is not None]:
             assert request.own is not None and request.slot is not None
@@ -252,14 +253,14 @@ class Scheduler:
                 self._take_token(request, chosen[request], ended)
 
     def _how_to_draw(self, request: Request) -> Draw | None:
-        """None also where it cannot be said: why is found where the token is chosen, and ends this request alone."""
+        """`Request.how_to_draw`; None also if it raises. `_choose` then meets the error and ends this request alone."""
         try:
             return request.how_to_draw(self._stop_ids)
         except Exception:
             return None
 
     def _keep(self, request: Request) -> None:
-        """What of its rows has become a whole block. That it fails is no fault of the request."""
+        """Keep the blocks of the request's rows that have become complete. A failure does not end the request."""
         if request.own is None or not request.own.has_whole(request.num_rows):
             return
         token_ids = [*request.question_ids, *request.token_ids][: request.num_rows]
@@ -271,11 +272,11 @@ class Scheduler:
             request.own.keeps = False
 
     def _choose_watched(self, plan: list[tuple[Request, int]]) -> tuple[int, int] | None:
-        """In one step of many: whose last row, in which layer, is compared with exact attention. Both go round."""
+        """In every WATCH_EVERY-th step, choose a request of the plan and a layer, for `Fidelity`; both round-robin."""
         if self._num_steps % WATCH_EVERY:
             return None
         sparse = [i for i, (request, _) in enumerate(plan) if request.selector != "full" and request.context_len]
-        if not sparse or not self._engine.num_layers:  # the model chooses
+        if not sparse or not self._engine.num_layers:  # 0 layers: the model chooses its rows itself
             return None
         turn, layer_idx = divmod(self._num_watched, self._engine.num_layers)
         self._num_watched += 1
@@ -284,7 +285,7 @@ class Scheduler:
     def _choose(
         self, wanting: list[tuple[Request, int]], rows: list[StepRow], result: StepResult
     ) -> dict[Request, _Chosen]:
-        """Requests' next tokens, by their rows; several that are drawn here, side by side."""
+        """Return the next token of each (request, row). Those sampled from logits are shared out among threads."""
 
         def is_drawn_here(request: Request, row: int) -> bool:
             return request.needs_logits and rows[row].draw is None
@@ -297,7 +298,7 @@ class Scheduler:
                     assert how is not None
                     return request.choose(result.logits[row], how)
                 return request.take(int(result.next_ids[row]), result.likelihoods[row] if result.likelihoods else None)
-            except Exception as error:  # this request's alone: the others go on
+            except Exception as error:  # ends this request alone
                 return error
 
         def choose_all(share: Sequence[tuple[Request, int]]) -> list[_Chosen]:
@@ -335,18 +336,18 @@ class Scheduler:
         if has_ended or len(request.token_ids) >= request.max_new_tokens:
             self._put(request, request.writer.finish())
             if is_end and request.scores_prompt and score is not None:
-                self._put(request, Piece("", (score,)))  # who sums up a text's scores counts on one for every token
+                self._put(request, Piece("", (score,)))  # clients that sum up scores expect one for every token
             reason: Finish = "stop" if has_ended or request.writer.has_stopped else "length"
             if reason == "stop" and request.writer.has_called:
                 reason = "tool_calls"
             self._end(request, reason, request.done(reason))
 
     def _fail_step(self, requests: list[Request], error: Exception) -> None:
-        """End the requests of a step that failed; others go on, if the engine still works."""
+        """End the requests of a step that failed. Others continue if the engine still works."""
         for request in requests:
             self._take_out(request)
         self.soundness.probe_after(error, requests[0], self.clock(), self._free_slots[0])
-        self._refuse_if_unsound()  # before readers are told: who asks again at once should know
+        self._refuse_if_unsound()  # before readers get the error: one that retries at once must be refused
         told = _refusal(error)
         for request in requests:
             self._close(request, "failed", told)
@@ -359,7 +360,7 @@ class Scheduler:
             self._touched[request.outlet] = None
 
     def _end(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:
-        """Take the request out of wherever it is, and tell its reader."""
+        """Remove the request from queue or slot, and send its reader the last event."""
         self._take_out(request)
         self._close(request, outcome, last)
 
@@ -410,12 +411,12 @@ def _run(call: Call) -> None:
 
 
 def _refusal(error: Exception) -> ServingError:
-    """An engine's error as a request's."""
+    """Convert an engine's error to the ServingError that its requests get."""
     if isinstance(error, ServingError):
         return error
     if isinstance(error, ConfigError):
         return BadRequestError(str(error))
-    # raised on purpose, and not for memory or a disk: something that decodes is lost
+    # a CsattnError that is not about memory or a disk: a process that takes part in decoding is lost
     if isinstance(error, CsattnError) and not isinstance(error, OffloadError):
         return WorkerLostError(f"{error}; send the request again")
     told = f"{type(error).__name__}: {error}"[:_MAX_TOLD]
@@ -423,6 +424,9 @@ def _refusal(error: Exception) -> ServingError:
 
 
 def in_shares(rows: Sequence[_T], num_drawn: int, num_threads: int) -> list[Sequence[_T]]:
-    """One for this thread, and for so many others at most. num_drawn: rows that take time."""
+    """Divide the rows: a share for this thread, and one each for at most num_threads others.
+
+    num_drawn: how many of the rows are sampled from logits, which takes time.
+    """
     num_shares = max(1, min(num_threads + 1, num_drawn // _ROWS_A_THREAD))
     return [rows[at::num_shares] for at in range(num_shares)]

@@ -1,4 +1,4 @@
-"""Whether an engine still decodes, after it has failed once."""
+"""Health check of an engine after a failed step."""
 
 import logging
 
@@ -12,19 +12,19 @@ _log = logging.getLogger(__name__)
 
 
 class Soundness:
-    """Asks an engine that failed for a token: if one comes, the failure was of one step; else nothing is decoded,
-    and it is asked again and again."""
+    """Probes an engine that failed by decoding one token. If that succeeds, only the one step was at fault; if not,
+    the engine counts as broken (`fault`) and is probed again and again."""
 
     def __init__(self, engine: StepEngine) -> None:
-        self.fault: str | None = None  # why nothing is decoded now
+        self.fault: str | None = None  # why the engine cannot decode; None: it can
         self.next_probe_at = 0.0
-        self.contexts: set[int] = set()  # loaded
+        self.contexts: set[int] = set()  # ids of those loaded
         self._engine = engine
         self._config = SearchConfig()
         self._selector: Selector = "csattn"
 
     def probe_after(self, error: Exception, request: Request, now: float, free_slot: int) -> None:
-        """A step failed; this is one of its requests."""
+        """Probe the engine after a failed step. request: one of the step, whose settings the probe uses."""
         _log.error("a step failed", exc_info=error)
         self._config, self._selector = request.config, request.selector
         self._probe(now, free_slot)
@@ -34,7 +34,7 @@ class Soundness:
             self._probe(now, free_slot)
 
     def close_slot(self, slot: int, now: float) -> None:
-        """A slot that cannot be closed is a fault."""
+        """Close a slot of the engine; if that fails, the engine is at fault."""
         try:
             self._engine.close_slot(slot)
         except Exception as error:
@@ -53,7 +53,7 @@ class Soundness:
             self.fault = None
 
     def _prepared_context(self) -> int:
-        """One that is quick to open: such as that of the request that failed, if it is still loaded."""
+        """A loaded context that opens quickly, as it needs no preparation; else any loaded one; else NO_CONTEXT."""
         config, selector = self._config, self._selector
         quick = (i for i in sorted(self.contexts) if self._engine.preparation(i, config, selector) is None)
         return next(quick, min(self.contexts, default=NO_CONTEXT))

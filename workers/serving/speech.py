@@ -1,4 +1,4 @@
-"""An answer's text, as it comes, as reasoning, calls of tools, and what is said."""
+"""A streaming parser that divides an answer's text into reasoning, tool calls and what is said to the user."""
 
 import json
 import re
@@ -11,18 +11,18 @@ from workers.serving.messages import Ask, CallPart
 from workers.serving.text import overlap
 from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 
-# Templates that write calls in pieces have the name first; what comes otherwise is read when it is whole.
+# The head of a call that can be streamed: the name comes first. Other calls are parsed when they are complete.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
-_SPACE = " \t\r\n"  # around markers: an ideographic space that a paragraph begins with is said
-_UNANNOUNCED = '{"name":', '```json{"name":'  # what calls without a marker begin with, but for spaces
+_SPACE = " \t\r\n"  # dropped around markers; an ideographic space, with which paragraphs may begin, is not
+_UNANNOUNCED = '{"name":', '```json{"name":'  # beginnings of calls without a marker, with spaces removed
 _NAMED = re.compile(r'\s*(?:```json\s)?\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
-_FENCED = re.compile(r"\A\s*```json\s(.*?)(?:```)?\s*\Z", re.DOTALL)  # an answer that was cut off has no second fence
+_FENCED = re.compile(r"\A\s*```json\s(.*?)(?:```)?\s*\Z", re.DOTALL)  # a truncated answer has no closing fence
 
 
 @dataclass(slots=True)
 class Parts:
-    """What has become certain."""
+    """Parsed output that no later text can change."""
 
     text: str = ""
     reasoning: str = ""
@@ -30,8 +30,10 @@ class Parts:
 
 
 class Speech:
-    """How the text is cut into pieces makes no difference to the parts put together. What only looks like a call
-    is said as it is: one that is no JSON, or of a tool that was not offered."""
+    """A state machine over the text. Its output, joined, does not depend on how the text is cut into pieces.
+
+    What only looks like a call (it is no JSON, or names a tool that was not offered) is passed on as text.
+    """
 
     def __init__(
         self,
@@ -44,15 +46,15 @@ class Speech:
         parallel_calls: bool = True,
         continues: bool = False,
     ) -> None:
-        """is_thinking: the prompt ends within a thought; thinks: the answer may begin with one; continues: the prompt
-        has the answer's beginning."""
+        """thinks: the answer may begin with a thought (<think>); is_thinking: the prompt ends within one; continues:
+        the prompt has the answer's beginning. format: None if calls are not looked for."""
         self._parallel_calls = parallel_calls
-        self.has_ended = False  # with the only call that there may be
+        self.has_ended = False  # the only call that the answer may have is complete
         self._request_id, self._format, self._tools = request_id, format, tools
         self._rest, self._parts = "", Parts()
         self._is_final = False
-        self._drops_space = (thinks or format is not None) and not continues  # at the start of what comes next
-        self._lead = ""  # what announced a call, until it is one
+        self._drops_space = (thinks or format is not None) and not continues  # strip what comes next on the left
+        self._lead = ""  # the marker that announced a call, until the call is certain
         self._call = _Call()
         self.num_calls = 0
         self._state: Callable[[], bool]
@@ -71,11 +73,11 @@ class Speech:
         return parts
 
     def finish(self) -> Parts:
-        """What was held back."""
+        """Parse what was held back, at the answer's end."""
         self._is_final = True
         return self.add("")
 
-    # Each state takes what it can of `_rest`, and says whether there is more to do.
+    # Each state consumes what it can of `_rest`, and returns whether the (next) state should be called again.
 
     def _begin(self) -> bool:
         begun = self._rest.lstrip()
@@ -95,20 +97,20 @@ class Speech:
         return found
 
     def _open_calls(self) -> Callable[[], bool]:
-        """The state in which what is said begins."""
+        """The state in which the text after reasoning begins."""
         if self._format is None:
             return self._say
         return self._read_unannounced if self._format.is_announced else self._between_calls
 
     def _read_unannounced(self) -> bool:
-        """An answer of nothing but calls is calls without their marker, too: Qwen2.5-Coder, for one, leaves it out."""
+        """Read an answer that consists only of calls without their marker, which Qwen2.5-Coder, for one, leaves out."""
         begun = "".join(self._rest.lstrip()[:64].split())
         looks_so, named = begun.startswith(_UNANNOUNCED), _NAMED.match(self._rest)
         if named is not None and _name(named[1]) not in self._tools:
-            self._state = self._say  # at once: what is said is told as it comes
+            self._state = self._say  # not a call: from here on, text is streamed as it comes
             return True
         is_over = self._is_final
-        if looks_so and not self._parallel_calls:  # the first is all that there may be, whatever would follow
+        if looks_so and not self._parallel_calls:  # the answer ends with the first call, whatever would follow
             self._call.scan(self._rest[self._rest.index("{") :])
             is_over = is_over or self._call.end is not None
         if not is_over and (looks_so or any(start.startswith(begun) for start in _UNANNOUNCED)):
@@ -123,7 +125,8 @@ class Speech:
         return True
 
     def _calls_alone(self) -> tuple[list[tuple[str, str]], str]:
-        """Those that the answer consists of, and a last one that was cut off; none where there is anything else."""
+        """The calls that the answer consists of, and the text of a truncated last one; no calls if there is any other
+        text."""
         text, calls = _FENCED.sub(r"\1", self._rest).strip(), list[tuple[str, str]]()
         while text:
             call = _Call()
@@ -145,7 +148,7 @@ class Speech:
         return found
 
     def _between_calls(self) -> bool:
-        """Before a call, between two, or behind the last."""
+        """Read what stands before a call, between two, or after the last."""
         format = self._format
         assert format is not None
         rest = self._rest.lstrip(format.filler if self.num_calls or self._lead else _SPACE)
@@ -167,7 +170,7 @@ class Speech:
         return bool(rest)
 
     def _say_lead(self) -> None:
-        """It announced no call."""
+        """Pass the marker on as text: no call has followed it."""
         self._parts.text += self._lead
         self._drops_space = self._drops_space and not self._lead
         self._lead, self._state = "", self._say
@@ -197,7 +200,7 @@ class Speech:
         return bool(self._rest)
 
     def _tell_whole(self, text: str) -> bool:
-        """Whether it is a call."""
+        """Emit a complete call; false if the text is not one."""
         if (call := self._call_of(text)) is None:
             return False
         self._begin_call(call[0])
@@ -205,7 +208,7 @@ class Speech:
         return True
 
     def _call_of(self, text: str) -> tuple[str, str] | None:
-        """Name and arguments of a call."""
+        """Name and arguments (JSON) of a call; None if the text is not a call of an offered tool."""
         try:
             call = json.loads(text)
             arguments = next(call[key] for key in ("arguments", "parameters") if key in call)
@@ -216,14 +219,14 @@ class Speech:
             return None
         if (head := _HEAD.match(text)) is None:
             written = json.dumps(arguments, ensure_ascii=False)
-            is_text = lone_surrogate(written) is None  # else its halves of characters stay escaped, as they came
+            is_text = lone_surrogate(written) is None  # else lone surrogates stay escaped, as they came
             return call["name"], written if is_text else json.dumps(arguments)
         seen = _Call()
         seen.scan(text)
-        return call["name"], text[head.end() : seen.arguments_end(head.end())]  # as they were written
+        return call["name"], text[head.end() : seen.arguments_end(head.end())]  # as the model wrote them
 
     def _begin_call(self, name: str) -> None:
-        # nine letters and digits are what Mistral's templates take back
+        # Mistral's templates accept only ids of nine letters and digits
         call_id = sha256(f"{self._request_id} {self.num_calls}".encode()).hexdigest()[:9]
         self._parts.calls.append(CallPart(self.num_calls, call_id=call_id, name=name))
         self.num_calls += 1
@@ -236,7 +239,8 @@ class Speech:
             calls.append(CallPart(index, text))
 
     def _until(self, marker: str | None) -> tuple[str, bool]:
-        """What stands before the marker, as far as is certain, and whether the marker has come; both are taken."""
+        """Consume the text before the marker, as far as it is certain, and the marker. Returns that text, and whether
+        the marker has come."""
         if self._drops_space:
             self._rest = self._rest.lstrip(_SPACE)
             self._drops_space = not self._rest
@@ -251,14 +255,14 @@ class Speech:
 
 
 class _Call:
-    """An object of JSON, looked at as it grows: where it ends, and where what stands one level down ends."""
+    """An incremental scanner of a JSON object: finds its end, and the ends of objects and lists one level down."""
 
     def __init__(self) -> None:
         self.end: int | None = None
-        self.told: int | None = None  # up to where its arguments were told, once its name is known
+        self.told: int | None = None  # up to where its arguments have been emitted; None: its name is not known yet
         self._seen = self._depth = 0
         self._in_string = self._is_escaped = False
-        self._ends_inside: list[int] = []  # of objects and lists in it
+        self._ends_inside: list[int] = []  # ends of objects and lists one level down
 
     def scan(self, text: str) -> None:
         while self.end is None and self._seen < len(text):
@@ -278,12 +282,12 @@ class _Call:
                     self.end = self._seen
 
     def arguments_end(self, start: int) -> int:
-        """Up to where the object that begins there, one level down, has been seen."""
+        """The end of the object, one level down, that begins at `start`, as far as it has been scanned."""
         return next((end for end in self._ends_inside if end >= start), self._seen)
 
 
 def speech_of(ask: Ask, form: ChatForm) -> Speech | None:
-    """None where all of the answer's text is said."""
+    """Return the parser for a request's answer; None if it has neither reasoning nor calls to look for."""
     format = form.calls if ask.tools else None
     if not ask.turns or not (form.thinks or format):
         return None
@@ -294,7 +298,7 @@ def speech_of(ask: Ask, form: ChatForm) -> Speech | None:
         thinks=form.thinks,
         is_thinking=form.is_thinking,
         parallel_calls=ask.parallel_calls,
-        continues=ask.continues and not ask.must_call,  # a call is not the rest of what was said
+        continues=ask.continues and not ask.must_call,  # a forced call does not continue the last turn's text
     )
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler asks of an engine: steps of rows that belong to any requests, over any contexts."""
+"""The interface of an engine to the scheduler: decode steps whose rows belong to any requests, over any contexts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,138 +12,140 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from workers.serving.messages import Selector
 
-NO_CONTEXT = -1  # in place of a context's number: the request begins with nothing
+NO_CONTEXT = -1  # context_id of a request without a context
 
 
-Allowed = Callable[[], NDArray[np.bool_]]  # gives [vocab_size]
+Allowed = Callable[[], NDArray[np.bool_]]  # returns [vocab_size]: whether each token may be drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """How the token after a row is drawn; see `draw_reference`."""
+    """How to sample the token that follows a row; `draw_reference` is the definition."""
 
     temperature: float  # above 0
     top_p: float
-    top_k: int  # 0: all; 1: the likeliest, and the other numbers do not count
+    top_k: int  # 0: all; 1: the argmax, for which temperature, top_p, min_p and at are ignored
     min_p: float  # at most 1
-    at: float  # in [0, 1): which of those that may be
-    repeated: NDArray[np.bool_] | None = None  # [vocab_size]: tokens whose logits the penalty makes less; None: none
-    penalty: float = 1.0  # divides logits above 0, multiplies others
+    at: float  # in [0, 1): the uniform variate, a place in the cumulative distribution of the kept tokens
+    repeated: NDArray[np.bool_] | None = None  # [vocab_size]: tokens that `penalty` applies to; None: none
+    penalty: float = 1.0  # repetition penalty: divides logits above 0, multiplies others
     added_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # each token once
-    added: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # then to their logits
-    # begins to find which of so many tokens may be drawn; what is returned gives them. Raises nothing, and neither does
-    # that. Called once, when the step is under way: whoever finds is not to hold it up
+    added: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # to logits, after the penalty
+    # Takes vocab_size, starts to compute which tokens may be drawn, and returns a function that waits for the result.
+    # Neither raises. Called once, while the step is under way, so that the computation does not hold the step up.
     allowed: Callable[[int], Allowed] | None = None
-    num_top: int | None = None  # how many likely tokens are told beside the drawn one; None: no logits
+    num_top: int | None = None  # how many of the most likely tokens to report with the drawn one; None: no logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A token of the request in that slot; several tokens of one request may stand in one step, in order."""
+    """An input token of the request in a slot. A step may have several tokens of one request, in order."""
 
     slot: int
     token_id: int
-    asks: bool = True  # what follows it; of others a step's next_ids and logits mean nothing
-    draw: Draw | None = None  # of an engine that draws: None is the likeliest token
+    asks: bool = True  # the next token is wanted; for other rows, next_ids and logits of the result are undefined
+    draw: Draw | None = None  # for an engine with `draws`; None: take the argmax
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """How likely a token was, before its logit was changed."""
+    """How likely a token was, before penalties and biases changed its logit."""
 
     logit: float
-    log_total: float  # what to take off a logit for its log-probability
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens and their logits, by (logit descending, id ascending)
+    log_total: float  # log-sum-exp of all logits: a logit less this is a log-probability
+    top: tuple[tuple[int, float], ...]  # the most likely tokens and their logits, by (logit descending, id ascending)
 
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """One layer's selection for one row, against exact attention; means over heads."""
+    """One layer's selection for one row, compared with exact attention; means over heads."""
 
     recall: float  # share of the exact top-k that was chosen
-    mass: float  # share of exact attention's weight on rows that were read
+    mass: float  # attention mass of the rows that were read: their share of exact attention's weights
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Results of a step, row by row."""
 
-    next_ids: NDArray[np.int64]  # [num_rows]: likeliest, or drawn; -1 where NaN or infinity is the greatest logit
-    logits: NDArray[np.float32] | None  # [num_rows, vocab_size], where asked for; valid until the next step
-    fidelity: Fidelity | None = None  # of the row that was watched
-    likelihoods: Sequence[Likelihood | None] = ()  # [num_rows], of an engine that draws: of drawn tokens, where asked
+    next_ids: NDArray[np.int64]  # [num_rows]: argmax, or drawn; -1 where the greatest logit is NaN or infinite
+    logits: NDArray[np.float32] | None  # [num_rows, vocab_size], if wanted; valid until the next step
+    fidelity: Fidelity | None = None  # of the watched row
+    likelihoods: Sequence[Likelihood | None] = ()  # [num_rows], from an engine with `draws`; None without num_top
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a request has attended to so far."""
+    """How many rows a request has read so far."""
 
     selector: str
-    rows: float  # of context and tail, a token: mean over tokens, layers and heads
+    rows: float  # of context and tail, per token: mean over tokens, layers and heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounts:
-    """What an engine has done since it was made."""
+    """Counters of an engine since it was made, and the memory that it uses."""
 
     search_s: float = 0.0
     attend_s: float = 0.0
-    slot_lookups: int = 0  # rows asked of the slot cache
+    slot_lookups: int = 0  # rows looked up in the slot cache
     slot_hits: int = 0
-    kv_bytes: int = 0  # of loaded contexts, wherever they lie
+    kv_bytes: int = 0  # of loaded contexts, in any memory
     index_bytes: int = 0
     device_bytes: int = 0
 
 
 class StepEngine(Protocol):
-    """Used by one thread, but for `preparation`.
+    """An engine that makes decode steps. One thread uses it; only `preparation` may be called from any.
 
-    Results do not depend on what else is in a step, nor on how a question is cut into steps.
+    Results depend neither on the other rows of a step nor on how a question is cut into steps.
     """
 
-    draws: bool  # tokens, as rows ask; else whoever wants one drawn asks for logits
+    draws: bool  # the engine samples as `StepRow.draw` says; if not, the caller samples from logits
     max_rows: int  # of one step
     num_slots: int  # requests at the same time
-    tail_capacity: int  # rows of one request's own, question and answer
+    tail_capacity: int  # rows of question and answer that one request may have
     max_positions: int
     num_layers: int
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Load; the artifact stays open until `remove_context`. Raises a sentence where it does not fit.
+        """Load a context. The artifact must stay open until `remove_context`. Raises an error if it does not fit.
 
-        meanwhile: called now and then where it takes long; it may do all but load and remove contexts.
+        meanwhile: called now and then during a long load; it may do anything but load and remove contexts.
         """
         ...
 
     def remove_context(self, context_id: int) -> None:
-        """No slot may be open on it."""
+        """Unload a context. No slot may be open on it."""
         ...
 
     def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> Callable[[], None] | None:
-        """What such a request needs of its context that is not made yet, and may take as long as a prefill.
+        """Return the work that makes what such a request needs of its context; None if all of it is made already.
 
-        Asked and run on any thread, while steps go on and the context stays loaded; run twice, it is made once.
-        None where there is nothing to make. Raises ConfigError for what this engine cannot do.
+        It may take as long as a prefill. Call this and run the work on any thread, beside the steps, while the context
+        stays loaded; if the work is run twice, its result is made once. Raises ConfigError for what this engine cannot
+        do.
         """
         ...
 
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
-        """Begin a request with an empty tail. What is not prepared yet is made now, and steps wait for it.
+        """Begin a request with an empty tail. If `preparation` has not been run, this does its work, and steps wait.
 
         Raises ConfigError for what this engine cannot do.
         """
         ...
 
     def write_rows(self, slot: int, rows: Tensor) -> None:
-        """Lengthen its tail by rows that `read_rows` gave of a request that began alike, instead of feeding the tokens.
+        """Append rows to the slot's tail instead of feeding their tokens.
 
-        rows: [num_layers, num_kv_heads, num_rows, 2, head_dim], not written to before the next step is over.
+        rows: [num_layers, num_kv_heads, num_rows, 2, head_dim], from `read_rows` of a request with the same beginning;
+        they must not be written to before the next step is over.
         """
         ...
 
     def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        """Begin to copy these rows of its tail. What is returned may be called on any thread, waits for the copy, and
-        gives it, laid out as `write_rows` takes it."""
+        """Start to copy rows of the slot's tail. The returned function may be called on any thread: it waits for the
+        copy and returns it in the layout of `write_rows`."""
         ...
 
     def step(

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: turn after turn, until it is told to end."""
+"""The thread that owns the engine and runs the scheduler's turns until it is closed."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepThread:
-    """Waits without polling: an idle service takes no CPU."""
+    """Runs the scheduler, and waits without polling: an idle service takes no CPU."""
 
     def __init__(self, scheduler: Scheduler, engine: StepEngine) -> None:
         self._scheduler, self._engine = scheduler, engine
@@ -25,7 +25,7 @@ class StepThread:
         return self._thread.is_alive()
 
     def close(self, drain_s: float) -> None:
-        """Let the requests that are here finish, for so long; then end the others with an error, and the engine.
+        """Let running requests finish for up to drain_s, then end the others with an error, and close the engine.
 
         Blocks; new requests are refused from now on.
         """
@@ -45,7 +45,7 @@ class StepThread:
         while not self._is_ending:
             try:
                 idle_s = scheduler.turn()
-            except Exception as error:  # a fault of the scheduler itself: its requests must not wait for ever
+            except Exception as error:  # a bug in the scheduler itself: its requests must not wait for ever
                 _log.exception("a turn of the scheduler failed")
                 scheduler.fail_all(WorkerLostError(f"the scheduler failed ({error}); send the request again"))
                 continue

@@ -1,4 +1,4 @@
-"""Token ids as text, while they come: passed on as soon as no further token can change it."""
+"""Incremental detokenisation: text is passed on as soon as no further token can change it."""
 
 import re
 from collections.abc import Sequence
@@ -6,37 +6,37 @@ from functools import cache, lru_cache
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_UNFINISHED = "\ufffd"  # what a character becomes while bytes of it are missing
-_WINDOW = 8  # tokens that are decoded again beside a new one
+_UNFINISHED = "\ufffd"  # what an incomplete character is decoded to
+_WINDOW = 8  # tokens that are decoded again with a new one
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of an answer. Spaces before commas stay: taking them out would change text that was passed on."""
+    """Return the text of an answer. Tokenisation spaces are not cleaned up, as that would change text passed on."""
     text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Of the added tokens those that are special, also where the tokenizer does not name them among its own."""
+    """Return the added tokens that are special, also those that `all_special_ids` does not list."""
     return {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-@lru_cache(4)  # with thousands of them it takes tens of milliseconds
+@lru_cache(4)  # for thousands of added tokens it takes tens of milliseconds
 def _silent_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that `decode` passes over: a fast tokenizer has more of them than it names."""
+    """Tokens that `decode` skips: a fast tokenizer skips more than it lists in `all_special_ids`."""
     added = special_ids(tokenizer) if tokenizer.is_fast else set()
     return frozenset(added.union(tokenizer.all_special_ids))
 
 
 class TextStream:
-    """Pieces of text as tokens come. Together they are exactly `decode` of all tokens."""
+    """Decodes tokens to pieces of text as they come. Joined, the pieces are exactly `decode` of all tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._token_ids: list[int] = []  # the first ones and the last: what is between changes no text from here on
-        self._told = 0  # characters of their text that were passed on
+        self._token_ids: list[int] = []  # the first and the last tokens; those between no longer affect new text
+        self._told = 0  # characters of their text that have been passed on
         self._skipped = _silent_ids(tokenizer)
-        self._in_bytes = False  # in a run of tokens that are bytes: decoders judge it as a whole
+        self._in_bytes = False  # in a run of byte tokens, which decoders convert as a whole
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
@@ -53,18 +53,21 @@ class TextStream:
         return piece
 
     def skips(self, token_id: int) -> bool:
-        """Whether the text has nothing of this token."""
+        """Whether the token adds nothing to the text."""
         return token_id in self._skipped
 
     def finish(self) -> str:
-        """What is left: bytes of a character that never became whole."""
+        """Return the rest of the text: what incomplete characters are decoded to."""
         text = decode(self._tokenizer, self._token_ids)
         piece, self._told = text[self._told :], len(text)
         return piece
 
     def _forget(self, text: str) -> None:
-        """Drop what is between the first tokens and the last, if the text of the last is the same without it. The first
-        stay, for a decoder may strip a text's start. A character has at most four tokens: one of four begins one."""
+        """Drop the tokens between the first and the last ones, if the text of the last is the same without them.
+
+        The first stay because a decoder may strip the start of a text. A character has at most four tokens, so one of
+        four successive numbers of last tokens begins with a character.
+        """
         first = self._token_ids[:_WINDOW]
         start, num_untold = decode(self._tokenizer, first), len(text) - self._told
         for num_last in range(_WINDOW, _WINDOW + 4):
@@ -77,10 +80,10 @@ class TextStream:
 
 
 class StopFinder:
-    """Ends a text before the first stop string that comes whole; what could become one is held back.
+    """Ends a text before the first complete stop string, and holds back what could become one.
 
-    The first is the one that ends first; of several that end together, the longest. How the text is cut into pieces
-    makes no difference.
+    The first stop string is the one that ends first; of several that end together, the longest. The result does not
+    depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -89,7 +92,7 @@ class StopFinder:
         self.found = False
 
     def add(self, text: str) -> str:
-        """What of the text, with what was held back, cannot be part of a stop string any more."""
+        """Return the text, with what was held back before, that can no longer be part of a stop string."""
         assert not self.found, "the text has ended"
         seen = self._held + text
         if ends := [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]:
@@ -100,24 +103,24 @@ class StopFinder:
         return seen[:told]
 
     def finish(self) -> str:
-        """What was held back and did not become a stop string."""
+        """Return what was held back and did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def overlap(text: str, marker: str) -> int:
-    """Characters at the text's end that the marker may begin with, short of all of it."""
+    """Length of the longest proper prefix of the marker that the text ends with."""
     at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
     while at >= 0 and not marker.startswith(text[at:]):
         at = text.find(marker[0], at + 1)
     return len(text) - at if at >= 0 else 0
 
 
-@lru_cache(1 << 16)  # a token with 20 others beside it asks 21 times, on the thread that makes steps
+@lru_cache(1 << 16)  # a token with 20 top logprobs needs 21 look-ups, on the thread that makes steps
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """The bytes that a token stands for; a special token's name."""
+    """Return the bytes that a token stands for, or a special token's name."""
     token = tokenizer.convert_ids_to_tokens(token_id)
-    if token is None:  # models have rows for ids that no token has
+    if token is None:  # a model's vocabulary may be padded with ids that no token has
         return b""
     if token_id in tokenizer.all_special_ids:
         return str(token).encode()
@@ -136,7 +139,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as: printable ones as themselves, others from U+0100."""
+    """Byte-level BPE's characters for bytes: printable bytes stand for themselves, others are from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

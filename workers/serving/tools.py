@@ -1,4 +1,4 @@
-"""How a model's chat template writes reasoning and calls of tools, by what the template contains."""
+"""Detects from a model's chat template how it writes reasoning and tool calls."""
 
 import re
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ AnyAsk = TypeVar("AnyAsk", bound=Conversation)
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """A call is an object of `name` and arguments; around it stands what is said here."""
+    """How a template writes calls: each is a JSON object of `name` and arguments, with these strings around it."""
 
-    opening: str  # announces calls in an answer's text
-    closing: str = ""
+    opening: str  # marker that announces a call, or several, in an answer's text
+    closing: str = ""  # marker after each call
     run: tuple[str, str] = ("", "")  # what a run of calls begins and ends with, after the opening
     joint: str = ""  # between two calls
     filler: str = " \r\n\t"  # characters that may stand around calls
     arguments_key: str = "arguments"
-    is_announced: bool = True  # else an answer that begins with an object is a call as well
+    is_announced: bool = True  # False: an answer that begins with an object is a call even without the opening
 
 
 HERMES = CallFormat("<tool_call>", "</tool_call>", joint="\n")  # Qwen's too
@@ -32,7 +32,7 @@ LLAMA = CallFormat("<|python_tag|>", joint="; ", filler=" \r\n\t;", arguments_ke
 
 
 class ChatForm:
-    """What the model's own template can write."""
+    """What the model's chat template supports: reasoning, tools, and the format of calls."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._template = tokenizer, _template_of(tokenizer)
@@ -46,10 +46,10 @@ class ChatForm:
         vocab = tokenizer.get_vocab()
         self.marker_ids = {marker: vocab[marker] for marker in markers if marker in vocab}
         special = special_ids(tokenizer)
-        self.hidden = {id: marker for marker, id in self.marker_ids.items() if id in special}  # from decoded text
+        self.hidden = {id: marker for marker, id in self.marker_ids.items() if id in special}  # skipped by decoding
 
     def switched(self, ask: AnyAsk) -> AnyAsk:
-        """The same, with its effort as the option that the template has for it."""
+        """Translate `reasoning_effort` into the template's option for it. Raises BadRequestError if it has none."""
         effort = ask.reasoning_effort
         if effort is None:
             return ask
@@ -64,11 +64,11 @@ class ChatForm:
         return replace(ask, template_options={**known, **ask.template_options}, reasoning_effort=None)
 
     def of(self, ask: Ask) -> "ChatForm":
-        """As the template is for this request."""
+        """The form for this request: its options, or a turn that it continues, decide whether a thought is open."""
         if not (self.thinks and (ask.template_options or ask.continues)):
             return self
         form = copy(self)
-        if ask.continues:  # with a thought, or with what follows it
+        if ask.continues:  # the turn may stop within a thought, or after it
             said = ask.turns[-1].content
             form.thinks = form.is_thinking = THINK in said and THOUGHT not in said
         else:
@@ -76,7 +76,7 @@ class ChatForm:
         return form
 
     def require(self, ask: Conversation) -> None:
-        """Refuse what the template cannot write."""
+        """Raise BadRequestError for options, tools or calls that the template cannot write."""
         for name in ask.template_options:
             if not self._knows(name):
                 raise BadRequestError(
@@ -96,12 +96,12 @@ class ChatForm:
             )
 
     def _knows(self, name: str) -> bool:
-        """Whether the template may use an option of that name."""
+        """Whether the template mentions a variable of that name."""
         return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", self._template) is not None
 
 
 def tool_specs(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """Tools as templates take them."""
+    """Convert tools to the form that chat templates take."""
     if not tools:
         return None
     return [
@@ -114,8 +114,8 @@ def tool_specs(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Turns as templates take them."""
-    names: dict[str, str] = {}  # by the id of the first call that has it
+    """Convert turns to the messages that chat templates take."""
+    names: dict[str, str] = {}  # of tools, by call id; the first call with an id counts
     for call in (call for turn in turns for call in turn.calls):
         names.setdefault(call.call_id, call.name)
     messages = []
@@ -135,7 +135,7 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def _template_of(tokenizer: Any) -> str:
-    """All of it: some models have another one for tools."""
+    """The text of the chat template, or of all of them: some models have a separate one for tools."""
     template = tokenizer.chat_template or ""
     return template if isinstance(template, str) else "\n".join(template.values())
 
@@ -150,7 +150,7 @@ def _begins_thought(tokenizer: Any, options: dict[str, Any]) -> bool:
 
 
 def _calls_of(template: str) -> CallFormat | None:
-    if "<function=" in template or "[ARGS]" in template:  # what is called is not JSON
+    if "<function=" in template or "[ARGS]" in template:  # calls are not in JSON
         return None
     if HERMES.opening in template:
         return HERMES

@@ -1,4 +1,4 @@
-"""Which artifacts this service can answer from: those that its model and its tokenizer made, while they are whole."""
+"""Which artifacts this service can answer from: intact ones that its own model and tokenizer made."""
 
 import os
 from dataclasses import dataclass, replace
@@ -14,31 +14,31 @@ from workers.serving.messages import ContextNotReadyError
 
 Tokens = NDArray[np.int32]
 _CANNOT = "the context's artifact cannot be used"
-_FEW = 64  # that may be gone from the store and still be known
+_FEW = 64  # removed artifacts that may be remembered, beside as many as are known
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What was found where an artifact should be."""
+    """The result of examining an artifact's path."""
 
-    fault: str = ""  # why it cannot be answered from
-    is_lost: bool = False  # it is missing or damaged, as far as opening it tells: it can be built there again
-    token_ids: Tokens | None = None  # [context_len], of one without a fault
-    spec: ArtifactSpec | None = None  # likewise
-    stamp: int = 0  # of its files, as they were then
+    fault: str = ""  # why this service cannot answer from it
+    is_lost: bool = False  # opening it has shown that it is missing or damaged, so it can be built again
+    token_ids: Tokens | None = None  # [context_len]; None with a fault
+    spec: ArtifactSpec | None = None  # None with a fault
+    stamp: int = 0  # `_stamp` of its files when they were examined
 
 
 class Usable:
-    """Asked on any thread. What was found holds as long as none of the artifact's files has changed."""
+    """Examines artifacts, on any thread. A result is remembered as long as none of the artifact's files changes."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._fingerprint, self._geometry = loaded.fingerprint, loaded.geometry
         self._tokenizer_hash = loaded.tokenizer_hash
         self._known: dict[Path, Known] = {}
-        self._most_known = _FEW  # until it is looked which of them are gone
+        self._most_known = _FEW  # entries from which removed artifacts are looked for
 
     def look(self, path: Path) -> Known:
-        """At that path now. Of files that are as they were, sizes and times are read and nothing else."""
+        """Examine the artifact at that path. If its files have not changed, this costs only a `stat` of each."""
         try:
             return self._look(path)
         except ArtifactRoomError as error:
@@ -52,29 +52,31 @@ class Usable:
         return known
 
     def recall(self, path: Path) -> Known:
-        """The same without asking the disk, where it could be answered from when it was last looked at."""
+        """`look`, but without touching the disk if the artifact was usable when it was last examined."""
         known = self._known.get(path)
         return self.look(path) if known is None or known.fault else known
 
     def forget(self, path: Path) -> None:
-        """It is removed."""
+        """Forget an artifact that has been removed."""
         self._known.pop(path, None)
 
     def open(self, path: Path) -> Artifact:
-        """Open an artifact; before it is searched, `require_sound`. Raises ArtifactRoomError where others have to be
-        closed first."""
+        """Open a usable artifact; call `require_sound` before it is searched.
+
+        Raises ContextNotReadyError if it cannot be used, ArtifactRoomError if others have to be closed first.
+        """
         fault = self._look(path).fault
         try:
             if not fault:
                 return open_artifact(path)
         except ArtifactRoomError:
             raise
-        except ArtifactError as error:  # it has gone since
+        except ArtifactError as error:  # removed meanwhile
             fault = f"{_CANNOT}: {error}"
         raise ContextNotReadyError(fault)
 
     def require_sound(self, artifact: Artifact) -> None:
-        """`Artifact.require_sound`. One that fails is not looked at again."""
+        """`Artifact.require_sound`. An artifact that fails is not examined again until its files change."""
         try:
             artifact.require_sound()
         except ArtifactError as error:
@@ -92,14 +94,14 @@ class Usable:
         except ArtifactError as error:
             known = Known(f"{_CANNOT}: {error}", is_lost=True, stamp=stamp)
             if not isinstance(error, ArtifactCorruptError | ArtifactMismatchError):
-                return known  # it may be there again, with the same files
+                return known  # not remembered: its path may come back with the same files
         if len(self._known) >= self._most_known:
             self._forget_gone()
         self._known[path] = known
         return known
 
     def _forget_gone(self) -> None:
-        """Other services remove contexts, too. Seldom enough that a listing of all does not look at all for each."""
+        """Forget artifacts that other services have removed. `_most_known` doubles, so the cost is amortised."""
         for path in list(self._known):
             if not path.exists():
                 self.forget(path)
@@ -116,7 +118,7 @@ class Usable:
 
 
 def _stamp(path: Path) -> int:
-    """Another one when any of the files is another, or was written to."""
+    """A hash of the files' names, sizes, inodes and change times; 0 if the directory cannot be read."""
     try:
         with os.scandir(path) as entries:
             files = [(entry.name, entry.stat()) for entry in entries]

@@ -1,1 +1,1 @@
-"""Unbounded generation in constant memory: which rows a stream keeps, and a model that generates from them."""
+"""Unbounded generation in constant memory: which KV rows a stream keeps, and a model that generates from them."""

@@ -1,4 +1,4 @@
-"""Which rows a stream keeps: a frozen value, checked once, where it enters."""
+"""The configuration of a stream: which rows it keeps. Frozen, and validated once, when it is made."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,18 +12,18 @@ POLICIES = ("window", "h2o")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamConfig:
-    """Rows that a token sees, its own included: window_len recent ones and, before them, a few that stay.
+    """The rows that a token attends to: the last window_len, with its own, and a few older ones that are kept.
 
-    Those that stay are the first sink_len rows (`window`: StreamingLLM, arXiv:2309.17453), or in each KV head the
+    The older ones are the first sink_len rows (`window`: StreamingLLM, arXiv:2309.17453) or, in each KV head, the
     heavy_len rows with the most accumulated attention (`h2o`: heavy hitters, arXiv:2306.14048). No more rows than these
-    are ever kept. The published programs trim after a token has attended, so that it sees one row more; theirs with a
-    recent size of window_len - 1 is this.
+    are ever kept. The published programs evict after a token has attended, so it sees one row more: their recent size
+    of window_len - 1 corresponds to window_len here.
     """
 
     policy: Policy = "window"
     window_len: int = 1020
-    sink_len: int = 4  # of `window`
-    heavy_len: int = 256  # of `h2o`
+    sink_len: int = 4  # only for policy "window"
+    heavy_len: int = 256  # only for policy "h2o"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -34,11 +34,11 @@ class StreamConfig:
 
     @property
     def max_rows(self) -> int:
-        """Rows that are kept at most, and so the places in the cache."""
+        """The greatest number of rows kept, which is the number of places (RoPE positions) among them."""
         return self.window_len + (self.sink_len if self.policy == "window" else self.heavy_len)
 
     def require_positions(self, max_positions: int) -> None:
-        """Refuse more places than the model has positions."""
+        """Raise ConfigError if there are more places than the model has positions."""
         if self.max_rows > max_positions:
             raise ConfigError(
                 f"a stream that keeps {self.max_rows} rows needs as many positions, the model has {max_positions}; "

@@ -8,38 +8,38 @@ from workers.streaming.sliding import StreamRows
 
 
 class HeavyRows(StreamRows):
-    """One layer of one stream: in each KV head heavy_len rows of most attention, and the last window_len rows.
+    """One layer of one stream: in each KV head, the heavy_len rows with most attention, and the last window_len rows.
 
     Positions roll as in the published program's streaming form: they are places among the rows that the head keeps,
-    oldest first. So all heavy rows come before the window, and a place changes only where a row before it leaves. Where
-    more than one query head reads a KV head, their attention is added up. Once the window is full, tokens pass one at a
-    time, whatever the length of the step: each one's attention decides what the next one finds, so results do not
-    depend on how a text is cut.
+    oldest first. So all heavy rows precede the window, and a place changes only if a row before it is evicted. A row's
+    attention is summed over the query heads of its KV head's group (GQA). Once the window is full, tokens attend one at
+    a time, however long the step is: the attention of each decides which rows the next one finds. So results do not
+    depend on how a text is cut into steps.
     """
 
     def __init__(
         self,
         heavy_len: int,
         window_len: int,
-        block_len: int,  # tokens that attend in one go while the window fills
+        block_len: int,  # tokens that attend together while the window fills
         like: Tensor,  # [num_kv_heads, 0, head_dim]: dtype and device
-        places: Places,  # heavy_len + window_len or more, and window_len - 1 + block_len
+        places: Places,  # at least heavy_len + window_len, and at least window_len - 1 + block_len
     ):
         num_kv_heads, _, head_dim = like.shape
         super().__init__(window_len, block_len, like, places)
         self._heavy_len = heavy_len
         shape = (num_kv_heads, self._window.k.shape[1])
-        # Attention that each row has had. A float32 of a million would not notice a hundredth any more.
+        # Accumulated attention of each row. In float32, adding 0.01 to a million would change nothing.
         self._window_worth = torch.zeros(shape, dtype=torch.float64, device=like.device)
         self._heavy_worth = torch.zeros(num_kv_heads, heavy_len, dtype=torch.float64, device=like.device)
-        self._before_rope = like.new_empty(num_kv_heads, heavy_len, head_dim)  # of the heavy rows, in order of place
+        self._before_rope = like.new_empty(num_kv_heads, heavy_len, head_dim)  # heavy rows' keys, by place
         self._heavy_k = like.new_empty(num_kv_heads, heavy_len, head_dim)
         self._heavy_v = like.new_empty(num_kv_heads, heavy_len, head_dim)
         self._num_heavy = 0
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, whether rows lie there yet or not."""
+        """Bytes of memory allocated, whether filled yet or not."""
         heavy = (self._before_rope, self._heavy_k, self._heavy_v, self._heavy_worth, self._window_worth)
         return self._window.num_bytes + sum(tensor.nbytes for tensor in heavy)
 
@@ -65,19 +65,20 @@ class HeavyRows(StreamRows):
         self.kv_len += num_new
 
     def _retire(self, slot: int) -> None:
-        """The row in that slot leaves the window: to the heavy rows, where there is room or a row worth no more."""
+        """Move the row in that slot out of the window: it becomes a heavy row if there is room, or in place of the
+        heavy row with the least attention if that has no more than this one."""
         if self._num_heavy < self._heavy_len:
             self._num_heavy += 1
             for head in range(len(self._heavy_k)):
                 self._take_in(head, self._num_heavy - 1, slot)
         elif self._heavy_len:
-            least = self._heavy_worth.argmin(1)  # of equals the first, which is the oldest
+            least = self._heavy_worth.argmin(1)  # of equal ones the first, which is the oldest
             enters = self._heavy_worth.gather(1, least[:, None])[:, 0] <= self._window_worth[:, slot]
             for head in enters.nonzero()[:, 0].tolist():
                 self._take_in(head, int(least[head]), slot)
 
     def _take_in(self, head: int, place: int, slot: int) -> None:
-        """The heavy row of that place leaves, those after it move up, and the window's row comes last."""
+        """Evict the heavy row at that place, move those after it up, and append the window's row."""
         heavy = slice(place, self._num_heavy)
         for rows, new in (
             (self._before_rope, self._window.before_rope),

@@ -1,4 +1,4 @@
-"""Let a transformers model generate without end: `model.generate(**session.start(ids))`, or `session.tokens(ids)`."""
+"""Unbounded generation with a transformers model: `model.generate(**session.start(ids))` or `session.tokens(ids)`."""
 
 from collections.abc import Iterator
 from typing import Any, Self
@@ -22,19 +22,20 @@ from workers.streaming.heavy import HeavyRows
 from workers.streaming.places import Places
 from workers.streaming.window import WindowRows
 
-# Tokens of a prompt that pass through the model in one go, and that attend in one go.
+# Prefill chunk: tokens of a prompt that pass through the model together, and that attend together.
 _BLOCK_LEN = 256
 
 
 class StreamSession:
-    """A model that keeps, of every sequence, the rows that a `StreamConfig` names; any number of streams share it.
+    """Lets a model keep only the rows that a `StreamConfig` describes. Any number of streams share a session.
 
     with StreamSession(loaded, StreamConfig(window_len=1020)) as session:
         for token_id in session.tokens(prompt_ids): ...
     """
 
     def __init__(self, loaded: LoadedModel, config: StreamConfig):
-        """Raises ConfigError when the model has fewer positions than the rows need, or layers without positions."""
+        """Raises ConfigError if the model has fewer positions than the rows need, or layers whose rows cannot be given
+        other places."""
         geometry, spec = loaded.geometry, describe(loaded.model.config)
         kinds = {(x.rope, x.reach, x.sinks, x.logit_cap) for x in (layer.attention for layer in spec.layers)}
         if (
@@ -51,7 +52,7 @@ class StreamSession:
         config.require_positions(geometry.max_positions)
         self.loaded = loaded
         self.config = config
-        # places are slots of a buffer that is one block longer than the window: none may be beyond the model's
+        # places in the window are slots of a buffer that is a block longer: they may not exceed the model's positions
         self._block_len = min(_BLOCK_LEN, geometry.max_positions - config.window_len + 1)
         frequencies, _ = model_frequencies(loaded.model.model.rotary_emb)
         num_places = max(config.max_rows, config.window_len - 1 + self._block_len)
@@ -74,31 +75,31 @@ class StreamSession:
         self._attention.__exit__(*exc)
 
     def cache(self) -> "StreamCache":
-        """A sequence without tokens yet, for the model's `cache`, before transformers 5.24 `past_key_values`."""
+        """Make an empty stream, to be passed to the model as `cache` (before transformers 5.24 `past_key_values`)."""
         return StreamCache([self._layer_rows() for _ in range(self.loaded.geometry.num_layers)], self)
 
     def start(self, token_ids: NDArray[np.int32]) -> dict[str, Any]:
-        """Arguments for `generate`, which keeps all ids (and so grows); `tokens` does not."""
+        """Return arguments for `generate`. It keeps all token ids, so its memory grows; that of `tokens` does not."""
         ids = self._ids(token_ids)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: self.cache()}
 
     @torch.inference_mode()
     def tokens(self, token_ids: NDArray[np.int32], cache: "StreamCache | None" = None) -> Iterator[int]:
-        """The ids that follow given ones [num_tokens], greedily and without end; memory does not grow.
+        """Continue token_ids [num_tokens] greedily, without end and without growing memory; yields the new ids.
 
-        Raises ConfigError where there is nothing to continue, ContextError for an id that the model does not know, and
-        ModelError where the model gives no numbers.
+        Raises ConfigError if token_ids is empty or not one row of integers, ContextError for an id that is not in the
+        vocabulary, and ModelError if the greatest logit is NaN or infinite.
         """
         cache, ids = cache or self.cache(), self._ids(token_ids)
         for start in range(0, ids.shape[1], _BLOCK_LEN):
             logits = self._step(ids[:, start : start + _BLOCK_LEN], cache)
         while True:
-            largest, likeliest = logits[:, -1:].max(-1)  # NaN is the greatest
+            largest, likeliest = logits[:, -1:].max(-1)  # `max` returns NaN if there is any
             yield require_token(int(likeliest) if largest.isfinite() else -1)
             logits = self._step(likeliest, cache)
 
     def _ids(self, token_ids: NDArray[np.int32]) -> Tensor:
-        """[1, num_tokens] int64."""
+        """Check the ids, and return them as [1, num_tokens] int64 on the model's device."""
         ids = ids_of(token_ids)
         require_tokens(ids.tolist(), self.loaded.geometry.vocab_size)
         return torch.from_numpy(ids.astype(np.int64))[None].to(self.loaded.device)
@@ -117,15 +118,15 @@ class StreamSession:
 
 
 class StreamCache(AttendingCache):
-    """One stream as transformers sees it. Its layers take keys before RoPE (see `unrotated`)."""
+    """One stream as a cache of transformers. Its layers take keys before RoPE (see `unrotated`)."""
 
     def __init__(self, rows: list[WindowRows | HeavyRows], session: StreamSession):
         super().__init__(rows)
         self.rows, self._session = rows, session
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Raises ConfigError while its session is not open, as keys would come rotated and nobody attend to the rows;
-        and where some layers have tokens that others have not."""
+        """Raises ConfigError while the session is not open, because keys would then be rotated and the model would not
+        attend to these rows; and if an earlier step stopped midway, so that layers have different tokens."""
         if not self._session.is_open:
             raise ConfigError("the session of this stream has ended, or has not begun; go on in an open one")
         if layer_idx == 0 and (any(rows.is_amid for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1):
@@ -138,5 +139,5 @@ class StreamCache(AttendingCache):
 
     @property
     def num_bytes(self) -> int:
-        """What the rows of all layers take, from the first token on."""
+        """Bytes allocated for the rows of all layers; constant from the first token on."""
         return sum(layer.num_bytes for layer in self.rows)

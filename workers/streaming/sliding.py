@@ -1,4 +1,4 @@
-"""The last rows of a sequence, side by side in memory and rotated, in a buffer that does not grow."""
+"""The last rows of a sequence, contiguous in memory and rotated, in a buffer of fixed size."""
 
 from abc import ABC, abstractmethod
 
@@ -8,12 +8,12 @@ from workers.streaming.places import Places
 
 
 class SlidingRows:
-    """At least the last window_len - 1 rows and those that came last, at most block_len of them in one go.
+    """Holds the rows of the last `store`, of at most block_len tokens, and at least window_len - 1 rows before them.
 
-    Rows follow one another in a buffer that is block_len longer than what is needed of it; at its end they move back
-    to the start. A key is rotated to the place that its slot is, so that it has to be rotated again only when it moves,
-    and then from what it was before RoPE: errors do not add up. RoPE notices only differences, which are the tokens'
-    own as long as queries take the place of their token's slot.
+    Rows are appended to a buffer of window_len - 1 + block_len slots. When it is full, the last window_len - 1 move to
+    its start. A key is rotated to the place that is its slot, so it is rotated again only when it moves, and then from
+    its value before RoPE: rounding errors do not accumulate. RoPE depends only on differences of places. As long as a
+    query takes the place of its token's slot, these equal the differences of the tokens' positions.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class SlidingRows:
         window_len: int,
         block_len: int,
         like: Tensor,  # [num_kv_heads, 0, head_dim]: dtype and device
-        places: Places,  # window_len - 1 + block_len or more
+        places: Places,  # at least window_len - 1 + block_len
     ):
         num_kv_heads, _, head_dim = like.shape
         self._num_kept = window_len - 1
@@ -30,14 +30,17 @@ class SlidingRows:
         self.before_rope = like.new_empty(num_kv_heads, capacity, head_dim)
         self.k = like.new_empty(num_kv_heads, capacity, head_dim)  # rotated
         self.v = like.new_empty(num_kv_heads, capacity, head_dim)
-        self.end = 0  # rows lie in the slots before this one
+        self.end = 0  # rows are in the slots below this one
 
     @property
     def num_bytes(self) -> int:
         return self.before_rope.nbytes + self.k.nbytes + self.v.nbytes
 
     def store(self, k: Tensor, v: Tensor) -> int:
-        """k, v: [num_kv_heads, num_tokens, head_dim], before RoPE. Returns by how many slots older rows have moved."""
+        """Append rows; returns by how many slots the older rows have moved back.
+
+        k, v: [num_kv_heads, num_tokens, head_dim], before RoPE.
+        """
         num_new = k.shape[1]
         moved = 0
         if self.end + num_new > self.k.shape[1]:
@@ -58,12 +61,12 @@ class SlidingRows:
 
 
 class StreamRows(ABC):
-    """One layer of one stream, as `AttendingCache` has it: tokens bring their rows, then they attend."""
+    """One layer of one stream, for `AttendingCache`: `append` takes the tokens' rows, then `attend` their queries."""
 
     def __init__(
         self,
         window_len: int,
-        block_len: int,  # tokens that attend in one go
+        block_len: int,  # tokens that attend together
         like: Tensor,  # [num_kv_heads, 0, head_dim]: dtype and device
         places: Places,
     ):
@@ -73,17 +76,21 @@ class StreamRows(ABC):
         self.kv_len = 0
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [num_kv_heads, num_tokens, head_dim], before RoPE; as many tokens as attend next."""
+        """Take the rows of the tokens that attend next.
+
+        k, v: [num_kv_heads, num_tokens, head_dim], before RoPE.
+        """
         assert self._pending is None, "the last step's tokens have not attended"
         self._pending = k, v
 
     @property
     def is_amid(self) -> bool:
-        """Tokens have brought their rows and not attended to the end."""
+        """Whether a step is incomplete: `append` was called, and `attend` has not finished."""
         return self._pending is not None
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
-        """q: [num_q_heads, num_tokens, head_dim], before RoPE -> out, same shape."""
+        """Attend from the tokens given to `append`: q [num_q_heads, num_tokens, head_dim], before RoPE -> out, same
+        shape."""
         assert self._pending is not None, "queries come after their tokens' keys"
         out = self._attend(q, *self._pending, softmax_scale)
         self._pending = None
@@ -91,4 +98,4 @@ class StreamRows(ABC):
 
     @abstractmethod
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-        """`attend` of tokens that bring k and v [num_kv_heads, num_tokens, head_dim]."""
+        """`attend`, for tokens with the rows k, v: [num_kv_heads, num_tokens, head_dim]."""

@@ -1,4 +1,4 @@
-"""Continue a text without end: tokens pass through a stream and leave as text; nothing is kept that grows."""
+"""Continue a text without end in constant memory: text is passed on as tokens come, and not kept."""
 
 import time
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from workers.streaming.session import StreamSession
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """What a stream did, and the price. Its text went to the caller piece by piece."""
+    """Statistics of a finished stream. Its text went to the caller piece by piece."""
 
     policy: str
     prompt_len: int
     num_new_tokens: int
     ended: Literal["stop_token", "max_new_tokens"]
-    max_rows: int  # that any token saw, in each KV head
-    kv_bytes: int  # of all layers, from the first token to the last
-    first_token_s: float  # from the start to the first token: the prompt's prefill
-    tokens_per_s: float  # after the first
+    max_rows: int  # the most that any token saw, in each KV head
+    kv_bytes: int  # of all layers; constant during the stream
+    first_token_s: float  # time to first token (TTFT): the prompt's prefill
+    tokens_per_s: float  # after the first token
 
     def to_json(self) -> dict[str, Any]:
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
@@ -32,13 +32,13 @@ class Streamed:
 def stream_text(
     session: StreamSession,
     prompt: str,
-    max_new_tokens: int,  # the model may end its text before
+    max_new_tokens: int,  # the model may end its text earlier
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Streamed:
     """Continue a prompt greedily. on_text gets the text in pieces as it comes.
 
-    Raises ConfigError when the prompt has no tokens, or none is asked for, and ModelError where the model gives no
-    numbers.
+    Raises ConfigError if the prompt has no tokens or max_new_tokens is below 1, and ModelError if the greatest logit is
+    NaN or infinite.
     """
     require_at_least("max_new_tokens", max_new_tokens, 1)
     loaded, cache = session.loaded, session.cache()

@@ -11,27 +11,27 @@ from workers.streaming.sliding import StreamRows
 class WindowRows(StreamRows):
     """One layer of one stream: its first sink_len rows and its last window_len.
 
-    Positions are places among the rows kept. Within the window these are as far apart as the tokens are; only between
-    the sinks and what follows them is there a gap to close, so queries are rotated twice: to their own place, for the
-    sinks, and to their slot in the window's buffer.
+    Positions are places among the kept rows. Within the window, places differ as the tokens' positions do; only the gap
+    between the sinks and the window is closed. So queries are rotated twice: to their own place, for the sinks, and to
+    their slot in the window's buffer.
     """
 
     def __init__(
         self,
         sink_len: int,
         window_len: int,
-        block_len: int,  # tokens that attend in one go
+        block_len: int,  # tokens that attend together
         like: Tensor,  # [num_kv_heads, 0, head_dim]: dtype and device
-        places: Places,  # sink_len + window_len or more, and window_len - 1 + block_len
+        places: Places,  # at least sink_len + window_len, and at least window_len - 1 + block_len
     ):
         num_kv_heads, _, head_dim = like.shape
         super().__init__(window_len, block_len, like, places)
         self._sink_len = sink_len
-        self._sinks = like.new_empty(2, num_kv_heads, sink_len, head_dim)  # K, rotated: their places never change; V
+        self._sinks = like.new_empty(2, num_kv_heads, sink_len, head_dim)  # K, rotated (places are fixed); V
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, whether rows lie there yet or not."""
+        """Bytes of memory allocated, whether filled yet or not."""
         return self._sinks.nbytes + self._window.num_bytes
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
@@ -55,7 +55,10 @@ class WindowRows(StreamRows):
         self.kv_len += k.shape[1]
 
     def _attend_sinks(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        """From the last tokens stored: out, like q [num_q_heads, num_tokens, head_dim], and lse."""
+        """Attend from the last tokens stored to the sinks.
+
+        q: [num_q_heads, num_tokens, head_dim] -> out, same shape, and lse [num_q_heads, num_tokens].
+        """
         num_sinks, first_token = min(self._sink_len, self.kv_len), self.kv_len - q.shape[1]
         tokens = torch.arange(first_token, self.kv_len, device=q.device)
         rotated = self._places.rotate(q, tokens.clamp(max=self._sink_len + self._window_len - 1))
@@ -66,10 +69,10 @@ class WindowRows(StreamRows):
         return _attend_grouped(rotated, k, v, softmax_scale, mask)
 
     def _attend_window(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        """Likewise. A token that is a sink sees nothing here."""
+        """Attend to the window, with the shapes of `_attend_sinks`. Tokens that are sinks see no rows of it."""
         num_tokens, end = q.shape[1], self._window.end
         oldest = max(0, end - (self._window_len - 1) - min(num_tokens, end))
-        slots = torch.arange(end - num_tokens, end, device=q.device)  # negative ones: sinks
+        slots = torch.arange(end - num_tokens, end, device=q.device)  # negative for tokens that are sinks
         rotated = self._places.rotate(q, slots.clamp(min=0))
         mask = None
         if num_tokens > 1:
@@ -90,8 +93,8 @@ def _attend_grouped(
     softmax_scale: float,
     mask: Tensor | None,  # [num_tokens, num_rows] bool: True where a token sees a row
 ) -> tuple[Tensor, Tensor]:
-    """out, like q, and lse [num_q_heads, num_tokens]."""
-    packed = q.reshape(1, k.shape[0], -1, q.shape[2])  # the group's heads share their KV head's rows
+    """GQA of all tokens over the same rows: out, same shape as q, and lse [num_q_heads, num_tokens]."""
+    packed = q.reshape(1, k.shape[0], -1, q.shape[2])  # query heads of a group become queries of their KV head
     if mask is not None:
         mask = mask.repeat(q.shape[0] // k.shape[0], 1)
     out, lse = attend(packed, k[None], v[None], softmax_scale, mask)

@@ -52,7 +52,7 @@ class SpreadBackend:
         self._telling: dict[str, asyncio.Task[None]] = {}  # by the worker's name, a call beside the heartbeat
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
-        """Yield a request's events. If a worker is full or lost before the first event, the next one gets the request."""
+        """Yield a request's events. If a worker is full or lost before the first one, the next worker is tried."""
         self._keep_beating()
         refusals: list[ServingError] = []
         for worker in self._in_turn(ask.asked_for):

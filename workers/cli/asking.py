@@ -49,7 +49,7 @@ class AskOptions:
     model: str | None = None  # None: the artifact's
     weights: str | None = None  # what weights are rounded to; None: as the artifact's were
     threads: int | None = None  # None: all cores
-    placement: str = "cpu"  # or where index and KV are for a GPU
+    placement: str = "cpu"  # or, on a GPU, where index and KV are: device, hybrid, host
     num_devices: int = 1  # GPUs that share out the model's heads
     kv_codec: str | None = None  # how the context's rows are kept; None: as they were built
     host_budget: str | None = None  # host memory for the context's rows; None: as much as they take

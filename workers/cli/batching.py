@@ -17,7 +17,7 @@ from workers.cli.building import use_threads
 from workers.cli.terminal import Bar, err, out, table, tell_json
 from workers.cli.usage import UsageError
 
-HEARTBEAT_S = 15.0  # without a terminal, a line at least this often
+HEARTBEAT_S = 15.0  # while there is progress, a line at least this often
 
 
 def build_jobs(
@@ -172,7 +172,7 @@ class JsonBatchProgress:
 
 
 class BatchDisplay(Bar):
-    """A bar for all contexts and a line per result; without a terminal also a line at least every HEARTBEAT_S."""
+    """A bar for all contexts, a line per result, and a line after HEARTBEAT_S without one."""
 
     def __init__(self, jobs: Sequence[Job], clock: Callable[[], float] = time.monotonic):
         super().__init__()

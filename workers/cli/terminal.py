@@ -141,7 +141,7 @@ class JsonProgress:
 
 @contextmanager
 def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Yield a callback (how many more are done) that shows a bar; without a terminal, lines at start and end."""
+    """Yield a callback (how many more are done) for a bar; a line at the end, without a terminal also at the start."""
     columns = (TextColumn(f"{what}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     started = time.monotonic()
     if not err.is_terminal:

@@ -33,10 +33,10 @@ _GONE_S = DRAIN_S + 5.0  # for the workers of an ending service to disappear
 _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "workers.service.stream_guard.middlewares",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # a proxy is lost after three of these without an answer: after 3 s; by default after 30
+    # a proxy counts as lost after three missed health checks: after 3 s; by default after 30
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # of each process' log, which grows with every client that disconnects; by default half a GiB and five backups
+    # most of each process' log, which grows with every client that disconnects; by default half a GiB and five backups
     "RAY_ROTATION_MAX_BYTES": str(16 * 2**20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
     # workers use this process' packages; a second environment is not wanted, and slow to make
@@ -88,10 +88,10 @@ def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told
 
 
 def _require_alone(ray: Any, namespace: str, told: Event) -> None:
-    """Raise ConfigError if another service runs on the cluster: its application, named alike, would be replaced.
+    """Raise ConfigError if another service runs on the cluster.
 
-    A killed service leaves an application without workers behind, which may be replaced. namespace: that of this
-    service's workers. Raises Stopped if told is set.
+    Its application has the same name, and would be replaced, then deleted. A killed service leaves an application
+    without workers, which may be replaced. namespace: that of this service's workers. Raises Stopped if told is set.
     """
     until = time.monotonic() + _GONE_S
     while any(

@@ -221,7 +221,7 @@ def _held_by(worker: "RayWorker") -> tuple[Held, ...]:
 
 
 async def _tell(worker: "RayWorker", method: str, contexts: Sequence[Held]) -> None:
-    """Call `hold` or `drop`, whose failure does no harm: contexts are loaded when requests need them."""
+    """Call `hold` or `drop`, ignoring errors: both only prepare for later requests."""
     with suppress(ServingError):
         await worker.call(method, contexts)
 

@@ -252,7 +252,10 @@ class StoreSettings(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSettings(_Part):
-    """What is kept of prompts and turns for later ones that begin alike. No kind takes more disk than it leaves free."""
+    """What is kept of prompts and turns for later ones that begin alike.
+
+    No kind takes more of the disk than it leaves free.
+    """
 
     memory_bytes: int = setting(
         1 << 30, "Of host memory, for rows of turns, a quarter of it at most; 0 keeps none.", lowest=0

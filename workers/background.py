@@ -19,6 +19,7 @@ class BackgroundThread:
         weakref.finalize(self, self._calls.put, None)
 
     def start(self, call: Callable[[], None]) -> "Future[None]":
+        """Queue a call. The future has its exception, if it raises one."""
         done: Future[None] = Future()
         self._calls.put((call, done))
         return done

@@ -142,10 +142,12 @@ def gathered(pieces: list[Piece]) -> list[CallPart]:
 
 
 def used_by(event: Event) -> Usage | None:
+    """Return the usage that an event reports, if any."""
     return event if isinstance(event, Done) else event.usage
 
 
 def usage(prompts: Sequence[Usage], new_tokens: int) -> dict[str, Any]:
+    """Return OpenAI's usage object for these prompts and new_tokens in all their answers."""
     cached = sum(done.cached_tokens for done in prompts)
     prompt_tokens = sum(done.context_tokens + done.question_tokens for done in prompts)
     return {

@@ -32,6 +32,7 @@ from workers.words import counted, size
 
 
 def inspect(place: Path | str) -> dict[str, Any]:
+    """Show what an artifact holds, and return the command's JSON object."""
     manifest = read_manifest(place)
     spec, size_bytes, index_bytes = manifest.spec, manifest.size_bytes, manifest.index_bytes
     config = spec.index_config
@@ -125,6 +126,7 @@ def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
 
 
 def listing(store: Path | str) -> dict[str, Any]:
+    """List a store's artifacts, builds and kept files, and return the command's JSON object."""
     kept = KeptFiles(0, 0, 0)
     if (remote := remote_store(store)) is not None:
         manifests, faults = remote.manifests()

@@ -52,6 +52,7 @@ class RayWorker:
         return await self._ask("call", method, *arguments)
 
     async def health(self) -> Health:
+        """Return the worker's health; not ready if it does not answer within _HEALTH_S."""
         try:
             health = await self._ask("health", timeout_s=_HEALTH_S)
         except ServingError as error:

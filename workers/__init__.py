@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-import csattn  # noqa: F401  # first, because it sets OpenMP's waiting policy before torch comes in
+import csattn  # noqa: F401  # first, because it sets OpenMP's waiting policy before torch is imported
 
 if TYPE_CHECKING:
     from workers.session import Session, csattn_session
@@ -11,7 +11,7 @@ __all__ = ["Session", "csattn_session"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the session when it is asked for: `csattn --help` should not wait for torch."""
+    """Import the session at first use, so that `csattn --help` does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module 'workers' has no attribute {name!r}")
     from workers import session
@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With what is not loaded yet: completion asks for it."""
+    """Include the names that are not imported yet, for tab completion."""
     return sorted({*globals(), *__all__})

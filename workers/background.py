@@ -1,4 +1,4 @@
-"""A background thread."""
+"""A thread that runs calls in the background."""
 
 import threading
 import weakref
@@ -10,7 +10,7 @@ _Call = tuple[Callable[[], None], "Future[None]"]
 
 
 class BackgroundThread:
-    """Runs one call at a time in a thread of its own, which does not keep the process from ending."""
+    """Runs one call at a time in a daemon thread, which does not keep the process from ending."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -19,6 +19,7 @@ class BackgroundThread:
         weakref.finalize(self, self._calls.put, None)
 
     def start(self, call: Callable[[], None]) -> "Future[None]":
+        """Queue a call. The future has its exception, if it raises one."""
         done: Future[None] = Future()
         self._calls.put((call, done))
         return done
@@ -33,4 +34,4 @@ def _run(calls: "SimpleQueue[_Call | None]") -> None:
             done.set_exception(error)
         else:
             done.set_result(None)
-        del item, call, done  # they would live until the next call comes
+        del item, call, done  # else they would live until the next call

@@ -1,4 +1,4 @@
-"""What contexts take, and how many a machine has room for: the arithmetic of doctor, service, residency and plans."""
+"""How many bytes contexts take, and how many contexts fit: arithmetic for doctor, service, residency and plans."""
 
 import logging
 import mmap
@@ -19,13 +19,13 @@ from workers.engine.own_choice import index_key_share, latents_of, least_slots
 from workers.settings.parts import EngineSettings
 
 _log = logging.getLogger(__name__)
-CONTEXT_LENS = (32_768, 131_072, 1_048_576)  # that are told, as far as the model has positions
+CONTEXT_LENS = (32_768, 131_072, 1_048_576)  # lengths that are reported, as far as the model has positions
 
 
 def spec_of(
     geometry: ModelGeometry, context_len: int, kv_dtype: KvDtype = "bfloat16", index: str = "default"
 ) -> ArtifactSpec:
-    """Of any context of that length. index: a preset's name."""
+    """Return the spec of an arbitrary context of that length, to compute sizes from. index: a preset's name."""
     return ArtifactSpec(
         model_name="any",
         model_fingerprint="any",
@@ -39,7 +39,10 @@ def spec_of(
 
 
 def context_bytes(spec: ArtifactSpec, kv_format: KvFormat | None = None) -> tuple[int, int]:
-    """Of a loaded context: KV as it is kept, and all else that is read of it, the index above all. In whole pages."""
+    """Return the bytes of a loaded context in whole pages: its KV in kv_format, and all its other files.
+
+    The others are mainly the index.
+    """
     kv = others = 0
     coded = [kv_file(i) for i in spec.model.indexed_layers if spec.model.lender(i) == i] if kv_format else []
     for name in file_names(spec):
@@ -56,11 +59,11 @@ def context_bytes(spec: ArtifactSpec, kv_format: KvFormat | None = None) -> tupl
 def room_for_contexts(
     spec: ArtifactSpec,
     engine: EngineSettings,
-    host_bytes: int,  # free beside the weights, as device_bytes are
-    device_bytes: int,
-    model: ModelSpec | None = None,  # of latents: said where it may be one
+    host_bytes: int,  # free once the weights are loaded
+    device_bytes: int,  # free once the weights are loaded
+    model: ModelSpec | None = None,  # needed if it may be a model of latents (MLA)
 ) -> int:
-    """How many contexts like this may be loaded at the same time."""
+    """Return how many contexts like this one can be loaded at the same time."""
     kv, index = context_bytes(spec, engine.kv_format)
     searched = index + int(min(engine.slot_share, max_slots() / spec.context_len) * kv)
     if model is not None and (latent := latents_of(model)) is not None:
@@ -77,8 +80,11 @@ def room_for_contexts(
 
 
 def require_room_for_weights(name: str | None, dtype: str, weights: str | None = None) -> None:
-    """All as `load_model` takes them. Raises MemoryPlanError before weights are loaded that host memory has no room
-    for: the system would end the process in the middle of it. Those that are mapped from their files need none."""
+    """Raise MemoryPlanError if host memory has no room for the weights, before the system kills the process for them.
+
+    Weights that are memory-mapped from their files need no room; if they exceed free memory, this is logged. Arguments
+    as for `load_model`.
+    """
     config = read_config(name, dtype)
     size = weight_bytes(config, DTYPES[dtype].itemsize, weights)
     is_converted = is_to_be_converted(name, dtype)
@@ -97,18 +103,18 @@ def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_conv
     what = f"the model, its weights {'converted' if is_converted else 'copied'} to {dtype},"
     needed = size.decoded + size.few_bits - (size.aside if dtype == "bfloat16" else 0)
     if is_converted:
-        needed = conversion_bytes(config, DTYPES[dtype].itemsize)  # and then it is mapped
+        needed = conversion_bytes(config, DTYPES[dtype].itemsize)  # once converted, it is memory-mapped
         if not is_converted_aside(size.decoded):
             remedy += f"; with more room in {cache_dir()} it takes less"
     elif getattr(config, "dtype", None) in (None, DTYPES[dtype]):
-        needed -= size.others  # which are mapped
+        needed -= size.others  # these are memory-mapped
     else:
         needed = max(needed, size.decoded)  # all are cast before they are rounded
     require_host_memory(what, needed, remedy)
 
 
 def _tell_beyond_memory(needed: int, can_be_rounded: bool) -> None:
-    """Files that are mapped have room in any memory, and a CPU would be slow without a word."""
+    """Warn of memory-mapped weights that exceed free memory: they load, but decoding on a CPU would be slow."""
     if needed <= (free := host_memory_bytes()):
         return
     remedy = "keep them in 4 bits (weights int4, dtype bfloat16)" if can_be_rounded else "take a smaller model"
@@ -119,7 +125,7 @@ def _tell_beyond_memory(needed: int, can_be_rounded: bool) -> None:
 
 
 def told_lens(geometry: ModelGeometry) -> list[int]:
-    """Lengths of contexts that a person is told of."""
+    """Return the context lengths for which sizes are reported."""
     return [length for length in CONTEXT_LENS if length < geometry.max_positions] or [geometry.max_positions]
 
 

@@ -1,4 +1,4 @@
-"""What selectors may read of a context: its rows, and on request what its own tokens attended to."""
+"""What selectors may read of a context: its rows and, on request, the attention of its own tokens."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -16,14 +16,14 @@ from csattn.models.families import describe
 from csattn.models.spec import AttentionSpec
 from csattn.selectors import ContextLayer
 
-# tokens of the context that pass through the model at a time, and how many logits those may have in a layer
+# tokens of the context in one forward pass, and the most logits that these may have in a layer
 _CHUNK_LEN, _CHUNK_LOGITS = 128, 1 << 27
 
 
 def context_layers(loaded: LoadedModel, artifact: Artifact) -> list[ContextLayer]:
-    """Each layer of the artifact's context that has an index.
+    """Return the layers of the artifact's context that have an index.
 
-    The model runs over the context once a selector asks for its attention.
+    The model runs over the context when a selector first reads the attention that keys have received.
     """
     received = cache(partial(attention_received, loaded, artifact))
     layers = []
@@ -36,12 +36,12 @@ def context_layers(loaded: LoadedModel, artifact: Artifact) -> list[ContextLayer
 
 @torch.inference_mode()
 def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
-    """Per layer, each key's softmax weights in full causal attention, summed over the context's tokens.
+    """Return each key's softmax weights in full causal attention, summed over the context's tokens.
 
-    The context passes through the model again, against the artifact's rows: as long as a prefill takes.
-    Returns [num_q_heads, context_len] float32 of each layer.
+    The context passes through the model again, against the artifact's rows, which takes as long as a prefill.
+    Returns [num_q_heads, context_len] float32 for each layer that sees the whole context.
     """
-    # with them comes all of transformers, which takes seconds: processes without its models do without
+    # these import all of transformers, which takes seconds and which not every process needs
     from csattn.models.attending_cache import CACHE, AttendingCache
     from csattn.models.attention_hook import attention_implementation
 
@@ -75,7 +75,7 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
 
 
 class _Replayed:
-    """A layer's rows while the context passes through the model again: they are there already."""
+    """A layer whose rows are read from the artifact while the context passes through the model again."""
 
     def __init__(self, kv: Tensor, num_q_heads: int, cap: float | None = None, sinks: Tensor | None = None):
         """kv: [num_kv_heads, context_len, 2, head_dim]."""
@@ -104,7 +104,7 @@ class _Replayed:
 
 
 class _Passing:
-    """The rows of a layer that sees the last of them alone."""
+    """A layer that sees only its last rows (a window or chunk), and keeps no others."""
 
     def __init__(self, spec: AttentionSpec, sinks: Tensor | None) -> None:
         self._spec, self._sinks = spec, sinks
@@ -120,7 +120,7 @@ class _Passing:
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         reach, kept = self._spec.reach, self._kept
         assert reach is not None and kept is not None
-        first = self.kv_len - kept.shape[2]  # that is kept
+        first = self.kv_len - kept.shape[2]  # position of the first kept row
         tokens = range(self.kv_len - q.shape[1], self.kv_len)
         first_seen = torch.tensor([max(0, reach.first_seen(token) - first) for token in tokens])
         return attend_chunk(q, kept[0], kept[1], softmax_scale, first_seen, self._spec.logit_cap, self._sinks)

@@ -21,7 +21,7 @@ from workers.observe import AttentionProbe
 from workers.request_cache import RequestCache
 from workers.session import Session, csattn_session
 
-# Tokens that pass through the model at a time, and how many of the text's tokens are looked at in detail.
+# Tokens in one forward pass, and the most tokens of the text whose attention is observed.
 _CHUNK_LEN = 64
 _MAX_OBSERVED = 64
 
@@ -31,17 +31,17 @@ class Quality:
     """Means over the evaluated tokens (and, from `recall_at_k` to `output_error`, over layers and heads)."""
 
     nll: float  # nats per token
-    kl: float  # nats, of the next-token distribution from full attention's
+    kl: float  # nats, KL(full attention || this) of the next-token distribution
     top1_agreement: float  # share of tokens whose most likely successor is full attention's
     recall_at_k: float  # share of the true Top-K rows that were selected
     attention_mass: float  # softmax weight of the rows that were read
     output_error: float  # |out - full out| / |full out| of a head
     rows_read_share: float  # rows read, as a share of all rows before the token
-    moved_bytes_per_step: float  # rows fetched besides the resident ones, all layers; a group's shared ones count once
-    index_bytes_per_key: float  # and KV head, of what choosing and the rest use; 0 for selectors without an index
-    search_bytes_per_step: float  # that the search reads, all layers; keys as wide as the KV has them
-    rest_bytes_per_step: float  # that attention to the rest reads, all layers
-    search_ms_per_step: float  # all layers; a step that looks ahead does not wait for all of it
+    moved_bytes_per_step: float  # rows fetched besides the resident ones, all layers; a row counts once per GQA group
+    index_bytes_per_key: float  # per key and KV head, of what choosing and the rest use; 0 without an index
+    search_bytes_per_step: float  # read by the search, all layers; keys count in the KV's width
+    rest_bytes_per_step: float  # read by attention to the rest, all layers
+    search_ms_per_step: float  # all layers; with lookahead, a step does not wait for all of it
 
     def to_json(self) -> dict[str, float]:
         return {name: round(value, 6) for name, value in asdict(self).items()}
@@ -59,10 +59,10 @@ class Baseline:
 def full_attention(
     loaded: LoadedModel, artifact: Artifact, token_ids: NDArray[np.integer[Any]] | Sequence[int]
 ) -> Baseline:
-    """Predictions after each of token_ids but the last, which is only predicted: [num_tokens + 1] ids.
+    """Predict the token after each of token_ids [num_tokens + 1] but the last, by full attention.
 
-    Raises ConfigError where there is nothing to predict, and for what are no token ids; ContextError for ids that are
-    not in the vocabulary.
+    Raises ConfigError for fewer than two ids or for values that are no token ids, and ContextError for ids outside the
+    vocabulary.
     """
     ids = _with_successors(loaded, token_ids)
     with csattn_session(loaded, artifact, SearchConfig(), "full") as session:
@@ -82,7 +82,7 @@ def measure(
 ) -> Quality:
     """Compare one selector with full attention over the same context and tokens.
 
-    kv_format: how the context's rows are kept for the selector; full attention has them as they were built. Raises
+    kv_format: the format of the context's rows for the selector; full attention reads them as built. Raises
     ConfigError for a baseline of other tokens.
     """
     ids = _with_successors(loaded, token_ids)
@@ -94,7 +94,7 @@ def measure(
     num_tokens = len(ids) - 1
     probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:
-        _predict(session, session.request(), ids[:1])  # kernels may have to be compiled, which is no search
+        _predict(session, session.request(), ids[:1])  # compiles kernels, which must not count as search time
         searched_s = session.engine.counts().search_s
         request = session.request(probe)
         log_probs = _predict(session, request, ids[:-1], on_token)
@@ -128,7 +128,7 @@ def _with_successors(loaded: LoadedModel, token_ids: NDArray[np.integer[Any]] | 
     ids = ids_of(token_ids)
     if len(ids) < 2:
         raise ConfigError(f"each token is judged by the one after it, and there are {len(ids)}; give two or more")
-    require_tokens(ids.tolist(), loaded.geometry.vocab_size)  # the last one, too, which no session sees
+    require_tokens(ids.tolist(), loaded.geometry.vocab_size)  # also the last one, which is never fed
     return ids.astype(np.int32)
 
 
@@ -139,7 +139,7 @@ def _predict(
     token_ids: NDArray[np.int32],  # [num_tokens]
     on_token: Callable[[int], None] = lambda num_tokens: None,
 ) -> Tensor:
-    """Log-probabilities of the token after each: [num_tokens, vocab_size] float32."""
+    """Return the log-probabilities of the token after each of token_ids: [num_tokens, vocab_size] float32."""
     model, chunks = session.loaded.model, []
     for chunk in np.array_split(token_ids, -(-len(token_ids) // _CHUNK_LEN)):
         ids = torch.from_numpy(chunk).long()[None]

@@ -1,21 +1,24 @@
-"""How a process of ours looks for garbage."""
+"""Garbage collection in csattn's processes."""
 
 import atexit
 import gc
 
 
 def spare_garbage() -> None:
-    """Look less for garbage from now on, and not once more when the process ends.
+    """Collect garbage less often for the rest of the process, and not when the interpreter exits.
 
-    With a threshold of 700, looking takes a sixth of the seconds in which torch is imported, and at the end, in all
-    that was loaded, more than a second. Both hold for as long as the process lives.
+    With a threshold of 700, collections take a sixth of the time of importing torch. The one at exit, over all that was
+    loaded, takes more than a second.
     """
     gc.set_threshold(10_000)
-    atexit.unregister(_freeze)  # of a call before
+    atexit.unregister(_freeze)  # from an earlier call
     atexit.register(_freeze)
 
 
 def _freeze() -> None:
-    """Not beside classes of nanobind, as Triton has from 3.9 on: it calls what is not looked for leaks, on stderr."""
+    """Exempt all objects from the collection at exit, unless nanobind is loaded, as by Triton from 3.9 on.
+
+    nanobind reports objects that were not collected as leaks, on stderr.
+    """
     if not any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
         gc.freeze()

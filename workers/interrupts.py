@@ -1,4 +1,4 @@
-"""Ctrl-C comes between steps: threads may still be at work on a step that is left in its middle."""
+"""Defer Ctrl-C to the end of a step: threads may still be working on a step that is abandoned halfway."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Have SIGINT wait for the block's end, on the main thread: others do not get it."""
+    """Defer SIGINT to the end of the block. Does nothing outside the main thread, the only one to receive it."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

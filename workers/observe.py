@@ -1,4 +1,4 @@
-"""Look at what a step attended to, beside what full attention would have: for evaluation and plots."""
+"""Compare what a step attended to with what full attention would have, for evaluation and plots."""
 
 import numpy as np
 import torch
@@ -8,23 +8,23 @@ from csattn.artifact import Artifact
 from csattn.attention import join_sinks
 from workers.engine.fidelity import Seen, compare
 
-NUM_BINS = 128  # stretches of the context whose reads are counted together
+NUM_BINS = 128  # stretches of the context; reads are counted per stretch
 
 
 class AttentionProbe:
-    """Sums over observed tokens, per layer and KV head; an `Observer`.
+    """An `Observer` that sums over the observed tokens, per layer and KV head.
 
-    It reads all keys, as full attention does: observe every so many tokens only.
+    Observing a token reads all keys, as full attention does; therefore only one of `every` tokens is observed.
     """
 
     def __init__(self, artifact: Artifact, every: int = 1):
-        """artifact: whose KV, as it was built, says what full attention would have been."""
+        """artifact: its KV, as built, gives the full attention to compare with."""
         self._kv = artifact.indexed_kv()
         shape = (len(self._kv), artifact.spec.model.num_kv_heads)
         self.recall: NDArray[np.float64] = np.zeros(shape)  # share of the exact Top-K rows attended to
         self.mass: NDArray[np.float64] = np.zeros(shape)  # softmax weight of the rows attended to
         self.error: NDArray[np.float64] = np.zeros(shape)  # |out - full out| / |full out|
-        self.fetched: NDArray[np.float64] = np.zeros(shape)  # rows besides the resident ones, each once for a group
+        self.fetched: NDArray[np.float64] = np.zeros(shape)  # rows besides the resident ones, once per GQA group
         self.reads: NDArray[np.float64] = np.zeros((*shape, NUM_BINS))  # share of a stretch's rows attended to
         self._seen: NDArray[np.int64] = np.zeros(shape[0], dtype=np.int64)
         self._every = every

@@ -1,4 +1,4 @@
-"""Pictures of what was attended to."""
+"""Pictures of what each head attended to."""
 
 import textwrap
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 PICTURE_SIZE = (1600, 960)  # pixels
 _DPI = 100
-_COLORS = "inferno"  # even in lightness, and the same to colour-blind eyes
-_BLUE = "#1f9ed1"  # which the colour map does not have
+_COLORS = "inferno"  # perceptually uniform, and safe for colour-blind readers
+_BLUE = "#1f9ed1"  # not in the colour map
 _RED = "#b3261e"
 _TITLE_WIDTH = 38  # characters over one map
 _TICKS = [0.0, 0.01, 0.05, 0.2, 0.5, 1.0]  # shares on the colour bar
-_NUMBERED = 0.85  # of a map, from its left
-_LEAST = 1e-4  # a share that counts as none when questions are compared
+_NUMBERED = 0.85  # share of a map's width, from its left, in which ticks have numbers
+_LEAST = 1e-4  # lower bound of the shares that are compared between questions
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class AttentionPicture:
 def draw_attention_map(
     pictures: Sequence[AttentionPicture], path: Path, *, context_len: int, sink_len: int, window_len: int, keep: float
 ) -> None:
-    """Write a PNG of `PICTURE_SIZE`: a map of layers and heads by place for each question, and the recall beside."""
+    """Write a PNG of `PICTURE_SIZE`: for each question a map of reads by head and position; at the right the recall."""
     assert pictures, "there is nothing to draw"
     num_layers, num_kv_heads, num_stretches = pictures[0].reads.shape
     figure = Figure(figsize=(PICTURE_SIZE[0] / _DPI, PICTURE_SIZE[1] / _DPI), dpi=_DPI)
@@ -113,7 +113,7 @@ def _draw_map(axes: Any, picture: AttentionPicture, context_len: int, is_first: 
     axes.set_xlabel("place in the document (tokens)", fontsize=12, labelpad=22)
     shown = range(0, num_layers, max(1, num_layers // 6))
     axes.set_yticks([layer + 0.5 for layer in shown], [str(layer + 1) for layer in shown] if is_first else [])
-    # no number where a line goes down to the name of the window
+    # no number where the line to the window's label goes down
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= _NUMBERED * context_len])
     if is_first:
         axes.set_ylabel(f"layer, {num_kv_heads} heads each", fontsize=12)

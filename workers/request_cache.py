@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class RequestCache(AttendingCache):
-    """One request: its rows are the engine's. It is neither copied nor cropped."""
+    """One request, whose rows are in the engine. It can be neither copied nor cropped."""
 
     def __init__(self, session: "Session", slot: int, given_back: deque[int]) -> None:
-        """given_back: gets the slot when nobody holds the request any more."""
+        """given_back: receives the slot when the request is garbage-collected."""
         self.session, self.slot = session, slot
         self.fed = _Fed(session.artifact.spec.context_len)
         engine = session.engine
         on_cpu = engine.request(slot) if isinstance(engine, CpuEngine) else None
-        self._read = None if on_cpu is None else (on_cpu.count, on_cpu.index_bytes)  # also after the session's end
+        self._read = None if on_cpu is None else (on_cpu.count, on_cpu.index_bytes)  # also after the session has ended
         super().__init__([self.fed] * session.loaded.geometry.num_layers)
         weakref.finalize(self, given_back.append, slot)
 
@@ -33,13 +33,13 @@ class RequestCache(AttendingCache):
         return f"<RequestCache of {self.fed.kv_len} tokens, {len(self.fed.token_ids)} of its own>"
 
     def begins(self, token_ids: list[int]) -> bool:
-        """Whether these are the context's, and perhaps more."""
+        """Whether token_ids begin with all ids of the context."""
         return self._num_of_context(token_ids) == self._context_len
 
     def new_among(self, token_ids: list[int]) -> list[int]:
-        """Of a whole sequence's ids, the context's before all others, those that the request does not have yet.
+        """Return those of a whole sequence's ids, the context's included, that the request does not have yet.
 
-        Raises ConfigError where there are none, or where those before them are not what the request has.
+        Raises ConfigError if there are none, or if the ids before them are not those of the request.
         """
         same = self._num_of_context(token_ids)
         if same < self._context_len:
@@ -68,17 +68,17 @@ class RequestCache(AttendingCache):
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """What `copy` and `pickle` ask for."""
+        """Called by `copy` and `pickle`."""
         raise ConfigError(f"a request cannot be copied, for its rows are its session's; {_ASK_AGAIN}")
 
     @property
     def count(self) -> StepCount:
-        """What it has read so far."""
+        """What the request has read so far."""
         return self._on_cpu[0]
 
     @property
     def index_bytes(self) -> int:
-        """What its selector and attention to the rest hold beside the KV, all layers."""
+        """Bytes that its selector and attention to the rest hold besides the KV, all layers."""
         return self._on_cpu[1]
 
     @property
@@ -91,7 +91,7 @@ class RequestCache(AttendingCache):
         return self.session.artifact.spec.context_len
 
     def _num_of_context(self, token_ids: list[int]) -> int:
-        """How many of the context's ids these begin with."""
+        """Return how many leading token_ids are the context's."""
         pairs = zip(token_ids, self.session.context_ids, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -100,11 +100,11 @@ _ASK_AGAIN = "ask again in its session: questions about one context share what t
 
 
 class _Fed:
-    """What the engine has of a request: `AttendingRows` that are elsewhere."""
+    """The tokens that the engine has of a request, as `AttendingRows` without rows of their own."""
 
     def __init__(self, context_len: int) -> None:
         self._context_len = context_len
-        self.token_ids: list[int] = []  # of the request's own
+        self.token_ids: list[int] = []  # the request's own
         self.has_failed = False
 
     @property

@@ -49,13 +49,14 @@ def csattn_session(
         with csattn_session(loaded, "store/3f2a...") as session:
             loaded.model.generate(**session.ask("Who keeps the inn?"), max_new_tokens=60)
 
-    artifact: an open one, or the directory or URL of one. Raises ArtifactError when it cannot be read or was made for
-    another model. kv_format: how the context's rows are kept in memory, q8_0, say; None: as the artifact maps them.
-    host_budget_bytes: of the memory for them, or 64MiB, say, for contexts that are larger than memory; None: all that
-    they take. placement: on a GPU, where index and KV lie: device, hybrid or host. options: num_slots, the requests at
-    a time; tail_capacity, the tokens of one, question and answer; num_threads; with a placement on GPUs also
-    num_devices, that share out the heads; slot_share, of the context's rows, that the device keeps where KV is on the
-    host; and what else `GpuEngine` takes, as `CpuEngine` on the CPU.
+    artifact: an open one, or its directory or URL. Raises ArtifactError if it cannot be read or was made for another
+    model. kv_format: the format of the context's rows in memory, such as q8_0; None: as the artifact maps them.
+    host_budget_bytes: memory for these rows, as a number or a size like 64MiB, for contexts larger than memory; None:
+    as much as they take. placement: cpu, or where index and KV are for a GPU: device, hybrid or host.
+
+    options: num_slots, the number of concurrent requests; tail_capacity, the most tokens of a request, question and
+    answer; num_threads; on GPUs also num_devices, which divide the heads, and slot_share, the share of the context's
+    rows that the device caches if KV is on the host; and other arguments of `GpuEngine` or, on the CPU, `CpuEngine`.
     """
     opened = open_artifact(artifact) if isinstance(artifact, str | Path) else artifact
     try:
@@ -69,20 +70,20 @@ def csattn_session(
 
 
 class Session:
-    """Owns the engine that requests share. While it is open, the model hands their tokens to it. For any threads."""
+    """Owns the engine that requests share. While it is open, the model passes their tokens to it. Thread-safe."""
 
     def __init__(
         self, loaded: LoadedModel, artifact: Artifact, config: SearchConfig, selector: str = "csattn", **options: Any
     ):
-        """options: of `open_engine`."""
+        """options: those of `open_engine`."""
         self.loaded, self.artifact, self.config, self.selector = loaded, artifact, config, selector
         self.engine = open_engine(loaded, artifact, config, selector, **options)
         self._weights = Unchanged(loaded.model, loaded.name)
-        # known also after the engine, which another thread may end at any time
+        # copied from the engine, which another thread may close at any time
         self._num_slots, self._max_rows = self.engine.num_slots, self.engine.max_rows
         self._max_positions, self._tail_capacity = self.engine.max_positions, self.engine.tail_capacity
         self._unused = deque(range(self._num_slots))
-        self._given_back: deque[int] = deque()  # slots of requests that nobody holds any more; on any thread
+        self._given_back: deque[int] = deque()  # slots of garbage-collected requests; appended by any thread
         self._lock = Lock()  # the engine is used by one thread at a time
         self._has_begun = self._is_open = False
 
@@ -102,7 +103,7 @@ class Session:
             for method in self._methods:
                 method.end_session()
             self.engine.close()
-            del self.engine  # a name that outlives the block, as in a notebook, is not to hold a context's rows
+            del self.engine  # a name that outlives the block, as in a notebook, must not hold a context's rows
 
     def __repr__(self) -> str:
         about = f"<Session of {self.loaded.name} over {self.artifact.spec.artifact_id}"
@@ -112,32 +113,32 @@ class Session:
         return f"{about}, {num_requests} of {self._num_slots} requests, open>"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """What `copy` and `pickle` ask for."""
+        """Called by `copy` and `pickle`."""
         raise ConfigError(
             "a session is neither copied nor sent to another process, for its threads and memory are this one's; open "
             "one there, over the same artifact"
         )
 
     def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
-        """Arguments for `generate` that continue the context with a question, wrapped as the context was."""
+        """Return the arguments of `generate` for a question, wrapped in the chat template if the context was."""
         require_text("a question", question)
         ids = question_tokens(self.loaded, self.artifact, question)
         return self.continue_with(np.array(ids, np.int32), observer)
 
     def room_for(self, prompt_len: int, max_new_tokens: int) -> int:
-        """As many new tokens as were asked for, or as there is room left for: for `generate`'s max_new_tokens.
+        """Return max_new_tokens, or fewer if a request has room for fewer: a value for `generate`'s max_new_tokens.
 
-        prompt_len: of the context and what has been said since, question and all: input_ids.shape[1].
+        prompt_len: tokens of the context and of all that follows it, question included: input_ids.shape[1].
         """
         context_len = self.artifact.spec.context_len
         require_at_least("prompt_len, the context included,", prompt_len, context_len)
         require_at_least("max_new_tokens", max_new_tokens, 0)
         self._require_open()
-        room = min(self._max_positions, context_len + self._tail_capacity + 1)  # the last is never fed back
+        room = min(self._max_positions, context_len + self._tail_capacity + 1)  # the last new token is never fed back
         return max(0, min(max_new_tokens, room - prompt_len))
 
     def require_room(self, prompt_len: int, max_new_tokens: int | None) -> None:
-        """Raise ContextError where so many do not fit behind a prompt. None: at least one, how many nobody knows."""
+        """Raise ContextError if max_new_tokens do not fit after a prompt. None: unknown, and one has to fit."""
         wanted = 1 if max_new_tokens is None else max_new_tokens
         room = self.room_for(prompt_len, wanted)
         if wanted > room:
@@ -150,7 +151,7 @@ class Session:
     def continue_with(
         self, token_ids: NDArray[np.integer[Any]] | Sequence[int], observer: Observer | None = None
     ) -> dict[str, Any]:
-        """Arguments for `generate` that continue the context with given ids [num_tokens]: a request of its own."""
+        """Return the arguments of `generate` for a request that continues the context with token_ids [num_tokens]."""
         new = ids_of(token_ids)
         require_tokens(new.tolist(), self.loaded.geometry.vocab_size)
         require_positions(self.loaded, self.artifact, len(new))
@@ -163,9 +164,9 @@ class Session:
         }
 
     def request(self, observer: Observer | None = None) -> RequestCache:
-        """An empty request: a transformers cache that holds the context and no question yet.
+        """Open an empty request: a transformers cache that holds the context and no question yet.
 
-        It has a slot of the engine as long as somebody holds it. observer: sees its steps, on the CPU.
+        It occupies a slot of the engine until it is garbage-collected. observer: sees its steps, on the CPU only.
         """
         with self._lock:
             self._require_open()
@@ -180,14 +181,14 @@ class Session:
         return request
 
     def feed(self, request: RequestCache, token_ids: list[int], first_wanted: int) -> Tensor:
-        """Logits after the tokens from first_wanted on: [num_wanted, vocab_size] float32."""
+        """Feed tokens; return the logits after those from index first_wanted on, [num_wanted, vocab_size] float32."""
         fed, size, logits = request.fed, self._max_rows, []
         with self._lock:
             self._require_open()
             if fed.has_failed:
                 raise ConfigError("a step of this request has failed before; ask again for a new one")
             self._require_rows(len(fed.token_ids) + len(token_ids))
-            fed.has_failed = True  # unless all goes well
+            fed.has_failed = True  # until all steps have succeeded
             for start in range(0, len(token_ids), size):
                 rows = [
                     StepRow(request.slot, token_id, asks=number >= first_wanted)
@@ -202,7 +203,7 @@ class Session:
         return torch.cat(logits)
 
     def require_unchanged(self) -> None:
-        """Raise ModelError where the model would compute something else than requests do."""
+        """Raise ModelError if the model has changed, so that it would compute something else than requests do."""
         self._weights.require()
 
     @property
@@ -221,7 +222,7 @@ class Session:
             raise ConfigError("this session has ended, or has not begun; ask again in an open session")
 
     def _require_rows(self, num_tokens: int) -> None:
-        """num_tokens: of a request's own, with the new ones."""
+        """Raise ContextError if a request has no room for num_tokens of its own, the new ones included."""
         room = min(self._tail_capacity, self._max_positions - self.artifact.spec.context_len)
         if num_tokens > room:
             raise ContextError(
@@ -232,13 +233,13 @@ class Session:
 
     @property
     def _or_more_room(self) -> str:
-        """What else to do, if that is possible."""
+        """A further remedy for an error message, if more tail_capacity would help."""
         left = self._max_positions - self.artifact.spec.context_len
         return ", or open the session with more tail_capacity" if self._tail_capacity < left else ""
 
     def _free_slot(self) -> int:
-        """The first of those that are free."""
-        for tidy in (lambda: None, gc.collect):  # a request may be held by nothing but a cycle of references
+        """Return the first free slot; those of garbage-collected requests become free here."""
+        for tidy in (lambda: None, gc.collect):  # a request may be held only by a reference cycle
             tidy()
             while self._given_back:
                 slot = self._given_back.popleft()

@@ -1,4 +1,4 @@
-"""What a model does while sessions over it are open: `forward` and `generate` of requests, all else as before."""
+"""A model's `forward` and `generate` while sessions over it are open: for requests, the session computes them."""
 
 import inspect
 from collections.abc import Callable
@@ -16,25 +16,28 @@ from csattn.errors import ConfigError
 from csattn.models.attending_cache import CACHE, cache_in
 from workers.request_cache import RequestCache
 
-_lock = Lock()  # of all models: sessions begin and end on any threads
+_lock = Lock()  # for all models: sessions begin and end on any thread
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
 class Method:
-    """In the place of a model's method of that name, `forward` or `generate`. Sessions over one model share it."""
+    """Replaces a model's method `forward` or `generate`, for all sessions over the model.
+
+    Calls without a request go to the original method.
+    """
 
     def __init__(self, model: Any, name: str) -> None:
         self._model, self.name, self._before = model, name, model.__dict__.get(name)
         self._method: Callable[..., Any] = getattr(model, name)
         self._signature = inspect.signature(self._method)
         update_wrapper(self, self._method)
-        # of a compiled model, it would be compiled for each length
+        # in a compiled model, it would be compiled for each length
         self._decode = torch.compiler.disable(_decode)  # type: ignore[no-untyped-call]
         self.num_sessions = 0
 
     @classmethod
     def begin_session(cls, model: Any, name: str) -> Self:
-        """The model's, put in its place if it is not."""
+        """Return the model's replacement of the method, installed if necessary, with one session more."""
         with _lock:
             method = getattr(model, name)
             if not isinstance(method, cls):
@@ -44,7 +47,7 @@ class Method:
         return method
 
     def end_session(self) -> None:
-        """Put back what was there, after the last, unless something else has been put there since."""
+        """After the last session, restore the original method, unless something else has replaced this one since."""
         with _lock:
             self.num_sessions -= 1
             if self.num_sessions == 0 and self._model.__dict__.get(self.name) is self:
@@ -53,7 +56,7 @@ class Method:
                     setattr(self._model, self.name, self._before)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """A copy of the model, and a pickled one, has its own method there: sessions are of this one."""
+        """Copy and pickle as the original method: sessions belong to this model, not to its copies."""
         return _itself, (self._method,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +66,7 @@ class Method:
         if isinstance(cache, RequestCache) and cache.session.is_open and cache.session.loaded.model is self._model:
             if self.name == "forward":
                 return self._decode(cache, given)
-            # before anything is computed: here alone all the ids are seen
+            # before any step: only `generate` sees all ids
             _require_generable(cache, given, self._model.generation_config)
         return self._method(*args, **kwargs)
 
@@ -73,7 +76,7 @@ def _itself(method: Any) -> Any:
 
 
 def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any) -> None:
-    """Raise ConfigError or ContextError for arguments of `generate` that a request cannot do."""
+    """Raise ConfigError or ContextError for arguments of `generate` that a request does not support."""
     in_call = {**_set(given.get("generation_config")), **{k: v for k, v in given.items() if v is not None}}
     said = {**_set(defaults), **in_call}
     for name in _ASSISTED:
@@ -83,7 +86,7 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
             )
     _require_cached(said)
     asked, default = in_call.get("cache_implementation"), getattr(defaults, "cache_implementation", None)
-    # transformers would leave the request out, or raise an error of its own; it passes over hybrid by default
+    # transformers would ignore the request, or raise an error of its own; a default of hybrid it ignores
     if asked or default not in (None, "hybrid"):
         raise ConfigError(
             "a request of a session is the cache, and cache_implementation asks for another; leave it out (of the "
@@ -96,11 +99,11 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
         return  # `forward` will refuse it
     ids = _sequences(ids)
     if ids.shape[0] != 1:
-        return  # likewise
+        return  # `forward` will refuse the batch
     prompt_len = ids.shape[1]
     _require_mask_of_all(cache, mask, prompt_len)
     if mask is not None and mask.shape[1] == cache.get_seq_length() + prompt_len:
-        prompt_len = mask.shape[1]  # new ids alone, as transformers knows them by their mask
+        prompt_len = mask.shape[1]  # only new ids, which transformers recognizes by their mask
     else:
         cache.new_among(ids[0].tolist())
     for name in ("max_new_tokens", "max_length"):
@@ -112,7 +115,7 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
 
 
 def _sequences(ids: Any) -> Tensor:
-    """Token ids, if they are some: [batch_size, num_tokens]."""
+    """Return ids if they are token ids [batch_size, num_tokens]. Raises ConfigError otherwise."""
     if isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32):
         return ids
     raise ConfigError(
@@ -128,7 +131,7 @@ def _kind_of(given: Any) -> str:
 
 
 def _require_mask_of_all(cache: RequestCache, mask: Any, num_ids: int) -> None:
-    """Raise ConfigError for a mask other than of ones, one for each of the ids, and perhaps of what comes before."""
+    """Raise ConfigError unless the mask has only ones, one per id and optionally one per token before them."""
     if mask is None:
         return
     if not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
@@ -143,7 +146,7 @@ def _require_mask_of_all(cache: RequestCache, mask: Any, num_ids: int) -> None:
 
 
 def _set(generation_config: Any) -> dict[str, Any]:
-    """What it says."""
+    """Return the fields of a generation config that are set."""
     return {k: v for k, v in vars(generation_config).items() if v is not None} if generation_config else {}
 
 
@@ -153,7 +156,7 @@ def _require_cached(said: dict[str, Any]) -> None:
 
 
 def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPast | tuple[Any, ...]:
-    """What `forward` gives for the next tokens of a request: its session's engine takes them."""
+    """Feed the next tokens of a request to its session's engine; return what `forward` returns."""
     for name in ("inputs_embeds", "labels", "output_attentions", "output_hidden_states"):
         if given.get(name) is not None and given[name] is not False:
             raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")
@@ -181,12 +184,12 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
 
 
 def _wanted(keep: Any, num_tokens: int) -> Tensor:
-    """Which of the tokens logits are asked for, in that order: the last `keep`, 0 for all, or those that it says."""
+    """Return the indices of the tokens whose logits are wanted. keep: how many last ones, 0 for all, or indices."""
     numbers = torch.arange(num_tokens, device="cpu")
     if isinstance(keep, int) and len(last := numbers[slice(-keep, None)]):
         return last
     if isinstance(keep, Tensor) and keep.ndim == 1:
-        with suppress(IndexError):  # out of range, or of no whole numbers
+        with suppress(IndexError):  # out of range, or not whole numbers
             return numbers[keep.cpu()]
     got = keep.tolist() if isinstance(keep, Tensor) else repr(keep)
     raise ConfigError(
@@ -196,10 +199,10 @@ def _wanted(keep: Any, num_tokens: int) -> Tensor:
 
 
 def _new_ids(cache: RequestCache, ids: list[int], mask: Tensor | None, positions: Any) -> list[int]:
-    """Those to feed, of ids that are new or a whole sequence's, the context's first.
+    """Return the ids to feed. ids: either new ones alone, or a whole sequence, the context's ids included.
 
-    Where no position tells which, they are whole if they begin with the context's, or if a mask of their length says
-    that nothing comes before them.
+    The first position shows which. Without positions, ids are whole if they begin with the context's, or if they are
+    longer than the context and a mask of their length says that nothing comes before them.
     """
     kv_len, context_len = cache.get_seq_length(), cache.session.artifact.spec.context_len
     if not ids:
@@ -218,7 +221,7 @@ def _new_ids(cache: RequestCache, ids: list[int], mask: Tensor | None, positions
 
 
 def _first_of(positions: Any, num_tokens: int) -> int:
-    """The position of the first token, after which the others stand one by one."""
+    """Return the position of the first token. Raises ConfigError unless the others follow one by one."""
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
         raise ConfigError(
             f"position_ids must be a tensor of whole numbers [1, {num_tokens}], got {_kind_of(positions)}; leave them "
@@ -226,7 +229,7 @@ def _first_of(positions: Any, num_tokens: int) -> int:
         )
     given = positions.flatten().tolist()
     first: int = given[0] if given else 0
-    num_rows = max(1, len(given) // num_tokens)  # of some models there are several, all alike
+    num_rows = max(1, len(given) // num_tokens)  # some models have several rows of them, all equal
     if given != [*range(first, first + num_tokens)] * num_rows:
         raise ConfigError(
             f"position_ids are not those of {num_tokens} tokens in one sequence, one after another; leave them out"

@@ -1,4 +1,4 @@
-"""The service over HTTP: OpenAI's addresses, contexts, measures, and a page for a person.
+"""The service over HTTP: OpenAI's endpoints, contexts, metrics, and a status page.
 
 app = make_app(backend, settings)  # for uvicorn and for Ray Serve
 """

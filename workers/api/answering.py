@@ -1,4 +1,4 @@
-"""One request from its `Ask` to its last byte; a client that leaves ends it at once."""
+"""One request from its `Ask` to its last byte; a client that disconnects ends it at once."""
 
 import asyncio
 import json
@@ -23,16 +23,16 @@ from workers.serving.messages import Ask, Done, Event, Piece, ServingError, Time
 from workers.settings import LimitSettings
 
 T = TypeVar("T")
-GRACE_S = 1.0  # beyond a request's time: the backend ends it and counts it as such; only where it does not, we do
-MAX_HELD = 16  # events of a request with several answers, beside what each of them holds
-QUIET_S = 2.0  # of a stream that has not begun: what fails within has a status, then comes a sign of life as often
-WAITING = b": the answer has not begun yet\n\n"  # a comment, which clients skip
+GRACE_S = 1.0  # beyond a request's timeout: normally the backend ends it in time and counts it; if not, this side does
+MAX_HELD = 16  # queued events of a request with several answers, besides one in each answer's task
+QUIET_S = 2.0  # before a stream's first event: failures get an HTTP status for so long, then keep-alives come as often
+WAITING = b": the answer has not begun yet\n\n"  # an SSE comment, which clients skip
 BROKEN_OFF = "the answer broke off; the request may be sent again"
-STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies would else gather it
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # else proxies would buffer it
 
 
 class Answering:
-    """One request being answered: its events, timed."""
+    """One request being answered: turns the backend's events into replies, and measures their times."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class Answering:
         measures: Measures,
         arrived_at: float,
         limits: LimitSettings,
-        is_logged: bool,  # what it took, also where a stream breaks off: each piece then tells
+        is_logged: bool,  # its usage, also if a stream breaks off: every piece then reports it
     ) -> None:
         self._backend, self._asked, self._measures = backend, asked, measures
         self._tells_usage = is_logged and asked.stream
-        self.used: dict[str, Usage] = {}  # by each answer so far, as far as that is known
+        self.used: dict[str, Usage] = {}  # by request id, each answer's usage so far, if known
         self._arrived_at = arrived_at  # in seconds of time.monotonic()
         self._timeout_s = limits.request_timeout_s
         self._form: Form | ResponseForm = ResponseForm(asked) if isinstance(asked, ResponseAsked) else Form(asked)
 
     async def whole(self) -> dict[str, Any]:
-        """The answers in one object."""
+        """Return all answers in one object."""
         pieces: list[list[Piece]] = [[] for _ in self._asked.asks]
         dones: dict[int, Done] = {}
         async with aclosing(self._all_events()) as events:
@@ -63,7 +63,7 @@ class Answering:
         return self._form.whole(pieces, [dones[index] for index in range(len(pieces))])
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answers in a stream's objects. What refuses a request is raised before the first of them."""
+        """Yield the answers as a stream's objects. A refusal of the request is raised before the first of them."""
         form, begun = self._form, set()
         dones: dict[int, Done] = {}
         async with aclosing(self._all_events()) as events:
@@ -83,7 +83,7 @@ class Answering:
             yield chunk
 
     async def _all_events(self) -> AsyncGenerator[tuple[int, Event], None]:
-        """Of all answers as they come, with each one's number. One that fails ends the others."""
+        """Yield the events of all answers as they come, with the answer's index. A failed answer ends the others."""
         if len(self._asked.asks) == 1:
             async with aclosing(self._events(self._asked.asks[0])) as events:
                 async for event in events:
@@ -113,7 +113,7 @@ class Answering:
             await coming.put((index, error))
 
     async def _events(self, ask: Ask) -> AsyncGenerator[Event, None]:
-        """The backend's events up to Done, within the request's time; closing this closes the backend's."""
+        """Yield the backend's events up to Done, within the request's timeout; closing this closes the backend's."""
         ends_at = time.monotonic() + self._timeout_s + GRACE_S  # from now on, as the backend counts
         first_at: float | None = None
         if self._tells_usage:
@@ -147,10 +147,10 @@ class Answering:
 
 
 class EventStream(Response):
-    """Server-sent events: those with a `type` by that name. An error is an event of its own, after which the stream
-    ends without what ends it else.
+    """Server-sent events, named by the `type` of their objects, if any. An error is an event of its own, after which
+    the stream closes without its usual end.
 
-    What goes wrong within QUIET_S, before the first event, is raised: it has a status, and its reply is not a stream.
+    An error within QUIET_S and before the first event is raised: its reply has an HTTP status and is not a stream.
     """
 
     media_type = "text/event-stream"
@@ -183,7 +183,7 @@ class EventStream(Response):
     async def _bodies(
         self, scope: Scope, first: "asyncio.Future[dict[str, Any]]", chunks: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[bytes, None]:
-        """Signs of life until the first chunk is there, all chunks, and the end."""
+        """Yield keep-alives until the first chunk is there, then all chunks, then the end."""
         try:
             while not first.done():
                 yield WAITING
@@ -207,7 +207,7 @@ class EventStream(Response):
 
 
 async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The work's result. When the client leaves first, the work is cancelled and waited for, and ClientGone raised."""
+    """Return the work's result. If the client disconnects first, cancel the work, wait for it, and raise ClientGone."""
     job = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -226,12 +226,12 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:
-    """Cancel it if it still runs, and wait until it has cleaned up."""
+    """Cancel the task if it still runs, and wait until it has cleaned up."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # seen: it is not reported again
+        task.exception()  # retrieved, so that asyncio does not report it
 
 
 def _event(data: dict[str, Any]) -> bytes:

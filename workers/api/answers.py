@@ -1,4 +1,4 @@
-"""Events as OpenAI's objects: whole answers and the chunks of a stream, for chat and for plain text."""
+"""Events as OpenAI's objects: whole answers and the chunks of a stream, for chats and text completions."""
 
 import time
 from codecs import getincrementaldecoder
@@ -9,16 +9,16 @@ from typing import Any
 from workers.api.asking import Asked
 from workers.serving.messages import CallPart, Done, Event, Piece, TokenScore, Usage
 
-LOWEST_LOGPROB = -9999.0  # as OpenAI has it where a token could not come; JSON has no infinity
+LOWEST_LOGPROB = -9999.0  # OpenAI's value for a token that cannot come; JSON has no infinity
 
 
 class Form:
-    """The objects of one request's answers: they share an id, a time and a model."""
+    """Makes the objects of one request's answers, which share an id, a time and a model."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked, self._is_chat = asked, asked.kind == "chat"
         self._has_logprobs = asked.asks[0].sampling.top_logprobs is not None
-        self._num_chars = [0] * len(asked.asks)  # of each answer's tokens told so far, but for one that is not whole
+        self._num_chars = [0] * len(asked.asks)  # of each answer's tokens so far, without an incomplete one
         self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in asked.asks]
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{asked.asks[0].request_id}",
@@ -27,13 +27,13 @@ class Form:
         }
 
     def whole(self, pieces: list[list[Piece]], dones: list[Done]) -> dict[str, Any]:
-        """pieces, dones: of each answer."""
+        """Return all answers in one object. pieces, dones: of each answer."""
         name = "chat.completion" if self._is_chat else "text_completion"
         choices = [self._choice(index, *told) for index, told in enumerate(zip(pieces, dones, strict=True))]
         return {**self._head, "object": name, "choices": choices, "usage": self._usage(dones)}
 
     def first(self, index: int, event: Event) -> list[dict[str, Any]]:
-        """What an answer's stream begins with, before what its first event says."""
+        """Return the chunks before that of an answer's first event."""
         if not self._is_chat:
             return []
         used = None if (so_far := used_by(event)) is None else replace(so_far, new_tokens=0)
@@ -50,11 +50,11 @@ class Form:
         return [self._chunk(index, delta, list(piece.scores), used=piece.usage)]
 
     def last(self, index: int, done: Done) -> list[dict[str, Any]]:
-        """Why it ended."""
+        """Return the chunk that says why an answer ended."""
         return [self._chunk(index, {} if self._is_chat else "", reason=done.reason, used=done)]
 
     def end(self, dones: list[Done]) -> list[dict[str, Any]]:
-        """What they took, where that was asked for."""
+        """Return the chunk with the usage of all answers, if it was requested."""
         if not self._asked.include_usage:
             return []
         return [{**self._stream_head(), "choices": [], "usage": self._usage(dones)}]
@@ -91,7 +91,7 @@ class Form:
         reason: str | None = None,
         used: Usage | None = None,
     ) -> dict[str, Any]:
-        """used: by this answer so far."""
+        """used: this answer's usage so far."""
         choice = {
             "index": index,
             "delta" if self._is_chat else "text": said,
@@ -111,7 +111,7 @@ class Form:
         for score in scores:
             decoder, data = self._decoders[index], _bytes_of(score) if score.is_told else b""
             first = decoder.decode(data[:1])
-            is_whole = not decoder.getstate()[0]  # the character in which the token begins; before it is what else came
+            is_whole = not decoder.getstate()[0]  # the token's first character; `first` may hold one before it too
             offsets.append(self._num_chars[index] + max(0, len(first) - is_whole))
             self._num_chars[index] += len(first) + len(decoder.decode(data[1:]))
         return {
@@ -125,12 +125,12 @@ class Form:
         }
 
     def _usage(self, dones: list[Done]) -> dict[str, Any]:
-        """A prompt with several answers counts once."""
+        """Return the usage of all answers; a prompt with several answers counts once."""
         return usage(dones[:: self._asked.num_choices], sum(done.new_tokens for done in dones))
 
 
 def gathered(pieces: list[Piece]) -> list[CallPart]:
-    """The calls of an answer, each in one part."""
+    """Join the parts of each call of an answer."""
     calls: list[CallPart] = []
     for part in (part for piece in pieces for part in piece.calls):
         if part.index == len(calls):
@@ -142,10 +142,12 @@ def gathered(pieces: list[Piece]) -> list[CallPart]:
 
 
 def used_by(event: Event) -> Usage | None:
+    """Return the usage that an event reports, if any."""
     return event if isinstance(event, Done) else event.usage
 
 
 def usage(prompts: Sequence[Usage], new_tokens: int) -> dict[str, Any]:
+    """Return OpenAI's usage object for these prompts and new_tokens in all their answers."""
     cached = sum(done.cached_tokens for done in prompts)
     prompt_tokens = sum(done.context_tokens + done.question_tokens for done in prompts)
     return {
@@ -178,7 +180,7 @@ def _bytes_of(score: TokenScore) -> bytes:
 
 
 def _named(data: bytes) -> str:
-    """A token's text; parts of characters, which have none, by their bytes, as OpenAI's completions have them."""
+    """Return a token's text or, for incomplete characters, its bytes in the notation of OpenAI's completions."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -186,4 +188,4 @@ def _named(data: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN too
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # also for NaN

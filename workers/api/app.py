@@ -1,4 +1,4 @@
-"""The HTTP application: which address does what. It holds no model; a `Backend` decodes."""
+"""The HTTP application: its routes and their handlers. It holds no model; a `Backend` decodes."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ from workers.settings import LimitSettings, Settings
 
 STATIC = Path(__file__).with_name("static")
 PAGE_FILES = {"page.css": "text/css", "page.js": "text/javascript", "charts.js": "text/javascript"}
-# nothing from elsewhere, nothing inline, in no other page's frame
+# no resources from elsewhere, no inline code, no frames of other pages around it
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -43,13 +43,13 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(backend: Backend, settings: Settings) -> FastAPI:
-    """For uvicorn and for Ray Serve alike: plain ASGI, with nothing to start or to stop."""
+    """Make the ASGI application, for uvicorn and for Ray Serve alike. It needs no startup or shutdown."""
     if settings.server.api_key_file is not None and not settings.server.api_keys:
         raise ConfigError("api_key_file is set, but its keys were not read; make the settings by load_settings")
     measures, pace = Measures(), Pace()
     app = FastAPI(title="csattn", version=__version__, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Guard, settings=settings, measures=measures, pace=pace)
-    if settings.server.allowed_origins:  # around the guard: browsers hide refusals that lack these headers
+    if settings.server.allowed_origins:  # outside the guard: browsers hide error replies that lack these headers
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.server.allowed_origins,
@@ -79,13 +79,13 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
         ("GET", "/", routes.page),
         ("GET", "/static/{name}", routes.page_file),
     ):
-        methods = ["GET", "HEAD"] if method == "GET" else [method]  # the server leaves out the body
+        methods = ["GET", "HEAD"] if method == "GET" else [method]  # for HEAD, the server leaves out the body
         app.add_api_route(path, handler, methods=methods, response_model=None)
     return app
 
 
 class Routes:
-    """What each address does."""
+    """The handlers of all routes."""
 
     def __init__(self, backend: Backend, settings: Settings, measures: Measures, pace: Pace) -> None:
         self._backend, self._limits, self._measures = backend, settings.limits, measures
@@ -96,11 +96,11 @@ class Routes:
         self._max_positions = 0  # not known yet
 
     async def health(self) -> Response:
-        """This process lives."""
+        """Liveness: this process answers."""
         return _json({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Requests can be answered."""
+        """Readiness: requests can be answered."""
         health = await self._backend.health()
         if not health.ready:
             return error_reply(HttpError(503, "not_ready", health.why or "the service is not ready yet"))
@@ -172,7 +172,7 @@ class Routes:
         return FileResponse(STATIC / name, headers=PAGE_HEADERS, media_type=PAGE_FILES[name])
 
     async def _served(self) -> ServedModel:
-        if not self._max_positions:  # the backend says it with any tokens
+        if not self._max_positions:  # the backend reports it with any tokens
             self._max_positions = (await self._backend.tokenize(TokenizeAsk(text=""))).max_positions
         return ServedModel(self._model, self._since, self._max_positions)
 
@@ -207,7 +207,7 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 
 def read_tokenize(body: object, model: str, limits: LimitSettings) -> tuple[TokenizeAsk, bool]:
-    """Of a body for /tokenize; whether the tokens' texts are wanted too."""
+    """Read a body for /tokenize; return also whether the tokens' texts are wanted."""
     fields = Fields(body)
     _check_model(fields, model)
     wants_texts = fields.flag("return_token_strs")
@@ -229,7 +229,7 @@ def read_tokenize(body: object, model: str, limits: LimitSettings) -> tuple[Toke
 
 
 def read_detokenize(body: object, model: str) -> tuple[int, ...]:
-    """Of a body for /detokenize."""
+    """Read the token ids in a body for /detokenize."""
     fields = Fields(body)
     _check_model(fields, model)
     ids = fields.any_of("tokens")
@@ -240,7 +240,7 @@ def read_detokenize(body: object, model: str) -> tuple[int, ...]:
 
 
 def tokens_object(tokens: Tokens, wants_texts: bool) -> dict[str, Any]:
-    """token_strs: as the vocabulary has them."""
+    """Return the reply of /tokenize. token_strs: tokens as the vocabulary spells them."""
     return {
         "count": len(tokens.ids),
         "max_model_len": tokens.max_positions,
@@ -250,7 +250,7 @@ def tokens_object(tokens: Tokens, wants_texts: bool) -> dict[str, Any]:
 
 
 def _check_model(fields: Fields, model: str) -> None:
-    """The model itself, or any of its contexts; all have the same tokens."""
+    """Raise UnknownModelError unless a given `model` is the model or one of its contexts; all share a tokenizer."""
     asked = fields.text("model", 256)
     if asked is not None:
         context_or_own(asked, model)

@@ -1,4 +1,4 @@
-"""What a client asks for, in OpenAI's fields and ours, as an `Ask`."""
+"""Read a request, in OpenAI's fields and csattn's own, as an `Ask`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from workers.api.turns import read_continues, read_speaks_next, read_template, r
 from workers.serving.messages import Ask, Sampling, Selector
 from workers.settings import LimitSettings
 
-CHAT_TOKENS = 512  # where a chat does not say how many; OpenAI's own completions have 16
+CHAT_TOKENS = 512  # default of a chat; OpenAI's own completions have 16
 TEXT_TOKENS = 16
-MAX_STOPS, MAX_STOP_CHARS = 16, 256  # OpenAI has 4 of them
+MAX_STOPS, MAX_STOP_CHARS = 16, 256  # OpenAI allows 4
 MAX_SALT_CHARS = 256
 MAX_BIASES, MAX_TOKEN_ID = 1024, 2**31 - 1
-MAX_NUM_TOKENS = 2**31 - 1  # that may be asked for; clients send any large number for "as many as there are"
+MAX_NUM_TOKENS = 2**31 - 1  # most that a request may ask for; clients send any large number for "no limit"
 # fields that cannot change an answer here
 IGNORED = (
     "metadata",
@@ -37,7 +37,7 @@ Kind = Literal["chat", "text", "response"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is to be answered, and the form that the answers are wanted in."""
+    """What is to be answered, and the format of the answers."""
 
     asks: tuple[Ask, ...]  # `num_choices` for each prompt
     num_choices: int
@@ -48,12 +48,12 @@ class Asked:
 
 
 def read_chat(body: object, request_id: str, model: str, limits: LimitSettings) -> Asked:
-    """Of a body for /v1/chat/completions."""
+    """Read a body for /v1/chat/completions."""
     return _read(Fields(body), request_id, model, limits, "chat", _chat_part)
 
 
 def read_completion(body: object, request_id: str, model: str, limits: LimitSettings) -> Asked:
-    """Of a body for /v1/completions."""
+    """Read a body for /v1/completions."""
     return _read(Fields(body), request_id, model, limits, "text", _completion_part)
 
 
@@ -82,7 +82,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
 
 
 def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None) -> Sampling:
-    """What says how tokens are drawn, and when to stop."""
+    """Read the fields that say how tokens are drawn, and when to stop."""
     return Sampling(
         max_new_tokens=max_new_tokens,
         temperature=fields.number("temperature", 0.0, 2.0) or 0.0,
@@ -103,7 +103,7 @@ def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None)
 
 
 def read_ours(fields: Fields) -> dict[str, Any]:
-    """Fields of this service alone, and vLLM's `cache_salt`."""
+    """Read the fields of this service alone, and vLLM's `cache_salt`."""
     return {
         "cache_salt": fields.text("cache_salt", MAX_SALT_CHARS) or "",
         "keep": fields.number("keep", 0.0, 1.0, above=True),
@@ -114,7 +114,7 @@ def read_ours(fields: Fields) -> dict[str, Any]:
 
 
 def _choices(ask: Ask, num_choices: int) -> list[Ask]:
-    """The same several times, each with a seed of its own: the first has what was asked for."""
+    """Return copies of an Ask, each with a seed of its own; the first has the requested one."""
     seed = ask.sampling.seed
     if seed is None:
         return [ask] * num_choices
@@ -161,7 +161,7 @@ def _completion_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
 
 
 def _prompts(fields: Fields, most_chars: int) -> list[str | tuple[int, ...]]:
-    """A text, a list of tokens, or a list of either."""
+    """Read `prompt`: a text, a list of token ids, or a list of either."""
     value = fields.any_of("prompt")
     is_list = isinstance(value, list) and not (value and type(value[0]) is int)
     items = value if is_list else [value]
@@ -179,8 +179,8 @@ def _prompts(fields: Fields, most_chars: int) -> list[str | tuple[int, ...]]:
 
 
 def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits: LimitSettings, lowest: int = 1) -> int:
-    """As many as are asked for, up to what the service gives: an answer ends there as it does where there are no
-    more positions."""
+    """Read how many tokens are asked for, at most limits.max_new_tokens: a longer answer ends there, as it does at the
+    model's last position."""
     given = {name: fields.whole(name, lowest, MAX_NUM_TOKENS) for name in names}
     said = {name: value for name, value in given.items() if value is not None}
     if len(set(said.values())) > 1:
@@ -189,7 +189,7 @@ def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits:
 
 
 def _stream(fields: Fields) -> tuple[bool, bool, bool]:
-    """Whether the answer is streamed, with what it took at its end, and with that so far in each chunk."""
+    """Read whether the answer is streamed, has its usage at the end, and has its usage so far in each chunk."""
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     if options is None:
         return stream, False, False
@@ -202,7 +202,7 @@ def _stream(fields: Fields) -> tuple[bool, bool, bool]:
 
 
 def _seed(fields: Fields) -> int | None:
-    """Any 64-bit number; negative ones become ones that generators of random numbers take."""
+    """Read any 64-bit seed, modulo 2**63, because random number generators take no negative ones."""
     seed = fields.whole("seed", -(2**63), 2**63 - 1)
     return None if seed is None else seed % 2**63
 
@@ -243,7 +243,7 @@ def ignore_what_changes_nothing(fields: Fields) -> None:
 
 
 def _refuse_what_is_not_done(fields: Fields) -> None:
-    """Fields of OpenAI's that would change the answer, if they were done: only values that ask for nothing pass."""
+    """Refuse OpenAI's fields that would change the answer and are not supported; only neutral values pass."""
     ignore_what_changes_nothing(fields)
     fields.only("modalities", ["text"], why="only text is written")
     fields.only("audio", why="only text is written")
@@ -258,7 +258,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 def read_new_context(body: object) -> tuple[str, str]:
-    """Name and text of a body for POST /v1/contexts."""
+    """Read name and text in a body for POST /v1/contexts."""
     fields = Fields(body)
     name, text = fields.needed_text("name", 256), fields.needed_text("text", 1 << 62)
     fields.finish()

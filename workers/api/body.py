@@ -1,4 +1,4 @@
-"""Reading a request's JSON body: never more of it than allowed, never longer than allowed, never in the loop's way."""
+"""Read a request's JSON body, within limits of size and time, and without blocking the event loop."""
 
 import asyncio
 import json
@@ -13,9 +13,9 @@ from workers.api.errors import HttpError
 from workers.serving.messages import BadRequestError
 from workers.settings import LimitSettings
 
-SMALL_BYTES = 32 << 10  # parsed in place; what is larger goes to a thread
-SMALL_PIECE_BYTES = 16 << 10  # taken as it comes
-MANY_BODIES = 8  # of the largest size: so much may be held of all bodies that are not yet complete
+SMALL_BYTES = 32 << 10  # parsed in the event loop; larger bodies are parsed in a thread
+SMALL_PIECE_BYTES = 16 << 10  # smaller pieces are not throttled
+MANY_BODIES = 8  # of the largest size: all incomplete bodies together may hold as much memory
 
 
 class BodyReader:
@@ -27,7 +27,7 @@ class BodyReader:
 
     async def read_json(self, request: Request) -> Any:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a browser's form sends anything else without asking
+        if kind != "application/json":  # browsers send other types across origins without a CORS preflight
             raise HttpError(
                 415, "unsupported_media_type", "wanted a JSON body; send the header 'Content-Type: application/json'"
             )
@@ -72,13 +72,13 @@ class BodyReader:
 
 
 class Pace:
-    """Large bodies come in no faster, all together, than leaves the loop time for everybody else."""
+    """Limits the rate of all large bodies together, so that the event loop has time for other requests."""
 
     def __init__(self, bytes_per_s: float = 128 << 20) -> None:
         self._bytes_per_s, self._free_at = bytes_per_s, 0.0
 
     async def keep(self, size: int) -> None:
-        """Wait for one's turn after having taken so many bytes; the senders wait meanwhile."""
+        """After receiving `size` bytes, wait as the rate demands; the sender waits meanwhile (backpressure)."""
         if size < SMALL_PIECE_BYTES:
             return
         now = time.monotonic()
@@ -95,9 +95,9 @@ def too_large(max_body_bytes: int) -> HttpError:
 
 
 def parse(body: bytes, limits: LimitSettings) -> Any:
-    """The JSON value in a body. What would be deep or of very many values is refused before it is built."""
+    """Return the JSON value of a body. Too deep nesting and too many values are refused before anything is built."""
     try:
-        text = body.decode("utf-8-sig")  # programs for Windows put a byte order mark before it
+        text = body.decode("utf-8-sig")  # Windows programs put a byte order mark first
     except UnicodeDecodeError as error:
         raise BadRequestError(f"the body is not UTF-8: byte {error.start} cannot be read") from None
     depth, num_values = outline(body)
@@ -110,20 +110,20 @@ def parse(body: bytes, limits: LimitSettings) -> Any:
     except json.JSONDecodeError as error:
         what = error.msg[0].lower() + error.msg[1:]
         raise BadRequestError(f"the body is not JSON: {what} at line {error.lineno}, column {error.colno}") from None
-    except ValueError:  # of a whole number of thousands of digits
+    except ValueError:  # raised for an integer of thousands of digits
         raise BadRequestError("the body holds a number that is too long to be read") from None
 
 
 def outline(body: bytes, stretch: int = 256 << 10) -> tuple[int, int]:
-    """Depth, and an upper bound of the number of values, of what may be JSON.
+    """Return the nesting depth of what may be JSON, and an upper bound of its number of values.
 
-    numpy leaves other threads their turn, and a stretch of bytes at a time stays in the cache.
+    numpy releases the GIL, and one stretch of bytes at a time stays in the CPU's cache.
     """
     plain = body.replace(rb"\\", b"  ").replace(rb"\"", b"  ") if b"\\" in body else body
     inside, depth, deepest, num_values = False, 0, 0, 1
     for start in range(0, len(plain), stretch):
         chars = np.frombuffer(plain[start : start + stretch], np.uint8)
-        is_odd = np.bitwise_xor.accumulate(chars == ord('"'))  # the number of quotes so far
+        is_odd = np.bitwise_xor.accumulate(chars == ord('"'))  # parity of the number of quotes so far
         outside = is_odd == inside
         inside ^= bool(is_odd[-1])
         opens = outside & ((chars | 0x20) == ord("{"))  # [ and { differ in that bit alone, as do ] and }

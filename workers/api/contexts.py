@@ -1,4 +1,4 @@
-"""Contexts, and the models that they are to OpenAI's clients, as objects."""
+"""Contexts as JSON objects: as such, and as the models that OpenAI's clients see."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def context_object(info: ContextInfo, model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the service answers with."""
+    """The model that the service answers with."""
 
     name: str
     since: int  # in seconds since the epoch
@@ -33,13 +33,13 @@ class ServedModel:
 
 
 def model_objects(contexts: Sequence[ContextInfo], model: ServedModel) -> list[dict[str, Any]]:
-    """The model alone, by which a chat program brings its own document; then one for each context that is ready."""
+    """Return the model itself, for clients that send their own document, then one model for each ready context."""
     alone = {
         "id": model.name,
         "object": "model",
         "created": model.since,
         "owned_by": "csattn",
-        "max_model_len": model.max_positions,  # as vLLM calls it
+        "max_model_len": model.max_positions,  # vLLM's name
     }
     return [alone] + [
         {
@@ -54,7 +54,7 @@ def model_objects(contexts: Sequence[ContextInfo], model: ServedModel) -> list[d
 
 
 def model_object(contexts: Sequence[ContextInfo], asked: str, model: ServedModel) -> dict[str, Any]:
-    """One of them."""
+    """Return the object of one model id. Raises UnknownModelError for one that is not in the list."""
     context = context_or_own(asked, model.name)
     wanted = model_id(model.name, context) if context else model.name
     for found in model_objects(contexts, model):

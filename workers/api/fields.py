@@ -1,4 +1,4 @@
-"""The fields of a JSON object, taken one by one with their types and bounds; every refusal names the field."""
+"""Read the fields of a JSON object one by one, checking types and bounds; every error names its field."""
 
 import difflib
 import json
@@ -9,7 +9,7 @@ from workers.api.errors import quoted
 from workers.serving.messages import BadRequestError
 
 _HALF = "holds half a surrogate pair (\\ud800 to \\udfff), which is no text"
-ALIKE = 0.75  # of 1: what is meant by a name that is so much like another; cache_prompt is no cache_salt
+ALIKE = 0.75  # of 1: similarity from which a known field is suggested; cache_prompt must not suggest cache_salt
 KINDS: dict[type, str] = {
     str: "text",
     bool: "true or false",
@@ -22,17 +22,17 @@ KINDS: dict[type, str] = {
 
 
 class Fields:
-    """An object that came in. A field that is null counts as absent, as with OpenAI; what nobody takes is refused."""
+    """A JSON object from a client. A null field counts as absent, as with OpenAI; unread fields are refused."""
 
     def __init__(self, value: object, where: str = "") -> None:
-        """`where` stands before each name in a refusal, such as `messages[0].`."""
+        """where: prefix of each field's name in errors, such as `messages[0].`."""
         if not isinstance(value, dict):
             name = where.rstrip(".") or "the body"
             raise BadRequestError(f"{name} is {kind_of(value)}, wanted an object", where.rstrip(".") or None)
         self._left: dict[str, Any] = {key: item for key, item in value.items() if item is not None}
         self.where = where
         self._known: set[str] = set()
-        self._unwanted: set[str] = set()  # of those: nobody is told to send them
+        self._unwanted: set[str] = set()  # those of them that are never suggested
 
     def text(self, name: str, most_chars: int) -> str | None:
         value = self._take(name)
@@ -69,7 +69,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """False where it is absent."""
+        """Return a boolean field; False if it is absent."""
         value = self._take(name)
         if value is not None and type(value) is not bool:
             self.refuse(name, f"is {told(value)}, wanted true or false")
@@ -84,7 +84,7 @@ class Fields:
         return value
 
     def texts(self, name: str, most: int, most_chars: int) -> tuple[str, ...]:
-        """One text, or a list of at most `most`."""
+        """Return a field with one text, or with a list of at most `most`."""
         value = self._take(name)
         if value is None:
             return ()
@@ -94,7 +94,7 @@ class Fields:
         return tuple(self._checked_text(name, item, most_chars) for item in items)
 
     def items(self, name: str) -> list[Any]:
-        """A list of one entry or more."""
+        """Return a required list of one entry or more."""
         value = self._take(name)
         if not isinstance(value, list) or not value:
             came = "missing" if value is None else "an empty list" if value == [] else told(value)
@@ -102,7 +102,7 @@ class Fields:
         return value
 
     def listed(self, name: str, most: int) -> list[Any]:
-        """A list of at most `most` entries; empty where it is absent."""
+        """Return a list of at most `most` entries; an empty one if it is absent."""
         value = self._take(name)
         if value is None:
             return []
@@ -115,24 +115,24 @@ class Fields:
         return None if value is None else Fields(value, f"{self.where}{name}.")
 
     def any_of(self, name: str) -> Any:
-        """The value as it came, unchecked."""
+        """Return the value as it came, unchecked."""
         return self._take(name)
 
     def ignore(self, *names: str) -> None:
-        """Fields that cannot change an answer."""
+        """Drop fields that cannot change an answer."""
         for name in names:
             self._take(name)
         self._unwanted.update(names)
 
     def only(self, name: str, *neutral: Any, why: str) -> None:
-        """A field that may be sent as long as it asks for nothing."""
+        """Refuse a field, for the reason `why`, unless it is absent or has a neutral value."""
         value = self._take(name)
         self._unwanted.add(name)
         if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
             self.refuse(name, f"is {told(value)}: {why}")
 
     def finish(self) -> None:
-        """Refuse what nobody has taken."""
+        """Refuse all fields that were not read."""
         for name in self._left:
             near = difflib.get_close_matches(name[:64], sorted(self._known - self._unwanted), 1, ALIKE)
             meant = f"; did you mean {near[0]}?" if near else ""
@@ -141,7 +141,7 @@ class Fields:
             )
 
     def require_text_within(self, name: str, value: object) -> None:
-        """Of JSON that nobody looks into: all texts in it are text."""
+        """Refuse JSON that is passed on unread if a text in it has a lone surrogate."""
         if lone_surrogate(json.dumps(value, ensure_ascii=False)) is not None:
             self.refuse(name, _HALF)
 
@@ -167,5 +167,5 @@ def kind_of(value: object) -> str:
 
 
 def told(value: object) -> str:
-    """A value in a refusal: itself where that is short by nature, else its kind."""
+    """Return how an error shows a value: its kind if it is a list or an object, else the value itself."""
     return kind_of(value) if isinstance(value, dict | list) else quoted(value)

@@ -1,4 +1,4 @@
-"""Fields that clients of other servers send: those that change nothing here, and those that are not done here."""
+"""Fields that clients of other servers send: some change nothing here, others are not supported."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ IGNORED = (
 
 _NO_FORM = "answers are held to a form by response_format; send that"
 _NO_SAMPLER = "tokens are not drawn so here; leave it out"
-# what each may be, asking for nothing, and why it is nothing else
+# the neutral values of each, and why it can have no others
 _NOT_DONE: dict[str, tuple[tuple[Any, ...], str]] = {
     "bad_words": (([],), "words cannot be forbidden here; forbid tokens by logit_bias"),
     "chat_template": ((), "conversations are written by the model's own chat template"),
@@ -52,7 +52,7 @@ _NOT_DONE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def take_foreign(fields: Fields) -> None:
-    """Ignore or refuse them, each by its own sentence."""
+    """Ignore or refuse these fields, each with a message of its own."""
     fields.ignore(*IGNORED)
     for name, (neutral, why) in _NOT_DONE.items():
         fields.only(name, *neutral, why=why)

@@ -1,4 +1,4 @@
-"""What every request passes before anything is read of it: its id, its key, its sizes; and what every reply passes."""
+"""Middleware for every request before its body is read (id, API key, sizes), and for every reply."""
 
 import asyncio
 import ipaddress
@@ -18,17 +18,17 @@ from workers.api.request_log import log, request_line, tell_failure, tell_reques
 from workers.serving.messages import ServingError
 from workers.settings import Settings
 
-OPEN_PATHS = {"/health", "/ready", "/"}  # no key is asked for these, nor for static files
+OPEN_PATHS = {"/health", "/ready", "/"}  # these and static files need no API key
 OPEN_PREFIX = "/static/"
 ALWAYS_SERVED = {"/health", "/ready"}  # however many requests are open
 SCRAPED = "/metrics"  # a scrape does not count itself
-LINGER_S = 2.0  # to take in what a refused client still sends, so that it reads the refusal
+LINGER_S = 2.0  # for what a refused client still sends to be read, so that it gets the reply
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 CLIENT_GONE = 499
 
 
 class Guard:
-    """ASGI middleware around the whole application; it answers whatever may not pass, and whatever fails inside."""
+    """ASGI middleware around the whole application; it answers requests that may not pass or that fail inside."""
 
     def __init__(self, app: ASGIApp, settings: Settings, measures: Measures, pace: Pace) -> None:
         self._app, self._settings, self._limits, self._measures = app, settings, settings.limits, measures
@@ -42,7 +42,7 @@ class Guard:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         state = scope.setdefault("state", {})
-        state["request_id"] = uuid.uuid4().hex  # never the client's, which may come twice at once
+        state["request_id"] = uuid.uuid4().hex  # never the client's, of which two may run at once
         state["arrived_at"] = time.monotonic()
         incoming = _Incoming(receive, headers)
         request_id = given if REQUEST_ID.fullmatch(given) else state["request_id"]
@@ -61,7 +61,7 @@ class Guard:
             tell_request(scope, status, time.monotonic() - state["arrived_at"])
 
     async def _answer(self, scope: Scope, headers: Headers, incoming: "_Incoming", outgoing: "_Outgoing") -> int:
-        """Its status."""
+        """Pass a request on or refuse it; return the status."""
         try:
             try:
                 self._admit(scope, headers)
@@ -88,7 +88,7 @@ class Guard:
                 431, "header_too_large", f"the header is larger than the {limits.max_header_bytes} bytes that are read"
             )
         if "content-length" in headers and "transfer-encoding" in headers:
-            # a proxy that goes by the other one takes what follows for a part of this request
+            # request smuggling: a proxy that goes by the other one takes what follows for a part of this request
             raise HttpError(
                 400, "invalid_request", "the header has Content-Length and Transfer-Encoding; send one of them"
             )
@@ -107,7 +107,7 @@ class Guard:
             raise HttpError(401, "invalid_api_key", f"{what}; send the header 'Authorization: Bearer KEY'")
 
     def _check_host(self, host: str) -> None:
-        """Without a key, a page of another site could reach us by a name that it lets point here."""
+        """Without API keys, allow this machine's names only: another site's page could reach us by DNS rebinding."""
         server = self._settings.server
         name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
         if not server.api_keys and host and name != server.host and not _is_this_machine(name.strip("[]")):
@@ -124,11 +124,11 @@ class Guard:
         if incoming.is_complete:
             await reply(scope, incoming.receive, outgoing.send)
             return
-        # closed with bytes unread, the connection would be reset, and the refusal perhaps lost
+        # closing with unread bytes would reset the connection, and the reply might be lost
         await outgoing.send({"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers})
         await outgoing.send({"type": "http.response.body", "body": reply.body, "more_body": True})
         if not incoming.waits_for_our_word:
-            self._num_open -= 1  # nobody's place is taken by one who has no key, say, and lingers
+            self._num_open -= 1  # a refused client that lingers, say without a key, takes nobody's place
             try:
                 await _drain(incoming.receive, MANY_BODIES * self._limits.max_body_bytes, self._pace)
             finally:
@@ -137,7 +137,7 @@ class Guard:
 
 
 class _Incoming:
-    """The way in: remembers whether the body is complete."""
+    """The receiving side: records whether the body is complete."""
 
     def __init__(self, receive: Receive, headers: Headers) -> None:
         self._receive = receive
@@ -152,12 +152,12 @@ class _Incoming:
 
 
 class _Outgoing:
-    """The way out: adds the request's id, remembers the status, and gives up on a client that takes nothing."""
+    """The sending side: adds the request's id, records the status, and gives up on a client that reads nothing."""
 
     def __init__(self, send: Send, incoming: _Incoming, request_id: str, stall_timeout_s: float) -> None:
         self._send, self._incoming, self._request_id = send, incoming, request_id
         self._stall_timeout_s = stall_timeout_s
-        self.status = 0  # of a reply that has begun
+        self.status = 0  # 0: no reply has begun
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -166,16 +166,16 @@ class _Outgoing:
             headers["x-request-id"] = self._request_id
             headers["x-content-type-options"] = "nosniff"
             if not self._incoming.is_complete:
-                headers["connection"] = "close"  # what still comes of the body is no next request
+                headers["connection"] = "close"  # the rest of the body must not be read as the next request
         try:
             async with asyncio.timeout(self._stall_timeout_s):
                 await self._send(message)
-        except OSError:  # also of the time-out; what the application itself meets is no client that left
+        except OSError:  # includes TimeoutError; caught here only, because the application's own have other causes
             raise ClientGone from None
 
 
 async def _drain(receive: Receive, most_bytes: int, pace: Pace) -> None:
-    """Take in and forget what still comes, for a short while."""
+    """Read and drop what still comes, for at most LINGER_S."""
     try:
         async with asyncio.timeout(LINGER_S):
             while most_bytes > 0:
@@ -189,12 +189,12 @@ async def _drain(receive: Receive, most_bytes: int, pace: Pace) -> None:
 
 
 def _own_path(scope: MutableMapping[str, Any]) -> str:
-    """Without what a server in front of us has it below."""
+    """Return the path without the root path of a server in front of this one."""
     return str(scope["path"].removeprefix(scope.get("root_path", "")))
 
 
 def _route(scope: MutableMapping[str, Any]) -> str:
-    """Its pattern: paths that clients invent make no new series."""
+    """Return the route's pattern, so that paths that clients invent make no new time series."""
     return getattr(scope.get("route"), "path", None) or "other"
 
 

@@ -1,4 +1,4 @@
-"""What the HTTP side counts of itself, in Prometheus' terms."""
+"""Prometheus metrics of the HTTP side."""
 
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -16,7 +16,7 @@ STREAM_CODES = (
 
 
 class Measures:
-    """Counters of one application: two of them in a process do not meet."""
+    """Metrics of one application, in a registry of their own: two applications in a process do not collide."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -34,7 +34,7 @@ class Measures:
         self.stream_errors = Counter(
             "csattn_http_stream_errors", "Streams that ended with an error event.", ("code",), registry=self.registry
         )
-        for code in STREAM_CODES:  # at 0: an alarm sees the first one
+        for code in STREAM_CODES:  # exported at 0, so that an alert sees the first one
             self.stream_errors.labels(code)
         for route, status in product(ANSWERING, STATUSES):
             self.requests.labels(route, status)
@@ -52,7 +52,7 @@ class Measures:
         )
 
     def text(self, more: Iterable[Metric]) -> bytes:
-        """Prometheus' text form of these and of `more`."""
+        """Return these metrics and `more` in Prometheus' text format."""
         return generate_latest(_Given([*self.registry.collect(), *more]))
 
 

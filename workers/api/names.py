@@ -1,4 +1,4 @@
-"""What a context is called over HTTP: `model@context`."""
+"""Model ids over HTTP: `model`, or `model@context`."""
 
 import re
 from pathlib import PurePath
@@ -6,9 +6,9 @@ from pathlib import PurePath
 from workers.api.errors import quoted
 from workers.serving.messages import CONTEXT_NAME, UnknownModelError
 
-DEMO_MODEL = "smollm2-135m"  # the installed model, where the settings name none
-_DEMO_FILE = "smollm2-135m-instruct"  # as its file, and so the command line, has it
-_NAMELESS = "model"  # one whose name has no letter of a URL
+DEMO_MODEL = "smollm2-135m"  # the installed model, if the settings name none
+_DEMO_FILE = "smollm2-135m-instruct"  # the name of its file, and so on the command line
+_NAMELESS = "model"  # for a model whose name has no character that a URL may have
 
 
 def short_model_name(name: str | None) -> str:
@@ -21,7 +21,7 @@ def model_id(model: str, context: str) -> str:
 
 
 def context_of(asked: str, model: str) -> str:
-    """The context that a model id names; whether there is one of that name is not looked up here."""
+    """Return the context in a model id, without looking up whether it exists."""
     name, at, context = asked.partition("@")
     if not at or not names_model(name, model) or CONTEXT_NAME.fullmatch(context) is None:
         raise UnknownModelError(
@@ -33,12 +33,12 @@ def context_of(asked: str, model: str) -> str:
 
 
 def context_or_own(asked: str, model: str) -> str:
-    """The same; empty for the model's name alone: then the prompt begins with what was kept."""
+    """As `context_of`, but "" for the model's name alone: the prompt's beginning then finds its context."""
     return "" if "@" not in asked and names_model(asked, model) else context_of(asked, model)
 
 
 def names_model(asked: str, model: str) -> bool:
-    """In any usual spelling: in capitals, with an owner or a directory, whichever; the demo's as its file has it."""
+    """Whether `asked` names the model, in any usual spelling: capitals, an owner or directory, the demo's file name."""
     plain = _plain(asked)
     return plain == model or (model == DEMO_MODEL and plain == _DEMO_FILE)
 

@@ -1,4 +1,4 @@
-"""What the log is told of requests: never what they ask, nor what they ask it with."""
+"""Log lines about requests: never their content, nor their API keys."""
 
 import logging
 from collections.abc import MutableMapping
@@ -15,14 +15,14 @@ Scope = MutableMapping[str, Any]
 
 
 def tell_failure(scope: Scope, error: ServingError) -> None:
-    """Of what no client could have asked better: an overload, a time-out, a fault of ours or of a file."""
+    """Log a failure that is not the client's fault: an overload, a timeout, a bug, a broken file."""
     if error.status >= 500 or error.status == 429 or error.detail:
         why = clipped(" ".join((error.detail or error.message).split()))
         log.warning("%s: %d %s, %s (request %s)", request_line(scope), error.status, error.code, why, _id(scope))
 
 
 def tell_request(scope: Scope, status: int, took_s: float) -> None:
-    """Any of them, when it is over."""
+    """Log a request when it is over (the access log)."""
     state = scope["state"]
     broken_off = f", broken off: {state['broken_off']}," if "broken_off" in state else ""
     used: list[Usage] = list(state.get("used", {}).values())
@@ -36,10 +36,10 @@ def tell_request(scope: Scope, status: int, took_s: float) -> None:
 
 
 def request_line(scope: Scope) -> str:
-    """Method and path without its query, quoted: clients invent them, and a line of the log is one line."""
+    """Return method and path without the query, quoted: clients invent them, and a log entry must stay one line."""
     return f"{quote(scope['method'][:16])} {quote(scope['path'][:_MAX_CHARS])}"
 
 
 def _id(scope: Scope) -> str:
-    """The one that the reply has."""
+    """Return the request id that the reply has."""
     return str(scope["state"]["reply_id"])

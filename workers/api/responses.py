@@ -1,4 +1,4 @@
-"""OpenAI's Responses: what comes in as an `Ask`, and what goes out as items and events. Nothing is stored."""
+"""OpenAI's Responses API: requests become an `Ask`, answers become items and events. Nothing is stored."""
 
 import time
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ UNSTORED = "nothing is stored here; send the conversation itself as input"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseAsked(Asked):
-    """`told`: the fields that the response repeats."""
+    """told: the request's fields that the response repeats."""
 
     told: dict[str, Any] = field(default_factory=dict)
 
 
 def read_response(body: object, request_id: str, model: str, limits: LimitSettings) -> ResponseAsked:
-    """Of a body for /v1/responses."""
+    """Read a body for /v1/responses."""
     told = (
         {name: body.get(name) for name in ("instructions", "metadata", "text", "tool_choice", "tools")}
         if isinstance(body, dict)
@@ -73,7 +73,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
 
 
 class ResponseForm:
-    """The objects of one response, whole or as a stream's events."""
+    """Makes the objects of one response, whole or as a stream's events."""
 
     def __init__(self, asked: ResponseAsked) -> None:
         self._asked, self._ask = asked, asked.asks[0]
@@ -81,7 +81,7 @@ class ResponseForm:
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._is_open = False
         self._num_events = 0
-        self._scores: list[dict[str, Any]] = []  # of tokens whose text, if there is any, comes later
+        self._scores: list[dict[str, Any]] = []  # of tokens whose text, if any, comes later
 
     def whole(self, pieces: list[list[Piece]], dones: list[Done]) -> dict[str, Any]:
         for piece in pieces[0]:
@@ -90,18 +90,18 @@ class ResponseForm:
         return self._response(dones[0])
 
     def first(self, index: int, event: Event) -> list[dict[str, Any]]:
-        """What the stream begins with."""
+        """Return the events that begin the stream."""
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._response(None)) for kind in kinds]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        # of the call that is open; all else that the piece has came after it
+        # parts of the call that is open; the rest of the piece came after them
         rest = list(takewhile(lambda part: not part.call_id, piece.calls))
         events = self._call(rest)
         if piece.reasoning:
             events += self._open("reasoning")
             events.append(self._add("content", "response.reasoning_text.delta", piece.reasoning))
-        if piece.text or not (piece.reasoning or piece.calls):  # what those are of is told without scores
+        if piece.text or not (piece.reasoning or piece.calls):  # reasoning and calls are reported without scores
             self._scores += [chat_score(score) for score in piece.scores]
         if piece.text:
             events += self._open("message")
@@ -111,7 +111,7 @@ class ResponseForm:
         return events + self._call(piece.calls[len(rest) :])
 
     def last(self, index: int, done: Done) -> list[dict[str, Any]]:
-        """What the stream ends with."""
+        """Return the events that end the stream."""
         status = "incomplete" if done.reason == "length" else "completed"
         events = [] if self._items else self._open("message")
         if self._items[-1]["type"] == "message":
@@ -132,7 +132,7 @@ class ResponseForm:
         return events
 
     def _open(self, kind: str, call_id: str = "", name: str = "") -> list[dict[str, Any]]:
-        """An item of that kind, unless it is open; a call is always another one."""
+        """Open an item of that kind, unless one is open; each call is a new item. Returns the events."""
         if self._is_open and self._items[-1]["type"] == kind and not call_id:
             return []
         events = self._close()
@@ -231,7 +231,7 @@ def _usage(done: Done) -> dict[str, Any]:
 
 
 def _turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
-    """Of `instructions` and `input`."""
+    """Read `instructions` and `input`."""
     most_chars = limits.max_question_chars
     turns: list[Turn] = []
     if instructions := fields.text("instructions", most_chars):
@@ -251,7 +251,7 @@ def _turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
 
 
 def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str) -> str:
-    """Returns the reasoning that belongs to the assistant's turn after it."""
+    """Add an item of `input` to turns; return the reasoning that belongs to the assistant's next turn."""
     kind = fields.choice("type", ("message", "function_call", "function_call_output", "reasoning")) or "message"
     fields.ignore("id", "status", "phase")
     told = ""
@@ -291,11 +291,11 @@ def _refuse_what_is_not_done(fields: Fields) -> None:
 
 
 def _effort(fields: Fields) -> str | None:
-    """Of `reasoning`."""
+    """Read the effort in `reasoning`."""
     reasoning = fields.inner("reasoning")
     if reasoning is None:
         return None
     effort = reasoning.choice("effort", EFFORTS)
-    reasoning.ignore("summary", "generate_summary")  # all of a thought is told
+    reasoning.ignore("summary", "generate_summary")  # reasoning is never summarized
     reasoning.finish()
     return effort

@@ -1,4 +1,4 @@
-"""uvicorn as this service needs it: it alone waits for ever for a header, and reads one of any length."""
+"""uvicorn with limits: by itself, it waits for a header for ever, and reads one of any length."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from workers.settings import Settings
 
 KEEP_ALIVE_S = 10  # between two requests of a connection
-_MANY_FILES = 10240  # that macOS gives a process
+_MANY_FILES = 10240  # the most that macOS gives a process
 SHUTDOWN_S = 30  # for requests that are being answered when the service is told to stop
 
 
@@ -31,7 +31,7 @@ class Server(uvicorn.Server):
 
 
 def server_of(app: Any, settings: Settings, **more: Any) -> Server:
-    """A server of that application, where the settings say. `more`: uvicorn's own options."""
+    """Return a server of app at the configured address. more: uvicorn's own options."""
     stall_timeout_s = settings.limits.stall_timeout_s
 
     class Protocol(PatientProtocol):
@@ -44,7 +44,7 @@ def server_of(app: Any, settings: Settings, **more: Any) -> Server:
         "ws": "none",
         "lifespan": "off",
         "h11_max_incomplete_event_size": settings.limits.max_header_bytes,
-        "timeout_keep_alive": min(KEEP_ALIVE_S, stall_timeout_s),  # also of a header that came with the last request
+        "timeout_keep_alive": min(KEEP_ALIVE_S, stall_timeout_s),  # also for a header that came with the last request
         "timeout_graceful_shutdown": SHUTDOWN_S,
         "server_header": False,
         "access_log": False,
@@ -53,7 +53,7 @@ def server_of(app: Any, settings: Settings, **more: Any) -> Server:
 
 
 class PatientProtocol(H11Protocol):
-    """Patient up to a point: a header that has begun has to end in time, and bytes have to be taken in time."""
+    """HTTP/1.1 with timeouts: a client has to complete a header in time, and to read what is sent in time."""
 
     header_timeout_s: float
     most_connections: int  # of the server; one more is closed at once
@@ -67,7 +67,7 @@ class PatientProtocol(H11Protocol):
         self._header_timer = self.loop.call_later(self.header_timeout_s, transport.abort)
         raw = transport.get_extra_info("socket")
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            with contextlib.suppress(OSError):  # a socket of another kind
+            with contextlib.suppress(OSError):  # not a TCP socket
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * self.header_timeout_s))
 
     def data_received(self, data: bytes) -> None:
@@ -88,13 +88,15 @@ class PatientProtocol(H11Protocol):
 
 
 def _most_connections() -> int:
-    """Half of the files that this process may open, which it is given as many of as it can get: where connections took
-    all, no file of the store could be read, and who asks would be told of that."""
+    """Raise this process's limit of open files as far as possible, and return half of it.
+
+    If connections took all of them, no file of the store could be opened, and requests would fail.
+    """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
     for wanted, number in ((hard, limits[1]), (min(hard, _MANY_FILES), min(hard, _MANY_FILES))):
         if wanted > soft:
-            with contextlib.suppress(OSError, ValueError):  # macOS has no hard limit, and gives no more than the latter
+            with contextlib.suppress(OSError, ValueError):  # macOS has no hard limit, but gives only _MANY_FILES
                 resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
                 soft = wanted
     return soft // 2

@@ -1,4 +1,4 @@
-"""What the page for a person shows: the service's state and the few measures that it draws, as one object."""
+"""The object behind the status page: the service's state, and the few metrics that the page draws."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from csattn import __version__
 from workers.api.contexts import context_object
 from workers.serving.messages import ContextInfo, Health, Standing
 
-# what the page calls it -> the metric it is; a metric that nobody gives is absent, and the page leaves it out
+# the page's name -> the metric's; a metric that nobody exports is absent, and the page leaves it out
 NUMBERS = {
     "open": "csattn_http_requests_in_flight",
     "running": "csattn_running_requests",
@@ -29,7 +29,7 @@ HISTOGRAMS = {
     "ttft": "csattn_http_ttft_seconds",
     "tpot": "csattn_http_tpot_seconds",
 }
-OF_CONTEXTS = {"recall": "csattn_fidelity_recall", "mass": "csattn_fidelity_mass"}  # histograms with a context's name
+OF_CONTEXTS = {"recall": "csattn_fidelity_recall", "mass": "csattn_fidelity_mass"}  # histograms labelled by context
 
 
 def status_object(
@@ -61,7 +61,7 @@ def status_object(
 
 
 def _worker_object(name: str, standing: Standing | None) -> dict[str, Any]:
-    """`since`: null while it does not answer."""
+    """since: null while the worker does not answer."""
     return {
         "name": name,
         "since": standing.since if standing else None,
@@ -75,18 +75,18 @@ def _worker_object(name: str, standing: Standing | None) -> dict[str, Any]:
 
 
 def _holds(standing: Standing | None, info: ContextInfo) -> bool:
-    """Contexts that are registered lie in the store by their ids."""
+    """Whether a worker holds a context: a registered one's path in the store is its artifact's id."""
     return standing is not None and any(held.path == info.artifact_id for held in standing.held)
 
 
 def _total(metric: Metric) -> float:
-    """Over all its labels."""
+    """Return a metric's value, summed over its labels."""
     values = [sample.value for sample in metric.samples if sample.name in (metric.name, f"{metric.name}_total")]
     return float(sum(values))
 
 
 def _histogram(metric: Metric) -> dict[str, Any]:
-    """Over all its labels: count, sum, and how many were at most `le`, ascending; the last, of all, has no bound."""
+    """Return a histogram, summed over its labels; buckets: [le, how many were at most le], ascending, without +Inf."""
     buckets: dict[float, float] = {}
     for sample in metric.samples:
         if sample.name == f"{metric.name}_bucket":
@@ -100,7 +100,7 @@ def _histogram(metric: Metric) -> dict[str, Any]:
 
 
 def _of_contexts(metric: Metric) -> dict[str, dict[str, float]]:
-    """Each context's sum and count."""
+    """Return a histogram's sum and count for each context."""
     found: dict[str, dict[str, float]] = {}
     for sample in metric.samples:
         part = sample.name.removeprefix(f"{metric.name}_")

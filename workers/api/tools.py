@@ -1,4 +1,4 @@
-"""The fields about tools and the answer's form, as chats have them: checked, and as the decoding side reads them."""
+"""Read the fields about tools and the answer's format, checked, into what an `Ask` has."""
 
 import json
 import re
@@ -15,8 +15,8 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 
 def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
-    """Of `tools`, `tool_choice` and `parallel_tool_calls`, what an Ask has. is_nested: `function` is an object of its
-    own, as in chats."""
+    """Read `tools`, `tool_choice` and `parallel_tool_calls` into an Ask's fields. is_nested: `function` is an object of
+    its own, as in chats."""
     items = fields.listed("tools", MAX_TOOLS)
     tools = tuple(_tool(item, f"tools[{index}].", is_nested) for index, item in enumerate(items))
     names = [tool.name for tool in tools]
@@ -29,12 +29,12 @@ def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
     return {
         "tools": () if choice == "none" else tools,
         "must_call": tuple(names) if choice == "required" else () if isinstance(choice, str) else tuple(choice),
-        "parallel_calls": is_parallel is not False and not isinstance(choice, list),  # a function that is named: once
+        "parallel_calls": is_parallel is not False and not isinstance(choice, list),  # a named function is called once
     }
 
 
 def read_format(fields: Fields, name: str, has_wrapper: bool = True) -> dict[str, Any]:
-    """Of `response_format`, what an Ask has. has_wrapper: the schema lies in `json_schema`, as in chats."""
+    """Read `response_format` into an Ask's fields. has_wrapper: the schema is inside `json_schema`, as in chats."""
     form = fields.inner(name)
     if form is None:
         return {}
@@ -50,14 +50,14 @@ def read_format(fields: Fields, name: str, has_wrapper: bool = True) -> dict[str
         if not isinstance(schema, dict | bool):
             inner.refuse("schema", "is missing or no schema, wanted an object")
         inner.require_text_within("schema", schema)
-        inner.ignore("name", "description", "strict")  # it is held to in any case
+        inner.ignore("name", "description", "strict")  # the schema is always enforced
         inner.finish()
     form.finish()
     return {"schema": schema}
 
 
 def read_calls(fields: Fields) -> tuple[ToolCall, ...]:
-    """Of `tool_calls` in an assistant's message."""
+    """Read `tool_calls` in an assistant's message."""
     calls = []
     for index, item in enumerate(fields.listed("tool_calls", MAX_TOOLS)):
         call = Fields(item, f"{fields.where}tool_calls[{index}].")
@@ -72,21 +72,21 @@ def read_calls(fields: Fields) -> tuple[ToolCall, ...]:
 
 
 def read_call(fields: Fields, call_id: str) -> ToolCall:
-    """Of name and arguments, which are all that the fields have."""
+    """Read a call's name and arguments, its only fields."""
     name, written = checked_name(fields), fields.text("arguments", MAX_CHARS) or "{}"
     fields.finish()
     try:
         arguments = json.loads(written)
-        if lone_surrogate(json.dumps(arguments, ensure_ascii=False)) is not None:  # what a template cannot write
+        if lone_surrogate(json.dumps(arguments, ensure_ascii=False)) is not None:  # a template cannot write it
             arguments = None
     except (ValueError, RecursionError):
         arguments = None
-    # a call that max_tokens cut off, or with half a character, is sent back with all later turns
+    # text, if max_tokens cut the call off or it has half a character: clients send it back with all later turns
     return ToolCall(call_id, name, arguments if isinstance(arguments, dict) else written)
 
 
 def require_answered_calls(turns: tuple[Turn, ...], fields: Fields, name: str) -> None:
-    """A tool's message answers a call that stands before it."""
+    """Refuse a tool's message that answers no earlier call."""
     called: set[str] = set()
     for turn in turns:
         if turn.role == "tool" and turn.call_id not in called:
@@ -118,7 +118,7 @@ def _tool(value: object, where: str, is_nested: bool) -> Tool:
     fields.require_text_within("parameters", parameters)
     tool = Tool(
         checked_name(fields),
-        {**(parameters or NO_PARAMETERS), "type": "object"},  # in the client's order: templates write it
+        {**(parameters or NO_PARAMETERS), "type": "object"},  # in the client's order, in which templates write it
         fields.text("description", MAX_CHARS),
         fields.flag("strict"),
     )
@@ -128,7 +128,7 @@ def _tool(value: object, where: str, is_nested: bool) -> Tool:
 
 
 def _choice(fields: Fields, names: list[str], is_nested: bool) -> str | list[str]:
-    """none, auto, required, or the one tool that is named."""
+    """Read `tool_choice`: none, auto, required, or a list of the one named tool."""
     value = fields.any_of("tool_choice")
     if isinstance(value, dict):
         choice = Fields(value, "tool_choice.")

@@ -1,4 +1,4 @@
-"""The messages of a conversation as they come in."""
+"""Read the messages of a conversation."""
 
 import json
 from typing import Any, cast
@@ -12,7 +12,7 @@ from workers.settings import LimitSettings
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_OPTIONS, MAX_OPTION_CHARS = 16, 4096
-# what a template is given anyway, and what transformers takes beside it
+# what a template gets anyway, and arguments of transformers' apply_chat_template
 RESERVED = {
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
     "eos_token", "max_length", "messages", "pad_token", "padding", "return_assistant_tokens_mask", "return_dict",
@@ -22,7 +22,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 def read_turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
-    """Of `messages`."""
+    """Read `messages`."""
     most_chars = limits.max_question_chars
     turns = tuple(_turn(item, f"messages[{index}].", most_chars) for index, item in enumerate(fields.items("messages")))
     require_turns(turns, fields, "messages", most_chars)
@@ -30,8 +30,8 @@ def read_turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
 
 
 def read_template(fields: Fields) -> dict[str, Any]:
-    """Of `chat_template_kwargs` and `reasoning_effort`, what an Ask has. Whether the model's template knows them is for
-    the decoding side to say."""
+    """Read `chat_template_kwargs` and `reasoning_effort` into an Ask's fields. The decoding side checks whether the
+    model's template knows them."""
     options = fields.any_of("chat_template_kwargs")
     if options is None:
         options = {}
@@ -61,7 +61,7 @@ def require_answerable(turns: tuple[Turn, ...], fields: Fields, name: str, hint:
 
 
 def read_continues(fields: Fields, turns: tuple[Turn, ...], speaks_next: bool | None) -> bool:
-    """Of `continue_final_message`, as vLLM has it. speaks_next: of `add_generation_prompt`."""
+    """Read `continue_final_message`, as in vLLM. speaks_next: the value of `add_generation_prompt`."""
     if not fields.flag("continue_final_message"):
         return False
     if turns[-1].role != "assistant" or turns[-1].calls:
@@ -72,7 +72,7 @@ def read_continues(fields: Fields, turns: tuple[Turn, ...], speaks_next: bool | 
 
 
 def read_speaks_next(fields: Fields) -> bool | None:
-    """Of `add_generation_prompt`."""
+    """Read `add_generation_prompt`; None if it is absent."""
     value = fields.any_of("add_generation_prompt")
     if value is not None and type(value) is not bool:
         fields.refuse("add_generation_prompt", f"is {told(value)}, wanted true or false")
@@ -88,7 +88,7 @@ def _turn(value: object, where: str, most_chars: int) -> Turn:
     call_id = reasoning = ""
     fields.ignore("name", "cache_control")
     fields.only("annotations", [], why="they are not read here")
-    if role == "assistant":  # as OpenAI's client writes an answer that is sent back
+    if role == "assistant":  # fields of an answer that OpenAI's client sends back
         calls = read_calls(fields)
         reasoning = fields.text("reasoning_content", most_chars) or ""
     elif role == "tool":
@@ -103,7 +103,7 @@ def _turn(value: object, where: str, most_chars: int) -> Turn:
 def content_of(
     fields: Fields, where: str, most_chars: int, is_needed: bool = True, kinds: tuple[str, ...] = ("text",)
 ) -> str:
-    """Text, or a list of text parts: lines of their own, as vLLM and llama.cpp take them."""
+    """Read `content`: text, or a list of text parts, which become lines as in vLLM and llama.cpp."""
     value = fields.any_of("content")
     if value is None and not is_needed:
         return ""

@@ -1,4 +1,4 @@
-"""The command line: the one front door that may both build and decode."""
+"""The command line, the only package that may both build and decode."""
 
 from workers.cli.entry import main
 

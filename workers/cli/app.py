@@ -1,4 +1,4 @@
-"""The verbs of `csattn` and their options; each one's work is in the module that it imports."""
+"""The commands of `csattn` and their options; the work of each is in the module that it imports."""
 
 import sys
 from pathlib import Path
@@ -57,11 +57,11 @@ def options(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """What belongs to no verb."""
+    """Options that belong to no command."""
 
 
-# Verbs import what they need when they run: `csattn --help` should not wait for torch.
-_SEARCH, _BUILD = SearchConfig(), BuildOptions()  # the defaults of what several verbs have
+# Commands import what they need when they run, so that `csattn --help` does not wait for torch.
+_SEARCH, _BUILD = SearchConfig(), BuildOptions()  # the defaults of options that several commands have
 
 
 @app.command()

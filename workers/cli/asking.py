@@ -1,4 +1,4 @@
-"""`csattn generate`: one question, one artifact, tokens as they come; full attention beside it on request."""
+"""`csattn generate`: answer one question from one artifact, token by token; on request with full attention too."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from workers.engine.opening import open_engine, require_together
 from workers.engine.own_choice import SELECTOR as OWN_CHOICE
 from workers.serving.step_engine import StepEngine
 
-_MUCH_S = 1.0  # to compile for
+_MUCH_S = 1.0  # compile time from which it is reported
 
 
 def search_config(keep: float, lookahead: int, search_period: int, window_len: int, rest: str | None) -> SearchConfig:
@@ -35,24 +35,24 @@ def search_config(keep: float, lookahead: int, search_period: int, window_len: i
         lookahead=lookahead,
         search_period=search_period,
         window_len=window_len,
-        rest=cast(RestKind | None, rest),  # refuses others by name
+        rest=cast(RestKind | None, rest),  # SearchConfig refuses others by name
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskOptions:
-    """How a question is answered. Raises ConfigError for what does not go together."""
+    """How a question is answered. Raises ConfigError for options that do not go together."""
 
     selector: str = "csattn"
     max_new_tokens: int = 128
-    compare: bool = False  # full attention's answer beside it
+    compare: bool = False  # answer with full attention, too
     model: str | None = None  # None: the artifact's
-    weights: str | None = None  # what they are rounded to; None: as the artifact's were
+    weights: str | None = None  # what weights are rounded to; None: as the artifact's were
     threads: int | None = None  # None: all cores
-    placement: str = "cpu"  # or where index and KV lie for a GPU
+    placement: str = "cpu"  # or, on a GPU, where index and KV are: device, hybrid, host
     num_devices: int = 1  # GPUs that share out the model's heads
     kv_codec: str | None = None  # how the context's rows are kept; None: as they were built
-    host_budget: str | None = None  # of host memory for the context's rows; None: all that they take
+    host_budget: str | None = None  # host memory for the context's rows; None: as much as they take
 
     def __post_init__(self) -> None:
         require_together(self.placement, self.selector, self.budget_bytes, self.num_devices, self.kv_format)
@@ -67,11 +67,11 @@ class AskOptions:
 
 
 def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOptions) -> dict[str, Any]:
-    """Answer, and return the verb's JSON object."""
+    """Answer the question, and return the command's JSON object."""
     prompt = given_prompt(prompt)
     use_threads(options.threads)
     with open_artifact(place) as artifact:
-        resolve_rest(config, selector_named(options.selector), artifact.spec.index_config.layout)  # before a load
+        resolve_rest(config, selector_named(options.selector), artifact.spec.index_config.layout)  # before loading
         name, dtype = options.model or artifact.spec.model_name, artifact.spec.kv_dtype
         then = artifact.manifest.weights
         weights = options.weights or (None if then == AS_THEY_ARE else then)
@@ -88,7 +88,7 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
                 "read, partly in the time to its first token."
             )
         if options.compare:
-            gc.collect()  # what the engine before has left on the device
+            gc.collect()  # frees what the first engine has left on the device
             full = _answer(loaded, artifact, config, "full", prompt, replace(options, kv_codec=None, num_devices=1))
             out.print(comparison(f"keep {100 * config.keep:g} %, rest {result['rest']}", sparse, full))
             result["full"] = full.to_json()
@@ -96,7 +96,7 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
 
 
 def _asked_for(config: SearchConfig, said: Answer, artifact: Artifact) -> dict[str, Any]:
-    """What decided about the answer besides its selector."""
+    """Return the options, besides the selector, that the answer depends on."""
     if said.selector == OWN_CHOICE:
         return {"keep": None, "rest": "none"}
     selector = cast(SelectorName, said.selector)
@@ -135,18 +135,18 @@ def speak(
     artifact: Artifact,
     config: SearchConfig,
     selector: SelectorName,
-    ids: list[int],  # of the question
+    ids: list[int],  # the question's
     max_new_tokens: int,
-    name: str,  # who answers
+    name: str,  # printed before the answer
 ) -> Answer:
-    """Answer with the text written out as it comes, once the question is read."""
+    """Answer, printing the text as it comes once the question is read."""
     with _speaking(name) as on_read:
         return answer(engine, loaded, artifact, config, ids, max_new_tokens, write, selector, on_read=on_read)
 
 
 @contextmanager
 def _speaking(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Called with how much of the question is read: then who answers, and a line that ends however the answer does."""
+    """Yield a callback (done, total) for reading the question, which then prints the name; at exit, end the line."""
     with reading("reading the question") as show, ExitStack() as line:
 
         def on_read(done: int, total: int) -> None:
@@ -159,7 +159,7 @@ def _speaking(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def comparison(title: str, sparse: Answer, full: Answer) -> Any:
-    """Answers side by side: speed and what was read."""
+    """Return a table of both answers' speed and rows read."""
     rows = [
         [
             "the model's own choice" if said.selector == OWN_CHOICE else name,

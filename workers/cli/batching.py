@@ -1,4 +1,4 @@
-"""`csattn build --jobs`: read the list, build it here or on a Ray cluster, show how far it is and what became of it."""
+"""`csattn build --jobs`: read the list, build it here or on a Ray cluster, show progress and outcomes."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from workers.cli.building import use_threads
 from workers.cli.terminal import Bar, err, out, table, tell_json
 from workers.cli.usage import UsageError
 
-HEARTBEAT_S = 15.0  # without a terminal, a line at least this often
+HEARTBEAT_S = 15.0  # while there is progress, a line at least this often
 
 
 def build_jobs(
@@ -30,7 +30,7 @@ def build_jobs(
     progress: str,
     sync: bool,
 ) -> dict[str, Any]:
-    """Build and return the verb's JSON object. sync: what is made survives a loss of power."""
+    """Build and return the command's JSON object. sync: artifacts survive a power failure."""
     jobs, started = read_jobs(jobs_file, defaults), time.perf_counter()
     if progress != "json":
         err.print(f"{len(jobs)} contexts to build" + (f" on the Ray cluster {ray_address}" if ray_address else ""))
@@ -66,7 +66,7 @@ def _require_room(options: BuildOptions) -> None:
 def require_one_source(
     context: str | None, tokens_file: Path | None, jobs_file: Path | None, ray_address: str | None, sync: bool
 ) -> None:
-    """`build` takes one context or one list, a cluster only for a list, which waits for its disks."""
+    """Raise UsageError unless `build` has one context or one list; a cluster builds only lists, and always syncs."""
     if sum(source is not None for source in (context, tokens_file, jobs_file)) != 1:
         raise UsageError("build takes --context FILE, --tokens FILE or --jobs FILE; give one of them")
     if ray_address is not None and jobs_file is None:
@@ -76,7 +76,7 @@ def require_one_source(
 
 
 def show_summary(report: BatchReport) -> None:
-    """A row per context, a line for each failure, a line for all."""
+    """Print a row per context, a line for each failure, and a line for all."""
     rows = []
     for result in report.results:
         rate = result.tokens_per_s
@@ -100,20 +100,20 @@ def show_summary(report: BatchReport) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Where the whole batch is."""
+    """The progress of the whole batch."""
 
     num_finished: int
     share: float  # of all contexts, by bytes
     tokens_per_s: float  # of what this run built
-    left_s: float | None  # None as long as nothing was built
+    left_s: float | None  # None until something was built
 
 
 class BatchTotals:
-    """Adds the jobs up. A context counts by its bytes: its tokens are known only when its turn comes."""
+    """Sums up the jobs. A context counts by its bytes, because its tokens are known only when its turn comes."""
 
     def __init__(self, jobs: Sequence[Job], now_s: float):
         self._weights = [job.context_bytes for job in jobs]
-        self.whole, self.done = sum(self._weights), 0.0  # bytes; the latter but for rounding
+        self.whole, self.done = sum(self._weights), 0.0  # bytes; the latter up to rounding
         self._first = [0.0] * len(jobs)  # shares that this run did not have to build
         self._share = [0.0] * len(jobs)
         self._context_lens = [0] * len(jobs)
@@ -150,7 +150,7 @@ class BatchTotals:
 
 
 class JsonBatchProgress:
-    """For programs: on stderr, one JSON object a line, when a context has ended or another hundredth of all is done."""
+    """For programs: one JSON object per line on stderr, when a context has ended or another percent of all is done."""
 
     def __init__(self, jobs: Sequence[Job]):
         self._totals, self._num_jobs, self._told = BatchTotals(jobs, time.monotonic()), len(jobs), 0.0
@@ -172,14 +172,14 @@ class JsonBatchProgress:
 
 
 class BatchDisplay(Bar):
-    """A bar for all contexts and a line per result; without a terminal also a line now and then."""
+    """A bar for all contexts, a line per result, and a line after HEARTBEAT_S without one."""
 
     def __init__(self, jobs: Sequence[Job], clock: Callable[[], float] = time.monotonic):
         super().__init__()
         self._jobs, self._clock = jobs, clock
         self._totals = BatchTotals(jobs, clock())
         self._last_line_s = clock()
-        self._where: dict[int, str] = {}  # of the jobs in work
+        self._where: dict[int, str] = {}  # by job, for the jobs under way
 
     def on_progress(self, idx: int, progress: BuildState) -> None:
         self._totals.update(idx, progress)
@@ -193,7 +193,7 @@ class BatchDisplay(Bar):
         self._tell(f"{result.job.context.name} {what}", True)
 
     def _tell(self, what: str, as_line: bool) -> None:
-        """On the bar; as a line where it is due and nothing else would say so."""
+        """Show a text and the totals on the bar and, if as_line, print them as a line."""
         now_s = self._clock()
         totals = self._totals.totals(now_s)
         left = "" if totals.left_s is None else f", {totals.left_s:.0f} s left"

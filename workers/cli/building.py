@@ -1,4 +1,4 @@
-"""`csattn build`: read the context, load the model, run the job, show how far it is."""
+"""`csattn build`: read the context, load the model, run the build, show its progress."""
 
 from contextlib import nullcontext
 from functools import lru_cache
@@ -33,10 +33,10 @@ def build(
     progress: str,
     sync: bool,
 ) -> dict[str, Any]:
-    """Build and return the verb's JSON object. sync: what is made survives a loss of power."""
+    """Build and return the command's JSON object. sync: the artifact survives a power failure."""
     use_threads(threads)
     device = choose_device(device)
-    make_config(options.preset, options.index_changes, device)  # what cannot be fails before a model is loaded
+    make_config(options.preset, options.index_changes, device)  # invalid options fail before a model is loaded
     ids = None if tokens is None else read_tokens(tokens)
     text = "" if context is None else read_text(context)
     loaded = show_loading(options.model, options.dtype, device, weights=options.weights)
@@ -45,7 +45,7 @@ def build(
         plan = plan_tokens(ids, options, loaded, device)
     else:
         require_not_far_too_long(text, loaded)
-        if progress != "json":  # there the last words on stderr are why it ended
+        if progress != "json":  # there, the last text on stderr is taken for the reason of a failure
             _tell_special(loaded, text)
         plan = plan_text(text, "stdin" if context == "-" else Path(str(context)).name, options, loaded, device)
     with nullcontext() if sync else unsynced():
@@ -66,7 +66,7 @@ def build(
 
 
 def _tell_special(loaded: LoadedModel, text: str) -> None:
-    """A text that somebody else has written may end its own message."""
+    """Warn of special tokens: with them, a text that somebody else has written may end its own message."""
     if number := num_special(loaded.tokenizer, text):
         err.print(
             f"the text holds {counted(number, 'special token')} of the model, the end of a message, say; they are read "
@@ -92,7 +92,7 @@ def run_build(loaded: LoadedModel, plan: Plan, store: Path | str, *, as_json: bo
 def show_loading(
     model: str | None, dtype: str, device: str = "cpu", stretch: float = 1.0, weights: str | None = None
 ) -> LoadedModel:
-    """Load a model and say so: a first load may convert it, which takes minutes."""
+    """Load a model, and print so: a first load may convert it, which takes minutes."""
     require_numbers(dtype, weights)
     first = f", converted to {dtype} once" if is_to_be_converted(model, dtype) else ""
     err.print(f"loading {model_name(model)}{first}" + (" onto the GPU" if device == "cuda" else ""))
@@ -108,7 +108,7 @@ _load_model = _load
 
 
 def keep_model() -> None:
-    """A process that builds more than once loads the same model once."""
+    """Cache the last loaded model, for a process that builds more than once."""
     global _load_model
     _load_model = lru_cache(maxsize=1)(_load)
 
@@ -119,7 +119,7 @@ def require_progress(progress: str) -> None:
 
 
 def use_threads(threads: int | None) -> None:
-    """Bound what torch uses."""
+    """Set the number of torch's threads; None: one per available CPU."""
     import torch
 
     if threads is not None and not 1 <= threads <= 4096:

@@ -1,4 +1,4 @@
-"""`csattn eval`: presets and selectors on one text, against full attention and one another."""
+"""`csattn eval`: compare presets and selectors on one text with full attention."""
 
 import tempfile
 from contextlib import ExitStack
@@ -36,8 +36,8 @@ class Plan:
     config: SearchConfig
     presets: list[str]
     selectors: list[SelectorName]
-    lookaheads: list[int]  # of all that choose
-    kv_format: KvFormat | None = None  # in which all but full attention have the context's rows
+    lookaheads: list[int]  # of all runs that choose rows
+    kv_format: KvFormat | None = None  # format of the context's rows for all but full attention
 
     def __post_init__(self) -> None:
         if not self.presets and not self.selectors:
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def runs(self) -> list["Run"]:
-        """In the order in which they are shown. Raises ConfigError for what does not go together."""
+        """The runs in the order in which they are shown. Raises ConfigError for options that do not go together."""
         of_presets = [Run("preset", name, name, "csattn", ahead) for name in self.presets for ahead in self.lookaheads]
         of_selectors = [
             Run("selector", name, self.indexed[0], name, ahead)
@@ -66,10 +66,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One of those that are compared."""
+    """One preset or selector that is compared."""
 
     kind: Literal["preset", "selector"]
-    name: str  # as it was asked for
+    name: str  # as in the option
     preset: str  # whose artifact it reads
     selector: SelectorName
     lookahead: int
@@ -80,15 +80,15 @@ def compare(
     plan: Plan,
     model: str | None,
     dtype: str,
-    stretch: float,  # times the positions that the model has
+    stretch: float,  # factor by which YaRN extends the model's positions
     store: Path | None,
     threads: int | None,
-    weights: str | None,  # what they are rounded to
+    weights: str | None,  # what weights are rounded to
 ) -> dict[str, Any]:
-    """Evaluate, and return the verb's JSON object."""
+    """Evaluate, and return the command's JSON object."""
     use_threads(threads)
     content = read_text(str(text))
-    runs = plan.runs  # what does not go together is refused before a model is loaded
+    runs = plan.runs  # refuses what does not go together, before a model is loaded
     loaded = show_loading(model, dtype, stretch=stretch, weights=weights)
     spec = describe(loaded.model.config)
     require_plain_rows(spec, "an evaluation")
@@ -111,7 +111,7 @@ def compare(
                 quality = measure(loaded, artifact, search, run.selector, following, baseline, count, plan.kv_format)
             rest = resolve_rest(search, run.selector, artifact.spec.index_config.layout, is_capped)
             shown = {run.kind: run.name, "lookahead": run.lookahead, "keep": search.keep}
-            shown["rest"] = "none" if search.keep == 1 else rest  # all is read then
+            shown["rest"] = "none" if search.keep == 1 else rest  # all rows are read then
             results.append({**shown, **quality.to_json()})
     title = f"{_named(text)}: keep {100 * plan.config.keep:g} %; full attention has NLL {baseline.nll:.4f}"
     out.print(_results_table(title, baseline.nll, results))
@@ -130,7 +130,7 @@ def compare(
 
 
 def names(option: str, value: str, allowed: tuple[str, ...]) -> list[str]:
-    """The parts of a comma-separated option, each once. Raises ConfigError for one that is not allowed."""
+    """Return the parts of a comma-separated option, each once. Raises ConfigError for one that is not allowed."""
     given = list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
     for name in given:
         if name not in allowed:
@@ -139,7 +139,7 @@ def names(option: str, value: str, allowed: tuple[str, ...]) -> list[str]:
 
 
 def _cut(text: Path, content: str, loaded: LoadedModel, plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The context's ids, and the ids that follow: one more than are fed, because each predicts the next."""
+    """Return the context's ids, and the ids that follow: one more than are fed, because each predicts the next."""
     token_ids = np.asarray(loaded.tokenizer(content).input_ids, dtype=np.int32)
     needed = plan.context_len + plan.eval_len + 1
     if len(token_ids) < needed:

@@ -1,4 +1,4 @@
-"""`csattn config`: the service's settings, who said so, and a file to begin with."""
+"""`csattn config`: the service's settings with their origins, and an example file."""
 
 import os
 from pathlib import Path
@@ -39,7 +39,7 @@ def example(json: Json = False) -> None:
 
 
 def settings_table(file: Path | None, changes: list[str]) -> dict[str, Any]:
-    """Show, and return the verb's JSON object."""
+    """Show all settings, and return the command's JSON object."""
     from rich.table import Table
 
     from workers.cli.terminal import out
@@ -57,7 +57,7 @@ def settings_table(file: Path | None, changes: list[str]) -> dict[str, Any]:
 
 
 def parse_changes(changes: list[str]) -> dict[str, object]:
-    """What follows --set, as flags."""
+    """Return the KEY=VALUE pairs of --set as flags."""
     pairs = [change.partition("=") for change in changes]
     for key, equals, _ in pairs:
         if not (key and equals):

@@ -1,4 +1,4 @@
-"""How a command ends that is told to, by Ctrl-C or by a supervisor's SIGTERM: the same way, with the signal's code."""
+"""How a command ends by Ctrl-C or by a supervisor's SIGTERM: in the same way, with the signal's exit code."""
 
 import signal
 from collections.abc import Iterator
@@ -8,19 +8,19 @@ _told_by = signal.SIGINT
 
 
 def tell(number: int) -> None:
-    """That signal has come."""
+    """Record that a signal has come."""
     global _told_by
     _told_by = signal.Signals(number)
 
 
 def exit_code() -> int:
-    """As shells have it."""
+    """Return the exit code that shells give the recorded signal."""
     return 128 + _told_by
 
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """What was under way says what becomes of it."""
+    """Raise KeyboardInterrupt for SIGTERM within the block, so that interrupted work reports what becomes of it."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield

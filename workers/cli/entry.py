@@ -29,9 +29,9 @@ _REMEDIES = (
 
 
 def main() -> None:
-    """The command line, of `sys.argv`. Returns on success, and exits with another code than 0 otherwise."""
+    """Run the command line in `sys.argv`. Returns on success, and exits with a non-zero code otherwise."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed where csattn was started, as by >&-
+        if getattr(sys, name) is None:  # closed by the caller, as with >&-
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):  # an answer may have characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does
@@ -41,15 +41,15 @@ def main() -> None:
 
 
 def run() -> None:
-    """Without a say in signals: a service that ends its builds waits for no last words."""
+    """Run a command without handling signals: a service that ends its builds waits for no message."""
     spare_garbage()
     try:
-        if app(standalone_mode=False, prog_name="csattn") == 130:  # typer takes Ctrl-C for itself, and returns this
+        if app(standalone_mode=False, prog_name="csattn") == 130:  # typer catches Ctrl-C itself, and returns this
             raise KeyboardInterrupt
     except CsattnError as error:
         _fail({"type": type(error).__name__, "message": str(error)}, 1)
     except ClickError as error:
-        if not (message := sentence_of(error, app)):  # no arguments: the help is there already
+        if not (message := sentence_of(error, app)):  # no arguments: the help is printed already
             sys.exit(error.exit_code)
         _fail({"type": "UsageError", "message": message}, error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -73,11 +73,14 @@ def run() -> None:
 
 @contextmanager
 def _output_that_may_be_full() -> Iterator[None]:
-    """What stdout has not taken would be tried again at the end, and end the process with another code."""
+    """If stdout fails, redirect it to the null device.
+
+    Else Python would write the buffered rest again at exit, and end with another exit code.
+    """
     try:
         yield
     except OSError:
-        with suppress(OSError):  # as of a stdout without a descriptor
+        with suppress(OSError):  # stdout may have no descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -87,7 +90,7 @@ def _interrupted() -> None:
 
 
 def _fail(error: dict[str, Any], exit_code: int) -> None:
-    with suppress(OSError):  # as of a full disk, which keeps nobody from the JSON
+    with suppress(OSError):  # a full disk, say, must not prevent the JSON object
         print(f"error: {harmless(error['message'])}", file=sys.stderr)
     if "--json" in sys.argv[1:]:
         from workers.cli.terminal import print_json

@@ -1,4 +1,4 @@
-"""`csattn doctor`: what was found of this machine, and what to do about it."""
+"""`csattn doctor`: show findings about this machine, and what to do about them."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +16,13 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def doctor(store: Path, model: str | None, weights: str | None) -> dict[str, Any]:
-    """Show, and return the verb's JSON object."""
+    """Show the findings, and return the command's JSON object."""
     if weights is not None and model is None:
         raise ConfigError("--weights says how a model is rounded, and no model was given; name one, or leave it out")
     facts = gather_facts(store)
     findings = examine(facts)
     if model is not None:
-        from workers.doctor.model import examine_model  # with which comes torch
+        from workers.doctor.model import examine_model  # imports torch
 
         findings += examine_model(model, facts, weights)
     out.print(_table(findings))

@@ -1,4 +1,4 @@
-"""Options that several verbs of `csattn` have. Loads no heavy library."""
+"""Options that several commands of `csattn` have. Imports no heavy library."""
 
 import os
 import re
@@ -11,21 +11,21 @@ from csattn.checks import require_model_name
 
 
 def _place(text: Any) -> Path | str:
-    """A directory, or a URL as it is. An empty one is a variable of a shell that is not set, and no directory."""
+    """Parse a directory or URL. An empty text is refused: it comes from a shell variable that is not set."""
     if re.match("[a-z][a-z0-9+]+:/(?!/)", str(text)):
         raise ValueError(f"a URL has two slashes behind its colon, got {text}; give ./{text} if it is a directory")
     return text if "://" in str(text) else directory(text)
 
 
 def directory(text: Any) -> Path:
-    """One that is named."""
+    """Parse a directory; an empty text is refused."""
     if not str(text).strip():
         raise ValueError("a place is named by its path, got an empty one; give one, or leave it out")
     return Path(os.path.expanduser(text))  # a shell leaves `--store=~/x` as it is
 
 
 def named(model: str | None) -> str | None:
-    """A model's name, if one is given, that is not empty."""
+    """Return a model's name or None; an empty name is refused."""
     require_model_name(model)
     return model
 

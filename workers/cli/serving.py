@@ -1,4 +1,4 @@
-"""`csattn serve`: the settings, the service in one process or on Ray, and a line that says where it is."""
+"""`csattn serve`: load the settings, run the service in one process or on Ray, and print its address."""
 
 import os
 import signal
@@ -18,22 +18,22 @@ from workers.cli.terminal import err, out, print_json
 from workers.service.addresses import held, listen
 from workers.settings import EngineSettings, Settings, load_settings
 
-_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # whatever serves
+_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # needed with Ray and without
 
 
 def serve(
     file: Path | None, flags: Mapping[str, object], contexts: Sequence[str], in_one_process: bool, json: bool
 ) -> None:
-    """Until one of `ending_signals`."""
+    """Serve until one of `ending_signals` arrives."""
     _require_packages(_PACKAGES if in_one_process else (*_PACKAGES, "ray"))
     is_ready = False
 
     def end() -> None:
         if is_ready:
             sys.exit(0)
-        raise KeyboardInterrupt  # with the signal's exit code: a supervisor is not to take it for one that has served
+        raise KeyboardInterrupt  # with the signal's exit code: a supervisor must not take it for a service that ran
 
-    _on_signal(end)  # while nothing is under way
+    _on_signal(end)  # until the service has handlers of its own
     settings = _settled(load_settings(file, os.environ, flags).settings)
     named = _named(settings, contexts)
 
@@ -64,7 +64,7 @@ def _require_packages(names: Sequence[str]) -> None:
 
 
 def _settled(settings: Settings) -> Settings:
-    """Paths that hold in every process, and a store that is there."""
+    """Make paths absolute, so that they hold in every process, and make the store's directory."""
     path = settings.store.path.absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -73,13 +73,13 @@ def _settled(settings: Settings) -> Settings:
             f"the store {path} cannot be used ({error.strerror}); name a directory that can be written with --store"
         ) from error
     model = settings.model
-    if model.name is not None and os.path.exists(model.name):  # False of what no path can be
+    if model.name is not None and os.path.exists(model.name):  # False for what cannot be a path
         model = replace(model, name=str(Path(model.name).absolute()))
     return replace(settings, store=replace(settings.store, path=path), model=model)
 
 
 def _named(settings: Settings, contexts: Sequence[str]) -> dict[str, str]:
-    """Artifacts of the store by the names that they are to have, as far as they can be judged without the model."""
+    """Return artifact ids by the names in --context, checked as far as possible without the model."""
     named: dict[str, str] = {}
     for given in contexts:
         name, equals, artifact_id = given.partition("=")
@@ -95,7 +95,7 @@ def _named(settings: Settings, contexts: Sequence[str]) -> dict[str, str]:
 
 
 def _require_room(name: str, artifact: Path, engine: EngineSettings) -> None:
-    """A service is not to be ready for a context that it can never load."""
+    """Raise ConfigError for a context that engine.context_bytes has no room for: it could never be loaded."""
     if engine.context_bytes is None:
         return
     from csattn.artifact import read_manifest
@@ -125,15 +125,15 @@ def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callab
 
     port = settings.server.port
     told = Event()
-    _on_signal(told.set)  # an exception would surface anywhere in Ray
+    _on_signal(told.set)  # an exception could surface anywhere in Ray's code
     with ExitStack() as undo:
-        if settings.ray.address is None or port == 0:  # else Serve may listen there already, since the service before
+        if settings.ray.address is None or port == 0:  # else Serve may listen there already, since an earlier service
             port = undo.enter_context(held(settings.server)).getsockname()[1]
         err.print("starting Ray and the workers")
         undo.enter_context(suppress(Stopped))
         url, found = undo.enter_context(service_on_ray(settings, named, port, told))
         on_ready(url, found)
-        with redirect_stdout(sys.stderr):  # where Ray tells of processes that died
+        with redirect_stdout(sys.stderr):  # Ray prints there which processes died
             told.wait()
             err.print(f"ending: requests that run have {DRAIN_S:.0f} s")
 

@@ -1,4 +1,4 @@
-"""`csattn inspect`, `verify`, `ls` and `gc`: what is in a store."""
+"""`csattn inspect`, `verify`, `ls` and `gc`: show, check and clean what is in a store."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,6 +32,7 @@ from workers.words import counted, size
 
 
 def inspect(place: Path | str) -> dict[str, Any]:
+    """Show what an artifact holds, and return the command's JSON object."""
     manifest = read_manifest(place)
     spec, size_bytes, index_bytes = manifest.spec, manifest.size_bytes, manifest.index_bytes
     config = spec.index_config
@@ -67,7 +68,7 @@ def inspect(place: Path | str) -> dict[str, Any]:
 
 
 def _weights(weights: str | None) -> str:
-    """As `Manifest.weights` has it."""
+    """Return `Manifest.weights` in words."""
     if weights is None:
         return "unknown"
     return "as they are" if weights == AS_THEY_ARE else f"rounded to {weights}"
@@ -81,7 +82,7 @@ def _described(config: IndexConfig) -> str:
 
 
 def verify(place: Path | str) -> dict[str, Any]:
-    """Of one artifact, which raises what is wrong with it; or of all that lie in a store."""
+    """Verify one artifact, raising ArtifactError if it is broken, or all in a store. Returns the JSON object."""
     if isinstance(place, Path) and not (place / MANIFEST_FILE).exists() and (names := _artifacts(place)):
         return _verify_store(place, names)
     total = read_manifest(place).size_bytes
@@ -99,7 +100,7 @@ def verify(place: Path | str) -> dict[str, Any]:
 
 
 def _artifacts(store: Path) -> list[str]:
-    """The ids that directories of a store have for names; none where it is no directory, or an artifact's own."""
+    """Return the ids of the artifacts in a store; none if it is not a directory, or is an artifact's own."""
     if not store.is_dir() or is_artifact_id(store.name):
         return []
     return [name for name in store_entries(store) if is_artifact_id(name)]
@@ -125,6 +126,7 @@ def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
 
 
 def listing(store: Path | str) -> dict[str, Any]:
+    """List a store's artifacts, builds and kept files, and return the command's JSON object."""
     kept = KeptFiles(0, 0, 0)
     if (remote := remote_store(store)) is not None:
         manifests, faults = remote.manifests()
@@ -185,12 +187,12 @@ def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
     ]
     columns = ["artifact", "model", "dtype", "tokens", "index", "size", "source"]
     shown = table(f"{counted(len(rows), 'artifact')} in {store}", columns, rows)
-    shown.columns[0].no_wrap = True  # ids are copied
+    shown.columns[0].no_wrap = True  # users copy ids
     return shown
 
 
 def _told(store: Path | str, kept: KeptFiles) -> str:
-    """What services keep of prompts and turns."""
+    """Return in words what services keep of prompts and turns."""
     contexts = f"{counted(kept.num_contexts, 'context')} of prompts ({size(kept.context_bytes)})"
     return f"{store}/{DIRECTORY} has {contexts} and rows of turns ({size(kept.row_bytes)})"
 
@@ -203,7 +205,10 @@ def require_store(place: Path) -> None:
 
 
 def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[str, Any]:
-    """Builds for a store behind a URL go on in the cache, so that is where their leavings are."""
+    """Remove what interrupted builds have left and, on request, copies and kept files. Returns the JSON object.
+
+    Builds for a store behind a URL run in the local cache, so what they have left is there.
+    """
     if with_kept and is_url(store):
         raise ConfigError(f"services keep nothing behind a URL, got {store}; leave --kept out, or give a directory")
     place = cache_store() if is_url(store) else Path(store)
@@ -224,7 +229,7 @@ def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[s
 
 
 def _clean_kept(store: Path) -> int:
-    """How many bytes are gone."""
+    """Remove what services have kept; return how many bytes that has freed."""
     before = kept_files(store)
     remove_kept(store)
     after = kept_files(store)

@@ -29,14 +29,14 @@ from workers.words import size
 
 DOCUMENT = Path(__file__).parent.parent / "demo" / "gannet-island.txt"
 PICTURE_NAME = "attention.png"
-# The default window is made for longer contexts: of this one it alone would be 4 %.
+# The default window is meant for longer contexts: here it alone would be 4 % of the context.
 _CONFIG = SearchConfig(window_len=64)
 _MAX_NEW_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question, and where its answer stands."""
+    """One question, and where the document answers it."""
 
     text: str
     fact: str  # as the document states it
@@ -60,7 +60,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A question with both answers to it and what the sparse one read."""
+    """A question, both answers to it, and what the sparse one read."""
 
     question: Question
     sparse: Answer
@@ -90,12 +90,12 @@ class Exchange:
 
 
 def run(target: Path) -> dict[str, Any]:
-    """Show the whole of it in `target`, and return the verb's JSON object."""
+    """Run the demo, writing its files to `target`, and return the command's JSON object."""
     return show(target, read_text(str(DOCUMENT)), QUESTIONS)
 
 
 def show(target: Path, document: str, questions: tuple[Question, ...]) -> dict[str, Any]:
-    """Build from a document, ask the questions, draw."""
+    """Build a context from a document, ask the questions, and draw what was read."""
     seconds: dict[str, float] = {}
     use_threads(None)
     with _timed(seconds, "load"):

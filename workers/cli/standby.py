@@ -1,14 +1,17 @@
-"""Builds that are asked for while they run: what takes seconds is imported before, and a model is loaded once."""
+"""A process that waits for builds: it imports slow libraries in advance, and loads a model once for all of them."""
 
 import json
 import sys
 
-_GRACE_S = 1.0  # for one that builds nothing to end by itself
+_GRACE_S = 1.0  # for an idle process to end by itself
 
 
 def main() -> None:
-    """A line has the arguments of one; the process ends with the first that fails, or when no more can come: also
-    while it builds, for a service that was killed is started again, and begins its builds anew."""
+    """Run one build for each line of stdin, a JSON list of arguments.
+
+    The process ends with the first build that fails, and when stdin is closed, even during a build: a service that was
+    killed is restarted, and begins its builds anew.
+    """
     from workers.child import end_with
     from workers.cli.entry import run
     from workers.garbage import spare_garbage
@@ -17,7 +20,7 @@ def main() -> None:
     spare_garbage()
     import torch
 
-    import index_build.capture  # noqa: F401  # with it transformers, which takes longest
+    import index_build.capture  # noqa: F401  # imports transformers, which takes longest
     from workers.cli import building
     from workers.serving.context_build import BUILT
 
@@ -25,6 +28,6 @@ def main() -> None:
     for line in sys.stdin:
         sys.argv = ["csattn", *json.loads(line)]
         run()
-        torch.cuda.empty_cache()  # of what the build has left; nothing without a GPU
+        torch.cuda.empty_cache()  # frees what the build has left; does nothing without a GPU
         for stream in (sys.stdout, sys.stderr):
             print(BUILT, file=stream, flush=True)

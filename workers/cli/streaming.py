@@ -1,4 +1,4 @@
-"""`csattn stream`: continue a text for as long as is wanted, in memory that does not grow."""
+"""`csattn stream`: continue a text for as long as is wanted, in constant memory."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,7 @@ def stream(
     json: Json = False,
 ) -> None:
     """Continue a text endlessly in constant memory, printing tokens as they come."""
-    config, said = stream_config(policy, sink_len, window_len, heavy_len), list[str]()  # refused before torch comes in
+    config, said = stream_config(policy, sink_len, window_len, heavy_len), list[str]()  # before torch is imported
 
     from index_build.inputs import given_prompt
     from workers.cli.building import show_loading, use_threads
@@ -58,7 +58,7 @@ def stream(
 
 
 def stream_config(policy: str, sink_len: int | None, window_len: int | None, heavy_len: int | None) -> "StreamConfig":
-    """What was asked for; an option that the policy does not have is refused."""
+    """Return the config. Raises ConfigError for an option that the policy does not have."""
     from workers.streaming.config import StreamConfig
 
     options = {"sink_len": sink_len, "window_len": window_len, "heavy_len": heavy_len}

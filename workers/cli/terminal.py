@@ -16,31 +16,30 @@ from rich.text import Text
 
 from workers.words import harmless
 
-if TYPE_CHECKING:  # verbs that only look should not wait for torch, nor fail where it is broken
+if TYPE_CHECKING:  # commands that only look must not wait for torch, nor fail if it is broken
     from index_build.board import BuildProgress
 
 
 class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
-        shown = harmless(text).encode(self.encoding, "backslashreplace").decode(self.encoding)  # as wide as it will be
+        shown = harmless(text).encode(self.encoding, "backslashreplace").decode(self.encoding)  # its final width
         return super().render_str(shown, **options)
 
 
 class _Told(_Console):
-    """What is told beside the result, which may have another reader: where nobody reads it, or its disk is full, the
-    work goes on."""
+    """The console on stderr, for all but the result. If its reader is gone, or its disk is full, the work goes on."""
 
     def on_broken_pipe(self) -> None:
-        """rich's own ends the process."""
+        """Do nothing: rich's own method ends the process."""
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
         except OSError:
-            self._buffer.clear()  # else it is tried again, with all that follows
+            self._buffer.clear()  # else it is written again, with all that follows
 
 
-# Tables need room where nobody resizes a window: in pipes and logs.
+# In pipes and logs, tables need a fixed width, because nobody can resize a window.
 _WIDTH = None if sys.stdout.isatty() else 140
 # Models, paths and errors are shown as they are: "csattn[serve]" is no markup, ":smile:" no picture.
 out = _Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
@@ -48,13 +47,13 @@ err = _Told(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def write(text: str) -> None:
-    """A piece of an answer, as it is: rich would make spaces of its tabs."""
+    """Write a piece of an answer without rich, which would turn its tabs into spaces."""
     sys.stdout.write(harmless(text))
     sys.stdout.flush()
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on one line of stdout: the last line a verb prints."""
+    """Print one JSON object on one line of stdout, the last line of a command."""
     is_utf = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     line = json.dumps(value, ensure_ascii=not is_utf)
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
@@ -62,19 +61,19 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def tell_json(value: dict[str, Any]) -> None:
-    """One JSON object on one line of stderr, for whoever reads it."""
+    """Print one JSON object on one line of stderr; if that cannot be written, go on."""
     with suppress(OSError):
         print(json.dumps(value), file=sys.stderr, flush=True)
 
 
 def end(result: dict[str, Any], json: bool) -> None:
-    """What a verb does last. json: whether `--json` was given."""
+    """End a command: print its result if `--json` was given."""
     if json:
         print_json(result)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    """A table whose first column is text and whose others are figures."""
+    """Return a table whose first column is text and whose others are figures."""
     shown = Table(title=title, title_justify="left", header_style="bold")
     for position, column in enumerate(columns):
         shown.add_column(column, justify="left" if position == 0 else "right", overflow="fold")
@@ -84,7 +83,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
 
 
 class Bar:
-    """A bar on a terminal, and nothing elsewhere, as long as the block takes."""
+    """A progress bar on a terminal, and nothing elsewhere, for the length of the block."""
 
     def __init__(self, *more: ProgressColumn) -> None:
         columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), *more
@@ -99,7 +98,7 @@ class Bar:
         self._bar.stop()
 
     def show(self, what: str, done: float, total: float, **fields: Any) -> None:
-        """fields: of more columns."""
+        """fields: the values of additional columns."""
         self._bar.update(self._task, description=what, completed=done, total=total, refresh=True, **fields)
 
 
@@ -126,7 +125,7 @@ class BuildDisplay(Bar):
 
 
 class JsonProgress:
-    """A build's progress for programs: on stderr, one JSON object a line, whenever another hundredth is done."""
+    """A build's progress for programs: one JSON object per line on stderr, whenever another percent is done."""
 
     def __init__(self) -> None:
         self._told = -1.0
@@ -142,7 +141,7 @@ class JsonProgress:
 
 @contextmanager
 def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Called with how many more are done; without a terminal a line when it starts and one when it ends."""
+    """Yield a callback (how many more are done) for a bar; a line at the end, without a terminal also at the start."""
     columns = (TextColumn(f"{what}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     started = time.monotonic()
     if not err.is_terminal:
@@ -154,7 +153,7 @@ def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]
 
 @contextmanager
 def reading(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Called with how many tokens are done, and all of them: a bar until they are; nothing without a terminal."""
+    """Yield a callback (done, total) that shows a bar until all tokens are done; nothing without a terminal."""
     columns = TextColumn(what, markup=False), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=None)
@@ -169,7 +168,7 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def steps() -> Iterator[Callable[[str, int, int], None]]:
-    """Called with the part of the work, what of it is done, and all of it; without a terminal a line for each part."""
+    """Yield a callback (part, done, total) that shows a bar; without a terminal, a line for each part."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
     told = set()
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:

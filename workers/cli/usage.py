@@ -1,4 +1,4 @@
-"""Errors of how `csattn` was called, as typer has them, in words of its own."""
+"""Usage errors of `csattn`: typer's classes, with messages of our own."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ ClickError: Any = typer.BadParameter.__mro__[2]
 
 
 def sentence_of(error: Any, app: typer.Typer) -> str:
-    """What a ClickError says; of an option that is another verb's, whose it is. Empty where the help is there."""
+    """Return a ClickError's message; for an option of other commands, name these. Empty if the help was printed."""
     verbs = _verbs_with(app, error.option_name) if type(error).__name__ == "NoSuchOption" else []
     if not verbs:
         told: str = error.format_message()
@@ -28,7 +28,7 @@ def _verbs_with(app: typer.Typer, option: str) -> list[str]:
 
 def _verbs(group: Any) -> Iterator[tuple[str, Any]]:
     for name, verb in group.commands.items():
-        if hasattr(verb, "commands"):  # `config` has verbs of its own
+        if hasattr(verb, "commands"):  # `config` has commands of its own
             yield from ((f"{name} {inner}", found) for inner, found in _verbs(verb))
         else:
             yield name, verb

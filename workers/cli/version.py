@@ -1,4 +1,4 @@
-"""Which csattn this is: its version, and the commit that it was made of."""
+"""The version of csattn, and the commit that it was made of."""
 
 import subprocess
 from importlib.resources import files
@@ -8,13 +8,13 @@ import csattn
 
 
 def full_version() -> str:
-    """`0.2.0 (commit 0123456789ab)`; in a checkout with changes, the commit ends in `-dirty`."""
+    """Return `0.2.0 (commit 0123456789ab)`; in a checkout with changes, the commit ends in `-dirty`."""
     told = commit()
     return f"{csattn.__version__} (commit {told})" if told else csattn.__version__
 
 
 def commit() -> str | None:
-    """What the wheel says, see hatch_build.py, or the checkout that this runs from; None: neither knows."""
+    """Return the commit in the wheel (see hatch_build.py) or of the checkout that this runs from; None if unknown."""
     told = files(csattn) / "COMMIT"
     if told.is_file():
         return told.read_text().strip()

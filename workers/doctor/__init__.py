@@ -1,4 +1,4 @@
-"""Is this machine ready? What was found of it, judged check by check, each with what to do."""
+"""Is this machine ready? Facts about it are gathered, then judged check by check, with remedies."""
 
 from workers.doctor.checks import examine
 from workers.doctor.facts import Facts, gather_facts

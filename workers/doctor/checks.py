@@ -1,4 +1,4 @@
-"""Judgements: each a small function from facts to findings, so that every machine can be tried without having it."""
+"""The checks: small functions from facts to findings, so that tests can try any machine without having it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,11 @@ from workers.doctor.store_checks import check_kept, check_store
 LOW_HOST_BYTES = 2 * GIB
 LOW_SHARED_BYTES = GIB // 2
 LOW_DEVICE_BYTES = 4 * GIB
-NARROW_PAYS = 2.0  # times as many products a second
+NARROW_PAYS = 2.0  # speedup of bfloat16 products from which it is recommended
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """All checks, in the order in which one would mend things."""
+    """Run all checks, in the order in which one would fix problems."""
     return [finding for check in CHECKS for finding in check(facts)]
 
 
@@ -211,13 +211,13 @@ CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
 
 
 def release(version: str) -> tuple[int, int]:
-    """The first two numbers of a version; those that are none count as 0."""
+    """Return the first two numbers of a version; parts that are not numbers count as 0."""
     parts = [part if part.isdigit() else "0" for part in version.split("+")[0].split(".")] + ["0", "0"]
     return int(parts[0]), int(parts[1])
 
 
 def _narrow_products(rates: Mapping[str, float]) -> str:
-    """What a CPU gains that multiplies 16 bits by instructions of its own. Others take longer for them."""
+    """Recommend bfloat16 to a CPU with instructions for it, which gains much. Without them, bfloat16 is slower."""
     faster = rates.get("bfloat16", 0.0) / rates.get("float32", math.inf)
     if faster < NARROW_PAYS:
         return ""
@@ -237,7 +237,7 @@ def _not_loaded(name: str, answer: Answer, remedy: str, needed: bool = True) -> 
 
 
 def _overlap(name: str, packages: Sequence[str], wanted: str) -> Finding:
-    """Packages that put files of the same library in one place: removing either breaks the other."""
+    """Return the finding about packages that install the same files: removing either breaks the other."""
     text = f"{' and '.join(packages)} are installed at once and overwrite each other's files."
     return Finding(name, "problem", text, f"pip uninstall -y {' '.join(packages)} && pip install {wanted}")
 

@@ -18,18 +18,18 @@ IMPORTS = ("faiss", "cupy", "triton", "ray")
 _FAMILIES = ("faiss", "cupy", "torch", "triton", "numba", "ray", "csattn")
 _PROBE_TIMEOUT_S = 120.0
 
-Answer = Mapping[str, Any]  # of a probe; {"error": sentence} where it failed
+Answer = Mapping[str, Any]  # of a probe; {"error": sentence} if it failed
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As the driver has it."""
+    """A GPU as the driver reports it."""
 
     name: str
     driver: str
     free_mib: int
     total_mib: int
-    link: str = ""  # generation and width, where the driver tells
+    link: str = ""  # PCIe generation and width, if the driver reports them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +38,18 @@ class Facts:
 
     python: tuple[int, int]
     packages: Mapping[str, str]  # installed distributions that matter here, with their versions
-    gpus: tuple[Gpu, ...] = ()  # that the driver shows
+    gpus: tuple[Gpu, ...] = ()  # those that the driver shows
     # of torch, numba, memory, store, kept, and those of IMPORTS
     probes: Mapping[str, Answer] = field(default_factory=dict)
     store: Path = Path("store")
     openmp_waits: str | None = "passive"  # OMP_WAIT_POLICY
     num_cpus: int = 1  # that the process may run on
-    cpu_quota: float | None = None  # CPUs' worth of time that the container gives, where it has a limit
+    cpu_quota: float | None = None  # the container's limit of CPU time, in CPUs; None: no limit
     shared_memory_bytes: int | None = None  # free in /dev/shm
 
 
 def gather_facts(store: Path) -> Facts:
-    """Takes a few seconds: each library is loaded once, in a process of its own."""
+    """Gather all facts. Takes a few seconds: each library is loaded once, in a process of its own."""
     wanted = [("torch", "torch"), ("numba", "numba"), ("memory", "memory"), ("store", "store", str(store))]
     wanted += [("kept", "kept", str(store))]
     wanted += [(name, "import", name) for name in IMPORTS]
@@ -69,7 +69,7 @@ def gather_facts(store: Path) -> Facts:
 
 
 def ask(probe: str, *arguments: str, timeout_s: float = _PROBE_TIMEOUT_S) -> Answer:
-    """What a probe says in its own process, or why it could not."""
+    """Run a probe in its own process; return its answer, or why it failed."""
     command = [sys.executable, "-P", "-m", "workers.doctor.probes", probe, *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
@@ -83,13 +83,13 @@ def ask(probe: str, *arguments: str, timeout_s: float = _PROBE_TIMEOUT_S) -> Ans
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         return {"error": lines[-1][:300] if lines else f"exit code {done.returncode}"}
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]  # others are a library's
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries print other lines
     answer: Answer = json.loads(answers[-1]) if answers else {"error": "the process ended without an answer"}
     return answer
 
 
 def installed_packages() -> dict[str, str]:
-    """Distributions of the libraries that matter; several may hold the same library."""
+    """Return versions of the distributions that matter; several may contain the same library."""
     found = {}
     for distribution in distributions():
         name = str(distribution.metadata["Name"] or "").lower().replace("_", "-")
@@ -99,7 +99,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """What nvidia-smi lists; nothing where there is none, or where it fails."""
+    """Return the GPUs that nvidia-smi lists; none if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return ()
     wanted = "name,driver_version,memory.free,memory.total,pcie.link.gen.max,pcie.link.width.max"
@@ -112,7 +112,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Lines of `name, driver, free MiB, total MiB, generation and width of the link`; others are left out."""
+    """Parse lines of `name, driver, free MiB, total MiB, link generation, link width`; skip others."""
     rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
     return tuple(
         Gpu(name, driver, int(free), int(total), f"{link}.0 x{width}" if link.isdigit() and width.isdigit() else "")
@@ -122,7 +122,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs' worth of time that the container may use; None where there is no limit."""
+    """Return the CPU time that the container may use, in CPUs; None if there is no limit."""
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):

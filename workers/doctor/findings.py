@@ -1,4 +1,4 @@
-"""What the doctor says of one thing, and its words."""
+"""A finding of the doctor, and how it is worded."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What one model needs here, in bytes, and what it will be refused for: from its config alone, no weight is read."""
+"""What a model needs on this machine, in bytes, and what is refused for it: from its config, without its weights."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ _MODELS = "Name a directory with a config.json, a .gguf file or a hub id, of a f
 
 
 def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[Finding]:
-    """name, weights: as `load_model` takes them."""
+    """Return findings about a model on this machine. name, weights: as for `load_model`."""
     try:
         config = read_config(name)
         spec = describe(config)
@@ -44,7 +44,7 @@ def _needs(
     geometry: ModelGeometry,
     size: WeightBytes,
     can_be_rounded: bool,
-    converting: int,  # bytes of memory that it takes first
+    converting: int,  # bytes of memory that a first conversion takes; 0: none
     facts: Facts,
 ) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
@@ -72,7 +72,7 @@ def _needs(
         text += f" {spec.context_len:,} tokens of context: {rows}."
     kv, sketch = context_bytes(specs[0])
     key_share = index_key_share(model)
-    leaves_kv = bool(indexed or key_share)  # in host memory
+    leaves_kv = bool(indexed or key_share)  # whether KV can be in host memory
     if devices and size.on_gpu + (sketch + int(key_share * kv) if leaves_kv else kv) > free:
         text += f" The device has {gib(free)} free."
         remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
@@ -100,7 +100,7 @@ def _needs(
 
 
 def _refusals(spec: ModelSpec) -> list[Finding]:
-    """What this model will be refused for, in the words of who refuses."""
+    """Return findings about what is refused for this model, in the words of the errors."""
     findings = []
     try:
         if chooses_itself(spec):

@@ -1,4 +1,4 @@
-"""What only a process of its own should try: libraries that may be broken, hang, or end the process that loads them.
+"""Probes that need a process of their own: libraries may be broken, hang, or end the process that loads them.
 
     python -m workers.doctor.probes NAME [ARGUMENT]
 
@@ -26,7 +26,7 @@ def probe_import(name: str) -> dict[str, Any]:
 
 
 def probe_numba() -> dict[str, Any]:
-    """Compile something, and see whether it could be kept on disk."""
+    """Compile a function, and see whether it can be cached on disk."""
     import numba
 
     def add_one(x: int) -> int:
@@ -41,7 +41,7 @@ def probe_numba() -> dict[str, Any]:
 
 
 def probe_torch() -> dict[str, Any]:
-    """torch, what it sees of a GPU, and whether a little host memory can be pinned for it; else what the CPU can do."""
+    """Report torch, its GPUs, and whether host memory can be pinned for them; without a GPU, the speed of the CPU."""
     import torch
 
     from csattn.cuda import missing_for_kernels
@@ -77,7 +77,7 @@ def probe_memory() -> dict[str, Any]:
 
 
 def probe_store(path: str) -> dict[str, Any]:
-    """A store, or the directory in which it would be made."""
+    """Report a store, or the directory in which it would be made."""
     from csattn.artifact import scan_store
     from csattn.artifact.manifest import FORMAT_VERSION
 
@@ -101,7 +101,7 @@ def probe_store(path: str) -> dict[str, Any]:
 
 
 def probe_kept(path: str) -> dict[str, Any]:
-    """What services have kept of prompts and turns, and how much it is at most by the settings that one here has."""
+    """Report what services have kept of prompts and turns, and its limit in the settings of this environment."""
     from workers.serving.kept_store import kept_files
     from workers.settings import load_settings
 
@@ -110,7 +110,7 @@ def probe_kept(path: str) -> dict[str, Any]:
 
 
 def _product_rates() -> dict[str, float]:
-    """GFLOP/s of this CPU, the best of a few products of a prefill's kind."""
+    """Return this CPU's GFLOP/s by dtype, the best of a few matrix products like those of a prefill."""
     import torch
 
     rates = {}
@@ -126,7 +126,7 @@ def _product_rates() -> dict[str, float]:
 
 
 def _pin() -> dict[str, Any]:
-    """As the engine pins a context's KV."""
+    """Pin host memory as the engine pins a context's KV."""
     import torch
 
     try:
@@ -136,7 +136,7 @@ def _pin() -> dict[str, Any]:
         rows = PinnedRows(allocate_rows(1, (1, 1024, 2, 128), torch.float32))
         pinned, how = rows.pinned, rows.how
         rows.close()
-    except Exception as error:  # whatever it is, it is what the user should read
+    except Exception as error:  # of any kind: the user should read it
         return {"pinned": False, "how": f"{type(error).__name__}: {error}"}
     return {"pinned": pinned, "how": how}
 

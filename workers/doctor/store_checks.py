@@ -1,4 +1,4 @@
-"""Judgements of a store, and of what services keep in it."""
+"""Checks of a store, and of what services keep in it."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def check_store(facts: Facts) -> Sequence[Finding]:
 
 
 def check_kept(facts: Facts) -> Sequence[Finding]:
-    """What services keep of prompts and turns: nothing is said where none has run."""
+    """Report what services keep of prompts and turns; no finding if they keep nothing."""
     kept, place = facts.probes["kept"], facts.store / "kept"
     if "error" in kept:
         return [Finding("kept", "warning", f"What services keep in {place} is unknown: {sentence(kept['error'])}")]

@@ -1,4 +1,4 @@
-"""Where the service listens."""
+"""The address on which the service listens."""
 
 import errno
 import socket
@@ -8,12 +8,12 @@ from workers.settings import ServerSettings
 
 
 def listen(server: ServerSettings) -> socket.socket:
-    """A socket bound to the address that is set; its port is one that is free where 0 is set.
+    """Return a socket bound to the configured address; port 0 stands for any free one.
 
-    Raises ConfigError where the address cannot be had.
+    Raises ConfigError if the address is not available.
     """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio's TCP_NODELAY wants it named
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named: else asyncio sets no TCP_NODELAY
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((server.host, server.port))
@@ -25,10 +25,10 @@ def listen(server: ServerSettings) -> socket.socket:
 
 
 def held(server: ServerSettings) -> socket.socket:
-    """A socket bound to the address, too, where it does not listen: no other program is given the port while Ray
-    starts, whose Serve shares it. Raises ConfigError as `listen` does.
+    """Return a socket that is bound to the address without listening: it reserves the port while Ray starts, whose
+    Serve shares it. Raises ConfigError as `listen` does.
     """
-    with listen(server) as free:  # which shares nothing: it is refused where another program listens
+    with listen(server) as free:  # without SO_REUSEPORT: fails if another program listens
         holder = socket.socket(free.family, socket.SOCK_STREAM)
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
             holder.setsockopt(socket.SOL_SOCKET, option, 1)

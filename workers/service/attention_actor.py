@@ -1,4 +1,4 @@
-"""The attention worker as an actor: one process that owns a device, a model, and the requests that it decodes."""
+"""The attention worker as a Ray actor: one process that owns a device, a model, and the requests that it decodes."""
 
 import asyncio
 import logging
@@ -17,14 +17,14 @@ from workers.serving.messages import Ask, Event, Health, ServingError, Standing,
 from workers.settings import Settings
 
 T = TypeVar("T")
-LEASE_S = 5.0  # the requests of an ingress that has been silent for so long are ended
+LEASE_S = 5.0  # requests of an ingress without a heartbeat for so long are ended
 _log = logging.getLogger(__name__)
-_AGAIN_S = 5.0  # until a worker that could not start tries again
+_AGAIN_S = 5.0  # until a worker that could not start exits and Ray restarts it
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Nothing follows."""
+    """The last item of a request's event queue."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Running:
 
 
 class AttentionActor:
-    """A backend for callers in other processes. Errors that clients are told cross as values: Ray wraps raised ones."""
+    """A backend for callers in other processes. Errors for clients are returned as values: Ray wraps raised ones."""
 
     def __init__(self, settings: Settings):
         log_to_stderr()
@@ -42,23 +42,23 @@ class AttentionActor:
         self._settings = settings
         self._failure: str | None = None
         try:
-            # only the process that runs this has a use for models and engines
+            # imported here, because only the actor's process needs models and engines
             from workers.service.making import make_backend
             from workers.service.search_actor import SearchActors
 
             self._backend = make_backend(settings, SearchActors())
-        except Exception as error:  # whatever it is: Ray never starts an actor again that raises here
+        except Exception as error:  # of any kind: Ray never restarts an actor whose constructor raises
             self._failure = str(error)
             if not isinstance(error, CsattnError):
                 _log.exception("the attention worker cannot start")
                 self._failure = f"{type(error).__name__}: {error}"
-            threading.Timer(_AGAIN_S, os._exit, [1]).start()  # then it does
+            threading.Timer(_AGAIN_S, os._exit, [1]).start()  # after an exit, Ray restarts it
         self._starting: asyncio.Task[None] | None = None
-        self._running: dict[str, _Running] = {}  # by key, which the ingress makes
-        self._heard_s: dict[str, float] = {}  # by ingress
+        self._running: dict[str, _Running] = {}  # by the request's key, which the ingress makes
+        self._heard_s: dict[str, float] = {}  # time of the last heartbeat, by ingress
 
     async def generate(self, key: str, ingress: str, ask: Ask) -> AsyncGenerator[list[Event | ServingError], None]:
-        """Events as they come, in one list what came together. An error is the last of them."""
+        """Yield events as they come, those that came together in one list. An error is the last of them."""
         events: asyncio.Queue[Event | ServingError | _Ended] = asyncio.Queue()
         self._heard_s[ingress] = time.monotonic()
         self._running[key] = _Running(ingress, asyncio.create_task(self._pump(ask, events)))
@@ -75,11 +75,11 @@ class AttentionActor:
             self._end(key)
 
     async def end(self, key: str) -> None:
-        """Nobody waits for the rest of that request."""
+        """Cancel that request: nobody waits for the rest of it."""
         self._end(key)
 
     async def beat(self, ingress: str) -> Standing | ServingError:
-        """That ingress is alive."""
+        """Take a heartbeat of that ingress; return this worker's load and loaded contexts."""
         self._heard_s[ingress] = time.monotonic()
 
         async def standing() -> Standing:
@@ -88,7 +88,7 @@ class AttentionActor:
         return await self._told(standing)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """A method of its backend, and what it returns or raises."""
+        """Call a method of the backend; return its result, or the ServingError that it raised."""
         return await self._told(lambda: getattr(self._backend, method)(*arguments))
 
     async def health(self) -> Health | ServingError:
@@ -97,17 +97,17 @@ class AttentionActor:
         return await self._told(self._backend.health)
 
     async def failure(self) -> str | None:
-        """Why it could not start, if so. Until this can be asked, it is starting."""
+        """Why the worker could not start; None if it has. While it is starting, this does not answer."""
         return self._failure
 
     async def node(self) -> str:
-        """Which machine of the cluster it is on."""
+        """The id of the cluster's node that it is on."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
     async def found(self, num_workers: int) -> str:
-        """What its machine has; so many workers are on it."""
+        """Describe its machine, which num_workers workers share."""
         from workers.service.found import found_here
 
         return await asyncio.to_thread(found_here, self._settings, self._backend.loaded, num_workers)
@@ -120,9 +120,9 @@ class AttentionActor:
             return error
 
     async def _start(self) -> None:
-        """With the first call, for only then is there an event loop; after a start that failed, with the next.
+        """Start the backend at the first call, when an event loop exists; after a failure, again at the next.
 
-        Raises WorkerLostError while it waits to be started again: another worker may take the request.
+        Raises WorkerLostError if the constructor failed and a restart is pending: another worker may take the request.
         """
         if self._failure is not None:
             raise WorkerLostError(
@@ -145,7 +145,7 @@ class AttentionActor:
                     events.put_nowait(event)
         except ServingError as error:
             events.put_nowait(error)
-        except Exception as error:  # a fault of ours: the request fails, the worker goes on
+        except Exception as error:  # a bug: the request fails, the worker goes on
             _log.exception("the request %s failed", ask.request_id)
             events.put_nowait(ServingError(f"the attention worker failed at this request ({error!r})"))
         finally:
@@ -156,7 +156,7 @@ class AttentionActor:
             running.pump.cancel()
 
     async def _end_orphans(self) -> None:
-        """An ingress that was killed cannot say that its clients are gone."""
+        """End the requests of ingresses without a heartbeat: one that was killed cannot cancel them."""
         while True:
             await asyncio.sleep(LEASE_S / 4)
             latest = time.monotonic() - LEASE_S

@@ -1,4 +1,4 @@
-"""What a service has found of its machine, and what that has room for: one line."""
+"""One line about a service's machine, and how many contexts it has room for."""
 
 import shutil
 
@@ -16,10 +16,10 @@ from workers.settings import Settings
 
 
 def found_here(settings: Settings, loaded: LoadedModel, num_workers: int = 1) -> str:
-    """By the process that decodes, once its model is loaded; so many of the service's share the machine's memory."""
+    """Describe this process's machine, once the model is loaded. num_workers: processes that share its memory."""
     device_bytes, host_bytes = 0, host_memory_bytes()
     if settings.engine.placement != "cpu":
-        of_first = torch.cuda.mem_get_info()[0]  # several have as much each, and a part of contexts and weights
+        of_first = torch.cuda.mem_get_info()[0]  # others have as much each, and hold a share of contexts and weights
         device_bytes = settings.engine.num_devices * of_first - weights_on_device(loaded.model)
     rooms, model = [], describe(loaded.model.config)
     for context_len in told_lens(loaded.geometry):

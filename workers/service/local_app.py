@@ -18,7 +18,7 @@ from workers.serving.local import LocalBackend
 from workers.settings import Settings
 from workers.words import counted
 
-DRAIN_S = 10.0  # for requests that still run when the service is told to end
+DRAIN_S = 10.0  # for requests that still run when a signal ends the service
 _POLL_S = 0.05
 _log = logging.getLogger(__name__)
 
@@ -26,16 +26,18 @@ _log = logging.getLogger(__name__)
 def serve_locally(
     settings: Settings, named: Mapping[str, str], listener: socket.socket, on_ready: Callable[[str, str], None]
 ) -> str:
-    """Serve until one of `ending_signals`, and return which it was. named: artifacts by the names that they get.
-    on_ready is told the URL, and what was found here. Raises ContextNotReadyError where the model has not made an
-    artifact that gets a name."""
+    """Serve until one of `ending_signals` arrives, and return its name.
+
+    named: artifact ids by context name. on_ready: called with the URL and a description of the machine. Raises
+    ContextNotReadyError for an artifact that another model has made.
+    """
     log_to_stderr()
     backend = make_backend(settings, ChildProcess)
     server = server_of(make_app(backend, settings), settings, log_config=None)
     found = found_here(settings, backend.loaded)
     url = url_of(settings.server.host, listener.getsockname()[1])
     for number in ending_signals():
-        # uvicorn has the same of most while it runs, and raises what it caught again afterwards
+        # uvicorn installs the same handler for most of them while it runs, and then raises what it caught again
         signal.signal(number, server.handle_exit)
     asyncio.run(_serve(server, backend, named, listener, lambda: on_ready(url, found)))
     return server.ended_by
@@ -48,12 +50,12 @@ async def _serve(
     listener: socket.socket,
     on_ready: Callable[[], None],
 ) -> None:
-    """Until a signal has come, and what still ran then has ended."""
+    """Serve until a signal has come and the requests that were running then have ended."""
     await backend.start()
     try:
         for name, artifact_id in named.items():
             await backend.name(name, artifact_id)
-        if server.should_exit:  # told to end before it began
+        if server.should_exit:  # a signal came before serving began
             return
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or serving.done()):
@@ -69,7 +71,7 @@ async def _serve(
 
 
 def _ending(server: Server, backend: LocalBackend) -> str:
-    """What the log is told when the service begins to end."""
+    """Return the line to log when the service begins to end."""
     builds = backend.context_counts().builds.values()
     num_builds = sum(of.num_waiting + of.num_building for of in builds)
     num_running = backend.standing().num_running

@@ -1,4 +1,4 @@
-"""Where a process of the service logs: lines of one form on stderr."""
+"""Logging in a process of the service: lines of one format on stderr."""
 
 import faulthandler
 import logging
@@ -14,9 +14,11 @@ _OURS = ("csattn", "offload", "workers")
 
 
 def log_to_stderr() -> None:
-    """What the service's own packages say of their work, and others' warnings. A process that logs already does so as
-    it was set up. A signal that ends it at once, where a file has lost what is mapped of it, say, leaves a trace."""
-    if sys.__stderr__ is not None and not faulthandler.is_enabled():  # Ray has it in its workers
+    """Log the service's own packages from level INFO, others from WARNING. Logging that is set up already stays.
+
+    A fatal signal, such as SIGBUS after a memory-mapped file was truncated, leaves a traceback.
+    """
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():  # Ray enables it in its workers
         with suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
             faulthandler.enable(sys.__stderr__)
     _clean_records()
@@ -28,11 +30,10 @@ def log_to_stderr() -> None:
 
 @cache
 def _clean_records() -> None:
-    """In whatever form they are written: Serve's handlers have their own. What made records before, Ray's too, goes on
-    making them.
+    """Clean records when they are made, because handlers, as Serve's, have formats of their own.
 
-    A message is one line, and those of a trace are indented: names of files, which a stranger may have given, write
-    none that looks like another.
+    The record factory that was set before, such as Ray's, still makes them. A message becomes one line, and a
+    traceback is indented: text of strangers, such as file names, cannot forge a log line.
     """
     make = logging.getLogRecordFactory()
 
@@ -40,7 +41,7 @@ def _clean_records() -> None:
         record = make(*args, **kwargs)
         if record.name:
             record.name = _one_line(record.name)
-        with suppress(Exception):  # it does not go with its arguments: who writes it says so
+        with suppress(Exception):  # message and arguments do not match: the handler reports it
             record.msg, record.args = _one_line(record.getMessage()), None
         if record.exc_info:
             record.exc_text = _indented(logging.Formatter().formatException(record.exc_info))

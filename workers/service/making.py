@@ -1,4 +1,4 @@
-"""From settings to what they describe: a model, an engine for it, and the backend that decodes with both."""
+"""Make what the settings describe: a model, an engine for it, and the backend that decodes with both."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,21 +25,21 @@ from workers.serving.local import LocalBackend
 from workers.serving.step_engine import StepEngine
 from workers.settings import Settings
 
-# that a step on a GPU has at least: however few requests there may be, questions come in such pieces
+# rows that a GPU's largest step has at least: with few requests too, questions are read in pieces of this size
 QUESTION_ROWS_ON_GPU = 16
 
 
 def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
-    """Load the model, which takes seconds. Raises a sentence where something that is set cannot be had.
+    """Load the model, which takes seconds, and make its backend. Raises CsattnError for settings that cannot be met.
 
-    launch: how search workers are started, if there are to be any.
+    launch: starts a search worker, if the settings have any.
     """
     _require_engine(settings)
     if settings.engine.placement != "cpu" and settings.engine.num_devices == 1:
         require_weights(settings.model.name, settings.build.dtype, settings.model.weights, settings.engine.placement)
     require_room_for_weights(settings.model.name, settings.build.dtype, settings.model.weights)
     torch.set_num_threads(settings.engine.num_threads or available_cpus())
-    with ThreadPoolExecutor(1) as pool:  # search workers come up while the model is loaded
+    with ThreadPoolExecutor(1) as pool:  # search workers start while the model is loaded
         coming = pool.submit(make_searcher, settings, launch)
         try:
             loaded = load_model(settings.model.name, settings.build.dtype, weights=settings.model.weights)
@@ -51,18 +51,18 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
 
 
 def make_searcher(settings: Settings, launch: Launch) -> WorkerSearcher | None:
-    """The search workers that are set, up and connected; None where threads search."""
+    """Start the configured search workers and connect to them. Returns None if there are none, and threads search."""
     engine, num_workers = settings.engine, settings.engine.num_search_workers
     if not num_workers:
         return None
     threads_each = max(1, (engine.num_threads or available_cpus()) // num_workers)
-    # several attention workers may stand on one machine, and would choose the same CPUs
+    # several attention workers on one machine would choose the same CPUs
     cpus = choose_cpus(num_workers * threads_each) if settings.ray.num_attention_workers == 1 else None
     return WorkerSearcher(num_workers, threads_per_worker=threads_each, cpus=cpus, launch=launch)
 
 
 def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearcher | None) -> StepEngine:
-    """The engine of the placement that is set. searcher: without one, threads of its own search."""
+    """Make the engine of the configured placement. searcher: None: the engine's own threads search."""
     engine, num_requests = settings.engine, settings.limits.max_concurrent_requests
     if engine.placement != "cpu":
         return gpu_engine(
@@ -95,7 +95,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
 
 
 def _require_engine(settings: Settings) -> None:
-    """Before anything is loaded."""
+    """Raise ConfigError for engine settings that cannot be met, before anything is loaded."""
     engine = settings.engine
     require_together(engine.placement, engine.selector, None, engine.num_devices, engine.kv_format)
     resolve_rest(settings.search, engine.selector, preset(settings.build.preset).layout)

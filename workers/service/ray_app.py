@@ -1,7 +1,7 @@
 """The service on Ray: attention workers as actors, and in front of them a Serve application that takes HTTP requests.
 
-This process owns the actors: they end with it, however it ends. Ray starts them again when they die; what they need
-is in the settings, the store and its registry.
+This process owns the actors: they end with it, however it ends. Ray restarts them when they die; what they need is in
+the settings, the store and its registry.
 """
 
 import logging
@@ -24,27 +24,27 @@ from workers.settings import ServerSettings, Settings
 from workers.words import last_line
 
 APP = "csattn"
-MAX_REQUESTS = 10_000  # at one process; how many are admitted is decided by the scheduler
+MAX_REQUESTS = 10_000  # concurrent calls of one process; the scheduler decides how many are admitted
 DRAIN_S = 10.0  # for requests that still run when the service ends
 _ANSWERING_S = 60.0
 _POLL_S = 0.2
 _PLACING_S = 60.0
-_GONE_S = DRAIN_S + 5.0  # for the workers of a service that is ending
+_GONE_S = DRAIN_S + 5.0  # for the workers of an ending service to disappear
 _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "workers.service.stream_guard.middlewares",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # a proxy that has ended is missed at the third of these: after 3 s; by default after 30
+    # a proxy counts as lost after three missed health checks: after 3 s; by default after 30
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # of each process' log, which grows with every client that leaves: by default half a GiB, and five more of them
+    # most of each process' log, which grows with every client that disconnects; by default half a GiB and five backups
     "RAY_ROTATION_MAX_BYTES": str(16 * 2**20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
-    # workers have this process' packages; a second environment is neither wanted nor quick
+    # workers use this process' packages; a second environment is not wanted, and slow to make
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # callers of a worker that died hear of it in 0.2 s; by default in 2 s
+    # callers learn of a worker's death in 0.2 s; by default in 2 s
     "RAY_timeout_ms_task_wait_for_death_info": "100",
     "RAY_core_worker_internal_heartbeat_ms": "100",
-    # Ray lets its workers yield to everything else (15): beside a busy process, a start takes minutes
+    # Ray's default niceness for workers is 15: beside a busy process, a start takes minutes
     "RAY_worker_niceness": "0",
 }
 
@@ -55,12 +55,12 @@ class Stopped(Exception):
 
 @contextmanager
 def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told: Event) -> Iterator[tuple[str, str]]:
-    """The URL of a service that answers, for as long as the block takes, and what its workers have found.
+    """Run the service for the length of the block; yield its URL, once it answers, and a description of its machines.
 
-    named: artifacts by the names that they get. port: one that is free, or where the cluster's Serve listens already.
-    told: set when the service is to end; if that comes before it is ready, Stopped is raised. Raises ConfigError where
-    there is no Ray, no room, no such port, or no way for a worker to start, or where such a service runs on the cluster
-    already, and ContextNotReadyError where the model has not made an artifact that gets a name.
+    named: artifact ids by context name. port: a free one, or the one on which the cluster's Serve listens already.
+    told: set to end the service; if it is set before the service is ready, Stopped is raised. Raises ConfigError if Ray
+    is not installed, if the cluster lacks room or runs a csattn service already, if the port is not available, or if a
+    worker cannot start, and ContextNotReadyError for an artifact that another model has made.
     """
     with connected(settings) as ray:
         namespace = f"{APP}-{uuid4().hex}"
@@ -78,7 +78,7 @@ def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told
             found = ray.get(
                 [actor.found.remote(nodes.count(node)) for (actor, _), node in zip(workers, nodes, strict=True)]
             )
-            _require_alone(ray, namespace, told)  # one may have begun at the same time
+            _require_alone(ray, namespace, told)  # another service may have started meanwhile
             try:
                 yield _start_ingress(settings, port, names, namespace), _together(names, found)
             finally:
@@ -88,10 +88,10 @@ def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told
 
 
 def _require_alone(ray: Any, namespace: str, told: Event) -> None:
-    """A cluster has one application of that name: another service's would be replaced, and then deleted.
+    """Raise ConfigError if another service runs on the cluster.
 
-    Of a service that was killed the application stays, and its workers go: it may be replaced. namespace: of the own
-    workers.
+    Its application has the same name, and would be replaced, then deleted. A killed service leaves an application
+    without workers, which may be replaced. namespace: that of this service's workers. Raises Stopped if told is set.
     """
     until = time.monotonic() + _GONE_S
     while any(
@@ -108,7 +108,8 @@ def _require_alone(ray: Any, namespace: str, told: Event) -> None:
 
 
 def _require_port(server: ServerSettings, port: int) -> None:
-    """A cluster that serves already does so where it did before; at another port, another program might answer."""
+    """Raise ConfigError if Serve cannot listen on the port. A running Serve keeps its own; at another port, another
+    program might answer."""
     from ray.serve.context import _get_global_client
 
     serve = _get_global_client(raise_if_no_controller_running=False)
@@ -122,12 +123,12 @@ def _require_port(server: ServerSettings, port: int) -> None:
 
 
 def _together(names: list[str], found: list[str]) -> str:
-    """Workers of one machine find the same, but for the memory that another takes meanwhile."""
+    """Join the descriptions. Those of workers on one machine differ only in the memory that others take meanwhile."""
     return found[0] if len(names) == 1 else "; ".join(map(": ".join, zip(names, found, strict=True)))
 
 
 def _start_worker(ray: Any, settings: Settings, name: str, namespace: str) -> tuple[Any, Any]:
-    """An attention worker that may still be starting, and the room that is kept for it."""
+    """Start an attention worker; return its actor, which may still be starting, and its placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     room = keep_room(ray, settings, name)
@@ -138,7 +139,7 @@ def _start_worker(ray: Any, settings: Settings, name: str, namespace: str) -> tu
         num_cpus=own["CPU"],
         num_gpus=own.get("GPU", 0),
         max_restarts=-1,
-        max_task_retries=0,  # what has sent tokens must not be sent again
+        max_task_retries=0,  # a request that has sent tokens must not run again
         max_concurrency=MAX_REQUESTS,
         scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=0),
         runtime_env={"env_vars": worker_environment(settings)},
@@ -147,7 +148,7 @@ def _start_worker(ray: Any, settings: Settings, name: str, namespace: str) -> tu
 
 
 def _require_started(ray: Any, name: str, actor: Any, told: Event) -> None:
-    """Wait until it has loaded what it needs."""
+    """Wait until the worker has loaded what it needs. Raises ConfigError if it cannot start, or Stopped."""
     answer = actor.failure.remote()
     while not told.is_set() and not ray.wait([answer], timeout=_POLL_S)[0]:
         pass
@@ -162,7 +163,7 @@ def _require_started(ray: Any, name: str, actor: Any, told: Event) -> None:
 
 
 def _name(ray: Any, actor: Any, named: Mapping[str, str]) -> None:
-    """In the store, which all workers see; the model, which has to have made the artifacts, is the same for all."""
+    """Name artifacts through one worker: all share the store, and the model that must have made the artifacts."""
     for name, artifact_id in named.items():
         answer = ray.get(actor.call.remote("name", name, artifact_id))
         if isinstance(answer, ServingError):
@@ -204,7 +205,7 @@ def _start_ingress(settings: Settings, port: int, names: list[str], namespace: s
 
 
 def _require_answer(url: str) -> None:
-    """A cluster that serves already does so where it did before, whatever it is asked for now."""
+    """Wait until the URL answers. Raises ConfigError if it does not: a running Serve keeps its address."""
     until, directly = time.monotonic() + _ANSWERING_S, urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < until:
         with suppress(OSError), directly.open(f"{url}/health", timeout=2.0):
@@ -217,7 +218,7 @@ def _require_answer(url: str) -> None:
 
 
 def _delete_ingress() -> None:
-    """Running requests may finish within DRAIN_S."""
+    """Delete the Serve application; running requests may finish within DRAIN_S."""
     from ray import serve
 
     with suppress(Exception):
@@ -225,7 +226,7 @@ def _delete_ingress() -> None:
 
 
 def _end_workers(ray: Any, workers: list[tuple[Any, Any]]) -> None:
-    """Requests that still run are told that their worker is gone."""
+    """Kill the workers; requests that still run fail with WorkerLostError."""
     for actor, room in workers:
         with suppress(Exception):
             ray.kill(actor)
@@ -234,8 +235,8 @@ def _end_workers(ray: Any, workers: list[tuple[Any, Any]]) -> None:
 
 @contextmanager
 def connected(settings: Settings) -> Iterator[Any]:
-    """The module ray, connected; what this connected it also parts again."""
-    # Ray's own ports are open to the network: a cluster of ours takes orders from who has this user's token alone
+    """Yield the module ray, connected to a cluster; a connection made here is closed after the block."""
+    # Ray's own ports are open to the network: a cluster started here obeys only holders of this user's token
     locked = {"RAY_AUTH_MODE": "token"} if settings.ray.address is None else {}
     for variable, value in (_ENVIRONMENT | locked).items():
         os.environ.setdefault(variable, value)
@@ -267,7 +268,7 @@ def connected(settings: Settings) -> Iterator[Any]:
 
 
 def bundles(settings: Settings) -> list[dict[str, int]]:
-    """What an attention worker needs of its node, then what each of its search workers needs there."""
+    """Return the resources that an attention worker needs on its node, then those of each of its search workers."""
     own = {"CPU": settings.engine.num_threads or 1}
     if settings.engine.placement != "cpu":
         own["GPU"] = settings.engine.num_devices
@@ -275,7 +276,7 @@ def bundles(settings: Settings) -> list[dict[str, int]]:
 
 
 def keep_room(ray: Any, settings: Settings, name: str) -> Any:
-    """A placement group with those bundles on one node. Raises ConfigError where there is no such node."""
+    """Return a placement group with those bundles on one node. Raises ConfigError if no node has them free."""
     wanted = bundles(settings)
     room = ray.util.placement_group(wanted, strategy="STRICT_PACK")
     if not room.wait(_PLACING_S):
@@ -289,14 +290,14 @@ def keep_room(ray: Any, settings: Settings, name: str) -> Any:
 
 
 def worker_environment(settings: Settings) -> dict[str, str]:
-    """Of an attention worker. libgomp reads its part when it is loaded: threads that spin would starve others."""
+    """Return the environment of an attention worker. libgomp reads OMP_* on loading: spinning threads starve others."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if settings.engine.placement == "cpu" else {}
     threads = {"OMP_NUM_THREADS": str(settings.engine.num_threads or available_cpus()), "OMP_WAIT_POLICY": "passive"}
     return {**_ENVIRONMENT, **threads, **hidden}
 
 
 def _cluster(settings: Settings) -> dict[str, Any]:
-    """How it is reached, or started here with room for what is set."""
+    """Return the options of `ray.init`: an existing cluster, or a local one with enough CPUs for the settings."""
     if settings.ray.address is not None:
         return {"address": settings.ray.address, "runtime_env": {"env_vars": _ENVIRONMENT}}
     num_cpus = settings.ray.num_attention_workers * sum(bundle["CPU"] for bundle in bundles(settings))

@@ -1,4 +1,4 @@
-"""The HTTP side as a Serve deployment: it holds no model, and any number of replicas may stand beside each other."""
+"""The HTTP side as a Serve deployment: it holds no model, and may have any number of replicas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from workers.settings import Settings
 
 
 class Ingress:
-    """Made by Serve in each replica."""
+    """A replica, made by Serve."""
 
     def __init__(self, settings: Settings, names: Sequence[str], namespace: str):
         log_to_stderr()
         self._settings = settings
         self._backend = SpreadBackend([RayWorker(name, namespace) for name in names])
 
-    def __serve_build_asgi_app__(self) -> Any:  # Serve asks for it by this name
+    def __serve_build_asgi_app__(self) -> Any:  # the name that Serve calls
         from workers.api import make_app
 
         return make_app(self._backend, self._settings)

@@ -1,4 +1,4 @@
-"""An attention worker as seen from another process; also the one that Ray has started in its place."""
+"""An attention worker as seen from another process; after a restart by Ray, the new one."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,23 +11,23 @@ from ray.exceptions import RayError
 
 from workers.serving.messages import Ask, Event, Health, ServingError, Standing, WorkerLostError
 
-_AGAIN_S = 5.0  # what a client is told to wait for a worker that starts
-_ANSWER_S = 30.0  # for anything but tokens
+_AGAIN_S = 5.0  # after which a client may retry while a worker restarts
+_ANSWER_S = 30.0  # for anything but tokens, health and heartbeats
 _HEALTH_S = 2.0
 
 
 class RayWorker:
-    """By the name of its actor. What it raises is a ServingError."""
+    """Calls an attention worker by the name of its actor. Raises only ServingError."""
 
     def __init__(self, name: str, namespace: str):
         self.name = name
         self.num_running = 0  # as far as is known here
-        self.standing: Standing | None = None  # as it was told last; None while it does not answer
+        self.standing: Standing | None = None  # as last reported; None while the worker does not answer
         self._namespace = namespace
         self._actor: Any = None
 
     async def generate(self, ingress: str, ask: Ask) -> AsyncGenerator[Event, None]:
-        """Closing it ends the request."""
+        """Yield the events of a request; closing the generator ends the request."""
         key, is_over = uuid4().hex, False
         self.num_running += 1
         try:
@@ -48,10 +48,11 @@ class RayWorker:
                     self._method("end").remote(key)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """A method of its backend. Raises WorkerLostError where no answer comes."""
+        """Call a method of the worker's backend. Raises WorkerLostError if no answer comes."""
         return await self._ask("call", method, *arguments)
 
     async def health(self) -> Health:
+        """Return the worker's health; not ready if it does not answer within _HEALTH_S."""
         try:
             health = await self._ask("health", timeout_s=_HEALTH_S)
         except ServingError as error:
@@ -60,7 +61,7 @@ class RayWorker:
         return health
 
     async def beat(self, ingress: str) -> None:
-        """Tell it that the process of that name lives, and learn its standing."""
+        """Send the heartbeat of that ingress, and store the standing that the worker reports."""
         try:
             self.standing = await self._ask("beat", ingress, timeout_s=_HEALTH_S)
         except ServingError:
@@ -70,12 +71,12 @@ class RayWorker:
             self.num_running = self.standing.num_running
 
     async def _ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
-        """Of the actor itself."""
+        """Call a method of the actor itself."""
         try:
             answer = await asyncio.wait_for(self._method(method).remote(*arguments), timeout_s)
         except RayError as error:
             raise self._lost() from error
-        except TimeoutError as error:  # it may be busy: whether it lives is for its beats to say
+        except TimeoutError as error:  # it may be busy: heartbeats show whether it is alive
             raise WorkerLostError(
                 f"the worker {self.name} has not answered within {timeout_s:g} s; send the request again",
                 None,

@@ -1,5 +1,5 @@
-"""A search worker as a Ray actor: Ray places it, counts its CPU and sees it die. Its client alone talks to it, through
-shared memory, and starts another when it is lost."""
+"""A search worker as a Ray actor: Ray places it, counts its CPU and notices its death. Only its client talks to it,
+through shared memory, and starts another when it is lost."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from workers.words import last_line
 
 
 class SearchActors:
-    """Launches search workers beside the actor that this is made in: on its node, in the room kept for them."""
+    """Launches search workers for the actor that makes this object: on its node, in its placement group."""
 
     def __init__(self) -> None:
         self._room = ray.util.get_current_placement_group()
@@ -20,7 +20,7 @@ class SearchActors:
     def __call__(self, spec: WorkerSpec) -> "SearchActorHandle":
         strategy: Any = "DEFAULT"
         if self._room is not None:
-            # the first of the bundles is the client's own
+            # bundle 0 is the client's own
             strategy = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=1 + spec.number)
         options = ray.remote(SearchWorker).options(
             num_cpus=1,
@@ -32,13 +32,13 @@ class SearchActors:
 
 
 class SearchActorHandle:
-    """What a searcher needs of a worker that it has launched."""
+    """A `WorkerHandle` of a Ray actor."""
 
     def __init__(self, actor: Any):
         self._actor, self._serving = actor, actor.serve.remote()
 
     def fault(self) -> str | None:
-        """Why it has ended, if it has."""
+        """Why the worker has ended; None while it runs."""
         ended, _ = ray.wait([self._serving], timeout=0)
         if not ended:
             return None

@@ -1,8 +1,9 @@
-"""A Backend over several attention workers: who gets which request, and what they say together.
+"""A Backend over several attention workers: it routes requests to them and merges their answers.
 
-A request goes where its context is loaded; where none has it, to the worker that its name points to, if that has room.
-Once a worker has so much more to do than another, the other gets requests of its contexts, and so loads them too; when
-nobody asks for them any more, one worker keeps them. A worker that comes back is told what it held.
+A request goes to a worker that has loaded its context; if none has, to the one that rendezvous hashing of its name
+gives, if that has room. Once a worker has many more requests than another, the other gets requests of its contexts, and
+so loads them too; when these have been idle for a while, only one worker keeps them. A restarted worker is told what it
+held.
 """
 
 import asyncio
@@ -30,28 +31,28 @@ from workers.serving.messages import (
     WorkerLostError,
 )
 
-if TYPE_CHECKING:  # with it comes Ray
+if TYPE_CHECKING:  # it imports Ray
     from workers.service.ray_worker import RayWorker
 
-BEAT_S = 1.0  # how often workers hear that this process lives
-HOT = 0.5  # of a worker's slots: with so many requests more than another its contexts are loaded there, too
-COLD_S = 30.0  # a context that nobody has asked a worker for so long is dropped where another worker has it
+BEAT_S = 1.0  # between heartbeats to the workers
+HOT = 0.5  # share of a worker's slots: with so many requests more than another, the other loads its contexts too
+COLD_S = 30.0  # a worker drops a context that has been idle for so long, if another worker has it
 _log = logging.getLogger(__name__)
-_STATES = ("ready", "building", "failed")  # the first of them is what a user can count on
+_STATES = ("ready", "building", "failed")  # the most usable one first
 
 
 class SpreadBackend:
-    """Holds nothing that cannot be learned again: several of them may stand before the same workers."""
+    """Holds no state but what heartbeats restore: several instances may serve the same workers."""
 
     def __init__(self, workers: Sequence["RayWorker"]):
         self._workers = workers
-        self._known: dict[str, Standing] = {}  # by the worker's name, as it was when it last answered
+        self._known: dict[str, Standing] = {}  # by the worker's name, as last reported
         self._ingress = f"{os.getpid()}-{uuid4().hex}"
         self._beating: asyncio.Task[None] | None = None
-        self._telling: dict[str, asyncio.Task[None]] = {}  # by the worker's name, what it was told beside the beat
+        self._telling: dict[str, asyncio.Task[None]] = {}  # by the worker's name, a call beside the heartbeat
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
-        """A request goes on to another worker only before its first event."""
+        """Yield a request's events. If a worker is full or lost before the first one, the next worker is tried."""
         self._keep_beating()
         refusals: list[ServingError] = []
         for worker in self._in_turn(ask.asked_for):
@@ -69,7 +70,7 @@ class SpreadBackend:
         raise refusals[0]
 
     async def tokenize(self, ask: TokenizeAsk) -> Tokens:
-        """Any worker knows the model."""
+        """Tokenize on any worker: all have the model."""
         tokens = await self._ask_one("", "tokenize", ask)
         assert isinstance(tokens, Tokens)
         return tokens
@@ -90,7 +91,7 @@ class SpreadBackend:
         return info
 
     async def delete(self, name: str) -> None:
-        """One worker takes it out of the store; all unload it."""
+        """Have one worker delete a context from the store, and all unload it."""
         await self._ask_one(name, "delete", name)
         for worker in self._workers:
             if held := [held for held in _held_by(worker) if name in held.asked_for]:
@@ -108,13 +109,13 @@ class SpreadBackend:
         return Health(any(answer.ready for answer in answers), why)
 
     async def metrics(self) -> list[Metric]:
-        """Of those workers that answer."""
+        """Return the metrics of those workers that answer."""
         answers = await self._try_all("metrics")
         named = zip((worker.name for worker in self._workers), answers, strict=True)
         return join_metrics({name: metrics for name, metrics in named if not isinstance(metrics, ServingError)})
 
     async def _ask_one(self, context: str, method: str, *arguments: Any) -> Any:
-        """The context's own worker, or the next that is there. All find what it changes in the store."""
+        """Call a method on the context's worker or, if that is lost, the next. All find its changes in the store."""
         lost: list[WorkerLostError] = []
         for worker in self._in_turn(context):
             try:
@@ -124,7 +125,7 @@ class SpreadBackend:
         raise lost[0]
 
     async def _try_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Answers in the workers' order; a ServingError is one."""
+        """Call a method on all workers; return answers, or the ServingErrors raised, in the workers' order."""
 
         async def ask(worker: "RayWorker") -> Any:
             try:
@@ -135,17 +136,17 @@ class SpreadBackend:
         return await asyncio.gather(*(ask(worker) for worker in self._workers))
 
     def _in_turn(self, asked_for: str) -> list["RayWorker"]:
-        """Where it is to go, then the others, those with less to do first."""
+        """Return the worker that a request should go to, then the others, the least busy first."""
         first = choose(self._workers, asked_for)
         others = [worker for worker in self._workers if worker is not first]
         return [first, *sorted(others, key=lambda worker: (worker.standing is None, worker.num_running))]
 
     def _keep_beating(self) -> None:
-        if self._beating is None:  # when this is made, there may be no event loop
+        if self._beating is None:  # not in the constructor, which may run without an event loop
             self._beating = asyncio.create_task(self._beat())
 
     async def _beat(self) -> None:
-        """Workers end the requests of a process that they no longer hear: nothing may end this or hold it up."""
+        """Send heartbeats. Workers end the requests of a silent process, so nothing may stop or delay this loop."""
         while True:
             try:
                 await asyncio.gather(*(self._hear(worker) for worker in self._workers))
@@ -156,7 +157,7 @@ class SpreadBackend:
             await asyncio.sleep(BEAT_S)
 
     async def _hear(self, worker: "RayWorker") -> None:
-        """And tell one that has been started again what it held."""
+        """Send a heartbeat, and tell a restarted worker what it held."""
         await worker.beat(self._ingress)
         if worker.standing is None:
             return
@@ -166,8 +167,10 @@ class SpreadBackend:
             self._known[worker.name] = worker.standing
 
     def _tell_beside(self, worker: "RayWorker", method: str, contexts: Sequence[Held]) -> bool:
-        """In a task of its own: to load contexts takes longer than workers wait for a beat. One at a time: False if the
-        worker is still being told something else."""
+        """Call a method in a task of its own, because loading contexts takes longer than workers wait for a heartbeat.
+
+        One call at a time: returns False if the worker's last one is still running.
+        """
         telling = self._telling.get(worker.name)
         if telling is not None and not telling.done():
             return False
@@ -176,7 +179,7 @@ class SpreadBackend:
 
 
 def choose(workers: Sequence["RayWorker"], asked_for: str) -> "RayWorker":
-    """The worker that a request should go to. All processes choose alike, as far as they know the same."""
+    """Choose the worker for a request. All processes that know the same choose alike."""
     least = min((worker.num_running for worker in workers if worker.standing), default=0)
 
     def rank(worker: "RayWorker") -> tuple[bool, bool, bool, bool, bytes]:
@@ -192,12 +195,12 @@ def choose(workers: Sequence["RayWorker"], asked_for: str) -> "RayWorker":
 
 
 def _own(worker: "RayWorker", asked_for: str) -> bytes:
-    """The least of all workers' says whose it is: without one worker only its contexts move."""
+    """The rendezvous hash of a worker and a context, whose least wins: if a worker is lost, only its contexts move."""
     return sha256(f"{worker.name} {asked_for}".encode()).digest()
 
 
 def cold(workers: Sequence["RayWorker"]) -> list[tuple["RayWorker", list[Held]]]:
-    """What each of them need not hold: nobody asks it for it, and another keeps it."""
+    """Return, for each worker, the contexts that it can drop: they are idle there, and another worker keeps them."""
     found = []
     for worker in workers:
         idle = [held for held in _held_by(worker) if not held.num_users and held.idle_s >= COLD_S]
@@ -207,7 +210,7 @@ def cold(workers: Sequence["RayWorker"]) -> list[tuple["RayWorker", list[Held]]]
 
 
 def _keeper(workers: Sequence["RayWorker"], path: str) -> "RayWorker":
-    """Of those that hold it; the same for all who look."""
+    """Return the holder that is to keep a context; all processes find the same one."""
     holders = [(worker, held) for worker in workers for held in _held_by(worker) if held.path == path]
     asked_for = min((name for _, held in holders for name in held.asked_for), default=path)
     return min((worker for worker, _ in holders), key=lambda worker: _own(worker, asked_for))
@@ -218,13 +221,13 @@ def _held_by(worker: "RayWorker") -> tuple[Held, ...]:
 
 
 async def _tell(worker: "RayWorker", method: str, contexts: Sequence[Held]) -> None:
-    """What it may do or not: it is told again."""
+    """Call `hold` or `drop`, ignoring errors: both only prepare for later requests."""
     with suppress(ServingError):
         await worker.call(method, contexts)
 
 
 def join_contexts(told: Sequence[Sequence[ContextInfo]]) -> list[ContextInfo]:
-    """Each context once, as the worker tells it that has got furthest with it; ordered by age, then name."""
+    """Merge the workers' lists: each context once, as reported by the worker furthest with it; by age, then name."""
     best: dict[str, ContextInfo] = {}
     for info in (info for infos in told for info in infos):
         best[info.name] = min(best.get(info.name, info), info, key=_from_done)
@@ -232,7 +235,7 @@ def join_contexts(told: Sequence[Sequence[ContextInfo]]) -> list[ContextInfo]:
 
 
 def join_metrics(told: Mapping[str, Sequence[Metric]]) -> list[Metric]:
-    """Each metric once, with every worker's samples; the label `worker` says whose. told: by name of the worker."""
+    """Merge the workers' metrics: each once, with all samples, labelled by `worker`. told: metrics by worker's name."""
     joined: dict[str, Metric] = {}
     for worker, metrics in told.items():
         for metric in metrics:

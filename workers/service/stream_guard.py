@@ -1,4 +1,4 @@
-"""In Serve's proxy: a client whose ingress replica dies is told so, in the form in which it expects to be told."""
+"""Middleware in Serve's proxy: clients of an ingress replica that dies get an error in the format they expect."""
 
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -17,14 +17,14 @@ _RETRY_AFTER_S = 2
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve asks for in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
+    """The function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, called by Serve."""
     return [Middleware(StreamGuard)]
 
 
 class StreamGuard:
-    """Ends what the proxy leaves open: an event stream by an event, a request without an answer by a 503.
+    """Completes what the proxy leaves open: an event stream by an error event, a request without a reply by a 503.
 
-    Serve's own paths below /-/ are no part of the service, and would be open to everyone.
+    Serve's own paths below /-/ are not part of the service and would be open to everyone: they get a 404.
     """
 
     def __init__(self, app: Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]):
@@ -45,7 +45,7 @@ class StreamGuard:
 
 
 class _Reply:
-    """What has been sent of one answer."""
+    """Sends one reply on, and records how far it has come."""
 
     def __init__(self, send: Send):
         self._send = send
@@ -56,9 +56,9 @@ class _Reply:
             headers = {name.lower(): value for name, value in message.get("headers", ())}
             kind = headers.get(b"content-type", b"")
             if message["status"] >= 500 and not kind.startswith(b"application/json"):
-                return  # Serve's own words; ours follow
+                return  # Serve's own error; `complete` sends ours
             self._is_started, self._is_stream = True, kind.startswith(b"text/event-stream")
-            message = {**message, "headers": list(headers.items())}  # the service names a request, and so does Serve
+            message = {**message, "headers": list(headers.items())}  # each once: Serve also sends a request id
         elif not self._is_started:
             return
         self._is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -83,5 +83,5 @@ async def _answer(send: Send, status: int, error: dict[str, str]) -> None:
 
 
 def _shaped(error: dict[str, str]) -> dict[str, str | None]:
-    """As OpenAI's clients read it."""
+    """An error in the format of OpenAI's clients."""
     return {"type": "server_error", "param": None, **error}

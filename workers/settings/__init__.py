@@ -1,4 +1,4 @@
-"""The settings of the service: what there is, and where each value came from.
+"""The settings of the service, each value with its origin.
 
 loaded = load_settings(Path("csattn.toml"), os.environ, {"server.port": 9000})
 loaded.settings.server.port, loaded.leaves["server.port"].origin

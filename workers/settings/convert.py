@@ -1,4 +1,4 @@
-"""A written value becomes one of the setting's type, or is refused; and what is shown of it."""
+"""Convert written values to the types of settings, and show values in messages."""
 
 from pathlib import Path
 from types import UnionType
@@ -9,14 +9,14 @@ from workers.settings.parts import Secret, choices
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 SECRETS, TEXTS = tuple[Secret, ...], tuple[str, ...]
-_UNIONS = (Union, UnionType)  # a Literal or None is the former
+_UNIONS = (Union, UnionType)  # the type of `Literal[...] | None` is the former
 
 
 def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
-    """ValueError where the value is not of the type; ConfigError where a secret cannot be one.
+    """Convert a value to the type `hint`. Raises ValueError for another type, and ConfigError for an invalid secret.
 
-    is_text: a string stands for a value of any type, as in the environment. An empty one then is "not set",
-    where there is such a thing.
+    is_text: a string stands for a value of any type, as in the environment. An empty one means "not set" if the
+    setting allows that.
     """
     if get_origin(hint) in _UNIONS:
         inner, none = get_args(hint)
@@ -39,7 +39,7 @@ def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
     if hint is Path and isinstance(value, str | Path) and str(value):
         try:
             return Path(value).expanduser()
-        except RuntimeError:  # ~ of a user that there is none of
+        except RuntimeError:  # ~ of an unknown user
             raise ValueError from None
     if hint is float and type(value) is int:
         return float(value)
@@ -49,7 +49,7 @@ def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
 
 
 def wanted(hint: Any) -> str:
-    """What a setting takes, in words."""
+    """Return in words what a setting accepts."""
     if get_origin(hint) in _UNIONS:
         return wanted(get_args(hint)[0])
     if get_origin(hint) is Literal:
@@ -62,7 +62,7 @@ def wanted(hint: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message: quoted if it is text, and never long."""
+    """Return a value for a message: quoted if it is text, and never long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -24,18 +24,18 @@ from workers.settings.sources import (
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All settings, and the same by key."""
+    """All settings, as an object and by key."""
 
     settings: Settings
     leaves: Mapping[str, Leaf]  # by key, "server.port"
-    file: Path | None  # that was read
+    file: Path | None  # the one that was read
 
 
 def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
-    """Raises ConfigError for anything unknown or out of place: what, where it stands, and what was wanted.
+    """Load the settings. Raises ConfigError for an unknown key or a wrong value, with its origin and what is accepted.
 
     A flag's value is text, as after `--set`, or of the setting's own type; None is a flag that was not given.
-    Without a file, the environment's CSATTN_CONFIG names one.
+    If file is None, CSATTN_CONFIG in the environment may name one.
     """
     if file is None and environment.get(CONFIG_VARIABLE):
         file = Path(environment[CONFIG_VARIABLE])
@@ -51,7 +51,7 @@ def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapp
 
 
 def _put(leaves: dict[str, Leaf], given: Iterable[tuple[str, Leaf]]) -> None:
-    """given: values as they were written."""
+    """Convert the given values, as they were written, and put them in place of earlier ones."""
     for key, leaf in given:
         if key in SECTIONS and leaf.value in ({}, None):
             continue  # a heading with nothing below it
@@ -69,7 +69,7 @@ def _put(leaves: dict[str, Leaf], given: Iterable[tuple[str, Leaf]]) -> None:
 
 
 def _unknown(key: str, origin: Origin) -> str:
-    """What to say of a key that is none."""
+    """Return the message for an unknown key."""
     if key in SECTIONS:
         example = next(known for known in KEYS if known.startswith(f"{key}."))
         return f"{key} ({origin}) is a section; wanted settings in it, such as {example}"
@@ -80,7 +80,7 @@ def _unknown(key: str, origin: Origin) -> str:
 
 
 def nearest(unknown: str) -> str | None:
-    """The setting that was probably meant."""
+    """Return the setting that was probably meant, if any is similar."""
     by_spelling = {variable_of(key) if unknown.startswith(PREFIX) else key: key for key in KEYS}
     if close := get_close_matches(unknown, by_spelling, n=1, cutoff=0.7):
         return by_spelling[close[0]]
@@ -92,7 +92,7 @@ def nearest(unknown: str) -> str | None:
 
 
 def _read_keys(leaves: dict[str, Leaf]) -> None:
-    """Add the API keys of the file that has them."""
+    """Add the API keys in server.api_key_file."""
     path, named = leaves["server.api_key_file"], leaves["server.api_keys"]
     if path.value is None:
         return
@@ -105,14 +105,14 @@ def _read_keys(leaves: dict[str, Leaf]) -> None:
         raise ConfigError(f"{where}: {path.value} is not UTF-8 text; wanted one key a line") from None
     found: list[Secret] = []
     for number, line in enumerate(lines, 1):
-        text = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip()  # within a key it is part of that
+        text = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip()  # within a key, # is part of it
         try:
             found += [Secret(text)] if text else []
         except ConfigError as error:
             raise ConfigError(f"{where}: line {number} of {path.value}: {error}") from None
     if not found:
         raise ConfigError(f"{where}: {path.value} holds no key; write one a line, or leave the setting out")
-    # the file's setting is where these keys come from, unless there were others
+    # the keys' origin is that of the file's setting, or both if there are other keys
     origin = path.origin if not named.value else replace(named.origin, where=f"{named.origin.where} and {path.value}")
     leaves["server.api_keys"] = Leaf((*named.value, *found), origin)
 
@@ -124,6 +124,6 @@ def _assemble(leaves: Mapping[str, Leaf]) -> Settings:
         try:
             parts[section] = part(**values)
         except ConfigError as error:
-            name = str(error).split()[0]  # a part's refusal begins with the name of its field
+            name = str(error).split()[0]  # a part's error begins with the name of its field
             raise ConfigError(f"{section}.{error} ({leaves[f'{section}.{name}'].origin})") from None
     return Settings(**parts)

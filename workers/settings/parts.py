@@ -1,6 +1,6 @@
-"""What can be set: frozen parts, each checked where it is made. File, environment and flags have their fields as keys.
+"""The settings: frozen parts, each checked when it is made. Their fields are the keys in file, environment and flags.
 
-Every refusal of a part begins with the name of the field at fault: the loader then can say where its value came from.
+A part's error begins with the name of the field at fault, so that the loader can add where its value came from.
 """
 
 import hmac
@@ -18,8 +18,8 @@ from offload.codecs.formats import KvFormat
 from offload.errors import CodecError
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/|$)")  # of a path, which has lost one of two strokes
-_BUILD: Any = BuildOptions()  # the command line's defaults; its strings are literals here
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/|$)")  # in a Path, which has lost one of two slashes
+_BUILD: Any = BuildOptions()  # the command line's defaults; Any, because its strings are Literals here
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -36,7 +36,7 @@ class Secret:
         return "***"
 
     def matches(self, given: str) -> bool:
-        """In a time that does not tell how much of it was right."""
+        """Compare in constant time, so that the time does not reveal how much was right."""
         return hmac.compare_digest(self.value.encode(), given.encode())
 
 
@@ -45,14 +45,14 @@ class Key:
     """One setting."""
 
     default: Any
-    words: str  # what it means to a person
+    words: str  # its meaning, for users
     lowest: float | None = None
     highest: float | None = None
-    above: float | None = None  # a lowest value that is itself not allowed
+    above: float | None = None  # exclusive lower bound
     hint: Any = None  # its type
 
     def require(self, name: str, value: Any) -> None:
-        """Written so that NaN is outside of every bound."""
+        """Raise ConfigError for a value out of bounds. NaN is outside of every bound."""
         if get_origin(self.hint) is Literal and value not in choices(self.hint):
             raise ConfigError(f"{name} must be one of {', '.join(map(str, choices(self.hint)))}, got {value!r}")
         if self.lowest is not None and not value >= self.lowest:
@@ -64,12 +64,12 @@ class Key:
 
 
 def choices(hint: Any) -> tuple[Any, ...]:
-    """What a Literal allows; of selectors also those that were registered in this process."""
+    """Return the values of a Literal; of selectors also those that were registered in this process."""
     return tuple(ABOUT) if hint == SelectorName else get_args(hint)
 
 
 def setting(default: Any, words: str, **bounds: float) -> Any:
-    """A field of a part."""
+    """Make a field of a part."""
     return field(default=default, metadata={"key": Key(default, words, **bounds)})
 
 
@@ -109,7 +109,7 @@ class ServerSettings(_Part):
                 raise ConfigError(f"allowed_origins has {origin[:60]!r}, wanted {wanted}")
 
     def admits(self, key: str | None) -> bool:
-        """Whether a request with that key may come in. Every key is compared, so time does not tell which was near."""
+        """Whether a request with that key is admitted. All keys are compared, so that the time reveals nothing."""
         return not self.api_keys or (key is not None and sum(secret.matches(key) for secret in self.api_keys) > 0)
 
 
@@ -145,7 +145,7 @@ class ModelSettings(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSettings(_Part):
-    """How contexts that are registered with the service become artifacts: as `csattn build` has it."""
+    """How contexts that are registered with the service become artifacts; as the options of `csattn build`."""
 
     preset: Literal["default", "lists", "paper"] = setting(_BUILD.preset, "Of the index.")
     dtype: Literal["float32", "bfloat16", "float16"] = setting(_BUILD.dtype, "Of the model and of the KV.")
@@ -217,13 +217,13 @@ class EngineSettings(_Part):
 
     @property
     def kv_format(self) -> KvFormat | None:
-        """How rows are kept; None: as they were built."""
+        """The format of contexts' rows; None: as built."""
         return None if self.kv_codec is None else KvFormat.parse(self.kv_codec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySettings(_Part):
-    """The service's processes on a Ray cluster; one process has no use for them."""
+    """The service's processes on a Ray cluster; unused with --local."""
 
     address: str | None = setting(
         None, "Of the cluster, or auto. Not set: one on this machine, while the service runs."
@@ -252,7 +252,10 @@ class StoreSettings(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSettings(_Part):
-    """What is kept of prompts and turns, for those that begin with them; each kind leaves as much of the disk free."""
+    """What is kept of prompts and turns for later ones that begin alike.
+
+    No kind takes more of the disk than it leaves free.
+    """
 
     memory_bytes: int = setting(
         1 << 30, "Of host memory, for rows of turns, a quarter of it at most; 0 keeps none.", lowest=0
@@ -266,7 +269,7 @@ class KeptSettings(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All of them. What the service is given; nothing of it changes while it runs."""
+    """All settings of the service. None of them changes while it runs."""
 
     server: ServerSettings = field(default_factory=ServerSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
@@ -290,15 +293,15 @@ SEARCH_WORDS = {
 
 
 def suited_lookahead(placement: str, rows_on_disk: bool = False) -> int:
-    """1 where the layer before hides much: a search on the CPU beside a GPU, or rows that come from disk.
+    """Return the default lookahead: 1 if the layer before hides much, a search on the CPU beside a GPU or disk reads.
 
-    Rows that only cross the link come while the others are attended to by their codes.
+    Rows that only cross the link arrive while the others are attended to by their codes, so 0 is enough for them.
     """
     return int(rows_on_disk or placement == "host")
 
 
 def keys_of(part: Any) -> dict[str, Key]:
-    """The settings of a part, by field."""
+    """Return the settings of a part, by field."""
     hints = get_type_hints(part)
     keys = {}
     for item in fields(part):
@@ -316,5 +319,5 @@ def _is_loopback(host: str) -> bool:
 
 SECTIONS: dict[str, Any] = get_type_hints(Settings)
 KEYS = {f"{section}.{name}": key for section, part in SECTIONS.items() for name, key in keys_of(part).items()}
-# 0 or 1 where the settings are loaded, as suits engine.placement
+# `load_settings` sets it to 0 or 1, depending on engine.placement
 KEYS["search.lookahead"] = replace(KEYS["search.lookahead"], hint=int | None, default=None)

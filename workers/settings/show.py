@@ -1,4 +1,4 @@
-"""Settings for people: what holds and who said so, and a file to begin with. No secret is ever in either."""
+"""Settings for people: values with their origins, and an example file. Neither ever has a secret."""
 
 import json
 import textwrap
@@ -17,12 +17,12 @@ Every setting has an environment variable: server.port is {variable}."""
 
 
 def describe(loaded: Loaded) -> dict[str, dict[str, Any]]:
-    """Per key its value, as JSON has it and with secrets as ***, and its origin."""
+    """Return each key's value, for JSON and with secrets as ***, and its origin."""
     return {key: {"value": _plain(leaf.value), "origin": str(leaf.origin)} for key, leaf in loaded.leaves.items()}
 
 
 def example() -> str:
-    """A TOML file with every setting at its default, and what each means."""
+    """Return a TOML file with every setting at its default, and what each means."""
     lines = [f"# {line}" for line in _HEAD.format(variable=variable_of("server.port")).splitlines()]
     for section, part in SECTIONS.items():
         lines += ["", f"# {' '.join(part.__doc__.split())}", f"[{section}]"]
@@ -34,7 +34,7 @@ def example() -> str:
 
 
 def _explain(spec: Key) -> str:
-    """What it means, what it takes, and its bounds."""
+    """Return a setting's meaning, what it accepts, and its bounds."""
     bounds = [f"at least {spec.lowest:g}"] if spec.lowest is not None else []
     bounds += [f"more than {spec.above:g}"] if spec.above is not None else []
     bounds += [f"at most {spec.highest:g}"] if spec.highest is not None else []
@@ -43,7 +43,7 @@ def _explain(spec: Key) -> str:
 
 
 def _assignment(name: str, default: Any) -> str:
-    # TOML has no word for "not set"; its strings, numbers and lists of none are those of JSON
+    # TOML has no null; its strings, numbers and empty lists are those of JSON
     return f"# {name} =" if default is None else f"{name} = {json.dumps(_plain(default))}"
 
 

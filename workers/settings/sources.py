@@ -1,4 +1,4 @@
-"""Where settings come from: a file, the environment, flags. Values as they are written there, each with its origin."""
+"""The sources of settings: file, environment, flags. They give values as written there, each with its origin."""
 
 import re
 import tomllib
@@ -10,8 +10,8 @@ from typing import Any, Literal
 from csattn.errors import ConfigError
 
 PREFIX = "CSATTN_"
-CONFIG_VARIABLE = "CSATTN_CONFIG"  # names the file, where no flag does
-OTHER_VARIABLES = {CONFIG_VARIABLE, "CSATTN_CACHE"}  # of this project, and no settings
+CONFIG_VARIABLE = "CSATTN_CONFIG"  # names the file if no flag does
+OTHER_VARIABLES = {CONFIG_VARIABLE, "CSATTN_CACHE"}  # variables of this project that are not settings
 
 _TABLE = re.compile(r"\s*\[\s*([\w.\-]+)\s*\]")
 _PAIR = re.compile(r"\s*([\w.\-]+)\s*=")
@@ -19,11 +19,11 @@ _PAIR = re.compile(r"\s*([\w.\-]+)\s*=")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Who said so."""
+    """Where a value was set."""
 
     kind: Literal["default", "file", "environment", "flag"]
     where: str = ""  # the file, or the variable
-    line: int | None = None  # in the file, where it is known
+    line: int | None = None  # in the file, if it is known
 
     def __str__(self) -> str:
         line = "" if self.line is None else f", line {self.line}"
@@ -32,18 +32,18 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The value of one setting, and who said so."""
+    """The value of one setting, and its origin."""
 
     value: Any
     origin: Origin
 
 
-# each with its key, "server.port", if there is such a setting
+# each with its key, "server.port"; the key may be unknown
 Given = Iterator[tuple[str, Leaf]]
 
 
 def from_file(path: Path) -> Given:
-    """What a TOML file says; ConfigError where it cannot be read."""
+    """Yield the settings in a TOML file. Raises ConfigError if it cannot be read."""
     data, lines = _read(path)
     for section, body in data.items():
         inside = body.items() if isinstance(body, dict) and body else [(None, body)]
@@ -53,7 +53,7 @@ def from_file(path: Path) -> Given:
 
 
 def from_environment(environment: Mapping[str, str], keys: Mapping[str, object]) -> Given:
-    """CSATTN_SERVER_PORT is server.port: the prefix, the section, the name. keys: all that there are."""
+    """Yield the settings in environment variables: CSATTN_SERVER_PORT is server.port. keys: all known settings."""
     by_variable = {variable_of(key): key for key in keys}
     for variable in sorted(environment):
         if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES:
@@ -62,19 +62,19 @@ def from_environment(environment: Mapping[str, str], keys: Mapping[str, object])
 
 
 def from_flags(flags: Mapping[str, object]) -> Given:
-    """Keys are settings; None is a flag that was not given."""
+    """Yield the flags that were given, by setting; None is a flag that was not."""
     for key, value in flags.items():
         if value is not None:
             yield key, Leaf(value, Origin(kind="flag"))
 
 
 def variable_of(key: str) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return PREFIX + key.replace(".", "_").upper()
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The file's content, and the lines of its keys as far as they are known."""
+    """Return the file's content, and the line numbers of its keys as far as they are known."""
     if path.suffix != ".toml":
         raise ConfigError(f"settings are read from .toml files, got {path}; `csattn config example` writes one")
     try:

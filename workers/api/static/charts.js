@@ -1,4 +1,4 @@
-// Line charts by hand: a few elements of SVG, colours from the style sheet.
+// Hand-written line charts: a few SVG elements, with colours from the style sheet.
 
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 500, HEIGHT = 150, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20;
@@ -76,7 +76,7 @@ function svgElement(name, attributes, text = "") {
   return made;
 }
 
-// The next of 1, 2, 5, 10, ... so that the middle line has a round number too.
+// The next of 1, 2, 4, 6, 10, 20, ... so that the middle line has a round number too.
 function roundUp(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

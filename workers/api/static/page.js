@@ -1,8 +1,8 @@
-// Asks /v1/status every two seconds and draws it. Counters become rates by the difference of two answers.
+// Asks /v1/status every two seconds and draws it. Rates of counters are differences between two answers.
 
 import { element, lineChart } from "./charts.js";
 
-const EVERY_S = 2, PATIENCE_S = 10, NUM_SLOTS = 150, FEW_SLOTS = 30, WINDOW = 5; // a latency is that of the last WINDOW answers
+const EVERY_S = 2, PATIENCE_S = 10, NUM_SLOTS = 150, FEW_SLOTS = 30, WINDOW = 5; // latencies are over the last WINDOW answers
 const KEY = "csattn-api-key";
 const $ = (id) => document.getElementById(id);
 
@@ -14,7 +14,7 @@ const charts = {
 };
 const history = { ttft: [[], []], tpot: [[], []], load: [[], []], fidelity: [[], []] };
 let answers = [], timer = null, asking = new AbortController(), drawnAt = null;
-const drawn = {}; // what a table shows, as JSON: it is made again only where that changes, so that text stays selected
+const drawn = {}; // what a table shows, as JSON: it is rebuilt only if that changes, so that selected text stays selected
 
 $("charts").append(...Object.values(charts).map((chart) => chart.card));
 $("key-form").addEventListener("submit", (event) => {
@@ -30,7 +30,7 @@ ask();
 
 async function ask() {
   clearTimeout(timer);
-  asking.abort(); // of two questions under way the older could be answered last
+  asking.abort(); // of two requests under way, the older could be answered last
   const mine = asking = new AbortController();
   const key = sessionStorage.getItem(KEY);
   try {
@@ -77,11 +77,11 @@ function show(status) {
   $("model").textContent = status.model;
   $("version").textContent = `version ${status.version}`;
   setState(status.ready ? "ready" : "building", status.ready ? "ready" : "not ready", status.ready ? "" : status.why);
-  // a restarted service counts from nothing again: nothing before it can be compared
+  // a restarted service counts from zero: earlier answers cannot be compared
   const before = answers.at(-1)?.status;
   if (before && Object.entries(status.histograms).some(([name, now]) => now.count < (before.histograms[name]?.count ?? 0))) answers = [];
   const at = performance.now() / 1000;
-  // without an answer, and while the tab was hidden, curves have a gap, and not a shorter past
+  // without an answer, and while the tab was hidden, curves have a gap instead of a shorter past
   if (answers.length) skip(Math.round((at - answers.at(-1).at) / EVERY_S) - 1);
   answers.push({ status, at });
   answers = answers.slice(-1 - WINDOW);
@@ -172,7 +172,7 @@ function showWorkers(workers) {
 }
 
 function setState(className, text, why) {
-  if (!changed("state", [className, text, why])) return; // or it would be read out at every answer
+  if (!changed("state", [className, text, why])) return; // else screen readers would announce it at every answer
   $("state").className = `pill ${className}`;
   $("state").textContent = text;
   $("why").textContent = why;
@@ -205,7 +205,7 @@ function bar(value, className) {
   return outer;
 }
 
-// The part of a histogram that has come within the window: {count, sum, buckets: [[bound, how many up to it]]}.
+// The part of a histogram within the window: {count, sum, buckets: [[bound, how many up to it]]}.
 function recent(pick) {
   const now = pick(answers.at(-1).status), old = pick(answers[0].status);
   if (!now || !old) return null;
@@ -216,7 +216,7 @@ function recent(pick) {
   };
 }
 
-// Between a bucket's bounds as if its values lay evenly; beyond the last bound, that bound.
+// Interpolates linearly between a bucket's bounds; beyond the last bound, returns that bound.
 function quantile(histogram, wanted) {
   if (!histogram || histogram.count <= 0) return null;
   const rank = wanted * histogram.count;

@@ -25,7 +25,7 @@ class Stream:
     # [batch_size, hidden_size]: hidden * weight of the norm of the layer after; only written if `Readers.ahead` is set
     scaled_ahead: Tensor
     squares: Tensor  # [num_squares, batch_size] float32: sums of hidden² over blocks of SQUARES_BLOCK columns
-    # The readers' norms subtract the mean, so a writer may have subtracted it: see `workers.model.weights` for products.
+    # The readers' norms subtract the mean, so writers may already do so: see `workers.model.weights` for products.
     centred: bool = False
 
 

@@ -380,7 +380,7 @@ class TorchOps:
         tail: Tensor,  # [num_tails, 1, tail_capacity, 2, head_dim]: one layer's
         room: LatentRoom,  # `inputs` are read, `q_latents` written
     ) -> None:
-        """Norm the queries' latents, if there are any; rows that are not idle append their own latents to their tail."""
+        """Norm the queries' latents, if there are any. Rows that are not idle append their latents to their tail."""
         if spec.q_rank is not None:
             room.q_latents.copy_(query_latents(room.inputs, weights, spec))
         own = latent_rows(room.inputs, weights, spec, _turn(rotation), tail.shape[3:].numel())

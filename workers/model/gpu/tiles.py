@@ -19,7 +19,7 @@ _OTHER_BYTES = 20 << 10  # the most shared memory that a program needs besides t
 
 
 def tiles(linear: Linear, x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid (tiles of outputs, split-K programs for each tile) and the constants of a kernel for x @ weight.T.
+    """Return the grid (tiles of outputs, split-K programs of each tile) and the constants of a kernel for x @ weight.T.
 
     The grid depends on nothing but the shape and the format of the weights.
     """

@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # a device has one of these
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A piece of a step."""
+    """One call of a step."""
 
     run: Callable[[], None]
     on_host: bool = False  # runs on the host at every step; other calls only enqueue work on the device

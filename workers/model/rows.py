@@ -63,7 +63,7 @@ class RowBuffer:
 
 
 def ids_of(given: Any) -> NDArray[Any]:
-    """Return token ids as an array [num_tokens]. Raises ConfigError unless given a non-empty list of integers."""
+    """Return token ids as an array [num_tokens]. Raises ConfigError if there are none, or not one row of integers."""
     try:
         ids = np.asarray(given)
     except (ValueError, TypeError) as error:  # lists of several lengths, a tensor on a GPU

@@ -229,7 +229,7 @@ def _ops_for(device: torch.device, max_batch_size: int) -> "StepOps":
     if device.type == "cpu":
         return TorchOps()
     from workers.model.gpu.tiles import MAX_BATCH_SIZE
-    from workers.model.gpu.triton_ops import TritonOps  # Triton is only there on a GPU
+    from workers.model.gpu.triton_ops import TritonOps  # Triton may be missing on machines without a GPU
 
     if max_batch_size > MAX_BATCH_SIZE:
         raise ConfigError(f"a step has at most {MAX_BATCH_SIZE} rows, got a batch size of {max_batch_size}")

@@ -1,7 +1,7 @@
 """Products of rows with weights of 8 or 4 bits, with the bits of products with the same weights decoded to float32.
 
-For one or two rows, weights are decoded in registers, again for each row. For more rows they are decoded once, for four
-outputs at a time, into memory.
+For one or two rows (if the inputs fill whole vectors), weights are decoded in registers, again for each row. Otherwise
+they are decoded once, for four outputs at a time, into memory.
 """
 
 from typing import Any

@@ -45,7 +45,7 @@ _add_at, _read_at = words_at(ADD), words_at(READ)
 
 
 class TapeRemixOps(Notes):
-    """The part of `TapeOps` for several streams. A product of all streams is divided by their root mean square after."""
+    """The part of `TapeOps` for several streams. Products of all streams are normed afterwards, by a factor."""
 
     def remix(
         self,
@@ -131,6 +131,7 @@ def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
 
 
 def read_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    """Compute the weights of the streams from their products, mix them, and norm the mixture for the next branch."""
     args = _read_at(arguments)
     num, width, eps, least = args.num, args.width, number_at(args.eps), number_at(args.least)
     streams, hidden = floats_of(args.streams, row, num * width), floats_of(args.hidden, row, width)

@@ -119,6 +119,7 @@ def embed_stage(arguments: int, row: int, thread: int, like: Any) -> int:
 
 
 def prepare_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    """Add a branch's normed output to a row of the stream, if there is one, and norm the row for its next readers."""
     args = _prepare_at(arguments)
     width, eps = args.width, number_at(args.eps)
     hidden = floats_of(args.hidden, row, width)
@@ -144,6 +145,7 @@ def prepare_stage(arguments: int, row: int, thread: int, unused: int) -> int:
 
 
 def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
+    """Norm and rotate a row's queries and keys; write its queries to q, and append its K and V to its tail."""
     args, itemsize = _rotate_at(arguments), bytes_of(like)
     num_q_heads, num_kv_heads, head_dim = args.num_q_heads, args.num_kv_heads, args.head_dim
     q_width, kv_width = num_q_heads * head_dim, num_kv_heads * head_dim
@@ -185,7 +187,7 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
 
 
 def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """A piece is a query head of a row."""
+    """Predict the next layer's query with the maps of the row's context. A piece is a query head of a row."""
     args = _predict_at(arguments)
     num_q_heads, head_dim = args.num_q_heads, args.head_dim
     q_norm, together, eps = args.q_norm, args.together != 0, number_at(args.eps)

@@ -309,8 +309,8 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
 def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor | None], int, int]:
     """Return the weights and scales of linear layers that one stage multiplies, their format's number and group size.
 
-    They are quantized weights if all layers have the same format and group size, in the order of the inputs; else
-    floats.
+    They are quantized weights if all layers have them in the same format, with the same group size and their inputs in
+    the original order; else floats.
     """
     kept = [x.quantized for x in linears if x.quantized is not None]
     kept = [x for x in kept if x.format in FORMATS and x.order is None]

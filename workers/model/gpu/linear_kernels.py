@@ -22,8 +22,8 @@ from workers.model.gpu.quantized_kernels import quantized_product
 def linear_kernel(
     x,  # [num_rows, num_k]; NORMED: hidden * norm weight, not yet divided by the row's root mean square
     squares,  # [num_squares, num_rows] float32: parts of the sum of hidden² of each row, or x when not NORMED
-    w,  # [num_out (* 2 when GATED: gates, then ups), num_k], or the words of a `QuantizedWeight` when FORMAT is set
-    scales,  # of a `QuantizedWeight`, or w
+    w,  # [num_out (* 2 when GATED: gates, then ups), num_k], or a `QuantizedWeight`'s words, by FORMAT
+    scales,  # a `QuantizedWeight`'s, or w
     bias,  # [num_out (* 2 when GATED)], or w when not HAS_BIAS
     out,  # [num_rows, num_out]
     partials,  # scratch memory of split-K sums, float32
@@ -116,8 +116,8 @@ def activated(x, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_add_kernel(
     x,  # [num_rows, num_k]
-    w,  # [num_out, num_k], or the words of a `QuantizedWeight` when FORMAT is set
-    scales,  # of a `QuantizedWeight`, or w
+    w,  # [num_out, num_k], or a `QuantizedWeight`'s words, by FORMAT
+    scales,  # a `QuantizedWeight`'s, or w
     bias,  # [num_out], or w when not HAS_BIAS
     hidden,  # [num_rows, num_out]: the product times multiplier is added to it
     norm,  # [num_out] float32: weight of the norm that reads hidden next, or anything when not HAS_NORM

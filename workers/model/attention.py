@@ -15,10 +15,10 @@ class StepAttention:
     In each step the loop calls `begin_step`; then for each layer `look_ahead` for the layer after it (if `lookahead` is
     set and that layer is an indexed one other than the first), and its own `attend`; at last `end_step`. All of them
     enqueue work on torch's current stream. That stream must have joined the work that `look_ahead` and `attend` enqueue
-    on other streams by the last `attend`. Rows whose context_ids is -1 are idle: what is written to their `out` is
-    never read. Before a batch size is captured, one step of idle rows runs eagerly. The next product may start while
-    the last kernel of `attend` is still running (programmatic dependent launch), so that kernel must not finish before
-    the kernels enqueued earlier.
+    on other streams by the last `attend`. Rows whose tail_lens is 0 are idle: what is written to their `out` is never
+    read. A context_ids of -1 alone means a request without a context. Before a batch size is captured, one step of idle
+    rows runs eagerly. The next product may start while the last kernel of `attend` is still running (programmatic
+    dependent launch), so that kernel must not finish before the kernels enqueued earlier.
     """
 
     # Of each layer [num_tails, num_kv_heads, tail_capacity, 2, head_dim]; latents have one head. Before `attend` the

@@ -1,4 +1,7 @@
-"""A decode loop of language models without Python work per kernel; attention is the caller's."""
+"""The decode loop of language models, captured so that no Python runs between kernels. The caller supplies attention.
+
+Its operations run as CUDA graphs of Triton and CUDA C kernels on a GPU, and as tapes of compiled stages on a CPU.
+"""
 
 from workers.model.attention import StepAttention
 from workers.model.runner import ModelRunner, StepOutput

@@ -1,4 +1,4 @@
-"""An end for what may wait for ever, in whatever way it waits."""
+"""A time limit for code that may block for ever, however it blocks."""
 
 import os
 import subprocess
@@ -17,10 +17,10 @@ if not select.select([0], [], [], seconds)[0] and os.getppid() == pid:
 
 @contextmanager
 def ends_within(seconds: float, why: str) -> Iterator[None]:
-    """Where what is done inside is not done in that time, this process is killed; why is the sentence it leaves.
+    """Kill this process if the body has not returned within `seconds`. `why` is written to stderr first.
 
-    A process of its own sees to it: torch waits for other devices' memory with Python's lock held, which stops every
-    thread of this one.
+    A separate process is the watchdog: torch waits for other devices' memory while it holds Python's lock (the GIL),
+    which stops every thread of this process.
     """
     command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(seconds), why]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:

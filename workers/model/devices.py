@@ -1,6 +1,6 @@
-"""Several devices of one host that compute the same steps, a process each: how they add up what each has.
+"""Collective operations of several devices of one host that share a model's steps, with a process for each device.
 
-All of them call the same functions in the same order.
+All processes call the same functions in the same order.
 """
 
 import gc
@@ -27,40 +27,42 @@ from offload.errors import NoDeviceError
 from workers.model.deadline import ends_within
 from workers.model.ops import Exchange
 
-MEET_S = 180.0  # for all to find each other, and each other's memory
+MEET_S = 180.0  # the time limit for all processes to find each other, and each other's memory
 _NOT_MET = "another device has not come to where this one waits for it"
-# a process that is lost is noticed otherwise; others may pin memory, or compile, for minutes
+# A lost process is detected by other means; a live one may pin memory or compile for minutes.
 _WAIT = timedelta(minutes=60)
-# the network is not needed, and NVLink's multicast neither: a program that is killed while it uses it can do harm
+# Neither the network nor NVLink multicast is needed, and a process that is killed while it uses multicast can do harm.
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": _LOOPBACK,
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_NVLS_ENABLE": "0",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # weights are sent in turn as it is
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # weights are sent one after another anyway
 }
 
 
 class Devices:
-    """This process's place among them. Sums are the same to the bit on all devices.
+    """This process's membership of the group of devices. Sums are the same to the bit on all devices.
 
-    GPUs read each other's memory by themselves (torch's symmetric memory); CPUs, to try it out, are joined by gloo.
+    GPUs read each other's memory directly (torch's symmetric memory); CPUs, for trials, communicate by gloo.
     """
 
-    _have_met: ClassVar[bool] = False  # GPUs, in this process: torch counts their meetings as long as it lives
+    # whether this process has joined a group of GPUs: torch counts such groups for the life of the process
+    _have_met: ClassVar[bool] = False
 
     def __init__(self, share: Share, device: torch.device, meeting: Path) -> None:
-        """meeting: a file that is not there yet, by which they find each other.
+        """Join the other processes. meeting: a file that does not exist yet, by which they find each other.
 
-        This process ends where they do not. Raises NoDeviceError for GPUs that cannot read each other's memory.
+        If they do not within MEET_S, this process is killed. Raises NoDeviceError for GPUs that cannot read each
+        other's memory.
         """
         if dist.is_initialized():
             raise ConfigError("this process computes with other devices already; close what does, then begin anew")
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.share, self.device = share, device
-        self._handles: dict[int, Any] = {}  # of rooms, by address
-        self._name = f"csattn-{meeting}"  # of the group, for symmetric memory
+        self._handles: dict[int, Any] = {}  # of symmetric memory, by address
+        self._name = f"csattn-{meeting}"  # the group's name for symmetric memory
         self._is_symmetric = is_gpu = device.type == "cuda"
         if is_gpu:
             _require_first_meeting()
@@ -88,28 +90,28 @@ class Devices:
         return f"<Devices {self.share.rank} of {self.share.num_devices}, by {how}>"
 
     def close(self) -> None:
-        """No step may be in flight. Graphs that nobody holds any more are freed first: they hold on to this."""
+        """Leave the group. No step may be in flight. Unowned CUDA graphs are freed first, because they refer to it."""
         gc.collect()
         with ends_within(MEET_S, _NOT_MET):
             dist.destroy_process_group()
 
     def room(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory that all devices can reach, zeros. All ask for theirs at the same time."""
+        """Allocate zeros that all devices can read and write. All processes call this at the same time."""
         if not self._is_symmetric:
             return torch.zeros(sizes, dtype=dtype, device=self.device)
-        import torch.distributed._symmetric_memory as symmetric  # which takes long, and has needs of its own
+        import torch.distributed._symmetric_memory as symmetric  # slow, and with requirements of its own
 
         with self.together():
             room: Tensor = symmetric.empty(sizes, dtype=dtype, device=self.device).zero_()
-            torch.cuda.synchronize(self.device)  # from the meeting on others may write to it
+            torch.cuda.synchronize(self.device)  # after the rendezvous others may write to it
         with ends_within(MEET_S, _NOT_MET):
             self._handles[room.data_ptr()] = symmetric.rendezvous(room, self._name)  # type: ignore[arg-type]
         return room
 
     def exchange(self, batch_size: int, width: int) -> Exchange | None:
-        """By which GPUs' kernels add up rows of `width` numbers, of `batch_size` at a time; None for CPUs: see `add`.
+        """Allocate what GPU kernels need to sum [batch_size, width] numbers over all devices; None on CPUs: use `add`.
 
-        All ask for theirs at the same time.
+        All processes call this at the same time.
         """
         if not self._is_symmetric:
             return None
@@ -121,13 +123,13 @@ class Devices:
         return Exchange(torch.tensor(inboxes, device=self.device), counts, self.share.rank)
 
     def add(self, x: Tensor) -> None:
-        """x becomes the sum of all devices' x, which are CPUs."""
+        """Replace x, on CPUs, by the sum of all devices' x."""
         dist.all_reduce(x)
 
     def gather(self, part: Tensor, out: Tensor) -> None:
         """Enqueue out = all devices' parts, side by side.
 
-        part: [num_rows, columns of out // num_devices], which `room` gave, and may be written to again behind it.
+        part: [num_rows, columns of out // num_devices], from `room`; work enqueued later may overwrite it.
         """
         columns = out.view(len(out), self.share.num_devices, -1).unbind(1)
         if not self._is_symmetric:
@@ -137,14 +139,14 @@ class Devices:
                 of_device.copy_(own)
             return
         handle = self._handles[part.data_ptr()]
-        handle.barrier(channel=0)  # all have written theirs
+        handle.barrier(channel=0)  # all have written their parts
         for rank, of_device in enumerate(columns):
             of_device.copy_(handle.get_buffer(rank, part.shape, part.dtype))
-        handle.barrier(channel=1)  # all have read the others'
+        handle.barrier(channel=1)  # all have read the others' parts
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is done inside is done by all, or raises everywhere."""
+        """Make the body succeed in all processes or raise in all."""
         try:
             yield
         except Exception:
@@ -154,7 +156,8 @@ class Devices:
             raise DevicesError("another of the devices could not do what this one can; its own message says why")
 
     def send(self, what: Any, rank: int) -> None:
-        """Data classes of tensors, to the process of that rank, which receives it. What shares memory does so there."""
+        """Send data classes of tensors to process `rank`, which calls `receive`. Tensors that share memory share it
+        there too."""
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(what)
@@ -165,7 +168,7 @@ class Devices:
             dist.send(memory.to(self.device), rank)
 
     def receive(self, rank: int = 0) -> Any:
-        """Its tensors are on this process's device."""
+        """Return what process `rank` sends, with its tensors on this process's device."""
 
         def received(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             room = torch.empty(size, dtype=dtype, device=device)
@@ -178,17 +181,17 @@ class Devices:
         return _Unpickler(io.BytesIO(data.numpy().tobytes()), memory).load()
 
     def least(self, number: int) -> int:
-        """Of all devices' numbers."""
+        """Return the minimum of all devices' numbers."""
         told = torch.tensor([number])
         dist.all_reduce(told, dist.ReduceOp.MIN)
         return int(told)
 
     def _all(self, is_so: bool) -> bool:
-        """Whether it is so for all."""
+        """Return whether `is_so` holds in all processes."""
         return bool(self.least(int(is_so)))
 
     def _reads_others(self) -> bool:
-        """Whether this machine can, tried."""
+        """Try symmetric memory; return whether each device can read the others' on this machine."""
         try:
             with self.together():
                 self._name_group()
@@ -198,11 +201,11 @@ class Devices:
             self.gather(ones, parts)
             ranks = torch.arange(1, self.share.num_devices + 1, device=self.device)
             return bool((parts == ranks.repeat_interleave(8)).all())
-        except (RuntimeError, AttributeError, ImportError, DevicesError):  # for links and versions without it
+        except (RuntimeError, AttributeError, ImportError, DevicesError):  # links or torch versions without it
             return False
 
     def _name_group(self) -> None:
-        """Tell torch of it, by a name that no other has had."""
+        """Register the group with torch's symmetric memory, under a name that no other group has had."""
         import torch.distributed._symmetric_memory as symmetric
         from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -214,12 +217,12 @@ class Devices:
 
 
 class _Pickler(pickle.Pickler):
-    """The memory of tensors is put aside, in the order in which it comes up first."""
+    """Collects the memory of tensors instead of pickling it, in the order of first use."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.memories: list[Tensor] = []  # its bytes
-        self._numbers: dict[tuple[int, int], int] = {}  # by address and size
+        self.memories: list[Tensor] = []  # uint8
+        self._numbers: dict[tuple[int, int], int] = {}  # index in `memories`, by address and size
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
@@ -246,7 +249,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def require_device() -> None:
-    """Raise NoDeviceError where there is no GPU that the engine's kernels run on, or nothing to compile them by."""
+    """Raise NoDeviceError unless there is a GPU that runs the engine's kernels, and CuPy to compile them."""
     if not torch.cuda.is_available():
         raise NoDeviceError(
             "this machine has no CUDA device, or torch is a build without CUDA; leave out the placement to decode on "
@@ -264,7 +267,7 @@ def require_device() -> None:
 
 
 def require_devices(num_devices: int) -> None:
-    """Raise a sentence where there are not so many, or where this process cannot meet them any more."""
+    """Raise NoDeviceError if there are fewer GPUs, ConfigError if this process has joined a group of GPUs before."""
     _require_first_meeting()
     found = torch.cuda.device_count()
     if num_devices > found:
@@ -272,8 +275,11 @@ def require_devices(num_devices: int) -> None:
 
 
 def _require_first_meeting() -> None:
-    """Keys by which torch's processes find each other's memory are counted in each for as long as it lives, whatever
-    group they are of: a process that has met others and one that has not would wait for each other for ever."""
+    """Raise ConfigError if this process has joined a group of GPUs before.
+
+    torch numbers the keys by which processes find each other's memory with a counter that lives as long as the process,
+    whatever the group: a process that has been in a group and one that has not would wait for each other for ever.
+    """
     if Devices._have_met:
         raise ConfigError(
             "this process has computed with several GPUs already, which a process can begin once; start another"

@@ -1,6 +1,7 @@
 """One decode step as a list of calls on fixed tensors: the model, written once, for every device.
 
-Each call enqueues work; on a CPU it does it, or notes it on a tape. The list is made once for a batch size.
+Each call enqueues work on a GPU; on a CPU it does the work, or records it on a tape. The list is made once for each
+batch size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ from workers.model.ops import (
     num_squares,
 )
 
-if TYPE_CHECKING:  # of which a device has one
+if TYPE_CHECKING:  # a device has one of these
     from workers.model.cpu.tape_ops import TapeOps
     from workers.model.gpu.triton_ops import TritonOps
     from workers.model.torch_ops import TorchOps
@@ -50,11 +51,11 @@ if TYPE_CHECKING:  # of which a device has one
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A piece of a step."""
+    """One call of a step."""
 
     run: Callable[[], None]
-    on_host: bool = False  # at every step; other calls only enqueue work on the device
-    attends_in: int | None = None  # the layer whose attention it is
+    on_host: bool = False  # runs on the host at every step; other calls only enqueue work on the device
+    attends_in: int | None = None  # the layer whose attention this call is, if any
 
 
 class StepLayers:
@@ -64,11 +65,11 @@ class StepLayers:
         self,
         weights: ModelWeights,
         attention: StepAttention,
-        maps: Sequence[Any],  # of each layer, what its queries are predicted by: see `TorchOps.predict_query`
+        maps: Sequence[Any],  # for each layer, the maps that predict its queries: see `TorchOps.predict_query`
         ops: "StepOps",
         rows: StepRows,
         dtype: torch.dtype,  # of the step's tensors
-        devices: Devices | None = None,  # of whose shares of a model the weights are one
+        devices: Devices | None = None,  # the devices that share the model, if the weights are this device's share
     ) -> None:
         self._weights, self._attention, self._maps, self._ops = weights, attention, maps, ops
         self._rows, self._devices = rows, devices
@@ -95,7 +96,7 @@ class StepLayers:
         kinds_of_heads = {spec.heads, *map(spec.heads_of, range(spec.num_layers))}
         self._heads = {of: _head_room(of, is_gated, bool(spec.lenders), zeros) for of in kinds_of_heads}
         self._early = zeros(spec.heads.q_width)
-        # two, taken in turn: a layer's predicted query must outlast the prediction of the layer after it
+        # two buffers in turn: a layer's predicted query must outlast the prediction for the layer after it
         self.q_ahead = (zeros(*heads), zeros(*heads))
         widths = {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None}
         self._gated = {width: zeros(width) for width in widths}
@@ -106,7 +107,7 @@ class StepLayers:
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
         self._latents = {of: _latent_room(of, zeros) for of in latents}
         self._compressed = {of: _compressed_room(of, zeros) for of in set(spec.compressed)}
-        self._branch: Tensor | None = None  # what is added to the stream, where no product does it itself
+        self._branch: Tensor | None = None  # a branch's output, where a product does not add it to the stream itself
         self._exchange = None if devices is None else devices.exchange(batch_size, spec.hidden_size)
         if devices is not None:
             self._branch = zeros(spec.hidden_size, dtype=torch.float32)
@@ -115,24 +116,26 @@ class StepLayers:
         width = spec.layer_input_width
         self._inputs = torch.zeros(spec.num_layers, batch_size, width, dtype=dtype, device=weights.device)
         self._projected, self._taken = zeros(spec.num_layers * width), zeros(width)
-        # what experts that are apart read, and what they give
+        # the input and the output of experts that have norms of their own (`ExpertsSpec.apart`)
         self._apart = [zeros(spec.hidden_size) for _ in range(2 * any(x.apart for _, x in kinds))]
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
-        self._logits_part: Tensor | None = None  # of a share of the vocabulary
+        self._logits_part: Tensor | None = None  # the logits of this device's share of the vocabulary
         if len(weights.head.weight) < spec.vocab_size:
             assert devices is not None, "somebody has the others"
             self._logits_part = devices.room(batch_size, len(weights.head.weight))
-        self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the likeliest token, or -1
-        self.last_hidden = self._stream.scaled  # [batch_size, hidden_size]: behind the last layer, what logits are of
+        self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the argmax of the logits, or -1
+        # [batch_size, hidden_size]: after the last layer, what the logits are computed from
+        self.last_hidden = self._stream.scaled
 
     def with_rows(self, rows: StepRows) -> "StepLayers":
-        """On the same tensors. rows: likewise."""
+        """Return the same step on the same tensors. rows: the same tensors too, with other flags."""
         other = copy(self)
         other._rows = rows
         return other
 
     def calls(self, ahead: bool) -> Iterator[Call]:
-        """The step, from token ids to logits. ahead: the attention is told the next layer's predicted queries."""
+        """Yield the calls of the step, from token ids to logits. ahead: predict the next layer's queries, and pass
+        them to the attention."""
         spec, attends_on_host = self._weights.spec, not self._attention.in_graph
         yield Call(partial(self._attention.begin_step, self._rows), on_host=True)
         yield Call(partial(self._begin, ahead))
@@ -160,12 +163,12 @@ class StepLayers:
             self._ops.linear(Normed(self._stream.hidden), [weights.inputs.projection], self._projected)
             eps = weights.spec.norm_eps
             self._ops.make_inputs(self._projected, weights.inputs, eps, self._rows, self._inputs)
-            self._ops.break_chain()  # `turn` is not of a chain
+            self._ops.break_chain()  # `turn` takes no part in programmatic dependent launch
         for rope, frequencies, rotation in zip(weights.spec.ropes, weights.ropes, self.rotations, strict=True):
             self._ops.turn(self._rows, frequencies, rope.temper, rotation)
 
     def _predict(self, layer_idx: int) -> None:
-        """Predict that layer's query from the input of the layer before it."""
+        """Predict the query of layer `layer_idx` from the input of the layer before it."""
         layer, spec, stream = self._weights.layers[layer_idx], self._weights.spec, self._stream
         assert spec.streams is None, "of several, a layer reads a mixture of its own"
         early = stream.scaled if layer.before_attention is None else stream.scaled_ahead
@@ -187,7 +190,7 @@ class StepLayers:
         self._ops.break_chain()
 
     def _project(self, layer_idx: int) -> None:
-        """q, k and v of the layer; k and v go to the tails."""
+        """Compute q, k and v of the layer; k and v go to the tails."""
         layer = self._weights.layers[layer_idx]
         self._remix(layer.attention_mix, self._readers(layer_idx, ahead=False), is_first=layer_idx == 0)
         x = self._normed_input(layer_idx)
@@ -240,16 +243,16 @@ class StepLayers:
         self._ops.linear(x, weights.inputs, room.inputs)
 
     def heads(self, layer_idx: int) -> HeadRoom:
-        """What becomes of a step in that layer, where it has heads of plain rows."""
+        """Return the buffers of a layer whose heads attend to plain KV rows."""
         return self._heads[self._weights.spec.heads_of(layer_idx)]
 
     def latents(self, layer_idx: int) -> LatentRoom | None:
-        """What becomes of a step in that layer, where its rows are latents."""
+        """Return the buffers of a layer of latent attention (MLA), None for other layers."""
         latent = self._weights.spec.layers[layer_idx].latent
         return None if latent is None else self._latents[latent]
 
     def compressed(self, layer_idx: int) -> CompressedRoom | None:
-        """What becomes of a step in that layer, where it has compressed attention."""
+        """Return the buffers of a layer of compressed attention, None for other layers."""
         of = self._weights.spec.layers[layer_idx].compressed
         return None if of is None else self._compressed[of]
 
@@ -263,11 +266,11 @@ class StepLayers:
         else:
             heads = self.heads(layer_idx)
             self._attention.attend(layer_idx, heads.q, self._rows, heads.attended)
-        if room is not None or not self._attention.in_graph:  # others have worked beside; or a graph begins here
+        if room is not None or not self._attention.in_graph:  # work on other streams has joined, or a graph begins here
             self._ops.break_chain()
 
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:
-        """Attention's output projection and the MLP."""
+        """Compute attention's output projection and the MLP, and add them to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
         heads, eps = self.heads(layer_idx), self._weights.spec.norm_eps
         attended = heads.attended.flatten(1)
@@ -285,7 +288,7 @@ class StepLayers:
             self._ops.grouped(of_rows.attended, layer.compressed.groups, of_rows.grouped)
             attended = of_rows.grouped
         before_mlp, times = Readers(layer.before_mlp, None, eps), spec.residual_multiplier
-        if spec.parallel:  # the MLP reads what attention has read
+        if spec.parallel:  # the MLP has the same input as attention
             assert self._streams is None, "the MLP reads a mixture of its own"
             adds = self._mlps(layer_idx)
             self._add(attended, layer.out, layer.behind_attention, times, before_mlp)
@@ -301,7 +304,10 @@ class StepLayers:
             self._remix(self._weights.join, self._readers(layer_idx + 1, ahead))
 
     def _remix(self, weights: StreamWeights | None, readers: Readers, is_first: bool = False) -> None:
-        """Make of several streams what is read next, or the stream behind all layers; of a single one nothing."""
+        """Mix several residual streams into the next branch's input, or, after the last layer, into one stream.
+
+        Does nothing for a single stream.
+        """
         streams = self._weights.spec.streams
         if streams is not None:
             assert weights is not None and self._streams is not None
@@ -321,7 +327,7 @@ class StepLayers:
         return self._normed(self._weights.layers[layer_idx].before_attention, self._stream.scaled)
 
     def _mlps(self, layer_idx: int) -> list[Callable[[Readers], None]]:
-        """Compute all that a layer adds behind attention; what adds it to the stream."""
+        """Compute everything that a layer adds after attention. Return the calls that add it to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
         x = self._normed(layer.before_attention if spec.parallel else layer.before_mlp, self._stream.scaled)
         adds: list[Callable[[Readers], None]] = []
@@ -348,7 +354,7 @@ class StepLayers:
         return adds
 
     def _add_shares(self, layer_idx: int, readers: Readers) -> None:
-        """What this device's shares of the layer's MLP and experts give, and the others': one sum over devices."""
+        """Add the layer's MLP and experts: this device's shares of both, summed over devices in one all-reduce."""
         layer, spec, branch = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._branch
         assert branch is not None
         if spec.mlp is not None:
@@ -361,12 +367,12 @@ class StepLayers:
         self._add_branch(layer.behind_mlp, times, readers, scale)
 
     def _scale_behind_mlp(self, layer_idx: int) -> float:
-        """Of all of the stream: once nothing more is added."""
+        """Return the factor of the whole stream after the MLP: 1 if the layer's input, added after it, applies it."""
         layer = self._weights.layers[layer_idx]
         return layer.scale if layer.layer_input is None else 1.0
 
     def _add_input(self, layer_idx: int, weights: LayerInputWeights, readers: Readers) -> None:
-        """What the layer takes of each token besides the stream."""
+        """Add what the layer computes from its own input of each token, besides the stream: see `InputWeights`."""
         mlp, layer = self._weights.spec.layers[layer_idx].mlp, self._weights.layers[layer_idx]
         assert mlp is not None and self._branch is not None
         self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._taken)
@@ -376,7 +382,10 @@ class StepLayers:
         self._ops.add_normed(self._branch, weights.norm, eps, 1.0, layer.scale, self._stream, readers)
 
     def _beside_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
-        """The MLP, and experts that are apart; what adds both. x: what the MLP reads."""
+        """Compute the MLP, and experts that have norms of their own. Return the call that adds both to the stream.
+
+        x: the input of the MLP.
+        """
         layer, spec, ops = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._ops
         (of,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
         norms, room, (read, given) = weights.norms, self._experts[0, of], self._apart
@@ -406,9 +415,9 @@ class StepLayers:
         norm: Tensor | None,
         multiplier: float,
         readers: Readers,
-        scale: float = 1.0,  # of all of the stream then
+        scale: float = 1.0,  # of the whole stream after the addition
     ) -> None:
-        """Add what a branch gives to the stream, behind its norm."""
+        """Add multiplier * norm(linear(x)), the output of a branch, to the stream."""
         if norm is None and self._devices is None:
             assert scale == 1.0, "streams are scaled behind norms"
             self._ops.linear_add(x, linear, multiplier, self._stream, readers)
@@ -418,7 +427,7 @@ class StepLayers:
         self._add_branch(norm, multiplier, readers, scale)
 
     def _add_branch(self, norm: Tensor | None, multiplier: float, readers: Readers, scale: float) -> None:
-        """Add what a branch gave, on all devices together, to the stream."""
+        """Add the branch's output, summed over all devices, to the stream."""
         added = self._branch
         assert added is not None
         if self._devices is not None and self._exchange is None:
@@ -438,11 +447,11 @@ class StepLayers:
         self._ops.likeliest(self.logits, self.next_ids)
 
     def _normed(self, norm: Tensor | None, x: Tensor) -> Normed:
-        """The stream, behind that norm, which whoever wrote it has been told of."""
+        """Return norm(stream) as an operand. x: what the stream's writer prepared for this norm, from `Readers`."""
         return Normed(x) if norm is None else Normed(x, self._stream.squares, self._weights.spec.norm_eps)
 
     def _readers(self, layer_idx: int, ahead: bool) -> Readers:
-        """Those who read a layer's input: the layer, and the prediction of the one after it."""
+        """Return the norms that read a layer's input: the layer's, and that of the next layer if it is predicted."""
         layers, eps = self._weights.layers, self._weights.spec.norm_eps
         if layer_idx == len(layers):
             return Readers(self._weights.final_norm, None, eps)
@@ -455,12 +464,12 @@ class StepLayers:
         return None if rope is None else self.rotations[rope]
 
     def _q_ahead(self, layer_idx: int) -> Tensor:
-        """Of an indexed layer."""
+        """Return the buffer for the predicted query of an indexed layer."""
         return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
 
 
 def _head_room(of: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[..., Tensor]) -> HeadRoom:
-    """lends: whether layers attend to rows of others."""
+    """lends: whether some layers attend to the rows of others."""
     heads = of.num_q_heads, of.head_dim
     gates, alone = (zeros(of.q_width) if there else None for there in (is_gated, lends))
     return HeadRoom(zeros(of.qkv_width), zeros(*heads), zeros(*heads), gates, alone)
@@ -504,7 +513,7 @@ def _latent_room(spec: LatentSpec, zeros: Callable[..., Tensor]) -> LatentRoom:
 
 
 def _first(linears: Sequence[Linear], width: int) -> list[Linear]:
-    """Those with the first so many outputs, the last of them cut."""
+    """Return the linear layers that have the first `width` outputs, the last of them cut to fit."""
     firsts: list[Linear] = []
     for linear in linears:
         if width > 0:

@@ -1,9 +1,9 @@
-"""What the operations of a decode step work on, all of it fixed tensors. `TorchOps` says what these do.
+"""The data that the operations of a decode step read and write, all of it in fixed tensors. `TorchOps` defines them.
 
-RMSNorm before a product is nowhere an operation of its own. Whoever writes the residual stream also prepares it for its
-next readers, and a product says what it reads. What is prepared is for the implementation to choose: on a GPU the
-stream times the norm's weight and, in parts, the sum of its squares, so that the reader divides the finished product by
-the root mean square; on a tape the normed stream itself.
+RMSNorm before a product is never an operation of its own. The operation that writes the residual stream also prepares
+it for its next readers, and a product's operand (`Normed`) says which norm applies. Each implementation chooses what to
+prepare: on a GPU it is the stream times the norm's weight, with partial sums of the stream's squares, so that the
+reader divides the finished product by the root mean square; on a tape it is the normed stream itself.
 """
 
 from dataclasses import dataclass
@@ -12,28 +12,29 @@ from torch import Tensor
 
 from csattn.models.latent import LatentQueries
 
-LEAST_SUM = 1e-20  # added to what shares of experts are divided by: sigmoids may all be 0
+LEAST_SUM = 1e-20  # added to the sum by which experts' shares are divided: sigmoids may all be 0
 SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in one part
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The residual stream of a step, as its readers want it."""
+    """The residual stream of a step, and what is prepared of it for its next readers."""
 
     hidden: Tensor  # [batch_size, hidden_size]
-    scaled: Tensor  # [batch_size, hidden_size]: hidden * weight of the norm that reads it next
-    scaled_ahead: Tensor  # likewise for the layer after that one; only written where it is asked for
+    scaled: Tensor  # [batch_size, hidden_size]: hidden * weight of the next norm
+    # [batch_size, hidden_size]: hidden * weight of the norm of the layer after; only written if `Readers.ahead` is set
+    scaled_ahead: Tensor
     squares: Tensor  # [num_squares, batch_size] float32: sums of hidden² over blocks of SQUARES_BLOCK columns
-    # readers take the mean off it, so whoever writes it may do so before: see `workers.model.weights` for products
+    # The readers' norms subtract the mean, so writers may already do so: see `workers.model.weights` for products.
     centred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The norms of those who read the stream next. Without `norm` they read it as it is, and all the same."""
+    """The norms through which the stream is read next. Without `norm`, all readers read the stream itself."""
 
     norm: Tensor | None  # [hidden_size] float32
-    ahead: Tensor | None  # [hidden_size] float32: of the layer after that one, if scaled_ahead is wanted
+    ahead: Tensor | None  # [hidden_size] float32: the norm of the layer after that one, if scaled_ahead is needed
     eps: float
 
 
@@ -55,86 +56,89 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """What a product reads: norm(x), or x itself."""
+    """The operand of a product: norm(x), or x itself."""
 
-    x: Tensor  # [batch_size, num_in]: the stream's scaled or scaled_ahead, or anything else
-    squares: Tensor | None = None  # the stream's; None: x itself
+    x: Tensor  # [batch_size, num_in]: the stream's scaled or scaled_ahead, or any other tensor
+    squares: Tensor | None = None  # the stream's squares; None: the operand is x itself
     eps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """RoPE of a step's positions: it turns the first dimensions of each head, the others stay."""
+    """RoPE of a step's positions. It rotates the first dimensions of each head and leaves the others as they are."""
 
     cos: Tensor  # [batch_size, rotated dimensions // 2] float32
     sin: Tensor
-    q_scale: Tensor  # [batch_size] float32: what queries are multiplied with
-    interleaved: bool = False  # dimensions 2i and 2i + 1 turn together; else i and i + half of those that turn
+    q_scale: Tensor  # [batch_size] float32: a factor of the queries
+    # True: dimensions 2i and 2i + 1 are a pair; False: i and i + half the number of rotated dimensions
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaState:
-    """What requests keep in one layer instead of rows, in each of their tails' places: one or two versions.
+    """The recurrent state that requests keep in a layer of linear attention instead of KV rows, indexed by tail.
 
-    A step reads version `turn` of a request and writes the other, of one the same.
+    There are one or two versions of it. A step reads version `turn` of a request and writes the other one; a single
+    version is updated in place.
     """
 
-    conv: Tensor  # [num_tails, versions, num_channels, conv_len - 1] float32: the channels' last inputs
+    conv: Tensor  # [num_tails, versions, num_channels, conv_len - 1] float32: the last inputs of each channel
     memory: Tensor  # [num_tails, versions, num_v_heads, k_dim, v_dim] float32
     turn: Tensor  # [num_tails] int64
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRoom:
-    """What becomes of a step in layers whose heads are alike, one after the other."""
+    """The activations of layers with the same heads, which use these buffers one after another."""
 
     qkv: Tensor  # [batch_size, qkv_width]
     q: Tensor  # [batch_size, num_q_heads, head_dim]
-    attended: Tensor  # likewise
+    attended: Tensor  # [batch_size, num_q_heads, head_dim]
     gates: Tensor | None  # [batch_size, q_width]
-    alone: Tensor | None  # [batch_size, q_width]: in place of qkv, of layers without rows of their own
+    alone: Tensor | None  # [batch_size, q_width]: queries alone, for layers that attend to another layer's rows
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRoom:
-    """What becomes of a step in layers of experts, one after the other."""
+    """The activations of MoE layers with the same experts, which use these buffers one after another."""
 
-    logits: Tensor  # [batch_size, num_experts] float32
-    chosen: Tensor  # [batch_size, num_chosen] int32
-    shares: Tensor  # likewise float32
+    logits: Tensor  # [batch_size, num_experts] float32: the router's
+    chosen: Tensor  # [batch_size, num_chosen] int32: ids of experts
+    shares: Tensor  # [batch_size, num_chosen] float32: their routing weights
     gated: Tensor  # [batch_size, num_chosen, intermediate_size]
     parts: Tensor  # [batch_size, num_chosen, hidden_size]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamsRoom:
-    """Several residual streams of a step, of which `Stream` is what a branch reads and what it adds to.
+    """Several residual streams of a step (hyper-connections). A branch reads a mixture of them, and adds to a `Stream`.
 
     Between two branches they are mixed: see `csattn.models.streams`.
     """
 
     streams: Tensor  # [batch_size, num, hidden_size]
-    post: Tensor  # [batch_size, num] float32: how much of what the branch adds each gets
-    comb: Tensor  # [batch_size, num, num] float32: at [i, j], how much of stream i becomes stream j's
-    products: Tensor  # [batch_size, num_mixes] float32: of matrices, on the way
+    post: Tensor  # [batch_size, num] float32: the weight of the branch's output in each stream
+    comb: Tensor  # [batch_size, num, num] float32: at [i, j], the weight of stream i in the new stream j
+    products: Tensor  # [batch_size, num_mixes] float32: products with the mixing matrix, an intermediate result
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaRoom:
-    """What becomes of a step in layers that keep a state, one after the other."""
+    """The activations of layers of linear attention, which use these buffers one after another."""
 
-    inputs: Tensor  # [batch_size, in_width]: what `DeltaWeights.inputs` give
-    mixed: Tensor  # [batch_size, num_channels]
-    out: Tensor  # [batch_size, v_width]; of idle rows any
+    inputs: Tensor  # [batch_size, in_width]: the output of `DeltaWeights.inputs`
+    mixed: Tensor  # [batch_size, num_channels]: channels after the convolution
+    out: Tensor  # [batch_size, v_width]; undefined for idle rows
 
 
 @dataclass(frozen=True, slots=True)
 class LatentRoom:
-    """What becomes of a step in layers of latents, one after the other."""
+    """The activations of layers of latent attention (MLA), which use these buffers one after another."""
 
     inputs: Tensor  # [batch_size, sum of in_widths]
     q_latents: Tensor  # [batch_size, q_rank]
-    projected: Tensor  # [batch_size, q_width + index_q_width]; where queries are projected at once, `inputs`
+    # [batch_size, q_width + index_q_width]; the same tensor as `inputs` if queries are projected without a latent
+    projected: Tensor
     queries: LatentQueries
     attended: Tensor  # [batch_size, num_heads, kv_rank]
     values: Tensor  # [batch_size, v_width]
@@ -142,13 +146,13 @@ class LatentRoom:
 
 @dataclass(frozen=True, slots=True)
 class CompressedRoom:
-    """What becomes of a step in layers of compressed attention, one after the other."""
+    """The activations of layers of compressed attention, which use these buffers one after another."""
 
     latents: Tensor  # [batch_size, q_rank]
-    normed: Tensor  # likewise
+    normed: Tensor  # [batch_size, q_rank]
     projected: Tensor  # [batch_size, q_width + index_q_width]
     inputs: Tensor  # [batch_size, sum of in_widths]
-    attended: Tensor  # [num_groups, batch_size, width]: what groups of heads give, for the output projection
+    attended: Tensor  # [num_groups, batch_size, width]: outputs of groups of heads, for the grouped output projection
     grouped: Tensor  # [batch_size, out_width]
 
 

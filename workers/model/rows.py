@@ -1,4 +1,4 @@
-"""The rows of a step at fixed device addresses, filled by one small copy from the host."""
+"""The rows of a step at fixed device addresses, filled by one small copy from the host; checks of token ids."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _ROW_BYTES = 8 * _INT64_FIELDS + 4 * _INT32_FIELDS
 
 
 class RowBuffer:
-    """`rows` on the device, and the pinned memory that they are copied from."""
+    """The rows of a step on the device, and the pinned memory from which they are copied."""
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -38,9 +38,9 @@ class RowBuffer:
         own_lens: Sequence[int] | None = None,
         tail_starts: Sequence[int] | None = None,
     ) -> None:
-        """Set the first rows, all of the same number, and leave the others idle."""
+        """Set the first rows and leave the others idle. All arguments have the same length."""
         if self._copied is not None:
-            self._copied.synchronize()  # the copy before this one may still be reading the staged rows
+            self._copied.synchronize()  # the previous copy may still be reading the staged rows
         self._host.zero_()
         self._staged.context_ids.fill_(-1)
         self._staged.top_ks.fill_(ANY_TOP_K)
@@ -63,7 +63,7 @@ class RowBuffer:
 
 
 def ids_of(given: Any) -> NDArray[Any]:
-    """Of an array or a list. Raises ConfigError for one that holds anything but whole numbers in one row."""
+    """Return token ids as an array [num_tokens]. Raises ConfigError if there are none, or not one row of integers."""
     try:
         ids = np.asarray(given)
     except (ValueError, TypeError) as error:  # lists of several lengths, a tensor on a GPU
@@ -79,7 +79,7 @@ def ids_of(given: Any) -> NDArray[Any]:
 
 
 def require_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ContextError for one that is none."""
+    """Raise ContextError for a token id outside the vocabulary."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise ContextError(f"token id {token_id} is not in the model's vocabulary of {vocab_size}")

@@ -1,4 +1,4 @@
-"""Steps of a batch as CUDA graphs, nothing waited for."""
+"""Runs the steps of a batch as CUDA graphs, without waiting for the device."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the device, until the next step of the same batch size overwrites it."""
+    """The results of a step, on the device. The next step of the same batch size overwrites them."""
 
     logits: Tensor  # [batch_size, vocab_size] float32
-    next_ids: Tensor  # [batch_size] int64: each row's likeliest token; -1 where NaN or infinity is the greatest logit
+    next_ids: Tensor  # [batch_size] int64: the argmax of each row's logits; -1 if the largest is NaN or infinity
 
 
 class ModelRunner:
@@ -36,8 +36,8 @@ class ModelRunner:
         runner.fill(2, token_ids, positions, context_ids, tail_ids, tail_lens)
         next_ids = runner.step(2).next_ids
 
-    When it is made it runs one step of each batch size with idle rows, then captures it: rows, attention and outputs
-    of a batch size stay at fixed addresses. On a CPU a step is the same calls, made one by one.
+    The constructor runs one step of each batch size with idle rows, then captures it: the rows, attention and outputs
+    of a batch size stay at fixed addresses. On a CPU, a step makes the same calls one by one.
     """
 
     def __init__(
@@ -46,12 +46,13 @@ class ModelRunner:
         attention: StepAttention,
         batch_sizes: Sequence[int],
         next_query: Tensor | None = None,  # [num_contexts, indexed layers, num_q_heads, head_dim + 1, head_dim]
-        use_graphs: bool = True,  # on a GPU; False to look for a fault
-        grows: bool = False,  # rows may have own segments: steps in which none has are captured apart
-        may_read_all: bool = False,  # likewise steps whose rows read all of their contexts
-        devices: Devices | None = None,  # of whose shares of a model the weights are one
+        use_graphs: bool = True,  # capture CUDA graphs on a GPU; False helps to debug
+        grows: bool = False,  # rows may have own segments: steps in which no row has any are also captured
+        may_read_all: bool = False,  # steps whose rows read all of their contexts are also captured
+        devices: Devices | None = None,  # the devices that share the model, if the weights are this device's share
     ) -> None:
-        """next_query: of every context, what tells queries of the indexed layer after each; the last is never read."""
+        """next_query: for each context and indexed layer, the maps that predict the queries of the next indexed layer;
+        the last layer's maps are never read."""
         if not batch_sizes or min(batch_sizes) < 1:
             raise ConfigError(f"batch sizes must be positive and at least one, got {tuple(batch_sizes)}")
         if attention.lookahead and next_query is None:
@@ -73,15 +74,15 @@ class ModelRunner:
 
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()
-        for step in reversed(self._steps.values()):  # the largest first: the others fit into its memory
+        for step in reversed(self._steps.values()):  # the largest first: the others fit in its memory pool
             step.capture(pool)
 
     def rows(self, batch_size: int) -> StepRows:
-        """The rows that the next step of that batch size works on; may be written on the device."""
+        """Return the rows of the next step of that batch size, on the device; they may be written there."""
         return self._steps[batch_size].buffer.rows
 
     def batch_size_for(self, num_rows: int) -> int:
-        """The smallest batch size that has room for so many rows."""
+        """Return the smallest batch size with room for `num_rows` rows. Raises ConfigError if they fit none."""
         for batch_size in self.batch_sizes:
             if batch_size >= num_rows:
                 return batch_size
@@ -95,12 +96,12 @@ class ModelRunner:
         context_ids: Sequence[int],
         tail_ids: Sequence[int],
         tail_lens: Sequence[int],  # the row's own token included
-        top_ks: Sequence[int] | None = None,  # see `StepRows`, also for these
+        top_ks: Sequence[int] | None = None,  # see `StepRows` for this and the next two
         own_lens: Sequence[int] | None = None,
         tail_starts: Sequence[int] | None = None,
-        reads_all: bool = False,  # the step that was captured for that: own segments are read with the other rows
+        reads_all: bool = False,  # run the step captured with `may_read_all`; own segments are read like other rows
     ) -> None:
-        """Set the rows of the next step by one copy; rows that are not given are idle."""
+        """Set the rows of the next step with one copy to the device; the remaining rows are idle."""
         require_tokens(token_ids, self.weights.spec.vocab_size)
         step = self._steps[batch_size]
         starts = [0] * len(tail_lens) if tail_starts is None else tail_starts
@@ -111,7 +112,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def step(self, batch_size: int) -> StepOutput:
-        """Run one step on the rows as they are."""
+        """Enqueue one step on the rows as they are."""
         step = self._steps[batch_size]
         for piece in step.pieces[step.kind]:
             piece()
@@ -119,9 +120,9 @@ class ModelRunner:
 
     @torch.no_grad()
     def step_by_calls(self, batch_size: int, look: Callable[[int, Tensor], None] = lambda layer, q: None) -> StepOutput:
-        """The same step, not as captured but call by call: slower.
+        """Enqueue the same step call by call instead of as captured: slower.
 
-        look: called where a layer has attended, with its number and queries [batch_size, num_q_heads, head_dim].
+        look: called after each layer's attention, with its layer_idx and queries [batch_size, num_q_heads, head_dim].
         """
         step = self._steps[batch_size]
         for call in step.calls[step.kind]:
@@ -140,7 +141,7 @@ class ModelRunner:
 
 
 class _Kind(NamedTuple):
-    """What a step is captured for: as `StepRows` has it."""
+    """The flags of `StepRows` for which a step is captured."""
 
     any_own: bool
     reads_all: bool
@@ -150,7 +151,7 @@ AS_THEY_COME, WITHOUT_OWN, READING_ALL = _Kind(True, False), _Kind(False, False)
 
 
 class _Step:
-    """A batch size: its rows, its tensors, and what to call for a step of each kind."""
+    """The rows and tensors of one batch size, and the calls that make up a step of each kind."""
 
     def __init__(
         self,
@@ -173,19 +174,19 @@ class _Step:
         self.pieces: dict[_Kind, list[Callable[[], None]]] = {
             kind: [call.run for call in calls] for kind, calls in self.calls.items()
         }
-        self.kind = AS_THEY_COME  # of the rows at hand
+        self.kind = AS_THEY_COME  # of the next step
 
     def take(self, kind: _Kind) -> None:
-        """What is not apart from the others is as they come."""
+        """Set the kind of the next step; a kind that has no calls of its own runs as AS_THEY_COME."""
         assert kind in self.calls or not kind.reads_all, "steps that read all were not asked for"
         self.kind = kind if kind in self.calls else AS_THEY_COME
 
     def capture(self, pool: Any) -> None:
-        """Turn the calls into CUDA graphs: one between each two calls that run on the host."""
+        """Capture the calls as CUDA graphs, one for each run of calls between those that run on the host."""
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for calls in self.calls.values():  # compiles what has to be compiled; the rows are idle
+            for calls in self.calls.values():  # compiles the kernels; the rows are idle
                 for call in calls:
                     call.run()
         torch.cuda.current_stream().wait_stream(aside)
@@ -194,7 +195,7 @@ class _Step:
 
 
 def _pieces(calls: list[Call], pool: Any) -> list[Callable[[], None]]:
-    """Neighbouring calls are captured together, but for those that run on the host."""
+    """Capture each run of neighbouring device calls as one graph; calls on the host stay as they are."""
     pieces: list[Callable[[], None]] = []
     for on_host, run in groupby(calls, key=lambda call: call.on_host):
         together = [call.run for call in run]
@@ -204,7 +205,7 @@ def _pieces(calls: list[Call], pool: Any) -> list[Callable[[], None]]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Freeing an older runner's graphs, wherever the collector happens to run, would end a capture with an error."""
+    """Collect garbage, then suspend collection: if it freed an older runner's graphs, the capture would fail."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -228,7 +229,7 @@ def _ops_for(device: torch.device, max_batch_size: int) -> "StepOps":
     if device.type == "cpu":
         return TorchOps()
     from workers.model.gpu.tiles import MAX_BATCH_SIZE
-    from workers.model.gpu.triton_ops import TritonOps  # Triton is only there on a GPU
+    from workers.model.gpu.triton_ops import TritonOps  # Triton may be missing on machines without a GPU
 
     if max_batch_size > MAX_BATCH_SIZE:
         raise ConfigError(f"a step has at most {MAX_BATCH_SIZE} rows, got a batch size of {max_batch_size}")

@@ -1,4 +1,4 @@
-"""The operations of a decode step in torch: their definition, and what runs where there is no GPU."""
+"""The operations of a decode step in torch: their definition, and what `ModelRunner` runs without a GPU."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +46,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """What a gated MLP multiplies with its last matrix."""
+    """Return the input of a gated MLP's last matrix: activation(gate) * up, clamped first for some activations."""
     if activation == "clamped":
         return ACTIVATIONS["quick_gelu"](gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)
     if activation == "limited":
@@ -63,13 +63,16 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TorchOps:
-    """Each operation only enqueues work; here, on a CPU, it is done when the call returns.
+    """The operations of a step. Here, on a CPU, the work is done when the call returns.
 
-    `TritonOps` has the same on a GPU, `TapeOps` notes them on tapes.
+    `TritonOps` enqueues the same operations on a GPU, `TapeOps` records them on tapes.
     """
 
     def break_chain(self) -> None:
-        """Say that the next operation is the first of a graph, or that others have started work beside it."""
+        """Declare that the next operation is the first of a graph, or follows work on other streams.
+
+        On a GPU its kernel then does not start early (programmatic dependent launch).
+        """
 
     def begin(
         self,
@@ -79,12 +82,12 @@ class TorchOps:
         stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
-        """Start the stream with the tokens' rows."""
+        """Start the stream with the tokens' embeddings times `multiplier`."""
         stream.hidden.copy_(embedding[rows.token_ids].float() * multiplier)
         _prepare(stream, readers)
 
     def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
-        """Write the rotation of the rows' positions."""
+        """Write the rotation (RoPE) of the rows' positions."""
         angles = rows.positions.float()[:, None] * frequencies.angles
         torch.mul(angles.cos(), frequencies.scale, out=rotation.cos)
         torch.mul(angles.sin(), frequencies.scale, out=rotation.sin)
@@ -121,9 +124,12 @@ class TorchOps:
         weights: ExpertWeights,
         spec: ExpertsSpec,
         rows: StepRows,
-        room: ExpertRoom,  # of which `logits` are read; `chosen` and `shares` are written
+        room: ExpertRoom,  # `logits` are read; `chosen` and `shares` are written
     ) -> None:
-        """Each row's experts, the best first, of equals the first, or as its token has them; and their shares."""
+        """Choose each row's experts and compute their shares: MoE routing.
+
+        The best expert comes first, the lower id among equals. With `weights.by_token`, a row has its token's experts.
+        """
         scores, scales = SCORES[spec.scores](room.logits), weights.scales
         if weights.by_token is None:
             ids = _best_experts(scores if weights.choice_bias is None else scores + weights.choice_bias, spec)
@@ -138,7 +144,7 @@ class TorchOps:
         room.shares.copy_(of_chosen * spec.scale if scales is None else of_chosen * spec.scale * scales[ids])
 
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
-        """gated = activation(gates(x)) * ups(x) of each chosen expert; where shares are the input's, of share * x"""
+        """gated = activation(gates(x)) * ups(x) for each chosen expert, with share * x for x if `spec.on_input`"""
         ids, scale = room.chosen.long(), _scale(x)
         by_share = room.shares if spec.on_input else torch.ones_like(room.shares)
         weights = weights.plain(x.x.dtype)
@@ -155,12 +161,13 @@ class TorchOps:
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,  # of which `parts` are to be written to
+        room: ExpertRoom,  # `parts` is scratch memory
         multiplier: float,
         stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
-        """hidden += multiplier * the sum of share * down(gated) over chosen experts; without shares that were x's"""
+        """hidden += multiplier * the sum over chosen experts of share * down(gated), or of down(gated) if
+        `spec.on_input`"""
         self._write_parts(weights, spec, room)
         stream.hidden.copy_(stream.hidden.float() + multiplier * room.parts.float().sum(1))
         _prepare(stream, readers)
@@ -169,11 +176,11 @@ class TorchOps:
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,  # of which `parts` are to be written to
+        room: ExpertRoom,  # `parts` is scratch memory
         out: Tensor,  # [batch_size, hidden_size], of any float type
         adds: bool = False,
     ) -> None:
-        """out = what `experts_add` would add; adds: out += it"""
+        """out = what `experts_add` would add with a multiplier of 1; with `adds`, out += that"""
         self._write_parts(weights, spec, room)
         total = room.parts.float().sum(1)
         out.copy_(out.float() + total if adds else total)
@@ -186,9 +193,9 @@ class TorchOps:
         room.parts.copy_(products if spec.on_input else products * room.shares[..., None])
 
     def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
-        """The stream behind another norm [hidden_size] float32 than its next readers'.
+        """Return norm(stream) as an operand, for a norm [hidden_size] float32 that is not in the stream's `Readers`.
 
-        out: [batch_size, hidden_size], written; it is what products then read.
+        out: [batch_size, hidden_size], written; the operand's tensor.
         """
         out.copy_(stream.hidden.float() * norm)
         return Normed(out, stream.squares, eps)
@@ -203,7 +210,7 @@ class TorchOps:
         linear: Linear,  # [num_groups * num_out, num_in]
         out: Tensor,  # [batch_size, num_groups * num_out]
     ) -> None:
-        """Each group's own part of the product, side by side."""
+        """out = the products of each group's x with its own rows of the matrix, side by side"""
         num_out = out.shape[1] // len(x)
         for group, of_group in enumerate(x):
             part = slice(group * num_out, (group + 1) * num_out)
@@ -228,7 +235,7 @@ class TorchOps:
     def add_normed(
         self,
         x: Tensor,  # [batch_size, hidden_size], of any float type
-        norm: Tensor | None,  # [hidden_size] float32; None: x itself, the sum of what several devices have
+        norm: Tensor | None,  # [hidden_size] float32; None: x itself, which several devices have summed
         eps: float,
         multiplier: float,
         scale: float,
@@ -246,14 +253,15 @@ class TorchOps:
         self,
         weights: StreamWeights,
         spec: StreamsSpec,
-        is_first: bool,  # of a step: the room has nothing of it yet, and the stream is the token's row
-        room: StreamsRoom,  # of which all is written
-        stream: Stream,  # likewise
-        readers: Readers,  # none of them ahead
+        is_first: bool,  # the first of a step: the streams are not set yet, and `stream` is the token's embedding
+        room: StreamsRoom,  # all of it is written
+        stream: Stream,  # all of it is written
+        readers: Readers,  # its `ahead` is None
     ) -> None:
-        """Mix the streams, with what the last branch has added; then the stream is prepared as a mixture of them.
+        """Mix the streams and add the last branch's output to them; then prepare the next branch's input from a
+        mixture of the streams.
 
-        hidden = 0, for what the next branch adds, or, where the weights join the streams, that mixture.
+        hidden becomes 0, to which the next branch adds; or, if the weights join the streams, the mixture.
         """
         given = stream.hidden.float()
         if is_first:
@@ -271,7 +279,7 @@ class TorchOps:
 
     def rotate_append(
         self,
-        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]; without a tail queries alone
+        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]; only queries if there is no tail
         norms: HeadNorms | None,
         eps: float,
         rotation: Rotation | None,
@@ -281,7 +289,7 @@ class TorchOps:
     ) -> None:
         """q = q_scale * rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail.
 
-        What has norms is normed before.
+        Heads that have norms are normed first.
         """
         num_q_heads, head_dim = q.shape[1:]
         heads = qkv.view(rows.batch_size, -1, head_dim).float()
@@ -299,7 +307,10 @@ class TorchOps:
         tail[rows.tail_ids[active].long(), :, (rows.tail_lens - rows.tail_starts)[active].long() - 1] = kv[active]
 
     def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
-        """Append to a layer's tails what rows that are not idle have appended to another's. Both like `tail` above."""
+        """Copy the K and V that rows that are not idle have appended to one layer's tails to another layer's.
+
+        source, tail: [num_tails, num_kv_heads, tail_capacity, 2, head_dim]; tail is written.
+        """
         active = rows.tail_lens > 0
         at = rows.tail_ids[active].long(), slice(None), (rows.tail_lens - rows.tail_starts)[active].long() - 1
         tail[at] = source[at]
@@ -312,7 +323,7 @@ class TorchOps:
         rows: StepRows,
         out: Tensor,  # [num_layers, batch_size, layer_input_width], written
     ) -> None:
-        """What each layer takes of the rows' tokens: see `InputWeights`."""
+        """Compute each layer's own inputs of the rows' tokens: see `InputWeights`."""
         by_layer = projected.float().view(len(projected), len(out), -1)
         made = _norm(by_layer * weights.scale, weights.norm, eps)
         own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
@@ -332,10 +343,13 @@ class TorchOps:
         spec: DeltaSpec,
         eps: float,
         rows: StepRows,
-        state: DeltaState,  # those of the rows' tails are written, of rows that are not idle
-        room: DeltaRoom,  # of which `inputs` are read, `mixed` is to be written to, `out` written
+        state: DeltaState,  # written for the tails of rows that are not idle
+        room: DeltaRoom,  # `inputs` are read, `mixed` is scratch memory, `out` is written
     ) -> None:
-        """Each row's part of its request's memory, which it changes. Rows of a request in their order."""
+        """Gated DeltaNet: each row updates its request's recurrent state and reads it.
+
+        The rows of a request must come in the order of its tokens.
+        """
         versions, kept = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
         for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
             tail = int(rows.tail_ids[row])
@@ -367,9 +381,9 @@ class TorchOps:
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,  # [num_tails, 1, tail_capacity, 2, head_dim]: one layer's
-        room: LatentRoom,  # of which `inputs` are read, and `q_latents` written
+        room: LatentRoom,  # `inputs` are read, `q_latents` written
     ) -> None:
-        """Norm the queries' latents, where there are any; rows that are not idle append theirs to their tail."""
+        """Norm the queries' latents, if there are any. Rows that are not idle append their latents to their tail."""
         if spec.q_rank is not None:
             room.q_latents.copy_(query_latents(room.inputs, weights, spec))
         own = latent_rows(room.inputs, weights, spec, _turn(rotation), tail.shape[3:].numel())
@@ -382,9 +396,9 @@ class TorchOps:
         weights: LatentWeights,
         spec: LatentSpec,
         rotation: Rotation,
-        room: LatentRoom,  # of which `inputs` and `projected` are read, and `queries` written
+        room: LatentRoom,  # `inputs` and `projected` are read, `queries` written
     ) -> None:
-        """What rows ask of latents and of index keys: see `csattn.models.latent.latent_queries`."""
+        """Compute the queries of latents and of the indexer: see `csattn.models.latent.latent_queries`."""
         asked = latent_queries(room.inputs, room.projected, weights, spec, _turn(rotation))
         places = room.queries
         places.q.copy_(asked.q)
@@ -393,15 +407,16 @@ class TorchOps:
                 place.copy_(part)
 
     def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
-        """values = each head's values of what it has attended to"""
+        """values = each head's attended latent, projected up to its values"""
         room.values.copy_(latent_values(room.attended, weights))
 
     def predict_query(
         self,
-        early: Tensor,  # [batch_size, num_q_heads * head_dim]: a later layer's projection of this layer's input
-        norms: HeadNorms | None,  # of that layer
+        early: Tensor,  # [batch_size, num_q_heads * head_dim]: the next layer's query projection of this layer's input
+        norms: HeadNorms | None,  # of the next layer
         eps: float,
-        maps: Any,  # [num_contexts, num_q_heads, head_dim + 1, head_dim]; on a tape [batch_size] addresses of such
+        # [num_contexts, num_q_heads, head_dim + 1, head_dim]; on a tape [batch_size] addresses of one context's maps
+        maps: Any,
         rotation: Rotation | None,
         rows: StepRows,
         q: Tensor,  # [batch_size, num_q_heads, head_dim]
@@ -420,7 +435,7 @@ class TorchOps:
         multiplier: float,
         cap: float | None,
     ) -> None:
-        """logits *= multiplier, then logits = cap * tanh(logits / cap) where there is a cap"""
+        """logits *= multiplier, then logits = cap * tanh(logits / cap) if there is a cap"""
         logits.mul_(multiplier)
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)
@@ -430,13 +445,14 @@ class TorchOps:
         logits: Tensor,  # [batch_size, vocab_size] float32
         next_ids: Tensor,  # [batch_size] int64
     ) -> None:
-        """The token id of each row's largest logit, of equals the first; -1 where that is NaN or infinity."""
-        largest, token_ids = logits.max(dim=-1)  # NaN is the greatest
+        """next_ids = the argmax of each row's logits, the first of equals; -1 if the largest is NaN or infinity"""
+        largest, token_ids = logits.max(dim=-1)  # NaN counts as the largest
         next_ids.copy_(torch.where(largest < torch.inf, token_ids, -1))
 
 
 def _best_experts(ranked: Tensor, spec: ExpertsSpec) -> Tensor:
-    """Of scores with biases [batch_size, num_experts] the ids [batch_size, num_chosen], within the best groups."""
+    """Return the ids [batch_size, num_chosen] of the experts with the best scores, bias included, within the best
+    groups. ranked: [batch_size, num_experts]."""
     num_groups, num_kept = spec.groups
     if num_groups > 1:
         by_group = ranked.view(len(ranked), num_groups, -1)
@@ -459,7 +475,7 @@ def _prepare(stream: Stream, readers: Readers) -> None:
 
 
 def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
-    """float32"""
+    """Return the products of x with all linear layers side by side, float32."""
     scale = _scale(x)
     products = [functional.linear(x.x, linear.plain(x.x.dtype)).float() * scale for linear in linears]
     biased = [
@@ -478,7 +494,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _scale(x: Normed) -> Tensor | float:
-    """What a product of x is multiplied by."""
+    """Return the factor of a product of x: the inverse root mean square of the stream, or 1."""
     return 1.0 if x.squares is None else torch.rsqrt(x.squares.sum(0) / x.x.shape[1] + x.eps)[:, None]
 
 
@@ -487,7 +503,10 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _head_norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Of each of the heads [batch_size, num_heads, head_dim], or, where there are weights for all, of all together."""
+    """RMSNorm of each head, or of all heads together if the weight is as wide as all of them.
+
+    heads: [batch_size, num_heads, head_dim].
+    """
     together = heads.flatten(1) if len(weight) > heads.shape[2] else heads
     return _norm(together, weight, eps).view(heads.shape)
 

@@ -1,4 +1,4 @@
-"""A model's weights as the decode loop on a device reads them: q, k and v in one matrix, gates and ups in one."""
+"""Copies a model's weights to a device, laid out for the decode loop: one matrix for q, k, v, one for gates and ups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -14,24 +14,24 @@ from csattn.models.weights import ExpertWeights, LayerWeights, Linear, ModelWeig
 from csattn.share import Share
 
 DTYPES = (torch.float32, torch.bfloat16)
-_MATRICES = ("up_k", "up_v", "table")  # fields that are no norms or other numbers in float32
+_MATRICES = ("up_k", "up_v", "table")  # tensors to convert to the model's dtype; other plain tensors stay float32
 
 
 def take_weights(
     model: Any,  # a transformers causal language model of a supported family
     device: torch.device | str,
-    share: Share | None = None,  # of the model, for one of several devices; None: all of it
+    share: Share | None = None,  # this device's share, if several devices share the model; None: all of it
 ) -> ModelWeights:
     """Copy a loaded model's weights to the device.
 
-    Raises ModelError where the decode loop does not reproduce the model.
+    Raises ModelError if the decode loop does not reproduce the model.
     """
     there = weights_of(model)
     whole, to = there.spec, _Mover(device, model.dtype)
     require_dtype(model.dtype)
     layers = []
     waiting = list(there.layers)
-    there = replace(there, layers=())  # whose weights are not to be held any longer than needed
+    there = replace(there, layers=())  # each layer's weights are released once they are copied
     for layer_idx, of_layer in enumerate(whole.layers):
         part = waiting.pop(0)
         if share is not None:
@@ -63,13 +63,13 @@ def require_dtype(dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Mover:
-    """Matrices come to the device in that dtype, numbers in their own."""
+    """Copies weights to the device: matrices in `dtype`, other numbers in their own dtype."""
 
     device: torch.device | str
     dtype: torch.dtype
 
     def moved(self, weights: Any) -> Any:
-        """The same data. Linear layers that stand side by side become one."""
+        """Return a copy of the same structure. A tuple of linear layers becomes a tuple of one that joins them."""
         if isinstance(weights, Tensor):
             return weights.to(self.device)
         if isinstance(weights, Linear):
@@ -89,12 +89,12 @@ class _Mover:
         return replace(weights, **moved)  # type: ignore[type-var]  # an instance
 
     def matrix(self, *parts: Tensor) -> Tensor:
-        """One of them all."""
+        """Return one matrix of all parts, one below the other."""
         moved = [part.to(self.device, self.dtype, copy=len(parts) == 1) for part in parts]
         return moved[0] if len(parts) == 1 else torch.cat(moved)
 
     def joined(self, linears: Sequence[Linear]) -> Linear:
-        """One of them all; its biases are zeros where one has none and another has."""
+        """Return one linear layer of them all. If only some have biases, the others' are zeros."""
         bias = None
         if any(linear.bias is not None for linear in linears):
             bias = self.matrix(*(torch.zeros(len(x.weight)) if x.bias is None else x.bias for x in linears))
@@ -104,7 +104,7 @@ class _Mover:
         return Linear(self.matrix(*(linear.weight for linear in linears)), bias)
 
     def _experts(self, experts: ExpertWeights) -> ExpertWeights:
-        """Of each expert gates and ups in one matrix, of which those are views."""
+        """Copy experts, with each expert's gates and ups in one matrix; `gates` and `ups` are views of it."""
 
         def join(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
             both = torch.empty((len(first), 2 * first.shape[1], *first.shape[2:]), dtype=self.dtype, device=self.device)
@@ -136,7 +136,7 @@ class _Mover:
 
 
 def _centred(layer: LayerWeights) -> LayerWeights:
-    """What it adds to the stream has a mean of 0, and leaves the stream's."""
+    """Centre the layer's output matrices: what it adds to the stream then has a mean of 0, and keeps the stream's."""
 
     def outputs(linear: Linear) -> Linear:
         bias = None if linear.bias is None else linear.bias - linear.bias.mean()

@@ -1,1 +1,1 @@
-"""A step on the CPU as tapes: as many rows as come, each with the results it would have alone."""
+"""A decode step on the CPU, as tapes of stages: for any number of rows, each with the bits it would have alone."""

@@ -1,6 +1,6 @@
-"""What a step does in layers of linear attention (Gated DeltaNet), noted on a tape.
+"""Records the operation of layers of linear attention (Gated DeltaNet) on a tape, and its stages.
 
-Stages take rows of a request in the order of its tokens, and a request by itself.
+Stages process each request by itself, and its rows in the order of its tokens.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ from workers.model.cpu.notes import Notes
 from workers.model.cpu.scalars import sigmoid, softplus
 from workers.model.ops import DeltaRoom, DeltaState
 
-# The stages' arguments: sizes, and addresses of float32 but where something else is said. Of a state there are two
-# versions: that of a request's turn is read, the other written.
+# Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise. A state has two versions: a
+# step reads the one that the request's turn selects and writes the other.
 MIX = (
     "num_rows",  # address of the number of rows
     "tail_ids",  # [num_rows] int64
-    "tail_lens",  # [num_rows] int64: a request's rows are taken in their order, however they stand in the step
+    "tail_lens",  # [num_rows] int64: a request's rows are processed in this order, whatever their order in the step
     "turns",  # [num_tails] int64
-    "inputs",  # [num_rows, in_width], the channels first
+    "inputs",  # [num_rows, in_width]: the channels come first
     "in_width",
     "num_channels",
     "conv",  # [num_channels, conv_len]
@@ -38,7 +38,7 @@ REMEMBER = (
     "tail_ids",
     "tail_lens",
     "turns",
-    "inputs",  # [num_rows, in_width]: behind the channels gates, then what is written and forgotten
+    "inputs",  # [num_rows, in_width]: after the channels come the gates, then how much is written and forgotten
     "in_width",
     "num_channels",
     "mixed",  # [num_rows, num_channels]
@@ -58,7 +58,7 @@ _mix_at, _remember_at = words_at(MIX), words_at(REMEMBER)
 
 
 class TapeDeltaOps(Notes):
-    """A part of `TapeOps`."""
+    """The part of `TapeOps` for layers of linear attention."""
 
     def delta(
         self,
@@ -69,7 +69,7 @@ class TapeDeltaOps(Notes):
         state: DeltaState,
         room: DeltaRoom,
     ) -> None:
-        """state: of two versions."""
+        """state: it must have two versions."""
         told: dict[str, Any] = {
             "num_rows": self._num_rows,
             "tail_ids": rows.tail_ids,
@@ -112,12 +112,13 @@ class TapeDeltaOps(Notes):
 
 
 def mix_pieces(num_channels: int) -> int:
-    """Of a row."""
+    """Return the number of pieces of a row in `mix_stage`."""
     return -(-num_channels // BLOCK)
 
 
 def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """The channels' convolution. A piece is a block of channels of a row: of the first of a request for all of its."""
+    """Convolve the channels. A piece is a block of channels of a row; a request's first row does the work of all of
+    its rows."""
     args = _mix_at(arguments)
     blocks = -(-args.num_channels // BLOCK)
     row, first = piece // blocks, piece % blocks * BLOCK
@@ -150,7 +151,8 @@ def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
 
 
 def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """The memory's part. A piece is a value head of a row: of the first of a request for all of its."""
+    """Update and read the memory. A piece is a value head of a row; a request's first row does the work of all of its
+    rows."""
     args = _remember_at(arguments)
     row, head = piece // args.num_v_heads, piece % args.num_v_heads
     rows = _rows_of(args, row)
@@ -203,7 +205,8 @@ def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
 
 @exact_kernel
 def _rows_of(args: Any, row: int) -> NDArray[np.int64]:
-    """Rows of the row's request as their tokens follow each other, where it stands first of them; else none."""
+    """Return all rows of the row's request, in the order of their tokens, if it is the first of them in the step; else
+    none."""
     num_rows = word_of(args.num_rows, 0)
     tails, lens = array_at(args.tail_ids, num_rows, np.int64(0)), array_at(args.tail_lens, num_rows, np.int64(0))
     found = np.empty(num_rows, np.int64)

@@ -1,4 +1,4 @@
-"""What a step does in layers of experts, noted on a tape: stages take each row by itself."""
+"""Records the operations of MoE layers on a tape, and their stages, which work on each row by itself."""
 
 from typing import Any
 
@@ -21,71 +21,71 @@ from workers.model.cpu.notes import Notes
 from workers.model.cpu.scalars import sigmoid, softplus
 from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
 
-# The stages' arguments: sizes, and addresses of float32 but where something else is said.
+# Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
 CHOOSE = (
     "logits",  # [num_rows, num_experts]
     "bias",  # [num_experts], or 0
     "num_experts",
     "num_chosen",
-    "scores",  # one of SCORES
+    "scores",  # an index of SCORES
     "num_groups",
-    "num_kept",
-    "normed",
+    "num_kept",  # groups whose experts may be chosen
+    "normed",  # 1: shares are divided by their sum
     "scale",  # address of a float64
     "scales",  # [num_experts], or 0
     "by_token",  # [vocab_size, num_chosen] int32, or 0
     "vocab_size",
     "token_ids",  # [num_rows] int64
     "chosen",  # [num_rows, num_chosen] int32, written
-    "shares",  # likewise
+    "shares",  # [num_rows, num_chosen], written
 )
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "root_softplus")
 EXPERTS = (
     "x",  # [num_rows, num_in]
     "num_in",
-    "chosen",
-    "shares",  # of x; or 0
+    "chosen",  # [num_rows, num_chosen] int32
+    "shares",  # [num_rows, num_chosen]: factors of x; or 0
     "num_chosen",
-    "format",  # of gates and ups, one of FORMATS
-    "group_size",  # of those in few bits
-    "gates",  # of the model's dtype, or words; the first expert's
+    "format",  # of gates and ups, an index of FORMATS
+    "group_size",  # of quantized weights
+    "gates",  # the first expert's, of the model's dtype, or a `QuantizedWeight`'s words
     "ups",
-    "gate_scales",  # of those in few bits, or 0
+    "gate_scales",  # of quantized weights, or 0
     "up_scales",
-    "num_weights",  # outputs of all experts' gates and ups
-    "expert_bytes",  # from an expert to the next; in few bits 0
-    "expert_outputs",  # likewise in few bits, else 0
+    "num_weights",  # outputs of all experts' gates and ups together
+    "expert_bytes",  # from an expert's weights to the next one's; 0 if quantized
+    "expert_outputs",  # outputs from an expert to the next if quantized, else 0
     "row_stride",  # elements
-    "gate_bias",  # elements bias_step apart, or 0
+    "gate_bias",  # of the model's dtype, elements bias_step apart, experts bias_stride apart; or 0
     "up_bias",
     "bias_stride",
     "bias_step",
-    "activation",  # one of ACTIVATIONS
+    "activation",  # an index of ACTIVATIONS
     "num_out",
     "out",  # [num_rows, num_chosen, num_out], written
 )
 ADD_EXPERTS = (
     "x",  # [num_rows, num_chosen, num_in]
     "num_in",
-    "chosen",
-    "shares",  # of outputs; or 0
+    "chosen",  # [num_rows, num_chosen] int32
+    "shares",  # [num_rows, num_chosen]: factors of outputs; or 0
     "num_chosen",
-    "format",  # of weights, one of FORMATS
-    "group_size",
-    "down",  # of the model's dtype, [num_experts, num_out, num_in], or words
-    "scales",  # of those in few bits, or 0
-    "num_weights",  # outputs of all experts
-    "bias",  # [num_experts, num_out], or 0
+    "format",  # of weights, an index of FORMATS
+    "group_size",  # of quantized weights
+    "down",  # [num_experts, num_out, num_in] of the model's dtype, or a `QuantizedWeight`'s words
+    "scales",  # of quantized weights, or 0
+    "num_weights",  # outputs of all experts together
+    "bias",  # [num_experts, num_out] of the model's dtype, or 0
     "num_out",
-    "out",  # [num_rows, num_out]: this is added to it, times
-    "multiplier",  # at the address of a float64
-    "adds",  # 0: it is what is there then
+    "out",  # [num_rows, num_out], written
+    "multiplier",  # address of a float64: a factor of the sum over experts
+    "adds",  # 1: the sum is added to out; 0: it replaces out
 )
 _choose_at, _experts_at, _add_at = words_at(CHOOSE), words_at(EXPERTS), words_at(ADD_EXPERTS)
 
 
 class TapeExpertOps(Notes):
-    """A part of `TapeOps`."""
+    """The part of `TapeOps` for MoE layers."""
 
     def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom) -> None:
         num_groups, num_kept = spec.groups
@@ -157,7 +157,7 @@ class TapeExpertOps(Notes):
         spec: ExpertsSpec,
         room: ExpertRoom,
         out: Tensor,
-        multiplier: float | None,  # None: nothing is added to
+        multiplier: float | None,  # None: the sum over experts replaces out; else it is added, times multiplier
     ) -> None:
         hidden_size = out.shape[1]
         kept = None if weights.quantized is None else weights.quantized.down
@@ -186,7 +186,7 @@ class TapeExpertOps(Notes):
 
 
 def _gates_and_ups(weights: ExpertWeights, spec: ExpertsSpec) -> dict[str, Any]:
-    """Where they are, as `EXPERTS` says."""
+    """Return the arguments of `EXPERTS` that say where gates and ups lie."""
     num_weights = 2 * spec.num_experts * spec.intermediate_size
     if weights.quantized is None:
         gates, ups = weights.gates, weights.ups
@@ -220,7 +220,7 @@ def _gates_and_ups(weights: ExpertWeights, spec: ExpertsSpec) -> dict[str, Any]:
 
 
 def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
-    """A piece is a row."""
+    """Choose a row's experts and compute their shares. A piece is a row."""
     args = _choose_at(arguments)
     num_experts, num_chosen, kind = args.num_experts, args.num_chosen, args.scores
     logits = floats_of(args.logits, row, num_experts)
@@ -276,7 +276,7 @@ def _softmax(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
 
 @exact_kernel
 def _largest(x: NDArray[np.float32]) -> int:
-    """The first of equals."""
+    """Return the argmax, the first of equals."""
     best = 0
     for i in range(1, len(x)):
         if x[i] > x[best]:
@@ -286,7 +286,7 @@ def _largest(x: NDArray[np.float32]) -> int:
 
 @exact_kernel
 def _keep_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) -> None:
-    """-inf for experts of groups whose best two are not among the best so many."""
+    """Set experts to -inf outside the num_kept groups with the largest sums of their two best scores."""
     size = len(ranked) // num_groups
     worth, kept = np.empty(num_groups, np.float32), np.zeros(num_groups, np.bool_)
     for group in range(num_groups):
@@ -306,7 +306,10 @@ def _keep_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) ->
 
 
 def experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """A piece is some outputs of an expert of a row. like: of the model's weights."""
+    """Compute activation(gate) * up. A piece is 16 outputs of one of a row's experts, or the last fewer.
+
+    like: an element of the model's weights.
+    """
     args, itemsize = _experts_at(arguments), bytes_of(like)
     num_in, num_chosen, num_out = args.num_in, args.num_chosen, args.num_out
     blocks = -(-num_out // LANES)
@@ -339,7 +342,10 @@ def experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
 
 
 def add_experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """A piece is some outputs of a row. like: of the model's weights."""
+    """Sum the down projections of a row's experts. A piece is 16 outputs of a row, or the last fewer.
+
+    like: an element of the model's weights.
+    """
     args, itemsize = _add_at(arguments), bytes_of(like)
     num_in, num_chosen, num_out = args.num_in, args.num_chosen, args.num_out
     blocks = -(-num_out // LANES)

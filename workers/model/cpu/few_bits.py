@@ -1,6 +1,7 @@
-"""Products of rows with weights of 8 or 4 bits: as with the same weights decoded to float32, to the bit.
+"""Products of rows with weights of 8 or 4 bits, with the bits of products with the same weights decoded to float32.
 
-For one or two rows weights are decoded in registers, for each anew; for more once, four outputs' at a time.
+For one or two rows (if the inputs fill whole vectors), weights are decoded in registers, again for each row. Otherwise
+they are decoded once, for four outputs at a time, into memory.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from workers.model.cpu.linear import TILE, products
 FORMATS = ("floats", "int4", "fp8", "fp4")
 FLOATS, INT4, FP8, FP4 = range(4)
 _SIGN, _SIGN_AND_CODE, _E4M3_TO_FLOAT = -(2**31), 0x87F00000 - 2**32, 2.0**120
-_TWICE_E2M1 = 0xC8643210 - 2**32  # by its lowest three bits, four bits each
+_TWICE_E2M1 = 0xC8643210 - 2**32  # a table of twice an FP4 code's magnitude, 4 bits for each value of its low 3 bits
 _HALF_OF_LEAST_E8M0 = 0x00200000  # 2**-128
 
 
@@ -27,16 +28,16 @@ _HALF_OF_LEAST_E8M0 = 0x00200000  # 2**-128
 def multiply(
     x: NDArray[np.float32],  # [num_rows * num_in]
     num_rows: int,
-    format: int,  # of FORMATS
-    group_size: int,  # of those in few bits
-    weight: int,  # address of rows of num_in floats, row_stride apart; in few bits, of a `QuantizedWeight`'s words
-    scales: int,  # and of its scales
-    num_weights: int,  # outputs that it has, by which scales of groups are apart
+    format: int,  # an index of FORMATS
+    group_size: int,  # of quantized weights
+    weight: int,  # address of rows of num_in floats, row_stride apart, or of a `QuantizedWeight`'s words
+    scales: int,  # address of a `QuantizedWeight`'s scales
+    num_weights: int,  # all outputs of the `QuantizedWeight`: the stride from a group's scales to the next group's
     row_stride: int,
-    first: int,  # outputs first, first + 1, ... of which there are
+    first: int,  # the first of the num_out outputs to compute
     num_out: int,  # 1 to 16
     num_in: int,
-    like: Any,  # an element of the floats
+    like: Any,  # an element of float weights
     sums: NDArray[np.float32],  # [num_rows, rounded up to TILE, * 16], written
 ) -> None:
     """sums[row * 16 + i] = x[row] @ weight[first + i]"""
@@ -57,12 +58,12 @@ def multiply(
 def coded_products(
     x: NDArray[np.float32],  # [num_rows * num_in]
     num_rows: int,
-    words: NDArray[np.uint16],  # of a `QuantizedWeight`, of num_weights outputs
-    scales: NDArray[Any],  # likewise: of FP4 uint8, of others their bits as int32
-    format: int,  # INT4, FP8 or FP4: a literal, which the code is made for
+    words: NDArray[np.uint16],  # of a `QuantizedWeight` with num_weights outputs
+    scales: NDArray[Any],  # of the same: uint8 exponents for FP4, the bits of floats as int32 for the others
+    format: int,  # INT4, FP8 or FP4: a literal, for which the code is specialised
     group_size: int,
     num_weights: int,
-    first: int,  # outputs first, first + 1, ... of which there are
+    first: int,  # the first of the num_out outputs to compute
     num_out: int,  # 1 to 16
     num_in: int,
     sums: NDArray[np.float32],  # [num_rows, rounded up to TILE, * 16], written
@@ -86,13 +87,13 @@ def coded_products(
 
 @inlined_kernel
 def _words_of_run(format):  # type: ignore[no-untyped-def]
-    """As many neighbouring inputs, a part of the run, have their codes in the same bits of words."""
+    """Return the words of a run, which is also the inputs of a part: neighbours with their codes in the same bits."""
     return RUN // 2 if format == FP8 else RUN // 4
 
 
 @inlined_kernel
 def _one_row(x, at_x, words, scales, format, group_size, num_weights, first, last, num_in, sums, to):  # type: ignore[no-untyped-def]
-    """sums[to : to + 4] of the row at `at_x`; outputs behind the last are taken for the last."""
+    """Write sums[to : to + 4] for the row at `at_x`. Outputs past the last one repeat it."""
     zero, num_words = fill(F32x16, 0.0), _words_of_run(format)
     o1, o2, o3 = first + min(1, last), first + min(2, last), first + min(3, last)
     num_runs, is_whole = -(-num_in // RUN), group_size % RUN == 0
@@ -107,7 +108,7 @@ def _one_row(x, at_x, words, scales, format, group_size, num_weights, first, las
             prefetch_early(words, w1 + j + TILE * width)
             prefetch_early(words, w2 + j + TILE * width)
             prefetch_early(words, w3 + j + TILE * width)
-        if size == RUN and is_whole:  # one group: how much is added up is known beforehand
+        if size == RUN and is_whole:  # one group for the whole run: loops have constant bounds
             at = (run * RUN // group_size if group_size else 0) * num_weights
             s0, z0, s1, z1, s2, z2, s3, z3 = _four_scales(scales, at, first, o1, o2, o3, format)
             for p in range(RUN // num_words):
@@ -129,7 +130,7 @@ def _one_row(x, at_x, words, scales, format, group_size, num_weights, first, las
 
 @inlined_kernel
 def _four_scales(scales, at, o0, o1, o2, o3, format):  # type: ignore[no-untyped-def]
-    """`_scale` of four outputs' groups, in turn."""
+    """Return `_scale` of the groups of four outputs, one after another."""
     s0, z0 = _scale(scales[at + o0], format)
     s1, z1 = _scale(scales[at + o1], format)
     s2, z2 = _scale(scales[at + o2], format)
@@ -139,7 +140,7 @@ def _four_scales(scales, at, o0, o1, o2, o3, format):  # type: ignore[no-untyped
 
 @inlined_kernel
 def _add_part(x, at_x, words, w0, w1, w2, w3, p, count, format, s0, z0, s1, z1, s2, z2, s3, z3, a, b, c, d):  # type: ignore[no-untyped-def]
-    """What four outputs' sums a, b, c, d are with the first `count` inputs of the p-th part of a run more."""
+    """Return the sums a, b, c, d of four outputs plus the first `count` inputs of the p-th part of a run."""
     for j in range(0, count, LANES):
         xs = load(F32x16, x, at_x + j)
         v0, v1 = convert(I32x16, load(U16x16, words, w0 + j)), convert(I32x16, load(U16x16, words, w1 + j))
@@ -151,7 +152,7 @@ def _add_part(x, at_x, words, w0, w1, w2, w3, p, count, format, s0, z0, s1, z1, 
 
 @inlined_kernel
 def _decode(words, scales, format, group_size, num_weights, weight, num_in, decoded, to):  # type: ignore[no-untyped-def]
-    """decoded[to : to + num_in] = the weights of one output; what is written behind them has no meaning."""
+    """decoded[to : to + num_in] = the weights of one output; what is written past them is undefined."""
     num_words, num_runs = _words_of_run(format), -(-num_in // RUN)
     for run in range(num_runs):
         at, to_run = (weight * num_runs + run) * num_words, to + run * RUN
@@ -164,7 +165,7 @@ def _decode(words, scales, format, group_size, num_weights, weight, num_in, deco
                 for p in range(RUN // num_words):
                     store(decoded, to_run + p * num_words + j, _weights(word, p, format, scale, offset))
             continue
-        for p in range(-(-min(RUN, num_in - run * RUN) // num_words)):  # a group has whole parts
+        for p in range(-(-min(RUN, num_in - run * RUN) // num_words)):  # a group consists of whole parts
             group = (run * RUN + p * num_words) // group_size
             scale, offset = _scale(scales[group * num_weights + weight], format)
             for j in range(0, num_words, LANES):
@@ -174,9 +175,9 @@ def _decode(words, scales, format, group_size, num_weights, weight, num_in, deco
 
 @inlined_kernel
 def _scale(bits, format):  # type: ignore[no-untyped-def]
-    """A group's scale, and what is added for its zero point, which is in an int4's scale's lowest bits.
+    """Return a group's scale, and the offset for its zero point, which INT4 keeps in the lowest four bits of the scale.
 
-    FP4's is half: it is of twice the numbers, which are whole.
+    The scale of FP4 is halved: `_weights` multiplies it by twice the codes' values, which are integers.
     """
     if format == INT4:
         scale = as_bits(F32x16, fill(I32x16, bits & ~15))
@@ -190,7 +191,7 @@ def _scale(bits, format):  # type: ignore[no-untyped-def]
 
 @inlined_kernel
 def _weights(word, part_of_run, format, scale, offset):  # type: ignore[no-untyped-def]
-    """16 neighbouring inputs' weights, rounded once: a scale has few enough bits for an exact offset."""
+    """Return the weights of 16 neighbouring inputs, rounded once: a scale has few enough bits for an exact offset."""
     if format == INT4:
         code = (word >> fill(I32x16, 4 * part_of_run)) & fill(I32x16, 15)
         return fma(convert(F32x16, code), scale, offset)
@@ -199,6 +200,6 @@ def _weights(word, part_of_run, format, scale, offset):  # type: ignore[no-untyp
         twice = convert(F32x16, (fill(I32x16, _TWICE_E2M1) >> shift) & fill(I32x16, 15))
         sign = (word << fill(I32x16, 28 - 4 * part_of_run)) & fill(I32x16, _SIGN)
         return as_bits(F32x16, as_bits(I32x16, twice) | sign) * scale
-    # e4m3's sign goes where float32 has it, its exponent to the end of float32's, whose bias is another
+    # e4m3's sign goes to float32's sign, its exponent to the low end of float32's; the factor corrects for the bias
     bits = ((word << fill(I32x16, 24 - 8 * part_of_run)) >> fill(I32x16, 4)) & fill(I32x16, _SIGN_AND_CODE)
     return as_bits(F32x16, bits) * fill(F32x16, _E4M3_TO_FLOAT) * scale

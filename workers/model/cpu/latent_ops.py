@@ -1,4 +1,4 @@
-"""What a step does to rows of latents by themselves, noted on a tape."""
+"""Records the operations of layers of latents (MLA) on a tape, and their stages, which work on each row by itself."""
 
 from typing import Any
 
@@ -17,22 +17,22 @@ from workers.model.cpu.notes import Notes
 from workers.model.cpu.row_stages import inverse_rms, turn
 from workers.model.ops import LatentRoom, Rotation
 
-# The stages' arguments: sizes, and addresses of float32 but where something else is said.
+# Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
 APPEND = (
     "inputs",  # [num_rows, in_width]
     "in_width",
-    "q_rank",  # numbers of the queries' latents, which come first; 0: there are none
-    "key_at",  # where the row's key begins: the latent, then what turns
+    "q_rank",  # width of the queries' latents, which come first in inputs; 0: there are none
+    "key_at",  # where the row's key begins in inputs: the latent, then the part that RoPE rotates
     "kv_rank",
-    "index_at",  # and its index key
-    "index_dim",  # 0: there is none
+    "index_at",  # where its index key begins
+    "index_dim",  # 0: there is no index key
     "index_interleaved",
     "q_norm",  # [q_rank]
     "kv_norm",  # [kv_rank]
     "index_norm",  # [2, index_dim]: weights and biases
     "cos",  # [num_rows, half]
     "sin",
-    "half",  # pairs of dimensions that turn
+    "half",  # the number of pairs that RoPE rotates
     "interleaved",
     "tails",  # of the layer, [num_tails, tail_capacity, width], of the model's dtype
     "tail_capacity",
@@ -42,7 +42,7 @@ APPEND = (
     "q_latents",  # [num_rows, q_rank], written
 )
 ASK = (
-    "inputs",  # [num_rows, in_width]: how much each index head counts comes last
+    "inputs",  # [num_rows, in_width]: the weights of the index heads come last
     "in_width",
     "projected",  # [num_rows, projected_width]: all heads' queries, then those of the index heads
     "projected_width",
@@ -77,7 +77,7 @@ _append_at, _ask_at, _values_at = words_at(APPEND), words_at(ASK), words_at(VALU
 
 
 class TapeLatentOps(Notes):
-    """A part of `TapeOps`."""
+    """The part of `TapeOps` for layers of latents."""
 
     def append_latents(
         self,
@@ -173,7 +173,10 @@ def _turning(rotation: Rotation) -> dict[str, Any]:
 
 
 def append_stage(arguments: int, row: int, thread: int, like: Any) -> int:
-    """A piece is a row. like: of the model's weights, as of the other stages."""
+    """Norm a row's latents, and append its latent, rotated key and index key to its tail.
+
+    A piece is a row. like: an element of the model's weights, as in the other stages.
+    """
     args, itemsize = _append_at(arguments), bytes_of(like)
     q_rank, key_at, kv_rank = args.q_rank, args.key_at, args.kv_rank
     index_at, index_dim = args.index_at, args.index_dim
@@ -210,7 +213,10 @@ def append_stage(arguments: int, row: int, thread: int, like: Any) -> int:
 
 
 def ask_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """A piece is a head of a row, index heads last."""
+    """Compute the query of a head in latent space, or the query and weight of an index head.
+
+    A piece is a head of a row, index heads last.
+    """
     args, itemsize = _ask_at(arguments), bytes_of(like)
     num_heads, nope_dim, kv_rank, half = args.num_heads, args.nope_dim, args.kv_rank, args.half
     num_index_heads, index_dim = args.num_index_heads, args.index_dim
@@ -234,7 +240,7 @@ def ask_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
 
 
 def values_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """A piece is a head of a row."""
+    """Project a head's attended latent up to its values. A piece is a head of a row."""
     args, itemsize = _values_at(arguments), bytes_of(like)
     kv_rank, v_dim = args.kv_rank, args.v_dim
     attended, out = floats_of(args.attended, piece, kv_rank), floats_of(args.values, piece, v_dim)

@@ -1,7 +1,7 @@
-"""Products of a few rows with a weight matrix that is read once. What a row gets does not depend on the rows beside it.
+"""Products of a few rows with a weight matrix that is read once. A row's results do not depend on the rows beside it.
 
-Each output is a sum over 16 lanes, lane i over the elements i, i + 16, ...; then the lanes in one fixed tree; then what
-is left of the elements, one by one. Neither the number of rows nor of threads changes that order.
+Each output is summed in 16 lanes, lane i over elements i, i + 16, ...; then over the lanes, in one fixed tree; then
+over the remaining elements, one by one. Neither the number of rows nor that of threads changes this order.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ TILE = 4  # rows and outputs whose sums stay in registers
 def products(
     x: NDArray[np.float32],  # [num_rows * num_in]
     num_rows: int,
-    weight: Any,  # rows of num_in, row_stride apart; floats of any kind that csattn.cpu.floats reads
+    weight: Any,  # rows of num_in, row_stride apart, in any float type that csattn.cpu.floats reads
     row_stride: int,
-    first: int,  # outputs first, first + 1, ... of which there are
+    first: int,  # the first of the num_out outputs to compute
     num_out: int,  # 1 to 16
     num_in: int,
     sums: NDArray[np.float32],  # [num_rows, rounded up to TILE, * 16], written
@@ -43,7 +43,7 @@ def products(
 
 @exact_kernel
 def _one_row(x, weight, w0, w1, w2, w3, num_in, ahead, sums, out):  # type: ignore[no-untyped-def]
-    """sums[out : out + 4] of the only row."""
+    """Write sums[out : out + 4] of the only row."""
     zero = fill(F32x16, 0.0)
     a, b, c, d = zero, zero, zero, zero
     whole = num_in - num_in % LANES
@@ -65,7 +65,7 @@ def _one_row(x, weight, w0, w1, w2, w3, num_in, ahead, sums, out):  # type: igno
 
 @exact_kernel
 def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, ahead, sums, out):  # type: ignore[no-untyped-def]
-    """sums[(row + r) * 16 + out + c] for four r and c; rows behind the last are taken for the last."""
+    """Write sums[(row + r) * 16 + out + c] for r and c from 0 to 3. Rows past the last one repeat it."""
     x0, x1 = row * num_in, min(row + 1, last_row) * num_in
     x2, x3 = min(row + 2, last_row) * num_in, min(row + 3, last_row) * num_in
     zero, none = fill(F32xTile, 0.0), fill(F32x16, 0.0)
@@ -109,7 +109,7 @@ def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, ahead, sums, ou
 
 @exact_kernel
 def add_up_rows(x, at, num_in, matrix, width, out):  # type: ignore[no-untyped-def]
-    """out[j] = the sum over i < num_in of x[at + i] * matrix[i * width + j], in order of i. matrix: of any floats."""
+    """out[j] = the sum over i < num_in of x[at + i] * matrix[i * width + j], in order of i. matrix: any float type."""
     whole = width - width % LANES
     for j in range(0, whole, LANES):
         sums = fill(F32x16, 0.0)
@@ -125,7 +125,7 @@ def add_up_rows(x, at, num_in, matrix, width, out):  # type: ignore[no-untyped-d
 
 @exact_kernel
 def _add_products(x, at_x, weight, w0, w1, w2, w3, sums, at):  # type: ignore[no-untyped-def]
-    """One element's part of four outputs."""
+    """Add the product of one element to four outputs."""
     sums[at] += x[at_x] * load_float(weight, w0)
     sums[at + 1] += x[at_x] * load_float(weight, w1)
     sums[at + 2] += x[at_x] * load_float(weight, w2)

@@ -1,4 +1,4 @@
-"""A linear layer as a stage of a tape: a piece is one or more groups of 16 outputs, of all rows."""
+"""A linear layer as a stage of a tape: a piece is one or more groups of 16 outputs, for all rows."""
 
 from typing import Any
 
@@ -14,25 +14,25 @@ from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from workers.model.cpu.few_bits import multiply
 from workers.model.cpu.linear import TILE
 
-# arguments: addresses, sizes, and what is done with the product
+# Arguments of the stage: sizes and addresses, of float32 arrays unless stated otherwise.
 LINEAR = (
-    "num_rows",
+    "num_rows",  # address of an int64
     "x",  # [num_rows, num_in]
     "num_in",
-    "format",  # of both weights, one of FORMATS
-    "group_size",  # of those in few bits
-    "weight",  # [num_out, num_in]; in few bits, a `QuantizedWeight`'s words
-    "scales",  # and its scales, or 0
-    "bias",  # [num_out], or 0
-    "activation",  # one of ACTIVATIONS
-    "up_weight",  # [num_out, num_in], or 0: what is activated is multiplied by this product
+    "format",  # of both weights, an index of FORMATS
+    "group_size",  # of quantized weights
+    "weight",  # [num_out, num_in] of the weights' dtype, or a `QuantizedWeight`'s words
+    "scales",  # a `QuantizedWeight`'s scales, or 0
+    "bias",  # [num_out] of the weights' dtype, or 0
+    "activation",  # an index of ACTIVATIONS
+    "up_weight",  # like weight, or 0: the activated product is multiplied by this matrix's product
     "up_scales",
     "up_bias",
     "num_out",
-    "groups",  # of a piece
+    "groups",  # of 16 outputs in a piece
     "out",  # [num_rows, out_width]
     "out_width",
-    "multiplier",  # address of a float64: this much of it is added to what is there; 0: it takes its place
+    "multiplier",  # address of a float64: out += multiplier * product; 0: out = product
 )
 _linear_at = words_at(LINEAR)
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited")
@@ -41,17 +41,20 @@ NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED, LIMITED = range(8)
 
 
 def num_groups(num_out: int) -> int:
-    """Of so many outputs."""
+    """Return the number of groups of 16 outputs."""
     return -(-num_out // LANES)
 
 
 def groups_of_piece(num_out: int, num_threads: int) -> int:
-    """Weights are asked for ahead within a piece: it has many groups, but every thread some pieces."""
+    """Return how many groups of outputs make a piece.
+
+    Weights are prefetched within a piece, so it has many groups, but few enough that every thread gets several pieces.
+    """
     return max(1, min(MOST_GROUPS, num_groups(num_out) // (PIECES_OF_THREAD * num_threads)))
 
 
 def linear_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """like: of the weights, decoded, and biases; x and out are float32."""
+    """like: an element of the biases and of weights that are not quantized; x and out are float32."""
     args = _linear_at(arguments)
     begin = piece * args.groups * LANES
     for first in range(begin, min(begin + args.groups * LANES, args.num_out), LANES):
@@ -61,7 +64,7 @@ def linear_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
 
 @exact_kernel
 def _write_group(args, first, like):  # type: ignore[no-untyped-def]
-    """Outputs first, first + 1, ... first + 15, as far as there are so many."""
+    """Compute outputs first to first + 15, or up to the last one, for all rows."""
     num_rows = word_of(args.num_rows, 0)
     num_in, num_out, width = args.num_in, args.num_out, args.out_width
     count = min(LANES, num_out - first)
@@ -128,7 +131,7 @@ def activate(kind: int, x: NDArray[np.float32], factors: NDArray[np.float32], at
 
 @exact_kernel
 def _write(sums: NDArray[np.float32], at: int, out: NDArray[np.float32], to: int, count: int, multiplier: int) -> None:
-    """multiplier: its address, or 0."""
+    """Write `count` sums to out, or add them times the float64 at the address `multiplier`, if that is not 0."""
     times = np.float32(1.0) if multiplier == 0 else number_at(multiplier)
     if count == LANES:
         value = load(F32x16, sums, at)

@@ -1,4 +1,4 @@
-"""What is noted of a step, and the tapes that are made of it."""
+"""Records the stages of a step, and makes tapes of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,32 +16,32 @@ from workers.model.ops import Readers, Stream
 
 
 class Notes:
-    """Notes stages until `cut`, which makes a tape of them.
+    """Records stages until `cut`, which makes a tape of them.
 
-    A stage begins when those are done that it must not overtake: stages that have nothing to do with each other stand
-    side by side.
+    Stages are ordered into levels by their data dependencies. A level begins when the one before it is done; the stages
+    of one level are independent and run concurrently.
     """
 
     def __init__(self, kind: str, num_rows: NDArray[np.int64], num_threads: int = 1) -> None:
-        """kind: dtype of the model's weights. num_rows: [1], of the next tape. num_threads: that share out pieces."""
+        """kind: the dtype of the model's weights. num_rows: [1], the rows of the next run. num_threads: of the team."""
         self._kind, self._num_rows, self._num_threads = kind, num_rows, num_threads
         self._noted: list[_Stage] = []
         self._numbers: dict[float, NDArray[np.float64]] = {}
         self._levels = _Levels()
 
     def cut(self) -> "RowTape":
-        """What was noted since the last cut."""
+        """Return a tape of the stages recorded since the last cut."""
         noted, self._noted, self._levels = self._noted, [], _Levels()
         return RowTape(noted)
 
     def _note(
         self,
         stage: Stage,
-        names: tuple[str, ...],  # of its arguments, in their order
+        names: tuple[str, ...],  # of its arguments, in order
         *,
-        reads: Sequence[Tensor],  # of what stages write
+        reads: Sequence[Tensor],  # tensors that other stages write and this one reads
         writes: Sequence[Tensor],
-        fixed: int = 0,  # pieces, however many rows there are; 0: those of each row
+        fixed: int = 0,  # pieces, for any number of rows; 0: per_row pieces for each row
         per_row: int = 1,
         **values: Any,  # the arguments: numbers, arrays and tensors
     ) -> None:
@@ -58,7 +58,7 @@ class Notes:
         multiplier: float = 1.0,
         scale: float = 1.0,
     ) -> None:
-        """Make of the stream, to which something may be added before, what its readers want."""
+        """Record the stage that adds norm(added) to the stream, if given, and norms it for its next readers."""
         self._note(
             prepare_stage,
             PREPARE,
@@ -83,12 +83,12 @@ class Notes:
         )
 
     def _number(self, value: float) -> NDArray[np.float64]:
-        """Where it can be read."""
+        """Return an array that holds the number, for stages to read by its address."""
         return self._numbers.setdefault(value, np.array([value]))
 
 
 class RowTape:
-    """A tape whose stages have pieces by the number of rows."""
+    """A tape whose stages' numbers of pieces depend on the number of rows."""
 
     def __init__(self, stages: Sequence["_Stage"]) -> None:
         self.tape = Tape()
@@ -105,25 +105,25 @@ class RowTape:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A stage that is noted, and how many stages have to follow each other before it."""
+    """A recorded stage. Its level is the length of the longest chain of stages that it depends on."""
 
     stage: Stage
     arguments: NDArray[np.int64]
     fixed: int
     per_row: int
     level: int
-    held: tuple[Any, ...]  # what the arguments are addresses of
+    held: tuple[Any, ...]  # keeps alive the memory whose addresses are among the arguments
 
 
 class _Levels:
-    """Which stages must wait for which: whoever reads a tensor for whoever wrote it, whoever writes it for its readers.
+    """Orders stages by their dependencies: readers of a tensor wait for its writers, writers for its earlier readers.
 
-    Two that write to it with no reader in between write to different parts.
+    Writers of one tensor with no reader in between do not wait for each other: they write different parts of it.
     """
 
     def __init__(self) -> None:
         self._written: dict[int, int] = {}  # by tensor, the last level that writes it
-        self._read: dict[int, int] = {}
+        self._read: dict[int, int] = {}  # by tensor, the last level that reads it
 
     def of(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
         read, written = ([tensor.untyped_storage().data_ptr() for tensor in tensors] for tensors in (reads, writes))

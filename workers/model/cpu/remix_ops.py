@@ -1,4 +1,4 @@
-"""What a step does to several residual streams, noted on a tape."""
+"""Records the mixing of several residual streams (hyper-connections) on a tape, and its stages."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,28 +15,28 @@ from workers.model.cpu.row_stages import inverse_rms, write_scaled
 from workers.model.cpu.scalars import sigmoid
 from workers.model.ops import Readers, Stream, StreamsRoom
 
-# The stages' arguments: sizes, and addresses of float32 but where something else is said.
+# Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
 ADD = (
     "streams",  # [num_rows, num, width], written
     "num",
     "width",
-    "given",  # [num_rows, width]: what a branch has added
-    "post",  # [num_rows, num]; 0: every stream becomes what is given
+    "given",  # [num_rows, width]: the output of a branch
+    "post",  # [num_rows, num]; 0: every stream becomes given
     "comb",  # [num_rows, num, num]
 )
 READ = (
     "streams",  # [num_rows, num, width]
     "num",
     "width",
-    "products",  # [num_rows, num_mixes], of streams that are not normed; where they are joined, the first num
+    "products",  # [num_rows, num_mixes], of the streams before their norm; only the first num if they are joined
     "num_mixes",
-    "bias",
-    "scales",  # [3]; where streams are joined [1]
-    "iterations",
-    "least",  # address of a float64: what the weights' sums are kept from 0 by
-    "post",  # [num_rows, num], written; 0: streams are joined
+    "bias",  # [num_mixes]; [num] if the streams are joined
+    "scales",  # [3]; [1] if the streams are joined
+    "iterations",  # of Sinkhorn's algorithm
+    "least",  # address of a float64, added to weights and their sums to keep them from 0
+    "post",  # [num_rows, num], written; 0: the streams are joined
     "comb",  # [num_rows, num, num], written
-    "hidden",  # [num_rows, width] <- the mixture where streams are joined, else 0
+    "hidden",  # [num_rows, width] <- the mixture if the streams are joined, else 0
     "norm",  # [width], or 0
     "out",  # [num_rows, width] <- norm(the mixture)
     "eps",  # address of a float64
@@ -45,7 +45,7 @@ _add_at, _read_at = words_at(ADD), words_at(READ)
 
 
 class TapeRemixOps(Notes):
-    """A part of `TapeOps`. The norm of all streams together is taken behind the product, whose factor it is."""
+    """The part of `TapeOps` for several streams. Products of all streams are normed afterwards, by a factor."""
 
     def remix(
         self,
@@ -94,12 +94,12 @@ class TapeRemixOps(Notes):
         )
 
     def _linear(self, x: Tensor, linear: Linear, out: Tensor) -> None:
-        """As `TapeOps` has it."""
+        """Implemented by `TapeOps`."""
         raise NotImplementedError
 
 
 def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
-    """A piece is a row, as of the other stage."""
+    """Mix the streams and add a branch's output to them. A piece is a row, as in the other stage."""
     args = _add_at(arguments)
     num, width = args.num, args.width
     streams, given = floats_of(args.streams, row, num * width), floats_of(args.given, row, width)
@@ -108,7 +108,7 @@ def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
             streams[j * width : (j + 1) * width] = given
         return 0
     post, comb = floats_of(args.post, row, num), floats_of(args.comb, row, num * num)
-    before = np.empty(num * LANES, np.float32)  # of some columns, which are written one stream after another
+    before = np.empty(num * LANES, np.float32)  # old values of some columns, whose streams are overwritten one by one
     whole = width - width % LANES
     for first in range(0, whole, LANES):
         for i in range(num):
@@ -131,6 +131,7 @@ def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
 
 
 def read_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    """Compute the weights of the streams from their products, mix them, and norm the mixture for the next branch."""
     args = _read_at(arguments)
     num, width, eps, least = args.num, args.width, number_at(args.eps), number_at(args.least)
     streams, hidden = floats_of(args.streams, row, num * width), floats_of(args.hidden, row, width)
@@ -167,7 +168,7 @@ def read_stage(arguments: int, row: int, thread: int, unused: int) -> int:
 def _write_sigmoids(
     products: NDArray[np.float32],
     first: int,
-    inverse: np.float32,  # of the root mean square of what was multiplied
+    inverse: np.float32,  # the inverse root mean square of the product's operand
     bias: int,
     scale: np.float32,
     out: NDArray[np.float32],
@@ -179,7 +180,7 @@ def _write_sigmoids(
 
 @exact_kernel
 def _balance(comb: NDArray[np.float32], num: int, iterations: int, least: np.float32) -> None:
-    """comb = the softmax of its rows, then its columns and rows in turn are divided by their sums (Sinkhorn)."""
+    """comb = the softmax of its rows; then its columns and rows in turn are divided by their sums (Sinkhorn)."""
     for i in range(num):
         largest, total = comb[i * num], np.float32(0.0)
         for j in range(1, num):
@@ -197,7 +198,7 @@ def _balance(comb: NDArray[np.float32], num: int, iterations: int, least: np.flo
 
 @exact_kernel
 def _divide_lines(comb: NDArray[np.float32], num: int, to_next: int, within: int, least: np.float32) -> None:
-    """Rows: the next is num further, the next of a row 1; columns: the other way round."""
+    """Divide each line by its sum. For rows, to_next is num and within is 1; for columns, the other way round."""
     for line in range(num):
         total = np.float32(0.0)
         for i in range(num):

@@ -1,4 +1,4 @@
-"""What a step does to each row by itself, as stages of a tape. The stream is float32, and so are norms."""
+"""Stages of a tape that work on each row by itself. The residual stream and the norms are float32."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from workers.model.cpu.linear import add_up_rows
 from workers.model.cpu.linear_stage import activate
 
-# The stages' arguments: sizes, and addresses of float32 but where something else is said. eps, multiplier and cap are
-# addresses of float64.
+# Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise. eps, multiplier, scale and
+# cap are addresses of a float64.
 EMBED = (
     "token_ids",  # [num_rows] int64
     "embedding",  # [vocab_size, width], of the model's dtype
@@ -27,16 +27,16 @@ EMBED = (
 PREPARE = (
     "hidden",  # [num_rows, width]
     "width",
-    "added",  # [num_rows, width]: multiplier * norm(added) is added to hidden first, times scale; or 0
+    "added",  # [num_rows, width], or 0: first, hidden = scale * (hidden + multiplier * norm(added))
     "added_norm",  # [width]
     "multiplier",
     "scale",
-    "norm",  # [width], or 0: hidden as it is
+    "norm",  # [width], or 0: out is hidden itself
     "out",  # [num_rows, width] <- norm(hidden)
-    "norm_ahead",  # likewise, or 0: nothing is written
-    "out_ahead",
+    "norm_ahead",  # [width], or 0: out_ahead is not written
+    "out_ahead",  # [num_rows, width] <- norm_ahead(hidden)
     "eps",
-    "centred",  # 1: the mean is taken off hidden first
+    "centred",  # 1: the mean is subtracted from hidden before the norms
 )
 ROTATE = (
     "qkv",  # [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], normed in place
@@ -45,14 +45,14 @@ ROTATE = (
     "head_dim",
     "q_norm",  # [head_dim], or 0
     "k_norm",
-    "v_norm",  # of each head
-    "together",  # 1: q_norm and k_norm are of all heads together, [num_heads * head_dim]
+    "v_norm",  # [head_dim], or 0
+    "together",  # 1: q_norm and k_norm apply to all heads together, [num_heads * head_dim]
     "eps",
     "cos",  # [num_rows, half]
     "sin",
     "q_scale",  # [num_rows], or 0
-    "half",  # pairs of dimensions that turn: the first 2 * half
-    "interleaved",  # 1: they are 2i and 2i + 1; 0: i and i + half
+    "half",  # the number of pairs that RoPE rotates: the first 2 * half dimensions
+    "interleaved",  # 1: dimensions 2i and 2i + 1 are a pair; 0: i and i + half
     "tails",  # of the layer, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype
     "tail_capacity",
     "tail_ids",  # [num_rows] int64
@@ -71,13 +71,13 @@ PREDICT = (
     "q_scale",
     "half",
     "interleaved",
-    "maps",  # [num_rows] addresses of [num_q_heads, head_dim + 1, head_dim], 0: nothing is predicted
+    "maps",  # [num_rows] addresses of [num_q_heads, head_dim + 1, head_dim]; 0: no prediction for the row
     "q",  # [num_rows, num_q_heads, head_dim], written
 )
 ADD_NORMS = ("x", "norm", "other", "other_norm", "width", "eps")  # x = norm(x) + other_norm(other), rows of width
 COPY_ROWS = (
-    "source",  # tails of a layer, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype
-    "tails",  # of another, likewise, written
+    "source",  # one layer's tails, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype
+    "tails",  # another layer's tails, of the same shape, written
     "num_kv_heads",
     "row_width",  # 2 * head_dim
     "tail_capacity",
@@ -85,22 +85,22 @@ COPY_ROWS = (
     "tail_lens",  # [num_rows] int64
 )
 MAKE_INPUTS = (
-    "projected",  # [num_rows, num_layers * width]
+    "projected",  # [num_rows, num_layers * width], scaled in place
     "num_layers",
     "width",
     "norm",  # [width]
     "token_ids",  # [num_rows] int64
     "table",  # [vocab_size, num_layers * width], of the model's dtype
     "vocab_size",
-    "scale",  # these: addresses of float64
-    "table_scale",
+    "scale",
+    "table_scale",  # address of a float64
     "eps",
     "out",  # [num_layers, max_rows, width], written
     "max_rows",
 )
 TAKE_INPUT = ("gates", "activation", "given", "width")  # gates = activation(gates) * given, rows of width
 GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
-FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # [num_rows, vocab_size], written; no cap: 0
+FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # logits: [num_rows, vocab_size], written; cap 0: none
 _embed_at, _prepare_at, _rotate_at = words_at(EMBED), words_at(PREPARE), words_at(ROTATE)
 _add_norms_at, _copy_rows_at = words_at(ADD_NORMS), words_at(COPY_ROWS)
 _make_inputs_at, _take_input_at = words_at(MAKE_INPUTS), words_at(TAKE_INPUT)
@@ -108,7 +108,7 @@ _predict_at, _gate_at, _finish_logits_at = words_at(PREDICT), words_at(GATE), wo
 
 
 def embed_stage(arguments: int, row: int, thread: int, like: Any) -> int:
-    """A piece is a row, as of the other stages but one. like: of the model's weights."""
+    """A piece is a row, as in all stages here but `predict_stage`. like: an element of the model's weights."""
     args = _embed_at(arguments)
     width, token_id = args.width, word_of(args.token_ids, row)
     words = array_at(args.embedding, args.vocab_size * width, like)
@@ -119,6 +119,7 @@ def embed_stage(arguments: int, row: int, thread: int, like: Any) -> int:
 
 
 def prepare_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    """Add a branch's normed output to a row of the stream, if there is one, and norm the row for its next readers."""
     args = _prepare_at(arguments)
     width, eps = args.width, number_at(args.eps)
     hidden = floats_of(args.hidden, row, width)
@@ -144,6 +145,7 @@ def prepare_stage(arguments: int, row: int, thread: int, unused: int) -> int:
 
 
 def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
+    """Norm and rotate a row's queries and keys; write its queries to q, and append its K and V to its tail."""
     args, itemsize = _rotate_at(arguments), bytes_of(like)
     num_q_heads, num_kv_heads, head_dim = args.num_q_heads, args.num_kv_heads, args.head_dim
     q_width, kv_width = num_q_heads * head_dim, num_kv_heads * head_dim
@@ -185,7 +187,7 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
 
 
 def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """A piece is a query head of a row."""
+    """Predict the next layer's query with the maps of the row's context. A piece is a query head of a row."""
     args = _predict_at(arguments)
     num_q_heads, head_dim = args.num_q_heads, args.head_dim
     q_norm, together, eps = args.q_norm, args.together != 0, number_at(args.eps)
@@ -194,7 +196,7 @@ def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     if maps == 0:
         return 0
     matrix = floats_of(maps, head, (head_dim + 1) * head_dim)
-    all_heads = floats_of(args.early, row, num_q_heads * head_dim)  # which the row's other pieces read too
+    all_heads = floats_of(args.early, row, num_q_heads * head_dim)  # read-only: the row's other pieces read it too
     early = np.empty(head_dim, np.float32)
     for i in range(head_dim):
         early[i] = all_heads[head * head_dim + i]
@@ -293,7 +295,7 @@ def finish_logits_stage(arguments: int, row: int, thread: int, unused: int) -> i
                 part[i] = np.float32(2.0) * (logits[first + i] / cap)
             store(powers, 0, exp_lanes(load(F32x16, part, 0)))
             for i in range(count):
-                if logits[first + i] == logits[first + i]:  # what is no number stays none
+                if logits[first + i] == logits[first + i]:  # NaN stays NaN
                     logits[first + i] = cap * (np.float32(1.0) - np.float32(2.0) / (np.float32(1.0) + powers[i]))
     return 0
 
@@ -332,7 +334,8 @@ def write_scaled(
 def _normalise_head(
     heads: NDArray[np.float32], at: int, head_dim: int, norm: int, scale: np.float32, eps: float
 ) -> None:
-    """RMSNorm of one head in place, with the weights at that address. scale: of all heads together, or 0."""
+    """RMSNorm of one head in place. norm: the address of its weights. scale: the inverse root mean square of all heads
+    together; 0: this head's own."""
     if scale == 0:
         scale = inverse_rms(heads, at, head_dim, eps)
     weight = array_at(norm, head_dim, np.float32(0))
@@ -351,7 +354,7 @@ def turn(
     out: NDArray[np.float32],
     to: int,
 ) -> None:
-    """RoPE of one head: its first dimensions turn in pairs, the others stay."""
+    """RoPE of one head: rotate its first dimensions in pairs and copy the others."""
     half = len(cos)
     if interleaved:
         for i in range(half):

@@ -1,4 +1,4 @@
-"""Functions of one number that several stages compute, in float32."""
+"""Scalar functions in float32 that several stages share."""
 
 from typing import Any
 

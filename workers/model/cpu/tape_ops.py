@@ -1,4 +1,4 @@
-"""The operations of a step, noted on tapes, to be done later by a team of threads, for as many rows as come."""
+"""Records the operations of a step on tapes, which a team of threads runs later for any number of rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,10 +42,10 @@ from workers.model.ops import Normed, Readers, Rotation, Stream
 
 
 class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
-    """Notes operations.
+    """Records the operations that `TorchOps` defines as stages of a tape.
 
-    The stream's `scaled` is the normed stream; its `squares` are not used. Rotations are computed, and tokens drawn, by
-    whoever fills the rows.
+    The stream's `scaled` is the normed stream; its `squares` are not used. `turn` and `likeliest` do nothing:
+    `CpuModel.set_rows` computes rotations, and the caller draws tokens.
     """
 
     def break_chain(self) -> None:
@@ -255,7 +255,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         self,
         x: Tensor,
         linear: Linear,
-        out: Tensor,  # rows may lie further apart than it is wide
+        out: Tensor,  # its row stride may exceed its width
         activation: str = "none",
         up: Linear | None = None,
         multiplier: float | None = None,
@@ -265,7 +265,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         weights, scales, format, group_size = weights_of_product(both)
         groups = groups_of_piece(num_out, self._num_threads)
         self._note(
-            KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # not all are of the model's
+            KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # may not be the model's dtype
             LINEAR,
             reads=[x] if multiplier is None else [x, out],
             writes=[out],
@@ -307,9 +307,10 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
 
 
 def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor | None], int, int]:
-    """Of linear layers that are multiplied together: weights and scales, the format's number and the group size.
+    """Return the weights and scales of linear layers that one stage multiplies, their format's number and group size.
 
-    In few bits, where all of them are kept in such, and alike; else as floats.
+    They are quantized weights if all layers have them in the same format, with the same group size and their inputs in
+    the original order; else floats.
     """
     kept = [x.quantized for x in linears if x.quantized is not None]
     kept = [x for x in kept if x.format in FORMATS and x.order is None]

@@ -1,6 +1,6 @@
-"""What a step does to rows of compressed attention by themselves: see `csattn.models.compressed`.
+"""Kernels for the rows of compressed attention, each row by itself: see `csattn.models.compressed`.
 
-Channels go in pairs, which turn together; the last of them do. A row is a program, or some are.
+Channels 2i and 2i + 1 are a pair; RoPE rotates the last HALF pairs. A row has one program, or several.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.
@@ -13,15 +13,15 @@ import triton.language as tl
 
 @triton.jit
 def take_up_kernel(
-    inputs,  # [num_rows, in_width]: the row, and what it adds to compressed rows
+    inputs,  # [num_rows, in_width]: the row itself, then what it adds to compressed rows
     norm,  # [DIM] float32
     cos,  # [num_rows, HALF] float32, of the row's position
     sin,
-    own,  # [num_rows] int64: where the row lies
+    own,  # [num_rows] int64: the row's place in rows
     slots,  # [num_rows] int64
     positions,  # [num_rows] int64
-    rows,  # [places, DIM] <- the row
-    pending,  # [slots, num_pending, width] float32 <- what it adds, by its position
+    rows,  # [places, DIM] <- norm(row), rotated
+    pending,  # [slots, num_pending, width] float32: a ring buffer by position <- what the row adds
     in_width,
     num_pending,
     width,
@@ -29,7 +29,7 @@ def take_up_kernel(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,  # at least DIM // 2
-    BLOCK: tl.constexpr,  # numbers of a program, but of the first
+    BLOCK: tl.constexpr,  # elements of pending that a program writes; a row's first program writes the row instead
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x = inputs + row * in_width
@@ -49,15 +49,15 @@ def compress_kernel(
     pending,  # [slots, num_pending, width] float32
     position_bias,  # [RATIO, SERIES * DIM] float32
     norm,  # [DIM] float32
-    cos,  # [num_rows, HALF] float32, of the first token's position
+    cos,  # [num_rows, HALF] float32, of the position of the compressed row's first token
     sin,
     slots,  # [num_rows] int64
     positions,  # [num_rows] int64
-    written,  # [num_rows] int64: where what ends with the row goes; `nowhere`: nothing does
-    out,  # [places, DIM] <-
+    written,  # [num_rows] int64: the place of the compressed row that this row completes; `nowhere`: it completes none
+    out,  # [places, DIM] <- completed compressed rows
     num_pending,
     width,
-    kv_at,  # of what a token adds; how much that counts lies behind it
+    kv_at,  # where the token's values lie in what it adds; their gates (logits of weights) follow
     nowhere,
     eps,
     RATIO: tl.constexpr,
@@ -65,7 +65,7 @@ def compress_kernel(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,  # at least DIM // 2
-    TOKENS: tl.constexpr,  # at a time
+    TOKENS: tl.constexpr,  # loaded at a time
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(written + row)
@@ -83,7 +83,7 @@ def compress_kernel(
             t = start + tl.arange(0, TOKENS)
             position = last - span + 1 + t
             is_there = (t < span) & (position >= 0)
-            series = (t // RATIO) * DIM  # earlier tokens add their first channels
+            series = (t // RATIO) * DIM  # with two series, earlier tokens add their first DIM channels
             token = (
                 pending + (slot * num_pending + tl.where(is_there, position, 0) % num_pending) * width + kv_at + series
             )
@@ -100,7 +100,7 @@ def compress_kernel(
 @triton.jit
 def ask_kernel(
     projected,  # [num_rows, projected_width]: all heads' queries, then those of the index heads
-    inputs,  # [num_rows, in_width]: how much each index head counts comes last
+    inputs,  # [num_rows, in_width]: the weights of the index heads come last
     cos,  # [num_rows, HALF] float32
     sin,
     q,  # [num_rows, NUM_HEADS, DIM] <-
@@ -138,7 +138,7 @@ def turn_back_kernel(
     attended,  # [num_rows, NUM_HEADS, DIM]
     cos,  # [num_rows, HALF] float32
     sin,
-    groups,  # [num_groups, num_rows, HEADS * DIM] <- turned back
+    groups,  # [num_groups, num_rows, HEADS * DIM] <- attended, with the rotation of the row's position undone
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # of a group
     DIM: tl.constexpr,
@@ -153,7 +153,7 @@ def turn_back_kernel(
 
 @triton.jit
 def _pairs(x, DIM: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
-    """Firsts and seconds of DIM numbers, float32, and their pairs' numbers."""
+    """Return the first and the second elements of DIM / 2 pairs, float32, and the pairs' indices."""
     p = tl.arange(0, BLOCK_PAIRS)
     inside = p < DIM // 2
     first = tl.load(x + 2 * p, mask=inside, other=0.0).to(tl.float32)
@@ -162,7 +162,7 @@ def _pairs(x, DIM: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
 
 @triton.jit
 def _normed(first, second, norm, p, DIM: tl.constexpr, eps):
-    """RMSNorm."""
+    """RMSNorm of a row, given and returned as the first and the second elements of its pairs."""
     scale = tl.math.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM + eps)
     inside = p < DIM // 2
     first *= scale * tl.load(norm + 2 * p, mask=inside, other=0.0)
@@ -171,7 +171,7 @@ def _normed(first, second, norm, p, DIM: tl.constexpr, eps):
 
 @triton.jit
 def _turn(out, first, second, cos, sin, row, p, direction, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Write them, the last HALF pairs turned."""
+    """Write the pairs to out, the last HALF of them rotated. direction: 1, or -1 to rotate back."""
     angle = p - (DIM // 2 - HALF)
     inside, turns = p < DIM // 2, (angle >= 0) & (angle < HALF)
     c = tl.load(cos + row * HALF + angle, mask=turns, other=1.0)
@@ -182,7 +182,7 @@ def _turn(out, first, second, cos, sin, row, p, direction, DIM: tl.constexpr, HA
 
 @triton.jit
 def _add_tokens(token, of_bias, channels, mask, most, total, sums, GATE_AT: tl.constexpr):
-    """Some tokens' part of a softmax over tokens, for each channel."""
+    """Update an online softmax over tokens, for each channel, with some more tokens."""
     kv = tl.load(token[:, None] + channels[None, :], mask=mask, other=0.0)
     gate = tl.load(token[:, None] + GATE_AT + channels[None, :], mask=mask, other=-float("inf"))
     gate += tl.load(of_bias[:, None] + channels[None, :], mask=mask, other=0.0)

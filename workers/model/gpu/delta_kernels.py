@@ -1,4 +1,7 @@
-"""Gated DeltaNet: the channels' convolution and the memory. A program owns a part of one request's state for a step."""
+"""Gated DeltaNet: the channels' convolution and the memory. A program owns a part of one request's state in a step.
+
+The program of a request's first row in the step processes all of its rows, in the order in which they stand there.
+"""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -12,7 +15,7 @@ from csattn.cuda.triton_start import wait_for_earlier
 
 @triton.jit
 def gate_kernel(x, gates, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """x *= sigmoid(gates), of `num` elements each."""
+    """x *= sigmoid(gates), both of `num` elements."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait_for_earlier(PDL)
     value = tl.load(x + i, mask=i < num, other=0.0).to(tl.float32)
@@ -22,9 +25,9 @@ def gate_kernel(x, gates, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def mix_kernel(
-    inputs,  # [num_rows, in_width], the channels first
+    inputs,  # [num_rows, in_width]: the channels come first
     conv,  # [num_channels, CONV_LEN] float32
-    tail_lens,  # [num_rows] int32; 0: nothing is done
+    tail_lens,  # [num_rows] int32; 0: the row is idle
     tail_ids,
     turns,  # [num_tails] int64
     kept,  # [num_tails, VERSIONS, num_channels, CONV_LEN - 1] float32
@@ -52,7 +55,7 @@ def mix_kernel(
         of_tail = tail * VERSIONS * num_channels * (CONV_LEN - 1)
         version = num_channels * (CONV_LEN - 1)
         is_kept = inside & (j < CONV_LEN - 1)[None, :]
-        # each channel's last inputs; the last place is the row's own
+        # each channel's last inputs; the last column is for the row's own input
         seen = tl.load(kept + of_tail + turn * version + places, mask=is_kept, other=0.0)
         for other in range(row, num_rows):
             if _is_of(tail_lens, tail_ids, other, tail):
@@ -67,7 +70,7 @@ def mix_kernel(
 
 @triton.jit
 def _shifted(seen, j, CONV_LEN: tl.constexpr, BLOCK_LEN: tl.constexpr):
-    """[..., BLOCK_LEN]: each place has what the next one had."""
+    """Shift the columns of seen [..., BLOCK_LEN] left by one."""
     moved = seen * 0.0
     for i in tl.static_range(CONV_LEN - 1):
         following = tl.sum(tl.where((j == i + 1)[None, :], seen, 0.0), axis=1)
@@ -77,7 +80,7 @@ def _shifted(seen, j, CONV_LEN: tl.constexpr, BLOCK_LEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def remember_kernel(
-    inputs,  # [num_rows, in_width]: behind the channels gates, then what is written and forgotten
+    inputs,  # [num_rows, in_width]: after the channels come the gates, then how much is written and forgotten
     mixed,  # [num_rows, num_channels]: queries, keys, values
     decay,  # [NUM_V_HEADS] float32
     decay_bias,
@@ -148,7 +151,7 @@ def _unit(at, i, inside):
 
 @triton.jit
 def _request(tail_lens, tail_ids, row, num_rows, BLOCK_ROWS: tl.constexpr):
-    """The row's tail, and whether it is the first of its request, and not idle."""
+    """Return the row's tail, and whether the row is not idle and the first of its request in the step."""
     r = tl.arange(0, BLOCK_ROWS)
     tail = tl.load(tail_ids + row)
     others = tl.load(tail_ids + r, mask=r < num_rows, other=-1)

@@ -1,4 +1,4 @@
-"""What a step does in layers of linear attention, in Triton."""
+"""Launches of the kernels of layers of linear attention (Gated DeltaNet)."""
 
 import triton
 
@@ -13,7 +13,7 @@ _MIX_BLOCK = 128
 
 
 class TritonDeltaOps(Launches):
-    """A part of `TritonOps`."""
+    """The part of `TritonOps` for layers of linear attention."""
 
     def delta(
         self,

@@ -1,4 +1,4 @@
-"""Experts of a step's rows: which they are, and their products, each expert's weights read once for all of its rows."""
+"""MoE kernels: routing, and experts' products, in which an expert's weights are read once for up to BLOCK_M rows."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -15,8 +15,8 @@ from workers.model.gpu.linear_kernels import gated_by
 def choose_kernel(
     logits,  # [num_rows, num_experts] float32
     bias,  # [num_experts] float32, or logits when not HAS_BIAS
-    scales,  # likewise, or logits when not HAS_SCALES: of shares
-    by_token,  # [vocab_size, NUM_CHOSEN] int32: each token's, or chosen when not BY_TOKEN
+    scales,  # [num_experts] float32: factors of shares, or logits when not HAS_SCALES
+    by_token,  # [vocab_size, NUM_CHOSEN] int32: each token's experts, or chosen when not BY_TOKEN
     token_ids,  # [num_rows] int64
     chosen,  # [num_rows, NUM_CHOSEN] int32 <-
     shares,  # [num_rows, NUM_CHOSEN] float32 <-
@@ -95,7 +95,7 @@ def choose_kernel(
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x of 0 to 1, however small: 2 * atanh(x / (2 + x))."""
+    """log(1 + x) for x from 0 to 1, accurate also for tiny x: 2 * atanh(x / (2 + x))."""
     s = x / (2.0 + x)
     square = s * s
     total = tl.full(x.shape, 1.0 / 15.0, tl.float32)
@@ -106,7 +106,7 @@ def _log1p(x):
 
 @triton.jit
 def _first(is_it, e, num_experts):
-    """The first expert of which that is true; where of none, for NaN, the last there is."""
+    """Return the first expert for which is_it is true; the last expert if it is true for none (NaN)."""
     return tl.min(tl.where(is_it, e, num_experts - 1), axis=0)
 
 
@@ -139,7 +139,7 @@ def experts_kernel(
     w,  # [num_experts, 2 * num_out, num_k]: gates, then ups
     bias,  # [num_experts, 2 * num_out], or w when not HAS_BIAS
     chosen,  # [num_rows, NUM_CHOSEN] int32
-    shares,  # likewise float32: of x, when ON_INPUT
+    shares,  # [num_rows, NUM_CHOSEN] float32: factors of x when ON_INPUT
     out,  # [num_rows, NUM_CHOSEN, num_out] <- activation(gate) * up
     num_rows,
     num_out,
@@ -194,7 +194,7 @@ def experts_down_kernel(
     w,  # [num_experts, num_out, num_k]
     bias,  # [num_experts, num_out], or w when not HAS_BIAS
     chosen,  # [num_rows, NUM_CHOSEN] int32
-    shares,  # likewise float32: of the product, unless ON_INPUT
+    shares,  # [num_rows, NUM_CHOSEN] float32: factors of the product unless ON_INPUT
     out,  # [num_rows, NUM_CHOSEN, num_out] <-
     num_rows,
     num_out,
@@ -230,7 +230,7 @@ def experts_down_kernel(
 
 @triton.jit
 def _pairs_of(chosen, expert, num_pairs, BLOCK_PAIRS: tl.constexpr):
-    """Which pairs of a row and a choice are of that expert, which of those each is, and how many they are."""
+    """Return which (row, choice) pairs chose the expert, the rank of each among these (a prefix sum), and the count."""
     p = tl.arange(0, BLOCK_PAIRS)
     mine = (tl.load(chosen + p, mask=p < num_pairs, other=-1) == expert).to(tl.int32)
     return mine, tl.cumsum(mine, axis=0) - 1, tl.sum(mine, axis=0)
@@ -238,7 +238,7 @@ def _pairs_of(chosen, expert, num_pairs, BLOCK_PAIRS: tl.constexpr):
 
 @triton.jit
 def _some_pairs(mine, rank, count, first, BLOCK_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of those, from the `first` on, BLOCK_M; and which of them there are."""
+    """Return BLOCK_M of an expert's pairs, those of rank `first` and up, and a mask of those that exist."""
     m = first + tl.arange(0, BLOCK_M)
     p = tl.arange(0, BLOCK_PAIRS)
     is_it = (rank[:, None] == m[None, :]) & (mine[:, None] > 0)
@@ -250,7 +250,8 @@ def _product(
     w_at, x_at, there, num_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_M] float32 of weight rows at [BLOCK_N, 1] and rows at [1, BLOCK_M]."""
+    """Return w @ x.T, [BLOCK_N, BLOCK_M] float32. w_at: [BLOCK_N, 1] pointers to rows, x_at: [1, BLOCK_M]; there: which
+    rows of x exist."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for at in range(0, num_k, BLOCK_K):

@@ -1,4 +1,4 @@
-"""What a step does in layers of experts: in Triton, and in CUDA C where their matrices are of few bits."""
+"""Launches of the operations of MoE layers: in Triton, and in CUDA C for weights of 8 or 4 bits."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
 
 
 class TritonExpertOps(TritonStreamOps, QuantizedOps):
-    """A part of `TritonOps`."""
+    """The part of `TritonOps` for MoE layers."""
 
     def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom) -> None:
         (num_groups, num_kept), bias, scales = spec.groups, weights.choice_bias, weights.scales
@@ -47,7 +47,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         )
 
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
-        """gates and ups: parts of one matrix, as `take_weights` joins them."""
+        """Gates and ups must be parts of one matrix, as `take_weights` joins them."""
         width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
         if (kept := weights.quantized) is not None:
             shares = room.shares if spec.on_input else None
@@ -108,7 +108,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         )
 
     def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
-        """What each of a row's experts adds."""
+        """Write the output of each of a row's experts to `room.parts`."""
         hidden_size, bias = room.parts.shape[2], weights.down_bias
         if (kept := weights.quantized) is not None:
             gated = Normed(room.gated.flatten(0, 1))

@@ -1,28 +1,28 @@
-// Products of a step's rows with the experts that are theirs: see `quantized.cuh`.
+// Products of a step's rows with the experts chosen for them, in 8 or 4 bits: see `quantized.cuh`.
 //
-// Pairs of a row and an expert are sorted by their experts. Up to ROWS pairs of one expert are a bundle, which has all tiles of that
-// expert's matrix: weights are read once for as many rows.
+// Pairs of a row and an expert are sorted by expert. Up to ROWS pairs of one expert form a bundle, which is multiplied by all
+// tiles of that expert's matrix: its weights are read once for up to ROWS rows.
 //
-// Compiled also for MOST_PAIRS, and MOST_STEP_ROWS, the rows of a step.
+// Compiled also for MOST_PAIRS, and MOST_STEP_ROWS, the most rows of a step.
 
 #include "quantized.cuh"
 
-constexpr u16 STARTS = 0x8000;  // of a pair: a bundle begins with it
+constexpr u16 STARTS = 0x8000;  // flag of a pair with which a bundle begins
 
 static_assert(MOST_PAIRS < STARTS, "a pair's number leaves one bit");
 
-// In shared memory.
+// The step's pairs, sorted into bundles, in shared memory.
 struct Bundles {
-    u16 experts[MOST_PAIRS];      // of pairs, in the order of rows
-    u16 pairs[MOST_PAIRS];        // by experts
-    u16 starts[MOST_PAIRS + 1];   // of bundles, among those; then their end
-    int num;
+    u16 experts[MOST_PAIRS];      // of each pair, in the order of rows
+    u16 pairs[MOST_PAIRS];        // pairs sorted by expert, with the flag STARTS
+    u16 starts[MOST_PAIRS + 1];   // where bundles begin in `pairs`; then the end of the last one
+    int num;                      // of bundles
 
     __device__ __forceinline__ int size_of(int bundle) const { return starts[bundle + 1] - starts[bundle]; }
     __device__ __forceinline__ int pair_of(int bundle, int i) const { return pairs[starts[bundle] + i] & ~STARTS; }
     __device__ __forceinline__ int expert_of(int bundle) const { return experts[pair_of(bundle, 0)]; }
 
-    // By the whole block.
+    // Sort the pairs by expert, stably. Called by the whole block.
     __device__ __forceinline__ void find(const int* chosen, int num_pairs) {
         for (int p = threadIdx.x; p < num_pairs; p += THREADS) experts[p] = static_cast<u16>(chosen[p]);
         __syncthreads();
@@ -52,9 +52,10 @@ struct Bundles {
     }
 };
 
+// The Work of all bundles: each has the tiles of its expert's matrix.
 struct ExpertTiles {
     const Bundles& bundles;
-    const Weights& first;  // the first expert's
+    const Weights& first;  // of expert 0
     const u16* x;
     int row_len, pairs_of_input, tiles_of_bundle;
 
@@ -68,7 +69,7 @@ struct ExpertTiles {
         weights.scales += rows;
         return weights;
     }
-    // -1: there is none
+    // The pair that is a row of the tile's bundle; -1: there is none.
     __device__ __forceinline__ int pair_of(int tile, int row) const {
         const int bundle = bundle_of(tile);
         return row < bundles.size_of(bundle) ? bundles.pair_of(bundle, row) : -1;
@@ -80,23 +81,23 @@ struct ExpertTiles {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
-    const u16* x,              // [num_pairs / pairs_of_input, row_len] bfloat16, with zeros behind num_in
+    const u16* x,              // [num_pairs / pairs_of_input, row_len] bfloat16, 0 from num_in on
     long long row_len,         // a multiple of 8
-    long long pairs_of_input,  // a row's, or one
-    const float* squares,      // [num_squares, num_rows] as in `multiply`, or null: then chosen may be early
-    const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,  // `Weights` of all experts, one after the other
-    const u16* bias,           // [num_experts, num_out (* 2 where gated)] bfloat16, or null
-    const int* chosen,         // [num_pairs]
-    long long chosen_early,    // before the kernel before this one, which waited for it: weights may come while that one ends
-    const float* in_shares,    // [num_pairs], of inputs, or null
-    const float* out_shares,   // likewise of outputs
+    long long pairs_of_input,  // pairs that share an input: all of a row's, or 1
+    const float* squares,      // [num_squares, num_rows] as in `multiply`, or null; chosen_early requires null
+    const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,  // `Weights` of all experts, concatenated
+    const u16* bias,           // [num_experts, num_out (* 2 if gated)] bfloat16, or null
+    const int* chosen,         // [num_pairs]: each pair's expert
+    long long chosen_early,    // the previous kernel has waited for the writer of chosen: load weights while it is ending
+    const float* in_shares,    // [num_pairs]: factors of inputs, or null
+    const float* out_shares,   // [num_pairs]: factors of outputs, or null
     u16* out,                  // [num_pairs, num_out] bfloat16
     long long num_pairs, long long num_out, long long num_in, long long num_squares, double eps,
-    long long gated,           // out = activated gate * up
+    long long gated,           // out = activation(gate) * up
     long long activation
 ) {
     extern __shared__ uint4 memory[];
-    __shared__ float factors[MOST_STEP_ROWS];  // of rows
+    __shared__ float factors[MOST_STEP_ROWS];  // inverse root mean squares of rows
     Bundles& bundles = *reinterpret_cast<Bundles*>(reinterpret_cast<u8*>(memory) + TILES_BYTES);
     const int lane = threadIdx.x % 32, num_rows = static_cast<int>(num_pairs / pairs_of_input);
     const Weights first = weights_of(codes, scales, row_bytes, scales_len, num_out, num_in, gated != 0);

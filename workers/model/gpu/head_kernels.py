@@ -1,4 +1,4 @@
-"""What a step does to single heads: RoPE with the append to the tail, the predicted query."""
+"""Kernels for single heads: norms and RoPE with the append to the tail, and the predicted query."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -16,7 +16,7 @@ def rotate_append_kernel(
     q_norm,  # float32 [HEAD_DIM], or of all heads when NORM is "projection", or qkv when it is "none"
     k_norm,
     v_norm,  # float32 [HEAD_DIM], or anything when not V_NORMED
-    cos,  # [num_rows, HALF] float32: the first 2 * HALF dimensions turn
+    cos,  # [num_rows, HALF] float32: the first 2 * HALF dimensions are rotated
     sin,
     q_scale,  # [num_rows] float32
     tail_ids,
@@ -28,7 +28,7 @@ def rotate_append_kernel(
     eps,
     NORM: tl.constexpr,  # "none", "head" or "projection"
     V_NORMED: tl.constexpr,
-    ROTATED: tl.constexpr,  # False: neither turned nor scaled
+    ROTATED: tl.constexpr,  # False: neither rotated nor scaled
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
@@ -82,8 +82,8 @@ def rotate_append_kernel(
 
 @triton.jit
 def copy_rows_kernel(
-    source,  # tails of a layer, [num_tails, num_kv_heads, tail_capacity, row_width]
-    tail,  # of another, likewise <- the rows' own
+    source,  # [num_tails, num_kv_heads, tail_capacity, row_width]: one layer's tails
+    tail,  # of the same shape: another layer's tails <- the rows' own K and V
     tail_ids,
     tail_lens,  # 0: append nothing
     tail_starts,
@@ -111,18 +111,18 @@ def predict_query_kernel(
     cos,  # [num_rows, HALF] float32
     sin,
     q_scale,  # [num_rows] float32
-    context_ids,  # [num_rows] int32; a row without a context takes the first one's map
+    context_ids,  # [num_rows] int32; a row without a context takes the map of context 0
     q,  # [num_rows, NUM_Q_HEADS, HEAD_DIM] <- [early, 1] @ map, rotated
     maps_stride,
     eps,
     NORM: tl.constexpr,
-    ROTATED: tl.constexpr,  # False: neither turned nor scaled
+    ROTATED: tl.constexpr,  # False: neither rotated nor scaled
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
-    BLOCK_OUT: tl.constexpr,  # pairs of q that a program makes, of BLOCK
+    BLOCK_OUT: tl.constexpr,  # pairs of q that a program computes, out of BLOCK
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -163,9 +163,9 @@ def predict_query_kernel(
 
 @triton.jit
 def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, first=0):
-    """Which dimensions of a head turn together; those that do not turn, in pairs of any kind behind them.
+    """Return which of BLOCK pairs of dimensions of a head exist, from pair `first` on, and the two dimensions of each.
 
-    So many pairs, from that one on.
+    The pairs that RoPE rotates come first, then the other dimensions in arbitrary pairs.
     """
     i = first + tl.arange(0, BLOCK)
     if INTERLEAVED:
@@ -180,7 +180,7 @@ def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 @triton.jit
 def angles(cos, sin, row, HALF: tl.constexpr, BLOCK: tl.constexpr, first=0):
-    """cos and sin of the pairs: 1 and 0 of those that do not turn."""
+    """Return cos and sin of BLOCK pairs: 1 and 0 for pairs that are not rotated."""
     i = first + tl.arange(0, BLOCK)
     c = tl.load(cos + row * HALF + i, mask=i < HALF, other=1.0)
     return c, tl.load(sin + row * HALF + i, mask=i < HALF, other=0.0)
@@ -201,7 +201,8 @@ def _normed(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """RMSNorm of one head, given and returned as the firsts and the seconds of its pairs; or its part of all heads'."""
+    """RMSNorm of one head, or its part of the norm of all heads together. The head is given and returned as the first
+    and the second elements of its pairs."""
     if NORM == "head":
         mean = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / HEAD_DIM
         weights = norm

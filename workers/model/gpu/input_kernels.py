@@ -1,4 +1,4 @@
-"""What layers take of each token besides the stream: see `csattn.models.weights.InputWeights`."""
+"""Kernels for the layers' own inputs of each token, besides the stream: see `csattn.models.weights.InputWeights`."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -43,7 +43,7 @@ def make_inputs_kernel(
 
 @triton.jit
 def take_input_kernel(gates, given, num, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """gates = activation(gates) * given, of `num` elements each."""
+    """gates = activation(gates) * given, both of `num` elements."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait_for_earlier(PDL)
     gate = tl.load(gates + i, mask=i < num, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What a step does to rows of latents by themselves: see `csattn.models.latent`."""
+"""Kernels for layers of latents (MLA), each row by itself: see `csattn.models.latent`."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -13,7 +13,7 @@ from workers.model.gpu.head_kernels import angles, pairs
 
 @triton.jit
 def append_latents_kernel(
-    inputs,  # [num_rows, in_width]: queries or their latents, the row's key, its index key, and more
+    inputs,  # [num_rows, in_width]: queries or their latents, the row's key, its index key, the index heads' weights
     q_norm,  # [Q_RANK] float32
     kv_norm,  # [KV_RANK] float32
     index_norm,  # [2, INDEX_DIM] float32: weights and biases
@@ -22,22 +22,22 @@ def append_latents_kernel(
     tail_ids,
     tail_lens,  # 0: append nothing
     tail,  # [num_tails, tail_capacity, width]
-    q_latents,  # [num_rows, Q_RANK] <- normed
+    q_latents,  # [num_rows, Q_RANK] <- norm(the queries' latents)
     in_width,
     tail_capacity,
     width,
     eps,
     Q_RANK: tl.constexpr,  # 0: queries have no latents
-    KEY_AT: tl.constexpr,  # of the inputs
+    KEY_AT: tl.constexpr,  # where the row's key begins in inputs
     KV_RANK: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INDEX_DIM: tl.constexpr,  # 0: there is no index key
     INDEX_INTERLEAVED: tl.constexpr,
-    BLOCK_Q: tl.constexpr,  # these: at least
-    BLOCK_KV: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_INDEX: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # at least Q_RANK
+    BLOCK_KV: tl.constexpr,  # at least KV_RANK
+    BLOCK_HALF: tl.constexpr,  # at least HALF
+    BLOCK_INDEX: tl.constexpr,  # at least INDEX_DIM
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -80,11 +80,12 @@ def append_latents_kernel(
 
 @triton.jit
 def ask_latents_kernel(
-    inputs,  # [num_rows, in_width]: how much each index head counts comes last
+    inputs,  # [num_rows, in_width]: the weights of the index heads come last
     projected,  # [num_rows, projected_width]: all heads' queries, then those of the index heads
     cos,  # [num_rows, HALF] float32
     sin,
-    q,  # [num_rows, NUM_HEADS, KV_RANK + 2 * HALF] <- the part that turns; the rest is a product
+    # [num_rows, NUM_HEADS, KV_RANK + 2 * HALF] <- the rotated part; `heads_product_kernel` writes the first KV_RANK
+    q,
     index_q,  # [num_rows, NUM_INDEX_HEADS, INDEX_DIM] <- rotated
     index_weights,  # [num_rows, NUM_INDEX_HEADS] float32 <-
     in_width,
@@ -98,12 +99,12 @@ def ask_latents_kernel(
     NUM_INDEX_HEADS: tl.constexpr,  # 0: none
     INDEX_DIM: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,  # these: at least
-    BLOCK_INDEX: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,  # at least HALF
+    BLOCK_INDEX: tl.constexpr,  # at least INDEX_DIM
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)  # of the attention, then of the indexer
+    head = tl.program_id(1)  # the attention's heads, then the indexer's
     c, s = angles(cos, sin, row, HALF, BLOCK_HALF)
     wait_for_earlier(PDL)
     x = projected + row * projected_width
@@ -126,13 +127,13 @@ def ask_latents_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def heads_product_kernel(
-    x,  # [num_rows, num_heads, num_in], the last dimension side by side
+    x,  # [num_rows, num_heads, num_in], the last dimension contiguous
     ups,  # [num_heads, num_in, num_out]
-    out,  # [num_rows, num_heads, num_out] <- x @ ups of each head, the last dimension side by side
+    out,  # [num_rows, num_heads, num_out] <- x @ ups for each head, the last dimension contiguous
     num_rows,
     num_in,
     num_out,
-    x_row,  # elements from a row to the next, and so on
+    x_row,  # this and the next six: strides in elements
     x_head,
     ups_head,
     ups_in,
@@ -165,7 +166,7 @@ def heads_product_kernel(
 
 @triton.jit
 def _rms_normed(x, norm, i, SIZE: tl.constexpr, eps):
-    """float32"""
+    """Return RMSNorm of SIZE elements, float32."""
     value = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
     scale = tl.math.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
     return value * scale * tl.load(norm + i, mask=i < SIZE, other=0.0)
@@ -173,7 +174,7 @@ def _rms_normed(x, norm, i, SIZE: tl.constexpr, eps):
 
 @triton.jit
 def _layer_normed(x, norm, at, is_there, mean, scale, SIZE: tl.constexpr):
-    """Some of its numbers, float32."""
+    """Return elements `at` of a LayerNorm with this mean and scale, float32."""
     value = tl.load(x + at, mask=is_there, other=0.0).to(tl.float32)
     weight, bias = tl.load(norm + at, mask=is_there, other=0.0), tl.load(norm + SIZE + at, mask=is_there, other=0.0)
     return (value - mean) * scale * weight + bias
@@ -181,7 +182,7 @@ def _layer_normed(x, norm, at, is_there, mean, scale, SIZE: tl.constexpr):
 
 @triton.jit
 def _turn(x, out, c, s, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """Write 2 * HALF numbers, turned by angles with these cosines and sines."""
+    """Write 2 * HALF elements of x to out, rotated. c, s: cosines and sines of the angles."""
     is_pair, first_at, second_at = pairs(HALF, INTERLEAVED, 2 * HALF, BLOCK)
     first = tl.load(x + first_at, mask=is_pair, other=0.0).to(tl.float32)
     second = tl.load(x + second_at, mask=is_pair, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What a step does to rows of latents by themselves, in Triton."""
+"""Launches of the kernels of layers of latents (MLA)."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from workers.model.ops import LatentRoom, Rotation
 
 
 class TritonLatentOps(Launches):
-    """A part of `TritonOps`."""
+    """The part of `TritonOps` for layers of latents."""
 
     def append_latents(
         self,
@@ -88,7 +88,7 @@ class TritonLatentOps(Launches):
     def _heads_product(
         self,
         x: Tensor,  # [batch_size, num_heads, num_in]
-        weight: Tensor,  # [num_heads, num_in, num_out], strided as it may be
+        weight: Tensor,  # [num_heads, num_in, num_out], with any strides
         out: Tensor,  # [batch_size, num_heads, num_out]
     ) -> None:
         batch_size, num_heads, num_out = out.shape

@@ -1,11 +1,10 @@
-"""Products of a few rows with a weight matrix, bound by the reading of the weights.
+"""Products of a few rows with a weight matrix, bound by the bandwidth at which the weights are read.
 
-Weights of 16 or 32 bits, or of 8 and 4, which are decoded on the way (`quantized_kernels`; of a few rows, see
-`quantized_ops`).
-A program owns BLOCK_N rows of the weights (and, with SPLIT_K, a part of their columns) and streams them once through
-the tensor cores; the step's rows are the narrow side of the product. Everything that follows a product in a
-transformer layer is done where its sum is finished; what that needs besides is loaded before the weights, so that in
-the end nothing waits for memory. Sums are taken in an order that does not depend on the device.
+Weights have 16 or 32 bits, or 8 or 4, which are decoded in registers (`quantized_kernels`; for few rows see
+`quantized_ops`). A program owns BLOCK_N rows of the weights (and, with split-K, a part of their columns) and streams
+them once through the tensor cores; the step's rows are the narrow side of the product. Everything that follows a
+product in a transformer layer is fused into its epilogue. The epilogue's other operands are loaded before the weights,
+so that it does not wait for memory. Sums are taken in an order that does not depend on the device.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.
@@ -23,17 +22,17 @@ from workers.model.gpu.quantized_kernels import quantized_product
 def linear_kernel(
     x,  # [num_rows, num_k]; NORMED: hidden * norm weight, not yet divided by the row's root mean square
     squares,  # [num_squares, num_rows] float32: parts of the sum of hidden² of each row, or x when not NORMED
-    w,  # [num_out (* 2 when GATED: gates, then ups), num_k], or as FORMAT has it
-    scales,  # of FORMAT, or w
-    bias,  # likewise [num_out (* 2)], or w when not HAS_BIAS
+    w,  # [num_out (* 2 when GATED: gates, then ups), num_k], or a `QuantizedWeight`'s words, by FORMAT
+    scales,  # a `QuantizedWeight`'s, or w
+    bias,  # [num_out (* 2 when GATED)], or w when not HAS_BIAS
     out,  # [num_rows, num_out]
-    partials,
-    counters,
+    partials,  # scratch memory of split-K sums, float32
+    counters,  # [tiles] int32: programs that have written their part of a tile's sum; 0 between kernels
     num_rows,
     num_out,
     num_k,
-    w_len,  # of a row of w
-    scales_len,  # of a group's scales
+    w_len,  # stride of the rows of w
+    scales_len,  # stride from a group's scales to the next group's
     num_squares,
     eps,
     NORMED: tl.constexpr,
@@ -46,8 +45,8 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    FORMAT: tl.constexpr,  # "plain", or as in `QuantizedWeight`
-    GROUP: tl.constexpr,  # this and what follows: as in `quantized_product`
+    FORMAT: tl.constexpr,  # "plain", or a format of `QuantizedWeight`
+    GROUP: tl.constexpr,  # this and the next three: as in `quantized_product`
     ZEROS: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
@@ -62,7 +61,7 @@ def linear_kernel(
     if PDL:
         gdc_wait()
     parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0) if NORMED else 0.0
-    if NORMED and BLOCK_M > 16:  # which would take too many registers until they are wanted
+    if NORMED and BLOCK_M > 16:  # unsummed, they would occupy too many registers until the epilogue
         parts = tl.sum(parts, axis=0)[None, :]
     acc, complete = _stream(
         x, w, scales, partials, counters, row, num_rows, num_k, w_len, scales_len, tile,
@@ -117,22 +116,22 @@ def activated(x, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_add_kernel(
     x,  # [num_rows, num_k]
-    w,  # [num_out, num_k], or as FORMAT has it
-    scales,  # of FORMAT, or w
+    w,  # [num_out, num_k], or a `QuantizedWeight`'s words, by FORMAT
+    scales,  # a `QuantizedWeight`'s, or w
     bias,  # [num_out], or w when not HAS_BIAS
     hidden,  # [num_rows, num_out]: the product times multiplier is added to it
-    norm,  # [num_out] float32: weight of the norm that reads hidden next, or w when not HAS_NORM
+    norm,  # [num_out] float32: weight of the norm that reads hidden next, or anything when not HAS_NORM
     scaled,  # [num_rows, num_out] <- hidden * norm
-    norm_ahead,  # likewise of the layer after it, or w when not AHEAD
-    scaled_ahead,
+    norm_ahead,  # [num_out] float32: weight of the norm of the layer after, or anything when not AHEAD
+    scaled_ahead,  # [num_rows, num_out] <- hidden * norm_ahead when AHEAD
     squares,  # [num_squares, num_rows] float32 <- sums of hidden² over blocks of a tile's columns
-    partials,
+    partials,  # this and counters: as in `linear_kernel`
     counters,
     num_rows,
     num_out,
     num_k,
-    w_len,  # of a row of w
-    scales_len,  # of a group's scales
+    w_len,  # stride of the rows of w
+    scales_len,  # stride from a group's scales to the next group's
     multiplier,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -143,8 +142,8 @@ def linear_add_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    FORMAT: tl.constexpr,  # "plain", or as in `QuantizedWeight`
-    GROUP: tl.constexpr,  # this and what follows: as in `quantized_product`
+    FORMAT: tl.constexpr,  # "plain", or a format of `QuantizedWeight`
+    GROUP: tl.constexpr,  # this and the next three: as in `quantized_product`
     ZEROS: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
@@ -186,7 +185,7 @@ def linear_add_kernel(
 
 @triton.jit
 def _weight_rows(tile, num_out, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The rows of the weights that a tile multiplies; those past the end repeat the last. Gates and ups alternate."""
+    """Return the rows of the weights that a tile multiplies; past the end the last repeats. Gates and ups alternate."""
     r = tl.arange(0, BLOCK_N)
     if GATED:
         return tl.minimum(tile * (BLOCK_N // 2) + r // 2, num_out - 1) + (r % 2) * num_out
@@ -201,7 +200,8 @@ def _stream(
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, NATIVE: tl.constexpr,
     PDL: tl.constexpr, DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """w[row] @ x.T, [BLOCK_N, BLOCK_M] float32, and whether this program is the one that has the whole sum."""
+    """Return w[row] @ x.T, [BLOCK_N, BLOCK_M] float32, and whether it is complete: with split-K, only the program that
+    arrives last has the whole sum."""
     part = tl.program_id(1)
     part_len = tl.cdiv(tl.cdiv(num_k, BLOCK_K), SPLIT_K) * BLOCK_K
     start = part * part_len
@@ -228,19 +228,19 @@ def _stream(
             w_rows, x_rows, scales + row, m < num_rows, scales_len, start, stop,
             BLOCK_M, BLOCK_N, EVEN_K, FORMAT, GROUP, ZEROS, NATIVE, DOT_PRECISION,
         )  # fmt: skip
-    if PDL:  # only now: what starts earlier takes bandwidth and room from programs that still stream
+    if PDL:  # only now: an earlier dependent would take bandwidth and room from programs that still stream weights
         gdc_launch_dependents()
     complete = True
     if SPLIT_K > 1:
         r = tl.arange(0, BLOCK_N)
         sum_at = partials + (tile * SPLIT_K * BLOCK_N + r)[:, None] * BLOCK_M + m[None, :]
         tl.store(sum_at + part * BLOCK_N * BLOCK_M, acc)
-        tl.debug_barrier()  # all of the program's sums are written before one of its threads says so
+        tl.debug_barrier()  # all of the program's sums are written before one of its threads counts its arrival
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
         complete = arrived == SPLIT_K - 1
         if complete:
             tl.store(counters + tile, 0)
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            for other in range(SPLIT_K):  # in the order of the parts, whoever came last
+            for other in range(SPLIT_K):  # in the order of the parts, whichever program arrived last
                 acc += tl.load(sum_at + other * BLOCK_N * BLOCK_M, cache_modifier=".cg")
     return acc, complete

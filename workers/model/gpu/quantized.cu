@@ -1,8 +1,8 @@
-// Products of a step's rows with a matrix: see `quantized.cuh`.
+// Products of a step's rows with a matrix of 8 or 4 bits: see `quantized.cuh`.
 
 #include "quantized.cuh"
 
-// All rows of the step, and all tiles of a matrix.
+// The Work of all rows of a step and all tiles of one matrix.
 struct WholeStep {
     const Weights& weights;
     const u16* x;
@@ -14,22 +14,23 @@ struct WholeStep {
     __device__ __forceinline__ const u16* inputs_of(int tile, int row) const { return row < num_rows ? x + row * row_len : nullptr; }
 };
 
-// Outputs of rows, which may be divided by their root mean squares, of which `squares` has parts.
+// out = activation(x @ weights.T + bias), or activation(gate) * up if gated. If squares is given, each row's product is
+// divided by its root mean square first.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(
-    const u16* x,          // [num_rows, row_len] bfloat16, with zeros behind num_in
+    const u16* x,          // [num_rows, row_len] bfloat16, 0 from num_in on
     long long row_len,     // a multiple of 8
-    const float* squares,  // [num_squares, num_rows], or null
+    const float* squares,  // [num_squares, num_rows]: partial sums of the rows' squares, or null
     const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,  // `Weights`
-    const u16* bias,  // [num_out (* 2 where gated)] bfloat16, or null
+    const u16* bias,  // [num_out (* 2 if gated)] bfloat16, or null
     void* out,        // [num_rows, num_out] bfloat16 or float
     long long out_is_float, long long num_rows, long long num_out, long long num_in, long long num_squares, double eps,
-    long long gated,  // out = activated gate * up
+    long long gated,  // out = activation(gate) * up
     long long activation
 ) {
     extern __shared__ uint4 memory[];
     const int lane = threadIdx.x % 32;
     const Weights weights = weights_of(codes, scales, row_bytes, scales_len, num_out, num_in, gated != 0);
-    auto factor_of = [&](int row) {  // of the four rows of neighbouring lanes, which the warp has
+    auto factor_of = [&](int row) {  // the warp computes the factors of its four rows, those of neighbouring lanes
         float mine = 1;
         for (int k = 0; squares && k < 4; ++k) {
             const int r = row + (k - lane % 4) * 2;
@@ -72,17 +73,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(
               });
 }
 
-// The residual stream plus outputs times a multiplier, and what those who read it next want: see `workers.model.ops.Stream`.
+// Add multiplier * (x @ weights.T + bias) to the residual stream, and prepare the stream for its next readers: see
+// `workers.model.ops.Stream`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_and_add(
-    const u16* x,       // [num_rows, row_len] bfloat16, with zeros behind num_in
+    const u16* x,       // [num_rows, row_len] bfloat16, 0 from num_in on
     long long row_len,  // a multiple of 8
     const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,  // `Weights`
     const u16* bias,          // [num_out] bfloat16, or null
     u16* hidden,              // [num_rows, num_out] bfloat16: added to
-    const float* norm,        // [num_out], of the norm that reads it next, or null
+    const float* norm,        // [num_out]: weight of the norm that reads it next, or null
     u16* scaled,              // [num_rows, num_out] <- hidden * norm
-    const float* norm_ahead,  // likewise of the layer after it, or null: not wanted
-    u16* scaled_ahead,
+    const float* norm_ahead,  // [num_out]: of the layer after, or null: scaled_ahead is not written
+    u16* scaled_ahead,        // [num_rows, num_out] <- hidden * norm_ahead
     float* squares,  // [tiles, num_rows] <- sums of hidden² over the outputs of a tile
     long long num_rows, long long num_out, long long num_in, double multiplier
 ) {

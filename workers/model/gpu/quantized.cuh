@@ -1,22 +1,24 @@
-// Products of rows with weights of 8 or 4 bits, bound by the reading of the weights. `QuantizedWeight` says how
-// codes lie: they become bfloat16 numbers in registers, on their way to the tensor cores. A group's scale multiplies its
-// sum, not its weights; but of FP4, whose scales are powers of two, the weights, which have to be multiplied by one anyway.
+// Products of rows with weights of 8 or 4 bits, bound by the bandwidth at which the weights are read. `QuantizedWeight`
+// defines the layout of the codes, which are decoded to bfloat16 in registers, on their way to the tensor cores. A group's
+// scale multiplies its sum, not its weights; but FP4's scales are powers of two and multiply the weights, which have to be
+// multiplied by a power of two anyway.
 //
-// A block has tiles of 32 outputs, one after the other. Of each output it reads 128 bytes at a time, a unit: in pieces of 64 they
-// would come at half the rate. MULTIPLIERS warps take units in turns, wait for nobody but their own copies, which
-// go on behind their backs from one tile to the next, and begin while the kernel before ends: weights are what no kernel of a
-// step writes. The other warps add what those have, in their order, so that a sum depends on nothing but its row and its
-// weights, and do what follows.
+// A thread block multiplies tiles of 32 outputs, one after another. It reads 128 bytes of each output at a time, a unit: in
+// pieces of 64 bytes, loads would run at half the rate. MULTIPLIERS warps take units in turn and wait for nothing but their
+// own asynchronous copies (cp.async), which run on from one tile to the next and begin while the previous kernel is ending
+// (programmatic dependent launch): no kernel of a step writes weights. The other warps, the finishers, add up the
+// multipliers' sums in the order of the units, so that a sum depends on nothing but its row and its weights, and run the
+// epilogue.
 //
-// What a tile is of, its Work says:
+// A Work says what the tiles are:
 //     int num_tiles() const;
-//     Weights weights_of(int tile) const;             // the matrix
-//     int number_of(int tile) const;                  // of the tile in its matrix
-//     const u16* inputs_of(int tile, int row) const;  // bfloat16, of one of the ROWS that go together; null: there is none
-//     int row_len;                                    // of those inputs, a multiple of 8; what is not an input is 0
+//     Weights weights_of(int tile) const;             // the matrix of a tile
+//     int number_of(int tile) const;                  // the index of the tile in its matrix
+//     const u16* inputs_of(int tile, int row) const;  // bfloat16 inputs of one of ROWS rows; null: there is no such row
+//     int row_len;                                    // length of those inputs, a multiple of 8; padded with 0
 //
-// Compiled for THREADS, FORMAT, GROUP (inputs of a scale; 0: all), ROWS, MULTIPLIERS, STAGES of copies, and the SQUARES_BLOCK of
-// `workers.model.ops`.
+// Compiled for THREADS, FORMAT, GROUP (inputs of a scale; 0: all), ROWS, MULTIPLIERS, STAGES of the copy pipeline, and the
+// SQUARES_BLOCK of `workers.model.ops`.
 #pragma once
 
 #include "../../../csattn/cuda/warps.cuh"
@@ -24,57 +26,57 @@
 enum Format { FP8, INT4, FP4 };
 
 constexpr int RUN = 128, PARTS = FORMAT == FP8 ? 2 : 4, PART = RUN / PARTS;  // inputs of a run, codes of a word, inputs of a part
-constexpr int UNIT_BYTES = 128, RUNS = FORMAT == FP8 ? 1 : 2;  // of a unit; a half of it is half of a run, or one
-constexpr int TILE = 32, SUMS = 2 * 4;                                        // outputs: of two products; of a lane
+constexpr int UNIT_BYTES = 128, RUNS = FORMAT == FP8 ? 1 : 2;  // of an output in a unit; half a unit is half a run, or one run
+constexpr int TILE = 32, SUMS = 2 * 4;                                        // outputs of a tile (two mma); sums of a lane
 constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;             // of a run
 constexpr int PARTS_OF_GROUP = PARTS / SCALES;
-constexpr bool AT_ONCE = GROUP == 0 || FORMAT == FP4;  // sums of all groups are added as one
-constexpr int FINISHERS = 2, TURNS = 2;  // warps that finish sums; tiles that have memory for them
+constexpr bool AT_ONCE = GROUP == 0 || FORMAT == FP4;  // one sum covers all groups
+constexpr int FINISHERS = 2, TURNS = 2;  // warps that finish sums; buffers of sums, used in turn by tiles
 static_assert(TILE == SQUARES_BLOCK, "a tile's outputs are a part of the squares");
 static_assert(ROWS <= 8 && WARPS == MULTIPLIERS + FINISHERS, "rows are the narrow side of a product");
 #if FORMAT == 2
-typedef u8 Scale;  // an exponent of two
+typedef u8 Scale;  // a biased exponent of two
 #else
-typedef u32 Scale;  // a float, whose lowest four bits are the zero point in 4 bits
+typedef u32 Scale;  // a float; for INT4 its lowest four bits are the zero point
 #endif
 
-// Two codes of neighbouring inputs, of one part, from two words: as bfloat16. Of INT4 it is 128 + code, of FP4 the weight itself.
+// Decode two codes of neighbouring inputs of part P, from two words, to bfloat16: 128 + code for INT4, the weight for FP4.
 template <int P> __device__ __forceinline__ u32 decode(u32 words, Scale scale) {
     constexpr u32 NO_ZERO = 0x80008000u, SIGNS = 0x80008000u;
     if (FORMAT == INT4) return and_or(words >> 4 * P, 0x000f000fu, 0x43004300u);
-    // sign, exponent and mantissa come to where bfloat16 has them; the power of two is what that exponent is short of
+    // sign, exponent and mantissa move to bfloat16's; multiplying by a power of two corrects for the exponent's bias
     const u32 sign = (FORMAT == FP8 ? words << 8 * (1 - P) : words << 4 * (3 - P)) & SIGNS;
     if (FORMAT == FP8) return fma_bf16(and_or(P ? words >> 4 : words << 4, 0x07f007f0u, sign), 0x7b807b80u, NO_ZERO);
     constexpr int UP = 6 - 4 * P;
-    const u32 power = (scale + 126) * 0x00800080u;  // what the scale is of, times that: an exponent in both halves
+    const u32 power = (scale + 126) * 0x00800080u;  // the group's scale times that correction: an exponent in both halves
     return fma_bf16(and_or(UP > 0 ? words << max(UP, 0) : words >> max(-UP, 0), 0x01c001c0u, sign), power, NO_ZERO);
 }
 
 __device__ __forceinline__ float number_of(Scale scale) {
-    if (FORMAT == FP4) return 1;  // weights have it already
+    if (FORMAT == FP4) return 1;  // the weights include it
     return __uint_as_float(FORMAT == INT4 ? scale & ~15u : scale);
 }
-// What stands for 0 in 4 bits, and 128.
+// INT4's zero point, plus the 128 that decode adds.
 __device__ __forceinline__ float zero_of(Scale scale) { return static_cast<float>(128 + (scale & 15)); }
 
 struct Weights {
     const u8* codes;
     const Scale* scales;  // [groups, scales_len]
-    u32 row_bytes;        // of all rows fewer than 2 ** 32
+    u32 row_bytes;        // all rows together have fewer than 2 ** 32 bytes
     int scales_len, num_out, num_in;
-    bool gated;  // 2 * num_out rows: gates, then ups; a tile has those of 16 outputs
+    bool gated;  // 2 * num_out rows: gates, then ups; a tile has both of 16 outputs
 
     __device__ __forceinline__ int num_tiles() const { return (num_out + first_of(1) - 1) / first_of(1); }
     __device__ __forceinline__ int num_units() const { return (num_in + RUNS * RUN - 1) / (RUNS * RUN); }
-    // Of a tile: its first output, and how many outputs are between rows 15 and 16 besides.
+    // The first output of a tile, and the outputs skipped between its rows 15 and 16.
     __device__ __forceinline__ int first_of(int tile) const { return tile * (gated ? TILE / 2 : TILE); }
     __device__ __forceinline__ int jump() const { return gated ? num_out - TILE / 2 : 0; }
-    // Which row of weights is number r of a tile; past the end a last one.
+    // The row of weights that is row r of a tile; past the end, the last row repeats.
     __device__ __forceinline__ int row_of(int tile, int r) const {
         if (!gated) return min(tile * TILE + r, num_out - 1);
         return min(tile * (TILE / 2) + r % 16, num_out - 1) + r / 16 * num_out;
     }
-    // Of a run's groups; past the inputs' end the last one's.
+    // The scale of group s of a run; past the inputs' end, that of the last group.
     __device__ __forceinline__ const Scale* scale_of(int run, int s, int row) const {
         const int at = run * RUN + s * (RUN / SCALES);
         return scales + (GROUP ? min(at, num_in - 1) / max(GROUP, 1) : 0) * scales_len + row;
@@ -86,7 +88,7 @@ __device__ __forceinline__ Weights weights_of(const u8* codes, const Scale* scal
     return {codes, scales, static_cast<u32>(row_bytes), static_cast<int>(scales_len), static_cast<int>(num_out), static_cast<int>(num_in), gated};
 }
 
-// A warp's way through units: a block's go round among its multipliers, from one tile to the next.
+// A warp's position among the units: a block's units are dealt round-robin to its multipliers, across tiles.
 struct Way {
     int tile, unit;
 
@@ -103,13 +105,13 @@ struct Way {
     }
 };
 
-// What a warp needs for a unit.
+// A stage of a warp's pipeline: the data of one unit, in shared memory.
 struct Stage {
-    uint4 codes[TILE][8];            // 16 bytes of an output, each in its place ^ 4 of odd outputs: no two lanes read one bank
+    uint4 codes[TILE][8];            // 16 bytes of an output each, swizzled (index ^ 4 in odd outputs) against bank conflicts
     uint4 x[2][PARTS][ROWS][4];      // eight neighbouring inputs each, by halves of the unit
-    u32 scales[RUNS][SCALES][TILE];  // words that have them
+    u32 scales[RUNS][SCALES][TILE];  // words that contain the scales
 
-    // The lane's codes of a half: of outputs 8 apart.
+    // The lane's codes of a half, for output 8 * j + lane / 4 of the tile.
     __device__ __forceinline__ uint4 codes_of(int half, int j) const {
         const int r = threadIdx.x % 32 / 4;
         return codes[8 * j + r][(half * 4 + threadIdx.x % 4) ^ r % 2 * 4];
@@ -126,13 +128,13 @@ struct Filled {
     const u16* inputs;
 };
 
-// A warp's copies, in groups: what is asked for for a unit, in the order of units.
+// A warp's ring buffer of stages. The copies of a unit are one cp.async group; groups follow the order of units.
 template <class Work> struct Ring {
     const Work& work;
     Stage* stages;
-    Weights weights;    // of the tile ahead
-    const u16* inputs;  // of the lane's row in it, which copies its pieces; null: there is none
-    Way ahead;
+    Weights weights;    // of the tile being loaded
+    const u16* inputs;  // of the row whose pieces this lane copies; null: there is none
+    Way ahead;          // the next unit to load
     int number, to, from, num_tiles, num_units;
 
     __device__ __forceinline__ Ring(Stage* all, const Work& work_, int num_tiles_, int num_units_)
@@ -145,7 +147,7 @@ template <class Work> struct Ring {
         weights = work.weights_of(ahead.tile), number = work.number_of(ahead.tile);
         inputs = work.inputs_of(ahead.tile, threadIdx.x % 32 / 4 % ROWS);
     }
-    // Begin the copies of the next unit's codes and scales. Returns of what it is.
+    // Start the copies of the next unit's codes and scales. Returns the unit, and the lane's inputs, to copy next.
     __device__ __forceinline__ Filled fill_weights() {
         Stage& stage = stages[to];
         to = to + 1 < STAGES ? to + 1 : 0;
@@ -154,7 +156,7 @@ template <class Work> struct Ring {
         const Filled filled = {here.unit, inputs};
         const int lane = threadIdx.x % 32, first = weights.first_of(number) + lane / 8;
         const u32 in_row = here.unit * UNIT_BYTES + lane % 8 * 16;
-        const int left = in_row < weights.row_bytes ? weights.num_out - first : 0;  // the last unit may be half of one
+        const int left = in_row < weights.row_bytes ? weights.num_out - first : 0;  // the last unit may be half a unit
         u32 at = first * weights.row_bytes + in_row;
         const u32 place = shared_address(&stage.codes[lane / 8][lane % 8 ^ lane / 8 % 2 * 4]);
 #pragma unroll
@@ -171,7 +173,7 @@ template <class Work> struct Ring {
         if (ahead.tile != here.tile) find_tile();
         return filled;
     }
-    // The same of the unit's inputs, of all of which its group ends. Where there is no row, nothing is read of what comes out.
+    // Start the copies of the unit's inputs, and close its copy group. A missing row is not copied: its sums are never read.
     __device__ __forceinline__ void fill_inputs(Stage& stage, const Filled& of) const {
         constexpr int PIECES = 2 * PARTS * ROWS * 4;
 #pragma unroll
@@ -182,7 +184,7 @@ template <class Work> struct Ring {
         }
         end_copy_group();
     }
-    // The copies of the first units, all but one stage. Inputs are there when the kernels before have ended.
+    // Start the copies of the first units, for all stages but one. Inputs exist only once the earlier kernels have ended.
     __device__ __forceinline__ void begin() {
         Filled first[STAGES - 1];
 #pragma unroll
@@ -191,7 +193,7 @@ template <class Work> struct Ring {
 #pragma unroll
         for (int s = 0; s < STAGES - 1; ++s) fill_inputs(stages[s], first[s]);
     }
-    // The next unit, when it is there; what was read before is copied over.
+    // Wait for the next unit and return its stage. The stage that was read before is filled with a later unit.
     __device__ __forceinline__ const Stage& next() {
         wait_for_copies<STAGES - 2>();
         __syncwarp();
@@ -201,19 +203,19 @@ template <class Work> struct Ring {
         from = from + 1 < STAGES ? from + 1 : 0;
         return here;
     }
-    // What has a scale in it.
+    // The aligned word that contains a scale.
     __device__ __forceinline__ static const void* word_with(const Scale* scale) {
         return reinterpret_cast<const void*>(reinterpret_cast<u64>(scale) & ~3ull);
     }
 };
 
-typedef float Sums[2][4];  // of 16 outputs each, as a product has them
+typedef float Sums[2][4];  // the accumulators of two mma, of 16 outputs each
 
 __device__ __forceinline__ void clear(Sums& sums) {
     for (int i = 0; i < SUMS; ++i) sums[i / 4][i % 4] = 0;
 }
 
-// Products with a group's codes; of INT4 also sums of its inputs, which times the zero points are to be taken off.
+// Products with a group's codes; for INT4 also sums of the group's inputs, which add_to subtracts times the zero points.
 struct Products {
     Sums of_codes;
     float of_ones[4];
@@ -226,7 +228,7 @@ struct Products {
         constexpr u32 ONES[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
         if (FORMAT == INT4) multiply_values(of_ones, ONES, x0, x1);
     }
-    // sums += scale * products, of the lane's outputs
+    // sums += scale * products, for the lane's outputs
     __device__ __forceinline__ void add_to(Sums& sums, const Scale (&scales)[4]) const {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -241,13 +243,13 @@ struct Products {
     }
 };
 
-// A half of a unit that is there.
+// A half of a loaded unit.
 struct Half {
     const Stage& stage;
     const Weights& weights;
-    int number, unit, half;  // of the tile in the matrix, of the unit in the tile
+    int number, unit, half;  // indices of the tile in its matrix, of the unit in its tile, and of the half
 
-    // Of the lane's outputs, of a run's group s.
+    // Read the scales of the lane's outputs, for group s of the run.
     __device__ __forceinline__ void take_scales(int s, Scale (&scales)[4]) const {
         const int i = half % RUNS, run = unit * RUNS + i;
 #pragma unroll
@@ -260,7 +262,7 @@ struct Half {
     }
 };
 
-// Part P of a half's codes, and those after it, times the rows. scales: of the group of the part before.
+// Multiply part P of a half's codes, and the parts after it, by the rows. scales: those of part P - 1's group.
 template <int P>
 __device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Half& at, Scale (&scales)[4], Products& products, Sums& sums) {
     const int lane = threadIdx.x % 32;
@@ -285,7 +287,7 @@ __device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Ha
     if constexpr (P + 1 < PARTS) multiply_parts<P + 1>(codes, at, scales, products, sums);
 }
 
-// What the warp has of a tile: its units times the rows.
+// Multiply the warp's units of a tile by the rows.
 template <class Work>
 __device__ __forceinline__ void multiply_units(Ring<Work>& ring, Way& at, Sums& sums) {
     const int tile = at.tile, number = ring.work.number_of(tile);
@@ -309,10 +311,10 @@ __device__ __forceinline__ void multiply_units(Ring<Work>& ring, Way& at, Sums& 
     if (AT_ONCE) products.add_to(sums, scales);
 }
 
-// The block's sums on their way from warp to warp, in turns.
+// Hands sums from the multipliers to the finishers, double buffered, with two mbarriers for each buffer.
 struct Exchange {
     float* sums;        // [TURNS][MULTIPLIERS][SUMS][32]
-    u64 *full, *empty;  // [TURNS] each: all multipliers have written, all finishers have read
+    u64 *full, *empty;  // mbarriers, [TURNS] each: all multipliers have written; all finishers have read
     int turn;
     u32 parity;
 
@@ -329,7 +331,8 @@ struct Exchange {
         for (int i = 0; i < SUMS; ++i) to[i * 32] = mine[i / 4][i % 4];
         tell(full + turn);
     }
-    // Of four outputs, 8 apart, and of the lane's first or second row: added from the warp on that had the tile's first unit.
+    // Sum four outputs, 8 apart, of the lane's first (e = 0) or second row over the multipliers, starting with warp `first`,
+    // which had the tile's first unit.
     __device__ __forceinline__ void take(int e, int first, float (&all)[4]) const {
         wait_for(full + turn, parity);
 #pragma unroll
@@ -346,12 +349,12 @@ struct Exchange {
     }
 };
 
-// Bytes of shared memory that for_tiles has.
+// Bytes of dynamic shared memory that for_tiles uses.
 constexpr int TILES_BYTES = MULTIPLIERS * (STAGES * static_cast<int>(sizeof(Stage)) + TURNS * SUMS * 32 * 4);
 
-// The block's tiles, one after the other. finish(tile, row, sums) for the sums of four outputs, 8 apart, of one row, by
-// neighbouring lanes: those of the same row are 4 lanes apart. Before them begin(row) when inputs are there, and before(tile,
-// row) while weights come; what they return is handed on.
+// Multiply the block's tiles, one after another. The finishers call finish(tile, row, sums, begun, read) with the sums of
+// four outputs, 8 apart, of one row: neighbouring lanes have different rows, lanes 4 apart the same row. begun is what
+// begin(row) returned once the earlier kernels had ended, read what before(tile, row) returned while weights were loading.
 template <class Work, class Begin, class Before, class Finish>
 __device__ __forceinline__ void for_tiles(uint4* memory, const Work& work, int num_units, Begin begin, Before before, Finish finish) {
     __shared__ u64 barriers[2][TURNS];
@@ -391,7 +394,7 @@ __device__ __forceinline__ void for_tiles(uint4* memory, const Work& work, int n
 __device__ __forceinline__ float bf16_as_float(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 __device__ __forceinline__ u16 as_bf16(float x) { return static_cast<u16>(pack_bf16(x, x)); }
 
-enum Activation { NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED, LIMITED };  // the last two: of gates and ups together
+enum Activation { NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED, LIMITED };  // the last two apply to gate and up
 
 __device__ __forceinline__ float activated(float x, int activation) {
     if (activation == NONE) return x;
@@ -404,7 +407,7 @@ __device__ __forceinline__ float activated(float x, int activation) {
 __device__ __forceinline__ float gated_by(float gate, float up, int activation) {
     if (activation < CLAMPED) return activated(gate, activation) * up;
     const bool clamped = activation == CLAMPED;
-    gate = clamped ? fminf(gate, 7) : gate > 10 ? 10 : gate;  // of LIMITED NaN stays NaN
+    gate = clamped ? fminf(gate, 7) : gate > 10 ? 10 : gate;  // with LIMITED, NaN stays NaN
     up = clamped ? fminf(fmaxf(up, -7), 7) + 1 : up > 10 ? 10 : up < -10 ? -10 : up;
     return activated(gate, clamped ? QUICK_GELU : SILU) * up;
 }

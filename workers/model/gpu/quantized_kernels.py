@@ -1,7 +1,7 @@
 """Products with weights of 8 or 4 bits, which are decoded in registers on their way to the tensor cores.
 
-What is decoded is exact in bfloat16: a group's scale multiplies its sum, not its weights. `QuantizedWeight` says how
-codes lie: two or four in a word of 16 bits, each of another part of a run of 128 inputs.
+Decoded codes are exact in bfloat16, because a group's scale multiplies its sum, not its weights. `QuantizedWeight`
+defines the layout: two or four codes in a word of 16 bits, each from another part of a run of 128 inputs.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.
@@ -13,9 +13,9 @@ import triton.language as tl
 
 RUN = tl.constexpr(128)
 
-# Two words to two bfloat16 numbers for each of their codes, a code's place at a time. A code's bits come to where
-# bfloat16 has its mantissa and the lowest bits of its exponent; a product with a power of two, or a difference, puts
-# right what they then mean.
+# Decode two words into pairs of bfloat16 numbers, one pair for each place of a code in a word. A code's bits are moved
+# to bfloat16's mantissa and the lowest bits of its exponent; multiplying by a power of two, or subtracting a constant,
+# then gives the code's value.
 _FP8 = tl.constexpr("""{
 .reg .b32 low, high, sign, scale, none;
 mov.b32 scale, 0x7b807b80;
@@ -53,20 +53,20 @@ def quantized_product(
     w_at,  # [BLOCK_N, 1] pointers to the rows of words
     x_at,  # [1, BLOCK_M] pointers to the rows of x
     scale_at,  # [BLOCK_N] pointers to the rows' scales of the first group
-    there,  # [BLOCK_M]: which rows of x there are
-    scales_len,  # of a group
+    there,  # [BLOCK_M]: which rows of x exist
+    scales_len,  # stride from a group's scales to the next group's
     start,
     stop,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EVEN_K: tl.constexpr,  # inputs are full runs
+    EVEN_K: tl.constexpr,  # the inputs are whole runs
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group; 0: all
-    ZEROS: tl.constexpr,
-    NATIVE: tl.constexpr,  # decode to bfloat16 by the GPU's own instructions
+    ZEROS: tl.constexpr,  # whether zero points differ from 8
+    NATIVE: tl.constexpr,  # decode to bfloat16 by inline assembly
     DOT_PRECISION: tl.constexpr,
 ):
-    """weights @ x.T over inputs from `start`, a multiple of RUN, to `stop`: [BLOCK_N, BLOCK_M] float32."""
+    """Return weights @ x.T over inputs from `start`, a multiple of RUN, to `stop`: [BLOCK_N, BLOCK_M] float32."""
     dtype = x_at.dtype.element_ty
     PARTS: tl.constexpr = 2 if FORMAT == "fp8" else 4
     WIDTH: tl.constexpr = RUN // PARTS
@@ -77,7 +77,7 @@ def quantized_product(
     acc = nothing
     coming = tl.load(_scales_of(scale_at, start, stop, scales_len, GROUP))
     for at in range(start, stop, RUN):
-        scales = coming  # a run's are loaded a run ahead: Triton puts nothing but operands in line
+        scales = coming  # loaded a run ahead by hand: Triton pipelines only the loads of operands
         coming = tl.load(_scales_of(scale_at, at + RUN, stop, scales_len, GROUP))
         words = tl.load(w_at + (at // PARTS + j)[None, :], eviction_policy="evict_first")
         numbers = _decoded(words, dtype, FORMAT, NATIVE)
@@ -102,7 +102,7 @@ def quantized_product(
 
 @triton.jit
 def _scales_of(scale_at, at, stop, scales_len, GROUP: tl.constexpr):
-    """Where the scales of an input's group are; of those past the end the last's."""
+    """Return pointers to the scales of an input's group; for inputs past the end, those of the last input's group."""
     return scale_at if GROUP == 0 else scale_at + tl.minimum(at, stop - 1) // GROUP * scales_len
 
 
@@ -119,7 +119,7 @@ def _scaled(product, sums, scales, FORMAT: tl.constexpr, ZEROS: tl.constexpr):
 
 @triton.jit
 def _decoded(words, dtype: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """A number for each code of the words: of all words the first, the second and so on."""
+    """Return one tensor for each place of a code in a word: the values of all words' codes in that place."""
     if NATIVE and FORMAT == "fp8":
         return tl.inline_asm_elementwise(
             _FP8, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
@@ -142,7 +142,8 @@ def _decoded(words, dtype: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.conste
 
 @triton.jit
 def _number(words, shift: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """What the code at that bit is, by float32: sign, exponent and mantissa where it has them, times a power of two."""
+    """Return the value of the code at bit `shift`, decoded by way of float32: an FP8 code's sign, exponent and mantissa
+    are moved to float32's, and a power of two corrects for the bias."""
     code = words.to(tl.uint32) >> shift
     if FORMAT == "fp8":
         bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)

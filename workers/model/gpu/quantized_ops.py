@@ -1,4 +1,4 @@
-"""Products with weights of 8 or 4 bits, in CUDA C: `quantized.cuh` says how."""
+"""Launches of the CUDA C kernels for products with weights of 8 or 4 bits: see `quantized.cuh`."""
 
 from functools import cache
 from pathlib import Path
@@ -17,19 +17,22 @@ from workers.model.gpu.tiles import MAX_BATCH_SIZE
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
 _OF_STEPS, _OF_EXPERTS = (Path(__file__).with_name(name) for name in ("quantized.cu", "experts.cu"))
-_TILE = SQUARES_BLOCK  # a tile's outputs are a part of the squares
+_TILE = SQUARES_BLOCK  # outputs of a tile, whose squares are summed in one part
 _MOST_MULTIPLIERS, _FINISHERS = 8, 2  # warps of a block
 _MOST_STAGES, _BARRIER_BYTES = 3, 1 << 10
-_ROWS = 1, 2, 4, 8  # that a block takes together
+_ROWS = 1, 2, 4, 8  # numbers of rows of a block for which kernels are compiled
 MOST_ROWS = _ROWS[-1]  # beyond, inputs are as many bytes as weights, and Triton's larger tiles read them less often
 _FORMATS = get_args(WeightFormat)
 _ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited"
 assert set(_ACTIVATIONS) == {"none", *get_args(Activation)}
-_MOST_PAIRS = 1024  # of a step's rows and the experts of each
+_MOST_PAIRS = 1024  # of a row of a step and one of its experts
 
 
 class QuantizedOps(Launches):
-    """A part of `TritonOps`: products of rows in bfloat16. A row's results do not depend on the rows beside it."""
+    """The part of `TritonOps` for products of bfloat16 rows with weights of 8 or 4 bits.
+
+    A row's results do not depend on the rows beside it.
+    """
 
     def _multiply(
         self, x: Normed, linear: Linear, weight: QuantizedWeight, out: Tensor, gated: bool, activation: str
@@ -75,13 +78,13 @@ class QuantizedOps(Launches):
 
     def _multiply_experts(
         self,
-        x: Normed,  # of rows, or of pairs of a row and an expert of its
-        weight: QuantizedWeight,  # of all experts
-        bias: Tensor | None,  # [num_experts, outputs of one], without a hole
+        x: Normed,  # [batch_size, num_in], or [batch_size * num_chosen, num_in]
+        weight: QuantizedWeight,  # of all experts, one below the other
+        bias: Tensor | None,  # [num_experts, outputs of one], contiguous
         chosen: Tensor,  # [batch_size, num_chosen] int32
-        chosen_early: bool,  # by a kernel for which the one before this one has waited
-        in_shares: Tensor | None,  # like chosen, float32
-        out_shares: Tensor | None,
+        chosen_early: bool,  # whether the kernel before this one has waited for the kernel that wrote chosen
+        in_shares: Tensor | None,  # [batch_size, num_chosen] float32: factors of inputs
+        out_shares: Tensor | None,  # [batch_size, num_chosen] float32: factors of outputs
         out: Tensor,  # [batch_size, num_chosen, outputs] <-
         gated: bool,
         activation: str,
@@ -120,7 +123,7 @@ class QuantizedOps(Launches):
     def _launch_product(
         self, source: Path, name: str, weight: QuantizedWeight, num_rows: int, num_tiles: int, x: Tensor, *args: object
     ) -> None:
-        """num_rows: that go together. num_tiles: at most."""
+        """num_rows: the most rows that a block multiplies at a time. num_tiles: the most tiles there can be."""
         assert x.dtype == torch.bfloat16, f"weights of few bits meet rows of bfloat16, not {x.dtype}"
         rows = next(rows for rows in _ROWS if rows >= num_rows)
         kernel, threads = _kernel(source, name, weight.format, weight.group_size, rows, self._chain(), x.device)
@@ -128,7 +131,7 @@ class QuantizedOps(Launches):
         kernel.launch((blocks, 1, 1), threads, x, x.shape[1], *args)
 
     def _as_read(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
-        """x as the weights have their inputs, in whole pieces of 16 bytes."""
+        """Return x in the order of the weights' inputs, padded to a multiple of 16 bytes."""
         ordered = self._in_order(x, weight)
         if (filling := -weight.num_in % 8) == 0:
             return ordered
@@ -136,7 +139,7 @@ class QuantizedOps(Launches):
         return functional.pad(ordered, (0, filling))
 
     def _in_order(self, x: Tensor, weight: QuantizedWeight | None) -> Tensor:
-        """x as the weights have their inputs."""
+        """Return x in the order of the weights' inputs."""
         if weight is None or weight.order is None:
             return x
         self.break_chain()
@@ -144,7 +147,7 @@ class QuantizedOps(Launches):
 
 
 def _weights(weight: QuantizedWeight) -> tuple[Tensor | int, ...]:
-    """As the kernels are told of them: bytes from a row to the next, and numbers from a group's scales to the next."""
+    """Return words, scales, bytes from a row to the next, and elements from a group's scales to the next group's."""
     return weight.words, weight.scales, weight.words.stride(0) * weight.words.element_size(), weight.scales.stride(0)
 
 
@@ -156,11 +159,14 @@ def _kernel(
     group_size: int,
     rows: int,
     early_start: bool,
-    device: torch.device,  # that it is loaded on
+    device: torch.device,  # on which it is loaded; a key of the cache
 ) -> tuple[CudaKernel, int]:
-    """And threads of its blocks."""
+    """Return the compiled kernel and the number of threads of its blocks.
+
+    It has as many multipliers as leave room for two stages each, then as many stages as fit shared memory.
+    """
     scales, runs = RUN // group_size if 0 < group_size < RUN else 1, 1 if format == "fp8" else 2
-    # as the source has them, of a multiplier; then what it has besides
+    # bytes of a multiplier's `Stage` and of its sums, as in `quantized.cuh`; then those of `Bundles` in `experts.cu`
     stage = _TILE * 128 + 2 * CODES[format] * rows * 64 + runs * scales * _TILE * 4
     sums = 2 * 8 * 32 * 4
     more = {"MOST_PAIRS": _MOST_PAIRS, "MOST_STEP_ROWS": MAX_BATCH_SIZE} if source == _OF_EXPERTS else {}

@@ -1,8 +1,8 @@
-"""What a step does to several residual streams: see `csattn.models.streams`.
+"""Kernels that mix several residual streams (hyper-connections): see `csattn.models.streams`.
 
-First a program owns some columns of all streams: it adds to them, and multiplies what they have become with its columns
-of the matrix, which it has loaded before. Then a program owns a row. Sums are taken in an order that does not depend on
-the number of rows.
+In the first kernel a program owns some columns of all streams: it mixes them, adds the branch's output, and multiplies
+the result by its columns of the matrix, which it has loaded before. In the second, a program owns a row. Sums are taken
+in an order that does not depend on the number of rows.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.
@@ -18,22 +18,22 @@ from workers.model.gpu.token_kernels import prepare_row
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_to_streams_kernel(
-    hidden,  # [num_rows, hidden_size]: what a branch has added, or, first in a step, the token's row
+    hidden,  # [num_rows, hidden_size]: a branch's output; when FIRST, the token's embedding
     post,  # [num_rows, NUM] float32
     comb,  # [num_rows, NUM, NUM] float32
     matrix,  # [num_out, NUM, hidden_size] float32
     streams,  # [num_rows, NUM, hidden_size], written
-    products,  # [num_rows, num_parts, num_out] float32 <- of some columns
-    sums,  # [num_rows, num_parts] float32 <- likewise, of the squares of all streams
+    products,  # [num_rows, num_parts, num_out] float32 <- partial products, over the program's columns
+    sums,  # [num_rows, num_parts] float32 <- partial sums of the squares of all streams
     num_rows,
     num_out,
     hidden_size,
-    FIRST: tl.constexpr,  # every stream becomes what is in hidden
+    FIRST: tl.constexpr,  # the first in a step: every stream becomes hidden
     NUM: tl.constexpr,
     BLOCK_NUM: tl.constexpr,  # at least NUM
     BLOCK_OUT: tl.constexpr,  # at least num_out
-    BLOCK: tl.constexpr,  # columns
-    ROWS: tl.constexpr,  # that a program does one after the other
+    BLOCK: tl.constexpr,  # columns of a program
+    ROWS: tl.constexpr,  # rows that a program processes one after another
     PDL: tl.constexpr,
 ):
     part, num_parts = tl.program_id(0), tl.num_programs(0)
@@ -57,7 +57,7 @@ def add_to_streams_kernel(
                 share = tl.load(comb + (row * NUM + i) * NUM + j, mask=there, other=0.0)
                 before = tl.load(streams + (row * NUM + i) * hidden_size + c, mask=c < hidden_size, other=0.0)
                 value += share[:, None] * before.to(tl.float32)[None, :]
-            tl.debug_barrier()  # all of the program's threads have loaded what one of them writes now
+            tl.debug_barrier()  # all threads of the program have loaded the old values, which are overwritten now
         dtype = streams.dtype.element_ty
         tl.store(streams + row * NUM * hidden_size + at, value.to(dtype), mask=inside)
         value = value.to(dtype).to(tl.float32)
@@ -76,7 +76,7 @@ def read_streams_kernel(
     post,  # [num_rows, NUM] float32, written
     comb,  # [num_rows, NUM, NUM] float32, written
     hidden,  # [num_rows, hidden_size] <- 0; JOINS: the mixture of streams
-    norm,  # what follows is as in `prepare_row`, of that mixture
+    norm,  # this and the next parameters: as in `prepare_row`, for the mixture
     scaled,
     norm_ahead,
     scaled_ahead,
@@ -86,7 +86,7 @@ def read_streams_kernel(
     num_out,
     hidden_size,
     eps,
-    least,  # what the weights' sums are kept from 0 by
+    least,  # added to weights and their sums to keep them from 0
     iterations,
     JOINS: tl.constexpr,
     NUM: tl.constexpr,
@@ -132,7 +132,7 @@ def read_streams_kernel(
 
 @triton.jit
 def _weights(own, out, there, p, num_parts, num_out, inverse, biases, scale, BLOCK_PARTS: tl.constexpr):
-    """The sums of a row's products of outputs `out` over all parts, normed, scaled and with their biases."""
+    """Return outputs `out` of a row: its partial products summed over all parts, normed and scaled, plus biases."""
     at = own + p[:, None] * num_out + out[None, :]
     product = tl.sum(tl.load(at, mask=(p < num_parts)[:, None] & there[None, :], other=0.0), axis=0)
     return product * (inverse * tl.load(scale)) + tl.load(biases + out, mask=there, other=0.0)
@@ -140,9 +140,10 @@ def _weights(own, out, there, p, num_parts, num_out, inverse, biases, scale, BLO
 
 @triton.jit
 def _balanced(logits, there, is_pair, least, iterations):
-    """The softmax of rows; then columns and rows are divided by their sums in turn (Sinkhorn). 0 where is no pair."""
+    """Return the softmax of the rows, with columns and rows then divided by their sums in turn (Sinkhorn); 0 outside
+    is_pair."""
     logits = tl.where(there[None, :], logits, -1e38)
-    largest = tl.max(tl.where(logits == logits, logits, -1e38), axis=1)  # finite, also of a row of NaN
+    largest = tl.max(tl.where(logits == logits, logits, -1e38), axis=1)  # finite even for a row of NaN
     power = tl.exp(logits - largest[:, None])
     share = tl.where(is_pair, power / tl.sum(power, axis=1)[:, None] + least, 0.0)
     share = tl.where(is_pair, share / (tl.sum(share, axis=0)[None, :] + least), 0.0)

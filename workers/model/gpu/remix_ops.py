@@ -1,4 +1,4 @@
-"""What a step does to several residual streams, in Triton."""
+"""Launches of the kernels that mix several residual streams (hyper-connections)."""
 
 import triton
 from torch import Tensor
@@ -10,14 +10,14 @@ from workers.model.gpu.stream_ops import Launches, row_constants, written
 from workers.model.ops import Readers, Stream, StreamsRoom
 
 _MOST_COLUMNS = 64  # of a program
-_WEIGHTS = 8192  # of the matrix, that fit a program's registers
-_ROWS = 4  # that a program does one after the other
+_WEIGHTS = 8192  # elements of the matrix that fit the registers of a program
+_ROWS = 4  # that a program processes one after another
 
 
 class TritonRemixOps(Launches):
-    """A part of `TritonOps`."""
+    """The part of `TritonOps` for several streams."""
 
-    _partials: Tensor  # as `TritonOps` has it
+    _partials: Tensor  # scratch memory, which `TritonOps` allocates
 
     def remix(
         self,

@@ -1,4 +1,4 @@
-"""How kernels follow each other, and what a step does to the residual stream row by row, in Triton."""
+"""How kernels are launched one after another, and launches of the kernels for rows of the residual stream."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ from workers.model.ops import SQUARES_BLOCK, Exchange, Normed, Readers, Stream
 
 
 class Launches:
-    """What all parts of `TritonOps` have.
+    """The base of all parts of `TritonOps`: programmatic dependent launch, on Hopper and later.
 
-    Each kernel starts while the one before it ends, if that one is ours too: it waits on the device before it reads
-    what that one writes, and lets the next one start only after it has waited itself.
+    Each kernel starts while the one before it is ending, if that one is ours too: it waits on the device before it
+    reads what that one writes, and lets the next one start only after it has waited itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,18 +34,18 @@ class Launches:
         self._chained = False
 
     def _launch(self) -> dict[str, Any]:
-        """How the next kernel starts; the one after it follows one of ours."""
+        """Return the launch options of the next Triton kernel, and record its launch."""
         chained = self._chain()
         return {"PDL": True, "launch_pdl": chained} if self._starts_early else {"PDL": False}
 
     def _chain(self) -> bool:
-        """Whether the next kernel follows one of ours; the one after it does."""
+        """Return whether the next kernel follows one of ours, and record its launch: the one after it does."""
         chained, self._chained = self._chained, True
         return chained
 
 
 class TritonStreamOps(Launches):
-    """A part of `TritonOps`."""
+    """The part of `TritonOps` for the residual stream."""
 
     def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
         num_rows, width = out.shape
@@ -114,7 +114,7 @@ class TritonStreamOps(Launches):
 
     def _add_parts(
         self,
-        x: Tensor,  # [batch_size, num_parts, hidden_size], or without the middle
+        x: Tensor,  # [batch_size, num_parts, hidden_size]; [batch_size, hidden_size] for one part
         num_parts: int,
         norm: Tensor | None,
         eps: float,
@@ -146,13 +146,13 @@ class TritonStreamOps(Launches):
 
 
 def written(stream: Stream, readers: Readers) -> tuple[Tensor, ...]:
-    """What a kernel that writes the stream is told; of a norm that is not there, anything."""
+    """Return the stream's arguments of a kernel that writes it; in place of a norm that is None, any tensor."""
     norm, ahead = (stream.hidden if norm is None else norm for norm in (readers.norm, readers.ahead))
     return stream.hidden, norm, stream.scaled, ahead, stream.scaled_ahead, stream.squares
 
 
 def row_constants(stream: Stream, readers: Readers) -> dict[str, Any]:
-    """Of kernels whose programs own a row of the stream each."""
+    """Return the constants of kernels in which a program owns a row of the stream."""
     return {
         "HAS_NORM": readers.norm is not None,
         "AHEAD": readers.ahead is not None,

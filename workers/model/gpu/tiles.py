@@ -1,4 +1,4 @@
-"""How a product's weights are dealt out to programs: the block sizes that measured best."""
+"""How the weights of a product are divided among Triton programs: the block sizes that measured best."""
 
 from typing import Any
 
@@ -11,16 +11,18 @@ from csattn.models.weights import Linear
 
 MAX_BATCH_SIZE = 64
 BLOCK_N = 64  # rows of the weights that a program owns
-# Programs among which one product is split: two fit on each multiprocessor of an H200. A constant, not a property of
-# the device at hand: it decides the order of sums.
+# At most so many programs share a product by split-K: two fit on each multiprocessor of an H200. It is a constant, not
+# a property of the device, because it decides the order of sums.
 MAX_SPLIT_PROGRAMS = 264
-_NUM_STAGES: dict[WeightFormat | None, int] = {None: 4, "fp8": 5, "int4": 6}  # blocks on their way, and one multiplied
-_OTHER_BYTES = 20 << 10  # at most, of shared memory, besides those blocks
+_NUM_STAGES: dict[WeightFormat | None, int] = {None: 4, "fp8": 5, "int4": 6}  # of the pipeline: loading, and multiplied
+_OTHER_BYTES = 20 << 10  # the most shared memory that a program needs besides those stages
 
 
 def tiles(linear: Linear, x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Tiles of the weights and programs that share a tile's columns, by the shape and the format of the weights alone;
-    and the constants of a kernel that multiplies them with the rows x."""
+    """Return the grid (tiles of outputs, split-K programs of each tile) and the constants of a kernel for x @ weight.T.
+
+    The grid depends on nothing but the shape and the format of the weights.
+    """
     weight, quantized, batch_size = linear.weight, linear.quantized, len(x)
     assert batch_size <= MAX_BATCH_SIZE, f"{batch_size} rows, at most {MAX_BATCH_SIZE} fit a program"
     block_k = 256 // weight.element_size() if quantized is None else RUN

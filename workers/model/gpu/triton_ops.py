@@ -1,4 +1,4 @@
-"""The operations of a step as Triton kernels: their launches."""
+"""The operations of a step on a GPU: launches of Triton kernels, and of CUDA C kernels for weights of 8 or 4 bits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,16 +30,17 @@ from workers.model.gpu.token_kernels import (
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
 _GATE_BLOCK = 1024
-# of a predicted query, which a program makes: all, or, of a wide head, some, for its matrix does not fit registers
+# Pairs of a predicted query that a program computes: all, or some of a wide head, whose matrix does not fit registers.
 _PREDICTED_PAIRS, _WIDE_PREDICTED_PAIRS = 128, 32
-_LOGITS_BLOCK = 4096  # that a program looks through
+_LOGITS_BLOCK = 4096  # logits of a program
 
 
 class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps):
-    """Owns the scratch memory of split sums, so its operations must follow each other on one stream.
+    """Enqueues the operations that `TorchOps` defines. It owns the scratch memory of split-K sums, so they must all be
+    enqueued on one stream.
 
-    A row's results do not depend on the rows beside it, nor, up to 16 of them, on their number: sums are taken in the
-    same order. In larger steps the last bits may differ; with weights of few bits, in those of more than 8.
+    A row's results do not depend on the rows beside it, nor on their number up to 16: sums are taken in the same order.
+    In larger steps the last bits may differ; with weights of 8 or 4 bits, in steps of more than 8 rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -270,7 +271,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
 
 
 def _strides(linear: Linear) -> tuple[int, int]:
-    """From a row of the weights to the next, and from a group's scales."""
+    """Return the strides from a row of the weights to the next, and from a group's scales to the next group's."""
     return linear.weight.stride(0), 0 if linear.quantized is None else linear.quantized.scales.stride(0)
 
 

@@ -240,7 +240,7 @@ class PlacedModel:
     def _load_on_host(
         self, context_id: int, built: Sequence[Tensor], undo: ExitStack, meanwhile: Callable[[], None]
     ) -> None:
-        """Pin layer by layer in this thread, with steps in between: the driver pins memory and nothing else meanwhile."""
+        """Pin layer by layer in this thread, with steps in between: the driver does nothing else while it pins."""
         since = 0.0  # when other requests last had a step
 
         def tell(done: int, total: int) -> None:

@@ -20,7 +20,9 @@ from workers.engine.shape import EngineShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenCompressed:
-    """What the rows of a step see, and their RoPE, in all layers of one compression ratio (0: no compressed rows).
+    """What the rows of a step see, and the RoPE of their positions, in all layers of one compression ratio.
+
+    The ratio is 0 for layers without compressed rows.
 
     Places are numbers among the compressed rows of contexts and requests, and among their index keys.
     """

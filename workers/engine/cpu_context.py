@@ -197,7 +197,7 @@ class KeptChoice:
 
     kv_indices: NDArray[np.int32]  # [num_layers, num_index_heads, top_k]
     valid_len: NDArray[np.int32]  # [num_layers, num_index_heads]
-    found: tuple[NDArray[np.int32], NDArray[np.int32]]  # the same from the current step, whose rows may read the last
+    found: tuple[NDArray[np.int32], NDArray[np.int32]]  # of the current step; its first rows may still read the old
 
     @classmethod
     def nothing(cls, num_layers: int, num_index_heads: int, top_k: int) -> "KeptChoice":

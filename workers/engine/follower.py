@@ -100,7 +100,7 @@ class Answers:
         self._connection, self._lock = connection, Lock()
 
     def __call__(self, number: int | None, answer: object) -> None:
-        """number: of the call that is answered; None: of none, because the follower ends with this message."""
+        """number: of the call that is answered; None: the follower ends with this message, an error."""
         data = pickle.dumps((number, answer))
         with self._lock:
             self._connection.send_bytes(data)

@@ -81,7 +81,7 @@ class LatentPlaces:
         return self.rows[layer_idx, :, None, spec.key_width : spec.row_width]
 
     def pages_of(self, seen: SeenRows) -> Tensor | None:
-        """Return the table by which a choice is translated from numbers among the seen rows; None: it is not."""
+        """Return the table that translates a choice's numbers among the seen rows to places; None: it keeps numbers."""
         return seen.places
 
     def attended(self, layer_idx: int, rows: StepRows, seen: SeenRows) -> tuple[Tensor, Tensor]:

@@ -179,7 +179,7 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         for i in range(num_seen):
             chosen[i] = i
         return 0
-    scores = array_at(args.scores + 4 * row * args.scores_width, num_seen, np.int32(0))  # their bits
+    scores = array_at(args.scores + 4 * row * args.scores_width, num_seen, np.int32(0))  # the scores' bits
     counts, prefix, mask, left = np.empty(_BINS, np.int64), 0, 0, top_k
     for shift in (21, 10, 0):  # radix select: find the least score that is chosen, digit by digit
         counts[:] = 0

@@ -74,7 +74,7 @@ class LocalLayers(StepAttention):
             place.load(context_id, rows)
 
     def begin_request(self, tail_id: int, context_id: int) -> None:
-        """Set a request's states to those that its context leaves; -1: to zeros. No step may be in flight."""
+        """Set a request's states to those after its context; context_id -1: to zeros. No step may be in flight."""
         states = [state for state in self.states if state is not None]
         for state, (conv, memory) in zip(states, self._begun, strict=True):
             state.conv[tail_id] = conv[context_id] if context_id >= 0 else 0.0

@@ -34,7 +34,7 @@ def index_key_share(spec: ModelSpec) -> float:
 
 
 def least_slots(latent: LatentSpec, context_len: int, most_rows: int = ROWS_AT_ONCE) -> int:
-    """Return the slots that a context on the host needs: for all that ROWS_AT_ONCE of a step's rows may choose."""
+    """Return how many slots a context on the host needs: for all that a step's ROWS_AT_ONCE rows at most may choose."""
     return min(context_len, min(ROWS_AT_ONCE, most_rows) * (latent.top_k or 1))
 
 

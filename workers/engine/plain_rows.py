@@ -37,7 +37,7 @@ class OwnRead:
 
 
 class PlainRows:
-    """Those rows of one step. Requests change only when `commit` is called, so a step that fails can be run again."""
+    """Those rows of one step. A step that fails can be run again: requests change at `commit`, lists see `abandon`."""
 
     def __init__(self, model: CpuModel, plan: RowPlan, tail_lens: NDArray[np.int64], softmax_scale: float) -> None:
         """tail_lens: [num_rows], the rows of its tail that each row sees."""
@@ -186,7 +186,7 @@ def attend_pieces(
 ) -> list[Attended]:
     """Attention of each query [num_q_heads, head_dim] to all rows of disjoint pieces.
 
-    pieces: [num_kv_heads, num_rows, 2, head_dim] each, used before the next is asked for, and merged by their
+    pieces: [num_kv_heads, num_rows, 2, head_dim] each, used before the next is taken, and merged by their
     log-sum-exps in their order (the online softmax, arXiv:1805.02867): what is held does not grow with the number of
     pieces. Without any, zeros and -inf.
     """

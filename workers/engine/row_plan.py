@@ -73,7 +73,7 @@ class RowPlan:
         return self.sources[row] != row
 
     def selection(self, row: int, layer_idx: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-        """Return kv_indices [num_index_heads, top_k] and valid_len that the row reads; None if it is never searched."""
+        """Return kv_indices [num_index_heads, top_k] and valid_len that the row reads; None without a search."""
         source, kept = self.sources[row], self.requests[row].kept
         if source == KEPT:
             assert kept is not None
@@ -144,7 +144,7 @@ class RowPlans:
         self._plans: dict[tuple[tuple[int, RowKind], ...], RowPlan] = {}  # by slot and kind of their rows
 
     def plan(self, requests: Sequence[CpuRequest], lens: NDArray[np.int64]) -> RowPlan:
-        """requests: of the step's rows; lens: rows of its tail that each row sees, its own included."""
+        """Return a step's plan. requests: of its rows; lens: rows of its tail that each row sees, its own included."""
         rows = [RowKind.of(request, n) for request, n in zip(requests, lens.tolist(), strict=True)]
         key = tuple((request.slot, row) for request, row in zip(requests, rows, strict=True))
         if (plan := self._plans.get(key)) is None:

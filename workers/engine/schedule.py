@@ -64,7 +64,7 @@ class Schedule:
         turn.keep_at.copy_(torch.where(is_last, tails, self._num_tails))
 
     def search_ids(self, rows: StepRows) -> Tensor:
-        """[batch_size] int32: the contexts to search, -1 where a row is not searched for."""
+        """Return the contexts to search: [batch_size] int32, -1 for rows that are not searched."""
         return self._turns[rows.batch_size].search_ids if self.reuses else rows.context_ids
 
     def share_out(self, layer_idx: int, selection: DeviceSelection, rows: StepRows) -> None:

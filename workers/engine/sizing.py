@@ -96,7 +96,7 @@ class Sizing:
         return planned.device_bytes - without.device_bytes <= on_device and more_on_host <= on_host
 
     def _planned(self, index_config: IndexConfig) -> MemoryPlan:
-        """Plan the memory with a context length of 1, to compare what does not depend on it."""
+        """Plan the memory for contexts of one row, to compare settings that do not depend on contexts."""
         shape, num_slots = self.shape(index_config, 1), self.num_cached(1)
         return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_slots)
 

@@ -1,4 +1,4 @@
-"""Decode steps: on a GPU by where a context's index and KV lie: device, host, or both; on the CPU all is in place."""
+"""Engines that run decode steps: on the CPU in place; on a GPU with index and KV on the device, the host, or both."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,12 @@ _MODULES = {"CpuEngine": "cpu_engine", "GpuEngine": "gpu_engine", "SplitEngine":
 
 
 def __getattr__(name: str) -> Any:
-    """Load an engine when it is asked for: what it is made of imports from here, too."""
+    """Import an engine on first access: its parts import from this package, too."""
     if name not in _MODULES:
         raise AttributeError(f"module 'workers.engine' has no attribute {name!r}")
     return getattr(import_module(f"workers.engine.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """With what is not loaded yet: completion asks for it."""
+    """List names that are not imported yet, too, for tab completion."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Answer one request on an engine that has nothing else to do: the steps that a service would make for it."""
+"""Answer one request on an engine that serves no other: the steps that a service would run for it."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from workers.serving.text import TextStream, decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a model said, and the price."""
+    """A model's answer, and what it cost."""
 
     text: str
     token_ids: list[int]
@@ -30,16 +30,14 @@ class Answer:
     tokens_per_s: float  # after the first
     rows_read_per_step: float  # rows of context and tail attended to, mean over layers
     rows_full_attention: float  # what full attention would have read
-    search_ms_per_step: (
-        float | None
-    )  # all layers; a step that looks ahead does not wait for all of it; unknown on a GPU
+    search_ms_per_step: float | None  # sum over layers; with lookahead, steps do not wait for all of it; None on a GPU
 
     def to_json(self) -> dict[str, Any]:
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
 def question_tokens(loaded: LoadedModel, artifact: Artifact, question: str) -> list[int]:
-    """What follows the context. Raises ContextError where the model has no positions for it."""
+    """Return the ids of the question as it follows the context. Raises ContextError if the positions do not suffice."""
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
     ids: list[int] = question_ids(loaded.tokenizer, artifact.token_ids, question, wrapping).tolist()
     require_positions(loaded, artifact, len(ids))
@@ -47,7 +45,7 @@ def question_tokens(loaded: LoadedModel, artifact: Artifact, question: str) -> l
 
 
 def require_positions(loaded: LoadedModel, artifact: Artifact, question_len: int) -> None:
-    """Raise ContextError where the model has none for a question of that many tokens and an answer."""
+    """Raise ContextError if the model's positions do not suffice for context, question and one token of an answer."""
     num_tokens, positions = artifact.spec.context_len + question_len, loaded.geometry.max_positions
     if num_tokens >= positions:
         raise ContextError(
@@ -68,11 +66,10 @@ def answer(
     observer: Observer | None = None,  # on the CPU: sees the steps after the question
     on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answer:
-    """Answer a question about an artifact that the engine has loaded as context 0, greedily, as far as there is room.
+    """Answer a question about the artifact that the engine has loaded as context 0, greedily, while there is room.
 
-    on_text gets the answer in pieces as it comes; on_read, before, how many of the question's tokens are read, and how
-    many there are. Raises ContextError where the engine has no room for the question,
-    ModelError where the model gives no numbers.
+    on_read gets how many of the question's tokens are processed, and of how many; then on_text gets the answer piece
+    by piece. Raises ContextError if the engine has no room for the question, ModelError if logits are NaN or infinite.
     """
     engine.open(0, 0, config, selector)
     try:
@@ -103,7 +100,7 @@ def answer(
             tokens_per_s=(len(token_ids) - 1) / max(ended - started - first_token_s, 1e-9),
             rows_read_per_step=reading.rows,
             rows_full_attention=context_len + (num_seen + 1) / 2,
-            search_ms_per_step=search_ms / num_seen if counts.attend_s else None,  # timed apart, or not at all
+            search_ms_per_step=search_ms / num_seen if counts.attend_s else None,  # None: not timed separately
         )
     finally:
         engine.close_slot(0)
@@ -112,7 +109,7 @@ def answer(
 def _feed(
     engine: StepEngine, token_ids: list[int], on_read: Callable[[int, int], None] = lambda done, total: None
 ) -> int:
-    """What follows the last of these tokens."""
+    """Run these tokens and return the token that follows the last one."""
     *others, last = token_ids
     rows = [*(StepRow(0, token_id, asks=False) for token_id in others), StepRow(0, last)]
     for start in range(0, len(rows), engine.max_rows):

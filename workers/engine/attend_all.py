@@ -1,4 +1,4 @@
-"""Attention of whole steps to all rows of their contexts: selector `full`, in every placement."""
+"""Full attention of whole steps on a GPU, to all rows of their contexts: selector `full`, in every placement."""
 
 from collections.abc import Sequence
 
@@ -14,15 +14,15 @@ from workers.engine.far_rows import DeviceRows
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
-TURNS = 2  # layers that have room on the device: one is read while the next comes
+TURNS = 2  # double buffering: one layer is read on the device while the next is copied
 
 
 class AttendAll(StepAttention):
-    """Without a search. Owns all tails, unless it is given them.
+    """Attends to all rows, without a search. Owns all tails, unless it is given them.
 
-    Over contexts on the device a step is one graph. Those in host memory are streamed, which is the host's work.
-    A context is read once for as many rows that continue it as a block takes; coded ones, and heads that there is no
-    such kernel for, once for each row.
+    Over contexts on the device, a step is one CUDA graph. Contexts in host memory are streamed: the host enqueues the
+    copies between graphs. A context is read once for as many rows that continue it as a thread block takes; if its rows
+    are coded, or no such kernel supports the heads, once for each row.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class AttendAll(StepAttention):
         shape: EngineShape,
         far: "DeviceRows | StreamedRows",
         device: torch.device,
-        sinks: Tensor | None = None,  # [num_layers, num_q_heads] float32, where the shape has them
-        tails: Tensor | None = None,  # as `make_tails` has them; None: its own
+        sinks: Tensor | None = None,  # [num_layers, num_q_heads] float32: sink logits, if the shape has them
+        tails: Tensor | None = None,  # as from `make_tails`; None: makes its own
     ) -> None:
         assert shape.attends_all, "planned for steps that select"
         self.shape, self.far = shape, far
@@ -63,7 +63,7 @@ class AttendAll(StepAttention):
 
 
 class StreamedRows:
-    """Room on the device for two layers of every context, whose KV lies in pinned host memory.
+    """Double buffer on the device: two layers of every context, whose KV lies in pinned host memory.
 
     While a layer is attended to and computed, the next one is copied, on a stream of its own.
     """
@@ -73,35 +73,35 @@ class StreamedRows:
         rows_per_context = shape.num_kv_heads * shape.max_context_len
         self._room = torch.zeros((TURNS, shape.num_contexts, rows_per_context, *row), dtype=dtype, device=device)
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
-        self._sources = row_sources(self._room, self._lens)  # by turn
+        self._sources = row_sources(self._room, self._lens)  # by layer_idx % TURNS
         self._num_layers = shape.num_layers
-        # without a device everything is done in order
+        # None on an emulated device, where everything runs in order
         self._link = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._is_there: torch.cuda.Event | None = None  # the layer that was asked for last
+        self._is_there: torch.cuda.Event | None = None  # recorded after the last copy
         self._kv: dict[int, PinnedRows] = {}
-        self._in_step: list[int] = []  # contexts
+        self._in_step: list[int] = []  # contexts of the current step
 
     def __repr__(self) -> str:
         return f"<StreamedRows {len(self._kv)}/{len(self._lens)} contexts>"
 
     def load(self, context_id: int, kv: PinnedRows) -> None:
-        """Give a place to a context, which stays on the host."""
+        """Register a context, whose KV stays on the host."""
         self._lens[context_id] = kv.layers[0].shape[1]
         self._kv[context_id] = kv
 
     def unload(self, context_id: int) -> None:
-        """Let go of a context, whose rows the owner of its memory unpins. No step may be in flight."""
+        """Forget a context; the owner of its memory unpins it. No step may be in flight."""
         del self._kv[context_id]
 
     def begin_step(self, context_ids: Sequence[int]) -> None:
-        """Ask for the first layer of these contexts; -1: an idle row's."""
+        """Begin to copy the first layer of these contexts; -1: of an idle row."""
         self._in_step = sorted({context_id for context_id in context_ids if context_id >= 0})
         self._bring(0)
 
     def take(self, layer_idx: int) -> RowSource:
-        """Ask for the next layer; what is enqueued from now on waits until this one is there.
+        """Return a layer's rows, and begin to copy the next layer. Work enqueued later waits for this one.
 
-        Layers are taken in order, and each is read by what is enqueued before the next is taken.
+        Take the layers in order, and enqueue all work that reads one before taking the next.
         """
         is_there = self._is_there
         if layer_idx + 1 < self._num_layers:
@@ -111,7 +111,7 @@ class StreamedRows:
         return self._sources[layer_idx % TURNS]
 
     def _bring(self, layer_idx: int) -> None:
-        """Where the layer before the last was, which all that is enqueued may still read."""
+        """Copy a layer over the one before the last, after all enqueued work, which may still read that one."""
         if self._link is not None:
             self._link.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._link):  # None changes nothing
@@ -124,12 +124,12 @@ class StreamedRows:
 
 
 def reads_once(shape: EngineShape) -> bool:
-    """Whether a context is read once for all rows of a step that continue it."""
+    """Whether a kernel reads a context once for all rows of a step that continue it."""
     return shape.kv_format is None and takes_heads(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
 
 
 def attend_all_bytes(shape: EngineShape) -> int:
-    """Workspace on the device."""
+    """Return the bytes of workspace that `AttendAll` takes on the device."""
     heads = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
     return workspace_bytes(shape.batch_sizes, *heads, shape.tail_capacity) if reads_once(shape) else 0
 
@@ -150,5 +150,5 @@ def _plan(shape: EngineShape, device: torch.device) -> EveryRowAttention:
 
 
 def streamed_bytes(shape: EngineShape) -> int:
-    """Device memory of `StreamedRows`."""
+    """Return the bytes of device memory that `StreamedRows` takes."""
     return TURNS * shape.num_contexts * shape.num_kv_heads * shape.max_context_len * shape.context_row_bytes

@@ -1,4 +1,4 @@
-"""Attention of whole steps to chosen rows, whoever chooses them."""
+"""Attention of whole steps on a GPU to selected rows, wherever they are searched for."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,15 +16,15 @@ from workers.engine.schedule import Schedule
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
-if TYPE_CHECKING:  # which searches by one of these
+if TYPE_CHECKING:  # it imports a subclass of `AttendChosen`
     from workers.engine.own_on_device import OwnOnDevice
-_PIECE_ROWS = 8192  # that are brought to the device at a time
+_PIECE_ROWS = 8192  # that are copied to the device at a time
 
 
 class AttendChosen(StepAttention):
-    """Owns all tails, contexts' resident rows, and their indexes, as far as the device has them.
+    """Owns all tails, the contexts' resident rows, and their indexes, if these are on the device.
 
-    And for each batch size kernels and two selections: one is read while the other is made.
+    Each batch size has its kernels and two selections (double buffering: one is read while the other is made).
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class AttendChosen(StepAttention):
         shape: EngineShape,
         far: FarRows,
         device: torch.device,
-        tails: Tensor | None,  # as `make_tails` has them; None: its own
-        own: "OwnOnDevice | None",  # who attends to requests' own segments, beside
-        sinks: Tensor | None,  # [num_layers, num_q_heads] float32, where the shape has them
+        tails: Tensor | None,  # as from `make_tails`; None: makes its own
+        own: "OwnOnDevice | None",  # attends to requests' own segments, on another stream
+        sinks: Tensor | None,  # [num_layers, num_q_heads] float32: sink logits, if the shape has them
     ) -> None:
         self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
@@ -48,10 +48,10 @@ class AttendChosen(StepAttention):
         }
         self._schedule = Schedule(shape, device)
         self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
-        self._passes: dict[int, SketchPass] = {}  # over their codes, where what is not selected is attended to by these
+        self._passes: dict[int, SketchPass] = {}  # over the codes, by batch size; empty: the rest has no codes
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
-        """What the step has selected in that layer, until it searches for the layer after the next."""
+        """Return what the step has selected in that layer; valid until layer_idx + 2 is searched."""
         return self._selections[rows.batch_size][layer_idx % 2]
 
     def begin_step(self, rows: StepRows) -> None:
@@ -63,8 +63,8 @@ class AttendChosen(StepAttention):
         return self.own if rows.any_own else None
 
     def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
-        """Enqueue what takes the selected rows out of a pass's sums and posts what is left to attention, which follows.
-        Nothing where there are no passes."""
+        """Enqueue the kernels that subtract the selected rows from a pass's sums and post the rest to attention, which
+        follows. Does nothing if there are no passes."""
         if self._passes:
             attention, selected = self._attention[rows.batch_size], self.chosen(layer_idx, rows)
             posted = attention.posted, attention.rest_parts
@@ -74,12 +74,12 @@ class AttendChosen(StepAttention):
         self,
         layer_idx: int,
         q: Tensor,
-        fetched: DeviceSelection,  # what `far.fetch` has returned for that layer
+        fetched: DeviceSelection,  # as `far.fetch` has returned it for that layer
         rows: StepRows,
         out: Tensor,
     ) -> None:
-        """Enqueue one layer's attention to resident rows, tails and what is fetched, joined with that to own segments,
-        which is done."""
+        """Enqueue one layer's attention to resident rows, tails and fetched rows, merged with attention to own
+        segments, which must have been enqueued."""
         near, source, spill = self._resident.source(layer_idx), self.far.source(layer_idx), self.far.spill(layer_idx)
         moments, own = self._resident.moments(layer_idx), self._own(rows)
         other = None if own is None else own.attended(rows)
@@ -89,7 +89,7 @@ class AttendChosen(StepAttention):
 
 
 def plan_attention(shape: EngineShape, device: torch.device) -> dict[int, DeviceAttention]:
-    """For each batch size: sets memory aside."""
+    """Make the attention kernels of each batch size, with their workspace."""
     return {
         batch_size: DeviceAttention(
             batch_size=batch_size,
@@ -113,7 +113,7 @@ def plan_attention(shape: EngineShape, device: torch.device) -> dict[int, Device
 
 
 def make_passes(shape: EngineShape, index: SketchShape, device: torch.device) -> dict[int, SketchPass]:
-    """A pass over the codes for each batch size: of steps that select by other queries than their own, or elsewhere."""
+    """Make a pass over the codes for each batch size, where the search makes none, or makes it with another query."""
     return {
         batch_size: SketchPass(
             index,
@@ -131,8 +131,8 @@ def make_passes(shape: EngineShape, index: SketchShape, device: torch.device) ->
 
 
 class ResidentRows:
-    """Owns the sinks and the window of every loaded context, on the device, and, for an estimate of what is not
-    selected, the moments of the rows between."""
+    """Owns the sinks and the window of every loaded context, on the device, and with `rest` moments also the moments
+    of the rows between them."""
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._shape, self._device = shape, device
@@ -149,9 +149,9 @@ class ResidentRows:
             self._moments = [DeviceMoments(table, num_rows) for table in tables]
 
     def load(self, context_id: int, layers: Sequence[Tensor], plain: Sequence[Tensor] | None = None) -> None:
-        """Take the resident rows of a context.
+        """Copy the resident rows of a context.
 
-        layers: each [num_kv_heads, context_len, 2, head_dim], or coded; plain: where they are coded, the rows as built.
+        layers: each [num_kv_heads, context_len, 2, head_dim], or coded; plain: the rows as built, if layers are coded.
         """
         context_len = layers[0].shape[1]
         sink_end = min(self._shape.search.sink_len, context_len)
@@ -167,7 +167,7 @@ class ResidentRows:
             self._load_moments(context_id, [kv[:, sink_end:window_start] for kv in plain or layers])
 
     def _load_moments(self, context_id: int, middles: Sequence[Tensor]) -> None:
-        """middles: of each layer, the rows that may be selected. They may lie on the host."""
+        """Compute the moments. middles: the selectable rows of each layer, which may lie on the host."""
         self._moments[0].num_rows[context_id] = middles[0].shape[1]
         if middles[0].shape[1] == 0:
             return
@@ -179,5 +179,5 @@ class ResidentRows:
         return self._sources[layer_idx]
 
     def moments(self, layer_idx: int) -> DeviceMoments | None:
-        """Of the rows that may be selected, where the rest is estimated."""
+        """The moments of the selectable rows; None unless `rest` is moments."""
         return self._moments[layer_idx] if self._moments else None

@@ -1,4 +1,4 @@
-"""Compressed attention of whole steps on a device: what rows add, choose and attend to, as one graph."""
+"""Compressed attention (DeepSeek-V4) of whole steps on a device, captured in one graph."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from workers.model.ops import CompressedRoom
 
 
 class AttendCompressed(StepAttention):
-    """Of all layers of a model."""
+    """Writes a step's rows, completes compressed rows, chooses among them, and attends, for all layers of a model."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class AttendCompressed(StepAttention):
     ) -> None:
         self.shape, self.memory, self._weights = shape, memory, weights
         self.tails: Sequence[Tensor] = memory.tails
-        self._seen: dict[int, SeenCompressed] = {}  # by ratio, of the step that is captured or run
-        self._scale = torch.ones(1, 1, device=device)  # of every index key
+        self._seen: dict[int, SeenCompressed] = {}  # by compression ratio, of the step that is captured or run
+        self._scale = torch.ones(1, 1, device=device)  # shared by all index keys, which are not quantized
         self._ops = _ops_for(device)
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class AttendCompressed(StepAttention):
         ops.turn_back(out, weights, seen, layer, room.attended)
 
     def _chosen(self, asked: CompressedQueries, seen: SeenCompressed, layer: LayerMemory) -> Tensor:
-        """Where the compressed rows of the best keys lie: [batch_size, top_k] int32, -1 padded."""
+        """Return where the compressed rows with the best index keys lie: [batch_size, top_k] int32, -1 padded."""
         assert asked.index_q is not None and asked.index_weights is not None
         most, pages = layer.spec.top_k, KeyPages(layer.keys[:, None], self._scale.expand(len(layer.keys), 1))
         scores = score_pages(asked.index_q, asked.index_weights, pages, seen.places, seen.lens, longer_than=most)
@@ -61,6 +61,6 @@ class AttendCompressed(StepAttention):
 def _ops_for(device: torch.device) -> CompressedOps:
     if device.type == "cpu":
         return CompressedOps()
-    from workers.engine.compressed_triton_ops import TritonCompressedOps  # Triton is only there on a GPU
+    from workers.engine.compressed_triton_ops import TritonCompressedOps  # late: only a GPU needs Triton
 
     return TritonCompressedOps()

@@ -1,4 +1,4 @@
-"""Attention of whole steps to rows of latents on a device: to those that the model itself chooses, or to all."""
+"""Latent attention (MLA) of whole steps on a device: to rows that the model's indexer chooses, or to all."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from workers.model.attention import StepAttention
 
 
 class AttendLatents(StepAttention):
-    """Chooses as `csattn.models.latent.choose_rows` does, in steps that are one graph.
+    """Chooses as `csattn.models.latent.choose_rows` does. A step is one graph.
 
-    A layer without an indexer attends to what the last one that has one has chosen.
+    A layer without an indexer attends to what the last layer with an indexer has chosen.
     """
 
     def __init__(
@@ -24,9 +24,9 @@ class AttendLatents(StepAttention):
         self.shape, self.far = shape, far
         self.tails: Tensor = far.tails
         self._latents = [layer.latent for layer in spec.layers]
-        (self._top_k,) = {latent.top_k for latent in self._latents if latent is not None}  # one serves several layers
+        (self._top_k,) = {latent.top_k for latent in self._latents if latent is not None}  # the same in all layers
         self._seen = {size: SeenRows.of(shape, size, device) for size in shape.batch_sizes}
-        self._scale = torch.ones(1, 1, device=device)  # of every index key
+        self._scale = torch.ones(1, 1, device=device)  # shared by all index keys, which are not quantized
 
     def __repr__(self) -> str:
         return f"<AttendLatents {self.far!r}>"
@@ -44,7 +44,7 @@ class AttendLatents(StepAttention):
         sparse_mla(*parts, latents, turned, chosen, self.shape.softmax_scale, out=out)
 
     def _choose(self, asked: LatentQueries, keys: Tensor, seen: SeenRows) -> None:
-        """keys: [num_places, 1, index_head_dim]: every key is a page, wherever it lies."""
+        """Score the index keys and choose the best. keys: [num_places, 1, index_head_dim]; every key is a page."""
         assert asked.index_q is not None and asked.index_weights is not None and self._top_k is not None
         pages = KeyPages(keys, self._scale.expand(len(keys), 1))
         told = asked.index_q, asked.index_weights, pages, seen.places, seen.lens

@@ -1,4 +1,4 @@
-"""Work on a device beside its steps, by a thread and on a stream of its own."""
+"""Work on a device beside its steps, in a thread and on a stream of its own."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
@@ -7,11 +7,12 @@ from typing import TypeVar
 import torch
 
 _T = TypeVar("_T")
-_PAUSE_S = 0.001  # between two looks whether work is done, where nothing else is to do
+_PAUSE_S = 0.001  # between two checks whether the work is done, when `meanwhile` has nothing to do
 
 
 def thread_beside(device: torch.device, name: str) -> ThreadPoolExecutor:
-    """One thread; what it enqueues on the device waits for no step, and no step for it."""
+    """Return an executor of one thread with its own stream: its work on the device and steps do not wait for each
+    other."""
 
     def take_a_stream() -> None:
         if device.type == "cuda":
@@ -21,13 +22,13 @@ def thread_beside(device: torch.device, name: str) -> ThreadPoolExecutor:
 
 
 def finish_beside(device: torch.device) -> None:
-    """Wait for what the calling thread has enqueued on its stream: any may read it then."""
+    """Wait for what the calling thread has enqueued on its stream; then any stream may read the results."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def run_beside(thread: Executor, work: Callable[[], _T], meanwhile: Callable[[], None]) -> _T:
-    """Do `work` by that thread, and call `meanwhile` until it is done. Raises what either raises, when it is over."""
+    """Run `work` in that thread, and call `meanwhile` until it is done. Raises what either raises, once `work` ends."""
     running = thread.submit(work)
     try:
         while not running.done():

@@ -1,7 +1,7 @@
-"""What layers of compressed attention keep of contexts and requests on a device, and where steps find it.
+"""What layers of compressed attention (DeepSeek-V4) keep of contexts and requests on a device, and where it lies.
 
-A layer's rows lie in one piece: contexts' last rows, requests' own, then compressed rows, contexts' before requests'.
-Index keys lie in another, like the compressed rows. So a number says where a row lies, and where its key does.
+A layer's rows are one array: contexts' last rows, requests' own rows, then compressed rows, contexts' before requests'.
+Index keys are another array, in the order of the compressed rows, so one place gives a compressed row and its key.
 """
 
 from collections.abc import Sequence
@@ -20,24 +20,26 @@ from workers.engine.shape import EngineShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenCompressed:
-    """What the rows of a step see and turn by in all layers of a ratio, of which those without compressed rows have 0.
+    """What the rows of a step see, and the RoPE of their positions, in all layers of one compression ratio.
 
-    Places are among the compressed rows, of contexts and requests, and their keys.
+    The ratio is 0 for layers without compressed rows.
+
+    Places are numbers among the compressed rows of contexts and requests, and among their index keys.
     """
 
     positions: Tensor  # [batch_size] int64
-    slots: Tensor  # [batch_size] int64: of the rows' requests; of idle rows one behind all
-    near: Tensor  # [batch_size, window] int32: where rows lie that are seen one by one, -1: none
-    own: Tensor  # [batch_size] int64: where the row's own lies, or one nobody reads
-    places: Tensor  # [batch_size, most] int32, each its context's first, then its request's; -1 behind them
-    rows: Tensor  # the same among all of a layer's rows
-    lens: Tensor  # [batch_size] int32
-    attended: Tensor  # [batch_size, window + most] int32: all that is seen, among all of a layer's rows, -1: none
-    written: Tensor  # [batch_size] int64: the place of the compressed row that ends with the row, or `nowhere`
-    first: Tensor  # [batch_size] int64: position of the first of its tokens
+    slots: Tensor  # [batch_size] int64: of the rows' requests; num_tails for idle rows
+    near: Tensor  # [batch_size, window] int32: where the uncompressed rows that are seen lie; -1: none
+    own: Tensor  # [batch_size] int64: where the token's own row is written; for idle rows, one that is never read
+    places: Tensor  # [batch_size, most] int32: first of its context, then of its request; -1 padded
+    rows: Tensor  # the same as numbers among all of a layer's rows
+    lens: Tensor  # [batch_size] int32: number of places
+    attended: Tensor  # [batch_size, window + most] int32: `near` and `rows`; -1: none
+    written: Tensor  # [batch_size] int64: place of the compressed row that the token completes, or `nowhere`
+    first: Tensor  # [batch_size] int64: position of the first token of that compressed row
     cos: Tensor  # [batch_size, rope_dim // 2] float32: of the rows' positions
     sin: Tensor
-    first_cos: Tensor  # likewise of `first`
+    first_cos: Tensor  # of the positions `first`
     first_sin: Tensor
 
 
@@ -49,13 +51,13 @@ class CompressedMemory:
         self._shape, self._device, self._before = shape, device, first.window - 1
         num_own = shape.num_tails * shape.tail_capacity
         self._first_own = shape.num_contexts * self._before
-        self.first_compressed = self._first_own + num_own + 1  # behind one that nobody reads
+        self.first_compressed = self._first_own + num_own + 1  # after one that is never read
         self.layers = [LayerMemory(shape, of, self.first_compressed, device) for of in shape.compressed]
         own = slice(self._first_own, self._first_own + num_own)
         sizes = shape.num_tails, 1, shape.tail_capacity, 2, shape.head_dim
         self.tails = [layer.rows[own].view(sizes) for layer in self.layers]
-        self._lens = torch.zeros(shape.num_contexts + 1, dtype=torch.int64, device=device)  # the last: of no context
-        self._pending: dict[int, tuple[int, list[Tensor]]] = {}  # by context, its length and what its last tokens add
+        self._lens = torch.zeros(shape.num_contexts + 1, dtype=torch.int64, device=device)  # the last: no context
+        self._pending: dict[int, tuple[int, list[Tensor]]] = {}  # by context: its length, what its last tokens add
 
     def __repr__(self) -> str:
         return f"<CompressedMemory {len(self._pending)} contexts>"
@@ -65,7 +67,7 @@ class CompressedMemory:
         return sum(part.nbytes for layer in self.layers for part in (layer.rows, layer.keys, layer.pending))
 
     def load(self, context_id: int, states: Sequence[CompressedState], context_len: int) -> None:
-        """Give a place to a context. No step may read it yet."""
+        """Load a context. No step may read it yet."""
         for layer, state in zip(self.layers, states, strict=True):
             start, end = context_id * layer.rows_of_context, (context_id + 1) * self._before
             for kept, memory, first in (
@@ -83,7 +85,10 @@ class CompressedMemory:
         del self._pending[context_id]
 
     def begin_request(self, tail_id: int, context_id: int) -> None:
-        """What its context's last tokens add to compressed rows that its own will end; -1: nothing."""
+        """Copy what the context's last tokens add to compressed rows that the request's tokens will complete.
+
+        context_id: -1 for a request without a context.
+        """
         if context_id < 0:
             return
         context_len, states = self._pending[context_id]
@@ -92,7 +97,7 @@ class CompressedMemory:
             layer.pending[tail_id, positions % max(1, layer.pending.shape[1])] = pending
 
     def find(self, rows: StepRows, weights: Sequence[CompressedStepWeights]) -> dict[int, SeenCompressed]:
-        """By the layers' ratio. weights: of the layers, which say how positions turn rows."""
+        """Return what the step's rows see, by the layers' ratio. weights: of the layers, with their RoPE angles."""
         shape, positions, is_active = self._shape, rows.positions, rows.tail_lens > 0
         slots = torch.where(is_active, rows.tail_ids.long(), shape.num_tails)
         contexts = rows.context_ids.long()
@@ -134,7 +139,7 @@ class CompressedMemory:
         return by_ratio
 
     def _near(self, positions: Tensor, slots: Tensor, contexts: Tensor, context_lens: Tensor) -> Tensor:
-        """Where rows lie that are seen one by one: [batch_size, window] int64, -1: before the first."""
+        """Return where the uncompressed rows that are seen lie: [batch_size, window] int64; -1: before position 0."""
         before, (contexts, context_lens) = self._before, (contexts[:, None], context_lens[:, None])
         at = positions[:, None] - before + torch.arange(before + 1, device=self._device)
         of_context = contexts * before + at - context_lens + before
@@ -143,7 +148,7 @@ class CompressedMemory:
 
 
 def _turns(positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [batch_size, rope_dim // 2]."""
+    """Return cos and sin of RoPE, [batch_size, rope_dim // 2] each."""
     turned = positions.float()[:, None] * angles
     return turned.cos(), turned.sin()
 
@@ -161,23 +166,23 @@ class LayerMemory:
         self.rows_of_context = shape.max_context_len // of.ratio if of.ratio else 0
         self.rows_of_request = shape.tail_capacity // of.ratio + 1 if of.ratio else 0
         self.nowhere = shape.num_contexts * self.rows_of_context + shape.num_tails * self.rows_of_request
-        num_rows = self.nowhere + 1  # nobody reads the last one
+        num_rows = self.nowhere + 1  # the last one is never read
         self.rows = torch.zeros(first_compressed + num_rows, of.head_dim, dtype=shape.dtype, device=device)
         self.compressed = self.rows[first_compressed:]
         self.keys = torch.zeros(num_rows if of.key_dim else 0, of.key_dim, dtype=shape.dtype, device=device)
-        # by position modulo num_pending: a step's tokens must not overwrite those that its compressed rows are made of
+        # a ring buffer, by position: a step's tokens must not overwrite those that its compressed rows are made of
         num_pending = max(shape.batch_sizes) + of.span if of.ratio else 0
         width = 2 * sum(of.compressed_widths)
         self.pending = torch.zeros(shape.num_tails + 1, num_pending, width, device=device)
 
 
 def compressed_bytes(shape: EngineShape) -> int:
-    """On the device, of contexts and requests: they have their places from the start."""
+    """Device memory of contexts and requests, which is allocated from the start."""
     return CompressedMemory(shape, torch.device("meta")).nbytes
 
 
 def compressed_working_bytes(shape: EngineShape) -> int:
-    """Of what steps see, with scores, and while places are found: numbers of 8 bytes at most."""
+    """Device memory of `SeenCompressed`, of scores, and of temporaries of `find`: numbers of at most 8 bytes."""
     seen = [shape.compressed[0].window]
     for ratio in {of.ratio for of in shape.compressed if of.ratio}:
         seen.append((shape.max_context_len + shape.tail_capacity) // ratio + 1)

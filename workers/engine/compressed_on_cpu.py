@@ -1,7 +1,7 @@
-"""Layers of compressed attention in steps on the CPU: what they keep of requests, and how rows attend.
+"""Compressed attention (DeepSeek-V4) in steps on the CPU: what layers keep of requests, and how rows attend.
 
-Each row by itself, in torch: it sees the last rows, its context's and its own, and compressed rows, its context's
-before those that its own tokens have made.
+Rows attend one by one, in torch. A row sees the last rows of its context and of its request, then the compressed rows
+of its context and those that its request's tokens have made.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from workers.model.cpu.cpu_model import CpuModel
 
 
 class CompressedOnCpu:
-    """All layers of a model, and what requests have made in each."""
+    """All layers of a model, with what each keeps of requests."""
 
     def __init__(self, model: CpuModel) -> None:
         self._layers = [_Layer(model, layer_idx) for layer_idx in range(model.shape.num_layers)]
@@ -26,27 +26,27 @@ class CompressedOnCpu:
         self._slots = self._context_lens = self._tail_lens = torch.empty(0, dtype=torch.int64)
 
     def begin_request(self, slot: int, contexts: Sequence[CompressedState], context_len: int) -> None:
-        """contexts: what its context has left in each layer."""
+        """Begin a request in a slot. contexts: its context's state in each layer."""
         for layer, state in zip(self._layers, contexts, strict=True):
             layer.begin_request(slot, state, context_len)
 
     def set_contexts(self, contexts: Sequence[Sequence[CompressedState]]) -> None:
-        """Of the rows of the next steps, by layer."""
+        """Set the contexts of the next steps' rows: for each row, its context's state in each layer."""
         self._contexts = contexts
 
     def set_lens(self, slots: list[int], context_lens: NDArray[np.int64], tail_lens: NDArray[np.int64]) -> None:
-        """Of the rows of the next step; rows of a request stand in their order."""
+        """Set slots and lengths of the next step's rows. The rows of a request must be in order."""
         self._slots = torch.tensor(slots)
         self._context_lens, self._tail_lens = torch.from_numpy(context_lens), torch.from_numpy(tail_lens)
 
     def attend(self, layer_idx: int) -> None:
-        """From what the layer's room has of the step's rows to what it wants, see `CompressedRoom`."""
+        """Compute `attended` from `projected` and `inputs` in the layer's `CompressedRoom`."""
         states = [of_layers[layer_idx] for of_layers in self._contexts]
         self._layers[layer_idx].attend(states, self._slots, self._context_lens, self._tail_lens)
 
 
 class _Layer:
-    """Requests' own rows are those of the model's tails."""
+    """One layer. Requests' own rows are in the model's tails."""
 
     def __init__(self, model: CpuModel, layer_idx: int) -> None:
         self._spec, self._room, self._weights = model.compressed(layer_idx)
@@ -54,7 +54,7 @@ class _Layer:
         self._own = model.tails[layer_idx].flatten(3)[:, 0]  # [num_tails, tail_capacity, head_dim]
         num_tails, tail_capacity, _ = self._own.shape
         self._dtype, self._scale = self._own.dtype, spec.head_dim**-0.5
-        # by position modulo num_pending: a step's tokens must not overwrite those that its compressed rows are made of
+        # a ring buffer, by position: a step's tokens must not overwrite those that its compressed rows are made of
         self._num_pending = model.max_rows + spec.span
         width = 2 * sum(spec.compressed_widths)
         self._pending = torch.zeros(num_tails, self._num_pending if spec.ratio else 0, width)
@@ -90,7 +90,7 @@ class _Layer:
         room.attended[:, :num_rows] = turned_back(attended, weights, spec, positions)
 
     def _compress(self, inputs: Tensor, slots: Tensor, positions: Tensor, num_of_context: Tensor) -> None:
-        """Take up what the rows add, and make the compressed rows that end with one of them."""
+        """Store what the rows add to compressed rows, and make the compressed rows that they complete."""
         spec = self._spec
         self._pending[slots, positions % self._num_pending] = pending_of(inputs, spec)
         ends = ((positions + 1) % spec.ratio == 0).nonzero()[:, 0]
@@ -108,7 +108,7 @@ class _Layer:
     def _chosen(
         self, q: Tensor, head_weights: Tensor, keys: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Of the context's and the request's own, those of the best keys."""
+        """Return the compressed rows, of the context and the request's own, with the best index keys."""
         most, num_rows = self._spec.top_k, sum(map(len, rows))
         if num_rows <= most:
             return rows
@@ -120,12 +120,12 @@ class _Layer:
 
 
 def _reserved(num_tails: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """[num_tails, num_rows, width]: it costs memory once it is written."""
+    """Reserve [num_tails, num_rows, width], which takes memory only where it is written."""
     num_bytes = num_tails * num_rows * width * dtype.itemsize
     return torch.from_numpy(sparse_zeros(num_bytes)).view(dtype).view(num_tails, num_rows, width)
 
 
 def _attend(q: Tensor, rows: Tensor, sinks: Tensor, softmax_scale: float) -> Tensor:
-    """[num_heads, head_dim]. q: likewise; rows: [num_rows, head_dim], each key and value; all float32."""
+    """Attention [num_heads, head_dim]. q: of this shape; rows: [num_rows, head_dim], keys and values; all float32."""
     logits = torch.cat((q @ rows.T * softmax_scale, sinks[:, None]), dim=1)
     return logits.softmax(1)[:, :-1] @ rows

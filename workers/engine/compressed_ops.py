@@ -1,4 +1,4 @@
-"""What becomes of a step's rows in compressed attention, before it attends and behind that: the definition."""
+"""Operations on a step's rows before and after compressed attention: the definition, in torch."""
 
 import torch
 from torch import Tensor
@@ -16,16 +16,16 @@ from workers.engine.compressed_memory import LayerMemory, SeenCompressed
 
 
 class CompressedOps:
-    """Also what runs where there is no GPU. `TritonCompressedOps` has the same there."""
+    """The definition, which also runs without a GPU. `TritonCompressedOps` has the kernels for a GPU."""
 
     def take_up(
         self,
         inputs: Tensor,  # [batch_size, sum of in_widths]
         weights: CompressedStepWeights,
         seen: SeenCompressed,
-        layer: LayerMemory,  # of which the rows are written, and what they add to compressed ones
+        layer: LayerMemory,  # its rows are written, and what they add to compressed ones
     ) -> None:
-        """Rows come to where they are seen."""
+        """Compute the step's rows, and store them with what they add to compressed rows."""
         layer.rows[seen.own] = own_rows(inputs, weights, seen.positions).to(layer.rows.dtype)
         if layer.spec.ratio:
             layer.pending[seen.slots, seen.positions % layer.pending.shape[1]] = pending_of(inputs, layer.spec).float()
@@ -34,9 +34,9 @@ class CompressedOps:
         self,
         weights: CompressedStepWeights,
         seen: SeenCompressed,
-        layer: LayerMemory,  # of which compressed rows and their keys are written
+        layer: LayerMemory,  # its compressed rows and their index keys are written
     ) -> None:
-        """Make the compressed rows that end with a row of the step."""
+        """Make the compressed rows that a row of the step completes."""
         span = seen.positions[:, None] + torch.arange(1 - layer.spec.span, 1, device=seen.positions.device)
         pending = layer.pending[seen.slots[:, None], span % layer.pending.shape[1]]
         rows, keys = compressed_rows(pending, weights, layer.spec, seen.first)
@@ -52,7 +52,7 @@ class CompressedOps:
         seen: SeenCompressed,
         layer: LayerMemory,
     ) -> CompressedQueries:
-        """Queries in the dtype of the layer's rows; weights of index heads stay float32."""
+        """Return the queries, in the dtype of the layer's rows; weights of index heads stay float32."""
         asked, dtype = compressed_queries(projected, inputs, weights, layer.spec, seen.positions), layer.rows.dtype
         index_q = None if asked.index_q is None else asked.index_q.to(dtype)
         return CompressedQueries(asked.q.to(dtype), index_q, asked.index_weights)

@@ -1,4 +1,4 @@
-"""What becomes of a step's rows in compressed attention, in Triton: see `compressed_ops`."""
+"""Operations on a step's rows before and after compressed attention, in Triton: see `compressed_ops`."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _BLOCK, _TOKENS = 1024, 8  # numbers of a program, and tokens that it adds at a 
 
 
 class TritonCompressedOps(CompressedOps):
-    """On torch's current stream."""
+    """Enqueues its kernels on torch's current stream."""
 
     def take_up(
         self,
@@ -106,5 +106,5 @@ def _turning(spec: CompressedSpec) -> dict[str, Any]:
 
 
 def _block(num_pairs: int) -> int:
-    """The power of two that has room for them."""
+    """Return the least power of two that is not less than num_pairs."""
     return 1 << (num_pairs - 1).bit_length()

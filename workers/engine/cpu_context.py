@@ -33,15 +33,15 @@ from workers.engine.fidelity import Observer
 from workers.engine.lossy_keys import warn_of_lossy_keys
 from workers.engine.own_segments import OwnSegments
 
-WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read the keys themselves
-_SELECTED_STREAM_ROWS = 64  # where nothing is streamed but what stays resident: the budget is for rows
+WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read all keys to choose
+_SELECTED_STREAM_ROWS = 64  # few where only resident rows are streamed, to leave the budget for rows
 
 
 @dataclass(frozen=True, slots=True)
 class HostBudget:
-    """Of host memory for each context's rows, which are read from its files: for contexts that are larger than memory.
+    """A budget of host memory for each context's rows, which are read from its files: for contexts larger than memory.
 
-    What stays in memory follows from how requests read, so all of them read alike.
+    Which rows stay in memory depends on how requests read, so all requests have to read alike.
     """
 
     num_bytes: int
@@ -49,7 +49,7 @@ class HostBudget:
     selector: str
 
     def open_store(self, artifact: Artifact) -> TieredStore:
-        """Close it with the context. Raises TierError for a budget that is too small."""
+        """Open the store of a context, to be closed with it. Raises TierError if the budget is too small."""
         geometry, context_len = artifact.spec.model, artifact.spec.context_len
         view = ContextView(context_len, 0.0, self.config)
         middle, reads_all = view.middle, selector_for(self.selector, view) == "full"
@@ -59,7 +59,7 @@ class HostBudget:
             DTYPES[artifact.spec.kv_dtype],
             self.num_bytes,
             resident=[slice(0, middle.start), slice(middle.stop, context_len)],
-            # a stream reads all rows, and finds whole pieces again; rows that a search selects lie apart
+            # a stream reads all rows, so whole pages are reused; rows that a search selects are scattered
             page_rows=STREAM_ROWS if reads_all else None,
             stream_rows=STREAM_ROWS if reads_all else _SELECTED_STREAM_ROWS,
         )
@@ -77,23 +77,23 @@ class HostBudget:
 
 @dataclass(frozen=True, slots=True)
 class CpuContext:
-    """A loaded context. Steps attend to its rows as they are kept; who looks for the best rows reads them as built.
+    """A loaded context. Steps attend to its rows as the store keeps them, maybe coded; selectors read them as built.
 
-    "Per layer" means, here and wherever rows are searched for: per layer that has an index, numbered among those.
+    "Per layer" means, here and in all searches, per layer that has an index; layers are numbered among those.
     """
 
-    artifact: Artifact | None  # None: of requests without a context
-    kv: list[Tensor]  # per layer [num_kv_heads, context_len, 2, head_dim], where the artifact maps it
+    artifact: Artifact | None  # None: for requests without a context
+    kv: list[Tensor]  # per layer [num_kv_heads, context_len, 2, head_dim], mapped from the artifact
     context_len: int
-    local_kv: list[Tensor]  # per layer without an index, its last rows, or its latents, likewise
+    local_kv: list[Tensor]  # per layer without an index: its last rows, or its latents, also mapped
     store: KvStore  # of the rows that steps attend to
-    in_place: bool  # whether they do so where the rows lie; else rows are gathered and streamed
+    in_place: bool  # whether steps read rows where they lie; otherwise rows are gathered and streamed
     indexes: list[LayerIndex | SketchIndex]  # per layer
     states: Sequence[Mapping[str, NDArray[np.float32]]]  # per layer that keeps a state: conv and memory
-    compressed: Sequence[CompressedState] = ()  # per layer of compressed attention, of which `local_kv` are the windows
-    # per layer, what selectors have made of the context: made before the first request with one, kept for all
+    compressed: Sequence[CompressedState] = ()  # per layer of compressed attention, whose windows are in `local_kv`
+    # per layer, what a selector has computed from the context: before the first request with it, then kept for all
     prepared: dict[SelectorName, list[Prepared]] = field(default_factory=dict)
-    # per layer, for estimates of rows that are not read: by which rows may be chosen, made likewise
+    # per layer, for `rest` moments, by the range of rows that may be chosen; also made once and kept
     moments: dict[tuple[int, int], list[Moments]] = field(default_factory=dict)
 
     @property
@@ -102,11 +102,11 @@ class CpuContext:
 
     @property
     def sketches(self) -> list[SketchIndex]:
-        """Per layer; none: the index is of lists."""
+        """The sketch of each layer; empty if the index is lists."""
         return [index for index in self.indexes if isinstance(index, SketchIndex)]
 
     def moments_of(self, rows: slice) -> list[Moments]:
-        """Of these rows, as steps attend to them, per layer."""
+        """Compute the moments of these rows, as steps attend to them, per layer."""
         return [moments_of(self.store.stream(layer_idx, rows)) for layer_idx in range(len(self.kv))]
 
     @property
@@ -118,12 +118,12 @@ class CpuContext:
 
     @property
     def kv_words(self) -> NDArray[np.int64]:
-        """[num_layers]: where each layer's rows begin."""
+        """[num_layers]: the address of each layer's rows."""
         return np.array([word(layer) for layer in self._layers], np.int64)
 
     @property
     def row_layout(self) -> tuple[int, int, int, int]:
-        """Bytes of a row, bytes before its value, and what reads keys and values (0: they are plain)."""
+        """Bytes of a row, the offset of its value, and the addresses of the readers of keys and values (0: plain)."""
         if isinstance(self.store, CodedStore):
             codec = self.store.codec
             return codec.row_bytes, codec.v_offset, *codec.readers
@@ -133,12 +133,12 @@ class CpuContext:
 
     @property
     def _layers(self) -> list[Tensor]:
-        """What steps attend to in place."""
+        """The rows that steps attend to in place, per layer."""
         return self.store.layers if isinstance(self.store, CodedStore) else self.kv
 
     @property
     def map_words(self) -> NDArray[np.int64]:
-        """[all layers]: where what predicts each layer's queries begins, 0: nowhere."""
+        """[all layers]: the address of the map that predicts each layer's queries; 0: they are not predicted."""
         if self.artifact is None:
             return np.zeros(1, np.int64)
         artifact, model = self.artifact, self.artifact.spec.model
@@ -147,12 +147,11 @@ class CpuContext:
 
 
 def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBudget | None) -> CpuContext:
-    """kv_format: how its rows are kept; None: as the artifact maps them, which takes no memory. The log is told where
-    it does not tell keys apart.
+    """Open a context. kv_format: how its rows are kept; None: mapped from the artifact, which takes no memory.
 
-    Raises MemoryPlanError where there is none for a copy.
+    Logs a warning if the format does not keep keys apart. Raises MemoryPlanError if a copy does not fit into memory.
     """
-    # all that may be refused as damaged is read before there is a store, which has files open
+    # read all that may be refused as damaged before the store opens files
     kv, rows, index, states = artifact.indexed_kv(), artifact.local_kv(), artifact.indexes(), artifact.states()
     if compressed := compressed_states(artifact):
         rows, states = _windows(compressed), []
@@ -170,12 +169,12 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
 
 
 def _windows(compressed: Sequence[CompressedState]) -> list[Tensor]:
-    """Per layer [1, num_kept, 2, half of a row]."""
+    """The windows of each layer, viewed as [1, num_kept, 2, half of a row]."""
     return [torch.unflatten(of.window, 1, (2, of.window.shape[1] // 2))[None] for of in compressed]
 
 
 def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
-    """Without a row."""
+    """Return the context of requests without one: it has no rows."""
     if geometry.compressed:
         none_of = [no_state(geometry.compressed_sizes(i, 0), dtype) for i in range(geometry.num_layers)]
         return CpuContext(None, [], 0, _windows(none_of), HostStore([]), True, [], [], none_of)
@@ -194,11 +193,11 @@ def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
 
 @dataclass(frozen=True, slots=True)
 class KeptChoice:
-    """What a request's last search has chosen, for the tokens until the next one."""
+    """What a request's last search has chosen: the tokens until the next search read it."""
 
     kv_indices: NDArray[np.int32]  # [num_layers, num_index_heads, top_k]
     valid_len: NDArray[np.int32]  # [num_layers, num_index_heads]
-    found: tuple[NDArray[np.int32], NDArray[np.int32]]  # both, by the step under way: others of its rows read the last
+    found: tuple[NDArray[np.int32], NDArray[np.int32]]  # of the current step; its first rows may still read the old
 
     @classmethod
     def nothing(cls, num_layers: int, num_index_heads: int, top_k: int) -> "KeptChoice":
@@ -207,7 +206,7 @@ class KeptChoice:
         return cls(kv_indices, valid_len, (kv_indices.copy(), valid_len.copy()))
 
     def find(self, layer_idx: int, kv_indices: NDArray[np.int32], valid_len: NDArray[np.int32]) -> None:
-        """What tokens of later steps read, once the step is committed."""
+        """Store what tokens of later steps will read, once the step is committed."""
         self.found[0][layer_idx], self.found[1][layer_idx] = kv_indices, valid_len
 
     def commit(self) -> None:
@@ -216,11 +215,11 @@ class KeptChoice:
 
 @dataclass(slots=True)
 class LayerChoice:
-    """Who chooses one request's rows in one layer."""
+    """One request's selector in one layer, with its last choice."""
 
     selector: Selector
-    num_left: int = 0  # rows of the tail that it has taken over
-    last: Selection | None = None  # until the next search
+    num_left: int = 0  # rows of the tail that the selector has taken over
+    last: Selection | None = None  # what tokens read until the next search
 
     def snapshot(self) -> "LayerChoice":
         return LayerChoice(copy(self.selector), self.num_left, self.last)
@@ -231,10 +230,10 @@ class StepCount:
     """What a request has read so far, over all layers."""
 
     searches: int = 0
-    search_bytes: int = 0  # that searches had to read
-    rest_bytes: int = 0  # that attention to the rest had to read
-    far_rows: float = 0.0  # rows per head that were fetched, top_k of csattn, summed over layers and tokens
-    near_rows: float = 0.0  # resident rows per head, likewise
+    search_bytes: int = 0  # read by searches
+    rest_bytes: int = 0  # read by attention to the rest
+    far_rows: float = 0.0  # fetched rows per head (top_k with csattn), summed over layers and tokens
+    near_rows: float = 0.0  # resident rows per head, summed over layers and tokens
 
     def add(self, more: "StepCount") -> None:
         self.searches += more.searches
@@ -252,21 +251,21 @@ class CpuRequest:
     context_id: int
     context: CpuContext
     view: ContextView
-    selector: SelectorName  # full where everything is kept anyway
-    make_selectors: Callable[[], list[Selector]]  # per layer, where the request chooses alone
-    # per layer, what tells of the rows that are not chosen: one of these, or neither, and then they count nothing
+    selector: SelectorName  # full if all rows are kept anyway
+    make_selectors: Callable[[], list[Selector]]  # one per layer, if the request chooses alone
+    # per layer, what attention to the rest reads: one of the two, or neither if the rest is dropped
     sketches: list[SketchIndex]
     moments: list[Moments]
-    # of all layers
-    index_bytes: int  # that its selector, and attention to the rest, hold beside the KV
-    search_bytes: int  # that a search of csattn reads, and what predicts queries for it
-    predictor_bytes: int  # of what predicts a layer's queries; 0 where nothing looks ahead
+    # of all layers, except predictor_bytes
+    index_bytes: int  # that its selector and attention to the rest keep beside the KV
+    search_bytes: int  # that a csattn search reads, with the predictors of its queries
+    predictor_bytes: int  # of the predictor of one layer's queries; 0 without lookahead
     rest_bytes: int  # that attention to the rest reads for a token
-    own: OwnSegments | None = None  # where rows that have left the window are coded; else see `num_left`
+    own: OwnSegments | None = None  # codes of own rows that have left the window; None: see `num_left`
     tail_len: int = 0
     count: StepCount = field(default_factory=StepCount)
-    near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are attended to
-    kept: KeptChoice | None = field(init=False, default=None)  # where not every token searches
+    near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are near
+    kept: KeptChoice | None = field(init=False, default=None)  # unless every token searches
     choices: list[LayerChoice] | None = field(init=False, default=None)  # per layer, once it has chosen alone
     observer: Observer | None = field(init=False, default=None)
 
@@ -279,7 +278,7 @@ class CpuRequest:
 
     @property
     def search_period(self) -> int:
-        """Tokens 0, so many, twice so many, ... of the request are searched for; 1 where csattn chooses nothing."""
+        """Every how many tokens of the request, from the first on, one is searched; 1 if csattn chooses nothing."""
         return self.view.config.search_period if self.top_k > 0 else 1
 
     @property
@@ -296,34 +295,34 @@ class CpuRequest:
 
     @property
     def longest_list(self) -> int:
-        """Rows that a token attends to, all but the tail."""
+        """Context rows that a token attends to exactly."""
         first, second = self.near
         return first + self.top_k + self.view.context_len - second
 
     @property
     def has_selector(self) -> bool:
-        """Whether one of those chooses for it that ours is compared with."""
+        """Whether one of the selectors that csattn is compared with chooses its rows."""
         return self.selector not in WITHOUT_ALL_KEYS
 
     def num_left(self, tail_len: int) -> int:
-        """Of so many rows of the tail that a token sees, how many have left its window: they must be chosen to be read.
+        """Return how many of the tail_len rows that a token sees have left the tail's window: read only if chosen.
 
-        None does of full attention, nor over a sketch: such requests have `own` segments, or keep all of the tail near.
+        Always 0 in full attention and over a sketch: such requests have `own` segments, or keep all of the tail near.
         """
         over_sketch = self.selector == "csattn" and isinstance(self.context.indexes[0], SketchIndex)
         stays = over_sketch or self.selector == "full"
         return 0 if stays else max(0, tail_len - self.view.config.window_len)
 
     def own_segments(self, tail_len: int) -> int:
-        """Of its own rows, in use for a token that sees so many."""
+        """Return how many own segments are in use for a token that sees tail_len own rows."""
         return self.own.num_segments(tail_len) if self.own is not None else 0
 
     def chooses_alone(self, tail_len: int) -> bool:
-        """Whether a token that sees so many rows of the tail chooses by `choices`, and not with others."""
+        """Whether a token that sees tail_len own rows chooses by `choices`, not in a search with other rows."""
         return self.has_selector or (self.selector == "csattn" and self.num_left(tail_len) > 0)
 
     def attends_alone(self, tail_len: int) -> bool:
-        """Whether it is attended to by `PlainRows`."""
+        """Whether `PlainRows` attends for a token that sees tail_len own rows."""
         return not self.context.in_place or self.has_selector or self.num_left(tail_len) > 0
 
     @property
@@ -332,12 +331,12 @@ class CpuRequest:
 
     @property
     def searches_attend(self) -> bool:
-        """Whether searches attend to what they do not choose, with the query that they choose by: the layer's own."""
+        """Whether searches also attend to the rest: only with the layer's own query, not with a predicted one."""
         return bool(self.sketches) and self.top_k > 0 and not self.looks_ahead and self.context.in_place
 
     @property
     def together(self) -> tuple[object, ...]:
-        """Requests for which this is equal are searched for together."""
+        """A key: requests with equal keys are searched together."""
         config = self.view.config
         searched_for = self.context_id, self.top_k, config.sink_len, config.window_len, self.searches_attend
         return self.selector, self.looks_ahead, *searched_for

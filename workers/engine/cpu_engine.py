@@ -1,4 +1,4 @@
-"""Steps on the CPU of rows that belong to any requests, over any contexts: the engine of machines without a GPU."""
+"""`CpuEngine`: the scheduler's engine without a GPU. A step's rows belong to any requests, over any contexts."""
 
 import time
 from collections import Counter
@@ -53,18 +53,18 @@ from workers.model.rows import require_tokens
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
-# Near rows are read from memory, as weights are, so few of them stay: segments are shorter than on a GPU, whose memory
-# their transforms would take.
+# Every step reads the near rows from memory, as it does the weights, so few rows should stay near: segments are shorter
+# than on a GPU, where the transforms of that many segments would take too much memory.
 GROWTH = Growth(segment_len=512)
-QUESTION_ROWS = 64  # of a step: of a question alone 16 take a third longer, 128 as long
+QUESTION_ROWS = 64  # of a step; a question alone takes a third longer with 16, and as long with 128
 
 
 class CpuEngine:
-    """A `StepEngine`. A row's results are the same bits alone and among others, on any number of threads.
+    """The `StepEngine` of the CPU. A row's results have the same bits alone or beside others, on any number of threads.
 
-    Over a sketch, a request's own rows become segments of its own (`csattn.sketch.own`); with another rest than the
-    sketch's, and in full attention, all of them are attended to. Otherwise those that have left its window, as long as
-    the context's, are its selector's to choose, or join its lists.
+    Over a sketch, a request's own rows become segments with sketches of their own (`csattn.sketch.own`). With another
+    `rest` than the sketch's, and in full attention, all own rows are attended to. Otherwise, own rows that have left
+    the request's window, which is as long as the context's, are chosen by its selector, or join its lists.
     """
 
     draws = False
@@ -73,14 +73,14 @@ class CpuEngine:
         self,
         loaded: LoadedModel,  # on the CPU; its weights are read in place
         *,
-        max_rows: int | None = None,  # of a step; QUESTION_ROWS unless said, or as many as stay near
+        max_rows: int | None = None,  # of a step; default: QUESTION_ROWS, but no more rows than stay near
         num_slots: int = 16,
-        tail_capacity: int | None = None,  # up to the model's last position, as far as there is memory, unless said
+        tail_capacity: int | None = None,  # own rows of a request; default: what positions and memory allow
         growth: Growth | None = None,
-        num_threads: int | None = None,  # all cores unless said
-        searcher: WorkerSearcher | None = None,  # closed with the engine; threads of this process unless given
-        kv_format: KvFormat | None = None,  # of contexts' rows; None: they are read where their artifacts map them
-        host_budget: HostBudget | None = None,  # or where they do not fit into memory
+        num_threads: int | None = None,  # default: all cores
+        searcher: WorkerSearcher | None = None,  # closed with the engine; default: threads of this process
+        kv_format: KvFormat | None = None,  # of contexts' rows; None: read in place from the artifacts' memory maps
+        host_budget: HostBudget | None = None,  # for contexts that do not fit into memory; not with kv_format
     ) -> None:
         self._growth = growth or GROWTH
         max_rows = min(QUESTION_ROWS, self._growth.least_near) if max_rows is None else max_rows
@@ -107,7 +107,7 @@ class CpuEngine:
         self._attention = AttendOnCpu(self._model, self._scale)
         self._team = Team(threads)
         self._searcher: PoolSearcher | WorkerSearcher = searcher if searcher is not None else PoolSearcher(self._team)
-        # of searches of a request's own rows: in its lists, or in its segments; requests have it, and not their engine
+        # searches requests' own rows, in their lists or segments; requests hold this function, and not the engine
         self._own_pool = cache(partial(SearchPool, self._team))
         self._contexts: dict[int, CpuContext] = {}
         self._no_context = no_context(loaded.geometry, loaded.dtype)
@@ -148,7 +148,7 @@ class CpuEngine:
         trim_heap()
 
     def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Callable[[], None] | None:
-        """Another selector than csattn, or an estimate by moments, makes something of all of the context's rows."""
+        """Return what another selector than csattn, or `rest` moments, first computes from all rows of the context."""
         wanted = self._wanted(context_id, config, selector)
         return None if wanted.is_made else partial(self._make, wanted)
 
@@ -186,7 +186,7 @@ class CpuEngine:
         return lambda: rows
 
     def observe(self, slot: int, observer: Observer) -> None:
-        """From now on, that sees every step of the request, layer by layer."""
+        """Call the observer after each layer of every later step of the request."""
         request = self.request(slot)
         require_plain_rows(self._model.shape, "a look at what is attended to")
         request.observer = observer
@@ -200,16 +200,16 @@ class CpuEngine:
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
-        """Rows see what stands before them, in this step too. If this raises, no request has moved on.
+        """Run one step. A row sees all earlier rows of its request, also those of this step.
 
-        The rows of a step that has failed can be run again.
+        If this raises, no request has changed, and the same rows can be run again.
         """
         self._require_rows(rows, watch)
         slots = [row.slot for row in rows]
         lens = np.array(seen_lens(slots, {slot: self._requests[slot].tail_len for slot in slots}), np.int64)
         plan = self._plans.plan([self._requests[slot] for slot in slots], lens)
         if plan is not self._plan:
-            self._plan = None  # what fails halfway leaves a mixture of both
+            self._plan = None  # if set_plan fails halfway, it leaves a mixture of both plans
             self._attention.set_plan(plan)
             self._plan = plan
         model, order = self._model, plan.order
@@ -243,11 +243,11 @@ class CpuEngine:
         return self._result(asking, len(rows), want_logits, looks.fidelity)
 
     def context(self, context_id: int) -> CpuContext:
-        """The context that is loaded under that number."""
+        """Return the context loaded under that number. Raises ConfigError if there is none."""
         return self._no_context if context_id == NO_CONTEXT else loaded_context(context_id, self._contexts)
 
     def request(self, slot: int) -> CpuRequest:
-        """The request that is open there."""
+        """Return the request that is open in that slot. Raises ConfigError if there is none."""
         return open_request(slot, self._requests)
 
     def reading(self, slot: int) -> Reading:
@@ -267,7 +267,7 @@ class CpuEngine:
         )
 
     def close(self) -> None:
-        """Let the threads go. No step may be under way."""
+        """Stop the threads and close the contexts. No step may be running."""
         for request in self._requests.values():
             if request.own is not None:
                 request.own.close()
@@ -276,7 +276,7 @@ class CpuEngine:
         self._searcher.close()
         for context in self._contexts.values():
             context.store.close()
-        self._contexts.clear()  # whose files are mapped as long as anything holds them
+        self._contexts.clear()  # their files stay mapped while anything references them
         self._forget_plans()
 
     def __enter__(self) -> Self:
@@ -286,7 +286,7 @@ class CpuEngine:
         self.close()
 
     def _run(self, plan: RowPlan, plain: PlainRows, looks: Looks) -> None:
-        """All layers. Searches run while the layer before is computed."""
+        """Run all layers. With lookahead, a layer's searches run while the layer before it is computed."""
         model = self._model
         self._team.run(model.begin[plan.ahead])
         under_way, numbers = False, model.numbers
@@ -320,7 +320,7 @@ class CpuEngine:
                 self._attend_s += time.perf_counter() - attending
                 if number is not None:
                     looks.look(number)
-                if under_way and len(plain):  # rows to gather are read while the rest of the layer is computed
+                if under_way and len(plain):  # so that rows to gather are read while the rest of the layer is computed
                     under_way = False
                     self._searcher.finish()
                     assert following is not None
@@ -328,21 +328,21 @@ class CpuEngine:
                 self._team.run(model.after[plan.ahead][layer_idx])
         except BaseException:
             if under_way:
-                with suppress(Exception):  # the first error is the one to tell
+                with suppress(Exception):  # the first error is the one to report
                     self._searcher.finish()
             raise
 
     def _forget_plans(self) -> None:
-        """They hold on to requests and their contexts."""
+        """Drop all plans, which reference requests and their contexts."""
         self._plans.forget()
         self._plan = None
 
     def _wanted(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Preparation:
-        """Raises ConfigError for what this engine cannot do."""
+        """Return what such a request needs. Raises ConfigError for what this engine cannot do."""
         context = self.context(context_id)
         view = ContextView(context.context_len, self._scale, config, self._cap)
         require_own_choice(self._model.shape, config, selector)
-        if context.artifact is None or not context.kv:  # there is nothing to choose from, or the model does
+        if context.artifact is None or not context.kv:  # there are no rows to choose from, or the model itself chooses
             may_grow = bool(context.kv) and selector == "csattn" and config.keep < 1 and self._cap is None
             of_own = OF_OWN if may_grow and grows_alone(config) else None
             return Preparation(context_id, context, view, "full", "none", of_own)
@@ -355,15 +355,15 @@ class CpuEngine:
         return Preparation(context_id, context, view, name, rest, of_own if name == "csattn" else None)
 
     def _make(self, wanted: Preparation) -> None:
-        """Unless it is made: then nobody waits for what another context is prepared for."""
+        """Make it unless it is made: the check is outside the lock, so as not to wait for another context's."""
         if not wanted.is_made:
             with self._making:
                 wanted.make(self.loaded)
 
     def _result(self, asking: list[int], num_rows: int, want_logits: bool, seen: Fidelity | None) -> StepResult:
-        """asking: the rows whose logits the model has, one behind the other."""
+        """Move logits to the places of their rows. asking: the rows whose logits the model has computed, in order."""
         logits, next_ids = self._model.logits[:num_rows], np.full(num_rows, -1)
-        for place, row in reversed([*enumerate(asking)]):  # from the last on, as each lies in its place or before it
+        for place, row in reversed([*enumerate(asking)]):  # backwards, because place <= row: nothing is overwritten
             likeliest = logits[place].argmax()
             next_ids[row] = likeliest if np.isfinite(logits[place, likeliest]) else -1
             if want_logits and place != row:
@@ -371,7 +371,7 @@ class CpuEngine:
         return StepResult(next_ids, logits if want_logits else None, seen)
 
     def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
-        """Raise before anything changes."""
+        """Raise for rows that cannot be run, before anything changes."""
         require_num_rows(len(rows), self.max_rows)
         require_tokens([row.token_id for row in rows], self.loaded.geometry.vocab_size)
         for slot, num_new in Counter(row.slot for row in rows).items():
@@ -385,7 +385,7 @@ class CpuEngine:
 
 
 def _most_tokens(loaded: LoadedModel, num_slots: int) -> int:
-    """Of each request's own, as far as half of the memory holds them. What is not used takes none."""
+    """Return how many own rows of each request half of the host memory holds. Rows that are not used take no memory."""
     geometry = loaded.geometry
     row_bytes = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * loaded.dtype.itemsize
     return max(1, min(geometry.max_positions, host_memory_bytes() // 2 // (num_slots * row_bytes)))

@@ -1,6 +1,6 @@
-// Draws the token after each row of a step, a block for each, without sorting. The definition is in
-// workers/serving/draw_reference.py. Weights are whole numbers, 2^40 of the likeliest token, so that sums of them do not
-// depend on their order. Compiled for THREADS and MAX_TOP.
+// Samples the token after each row of a step, one thread block for each, by radix select instead of sorting. The
+// definition is in workers/serving/draw_reference.py. Weights are integers, 2^40 for the most likely token, so that sums
+// do not depend on their order. Compiled for THREADS and MAX_TOP.
 
 #include "../../csattn/cuda/warps.cuh"
 
@@ -8,21 +8,21 @@ constexpr int UNROLL = 8, TILE = UNROLL * THREADS;
 constexpr int DIGIT = 11, NUM_BINS = 1 << DIGIT, PLACE_BITS = 31, ID_BITS = 24, KEY_BITS = PLACE_BITS + ID_BITS;
 constexpr u64 ALL = ~0ull;
 #define INF __int_as_float(0x7f800000)  // NVRTC has no math.h
-constexpr float WHOLE = 1099511627776.f, FARTHEST = 28.f;  // 2^40, and past its logarithm: what is that far off has no weight
-constexpr u32 FAR = 1u << PLACE_BITS - 1;  // the first place of what is far off
+constexpr float WHOLE = 1099511627776.f, FARTHEST = 28.f;  // 2^40, and above its logarithm: so far below the maximum, weights are 0
+constexpr u32 FAR = 1u << PLACE_BITS - 1;  // the first place of logits further below the maximum than Order::near
 
 struct Draw {
     double top_p, at;
     float temperature, min_p;
     float penalty;  // divides logits above 0 of tokens that are repeated, multiplies others
     int row, top_k;  // 0: all
-    int num_top;     // -1: nobody asks how likely the token was
-    int num_added, added_ids, added;  // to how many logits, and where their ids, each once, and what is added begin among the words
-    int repeated, allowed;            // where their bits begin, one for each token; -1: none is, and all are
+    int num_top;     // -1: how likely the token was is not asked for
+    int num_added, added_ids, added;  // how many logits are added to, and offsets in words of their ids, each once, and of the summands
+    int repeated, allowed;            // offsets in words of a bit for each token; -1: no token is repeated, and all are allowed
     int unused;
 };
 struct Score {
-    float greatest, total;  // of the logits, and the sum of e ** (logit - greatest)
+    float greatest, total;  // the largest logit, and the sum of e ** (logit - greatest)
     float logit;            // the drawn token's
     int num_top;
     float top_logits[MAX_TOP];
@@ -59,7 +59,7 @@ __device__ __forceinline__ float greatest_of_block(float value) {
     return over_block(value, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// The sum over the threads before this one; total: over all.
+// Exclusive prefix sum over the block's threads; total: the sum over all of them.
 __device__ __forceinline__ u64 weight_before(u64 value, u64& total) {
     u64* of_warps = shared().of_warps;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -80,7 +80,7 @@ __device__ __forceinline__ u64 weight_before(u64 value, u64& total) {
     return before + up_to - value;
 }
 
-// Several loads at a time: use(token id, logit). What is behind the last is -inf.
+// Calls use(token id, logit) for a tile of logits, with UNROLL loads at a time. Logits past the end are -inf.
 template <class Use> __device__ __forceinline__ void for_tile(const float* logits, int len, int start, Use use) {
     float x[UNROLL];
 #pragma unroll
@@ -95,9 +95,9 @@ template <class Use> __device__ __forceinline__ void for_each(const float* logit
     for (int start = 0; start < len; start += TILE) for_tile(logits, len, start, use);
 }
 
-// Tokens in their order: the likeliest first, of equal ones the lowest id.
+// The order of tokens, by ascending keys: the most likely first, of equal ones the lowest id.
 struct Order {
-    float greatest, near, scale;  // what is near has places by its distance, what is far off by the distance's bits
+    float greatest, near, scale;  // distances from greatest up to near give places linearly, larger ones by their bits
 
     __device__ u64 key(int id, float logit) const {
         const float off = greatest - logit;
@@ -116,8 +116,8 @@ __device__ __forceinline__ Order order_of(const float* logits, int len, float ne
     return {high, near, near > 0 ? fminf((FAR - 128) / near, 3e38f) : 0.f};
 }
 
-// A key up to which amounts come to `wanted`, and without its last token to less; ALL where they do not come to it.
-// amount(logit, key): 0 for what does not count. Digit by digit from the highest.
+// Radix select, by histograms of digits from the highest on: a key such that the amounts of tokens with keys up to it reach
+// `wanted`, and without the last of these do not; ALL if no key is enough. amount(logit, key): 0 for tokens that do not count.
 template <class T, class Amount>
 __device__ u64 last_of(const float* logits, int len, const Order& order, u64 wanted, Amount amount) {
     Shared& s = shared();
@@ -158,13 +158,13 @@ __device__ u64 last_of(const float* logits, int len, const Order& order, u64 wan
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) draw(
-    float* all_logits,     // [num_rows, vocab_size], changed as is asked; -inf: may not be drawn
+    float* all_logits,     // [num_rows, vocab_size], changed as draws ask; -inf: may not be drawn
     long long stride,      // of its rows
     long long vocab_size,  // at most 2^ID_BITS
     const Draw* draws,     // [blocks]
-    u32* words,            // what draws name, changed
-    long long* next_ids,   // [num_rows], -1 where there is nothing to draw from; the drawn token
-    Score* scores          // [blocks], of those that ask
+    u32* words,            // arrays that draws have offsets of, changed
+    long long* next_ids,   // [num_rows], -1 where there is nothing to draw from; written: the drawn token, or -1
+    Score* scores          // [blocks], written for draws that ask
 ) {
     const Draw draw = draws[blockIdx.x];
     const int len = static_cast<int>(vocab_size);
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
         if (added_ids[i] >= len) continue;
         const float x = logits[added_ids[i]];
         logits[added_ids[i]] = x + added[i];
-        added[i] = x;  // what it was
+        added[i] = x;  // keep the original logit
     }
     if (draw.allowed >= 0) {
         __syncthreads();
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
         return;
     }
 
-    u64 last = ALL, least = 1;  // of the keys, and of the weights, that may be drawn
+    u64 last = ALL, least = 1;  // the last key, and the least weight, that may be drawn
     const auto weight = [&](float x, u64 key) -> u64 {
         const float share = expf((x - order.greatest) / draw.temperature);
         const u64 whole = share < draw.min_p || key > last ? 0 : static_cast<u64>(share * WHOLE);
@@ -241,11 +241,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
         last = last_of<u32>(logits, len, order, draw.top_k, [](float, u64) { return 1u; });
     if (draw.top_p < 1 && draw.top_k != 1) {
         const double total = static_cast<double>(total_weight());
-        least = max(1ull, static_cast<u64>((1 - draw.top_p) * total / len));  // all of less have less than what is left out
+        least = max(1ull, static_cast<u64>((1 - draw.top_p) * total / len));  // tokens below it sum to less than is left out
         last = min(last, last_of<u64>(logits, len, order, max(1ull, static_cast<u64>(ceil(draw.top_p * total))), weight));
     }
 
-    // the first id up to which weights have more than `at` of their sum
+    // inverse transform sampling: the first id up to which the weights sum to more than `at` of their total
     if (threadIdx.x == 0) s.drawn = len;
     __syncthreads();
     if (draw.top_k == 1) {
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
         __syncthreads();
         u64 total = 0;
         for (int start = 0; start < len; start += TILE) total += s.bins[start / TILE];
-        if (total == 0) {  // of numbers that are none
+        if (total == 0) {  // of NaN
             if (threadIdx.x == 0) next_ids[draw.row] = -1;
             return;
         }
@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(
     for (int i = threadIdx.x; i < draw.num_added; i += THREADS)
         if (added_ids[i] == s.drawn) s.logit = added[i];
     __syncthreads();
-    if (score && threadIdx.x == 0) {  // as it was, but for rounding where there was a penalty
+    if (score && threadIdx.x == 0) {  // the original logit, up to rounding if there was a penalty
         const float x = s.logit;
         score->logit = draw.repeated < 0 || !has(draw.repeated, s.drawn) ? x : x > 0 ? x * draw.penalty : x / draw.penalty;
     }

@@ -1,4 +1,4 @@
-"""Tokens drawn where the logits are: on the device, by one launch for all rows of a step (`draw.cu`)."""
+"""Sampling on the device, where the logits are: one launch draws the tokens of all rows of a step (`draw.cu`)."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from workers.model.runner import StepOutput
 from workers.serving.step_engine import Likelihood, StepRow
 
 _SOURCE, _THREADS = Path(__file__).with_name("draw.cu"), 1024
-MAX_TOP = 20  # of the likeliest tokens that are told
+MAX_TOP = 20  # most likely tokens that are reported, at most
 _DRAW = np.dtype(
     [
         *(("top_p", "f8"), ("at", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("penalty", "f4"), ("row", "i4")),
@@ -32,10 +32,10 @@ _SCORE = np.dtype(
 
 
 class DrawsOnDevice:
-    """Owns memory for one step's draws: what is asked, and how likely the tokens were, on both sides."""
+    """Owns memory for one step's draws, on host and device: their parameters, and how likely the tokens were."""
 
     def __init__(self, device: torch.device, max_rows: int) -> None:
-        """Where the device is the CPU, copies are plain."""
+        """If the device is the CPU, memory is not pinned and copies are synchronous."""
         if device.type == "cuda":
             _kernel()  # compiled before a token waits for it
         self._device = device
@@ -43,7 +43,7 @@ class DrawsOnDevice:
         self._scores = _OnBoth(device, max_rows * _SCORE.itemsize)
 
     def enqueue(self, rows: Sequence[StepRow], output: StepOutput) -> None:
-        """Have the tokens of rows that are drawn written to `output.next_ids`; their logits are changed as is asked."""
+        """Enqueue the draws of rows that have one: they write `output.next_ids`, and change these rows' logits."""
         draws = [(number, row.draw) for number, row in enumerate(rows) if row.draw is not None]
         if not draws:
             return
@@ -73,7 +73,7 @@ class DrawsOnDevice:
         self._scores.fetch()
 
     def likelihoods(self, rows: Sequence[StepRow], next_ids: NDArray[np.int64]) -> list[Likelihood | None]:
-        """Of the rows' tokens that were drawn, where they ask and there is one; once what was enqueued is done."""
+        """Return how likely the drawn tokens were, for rows that ask and have a token. The draws must be done."""
         scores, told = iter(self._scores.here.numpy().view(_SCORE)), list[Likelihood | None]()
         for row, next_id in zip(rows, next_ids, strict=True):
             if row.draw is None:
@@ -85,7 +85,7 @@ class DrawsOnDevice:
 
 
 class _Words:
-    """Arrays of 32 bits, one behind the other; each is known by where it begins."""
+    """Arrays of 32-bit words that will be concatenated. Each is identified by its offset in words."""
 
     def __init__(self) -> None:
         self.parts: list[NDArray[Any]] = []
@@ -97,7 +97,7 @@ class _Words:
         return at
 
     def add_mask(self, mask: NDArray[np.bool_] | None) -> int:
-        """A bit for each; -1: there is none."""
+        """Add a mask as a bit for each entry. Return its offset, or -1 for no mask."""
         if mask is None:
             return -1
         bits = np.packbits(mask, bitorder="little")
@@ -105,14 +105,14 @@ class _Words:
 
 
 class _OnBoth:
-    """Bytes on a device and, page-locked, on the host."""
+    """A buffer on the device, and one of the same size in pinned host memory."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self.there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def send(self, data: NDArray[np.uint8]) -> Tensor:
-        """They are on their way when it returns: nothing else may be sent before they have come."""
+        """Begin to copy data to the device. Nothing else may be sent before the copy is done."""
         self.here.numpy()[: len(data)] = data
         return self.there[: len(data)].copy_(self.here[: len(data)], non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""Where a step's selected rows are read from: the context's KV on the device, or slots that its host rows move to."""
+"""Where a step's selected rows are read from: the context's KV on the device, or a slot cache of its KV on the host."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -17,12 +17,12 @@ from workers.engine.shape import EngineShape
 
 
 class FarRows:
-    """The context rows that a step may select, of all loaded contexts and layers. These are read where they are."""
+    """The context rows that a step may select, of all loaded contexts and layers. This class reads them in place."""
 
-    cross_link = False  # whether selected rows have a way to go: the longest of a step, which had better begin at once
+    cross_link = False  # whether selected rows cross the link: the longest part of a step, so it should begin at once
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
-        """sources: of each layer."""
+        """sources: the rows of each layer."""
         self._sources = sources
 
     def fetch(
@@ -30,9 +30,9 @@ class FarRows:
         layer_idx: int,
         selection: DeviceSelection,
         context_ids: Tensor,
-        link: torch.cuda.Stream | None = None,  # for the rows' way; None: the current one
+        link: torch.cuda.Stream | None = None,  # for the copies; None: the current stream
     ) -> DeviceSelection:
-        """Enqueue what brings the selected rows to the device; ids of `source` for them, or of `spill`."""
+        """Enqueue the copies of the selected rows to the device. Return their ids in `source`, or in `spill`."""
         return selection
 
     def source(self, layer_idx: int) -> RowSource:
@@ -59,7 +59,7 @@ class DeviceRows(FarRows):
     def load(
         self, context_id: int, layers: Iterable[Tensor], tell: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Take a context's KV, layer by layer as `context_layers` gives it; copied unless it is there."""
+        """Take a context's KV, layer by layer as from `context_layers`; copy the layers that are not on the device."""
         kept, lenders = list[Tensor](), self._shape.lenders or range(self._shape.num_layers)
         for layer, lender in zip(layers, lenders, strict=True):
             kept.append(kept[lender] if lender < len(kept) else self._taken(layer))
@@ -76,7 +76,7 @@ class DeviceRows(FarRows):
         return taken
 
     def layers(self, context_id: int) -> list[Tensor]:
-        """A context's KV, on the device."""
+        """Return a context's KV per layer, on the device."""
         return self._kv[context_id]
 
     def unload(self, context_id: int) -> None:
@@ -85,7 +85,7 @@ class DeviceRows(FarRows):
 
 
 class CachedRows(FarRows):
-    """Owns a slot cache over KV in pinned host memory: rows that were selected before need not move again."""
+    """Owns a slot cache over KV in pinned host memory: rows that were selected before need not be copied again."""
 
     cross_link = True
 
@@ -102,17 +102,17 @@ class CachedRows(FarRows):
         return f"<CachedRows {self.cache!r}>"
 
     def load(self, context_id: int, kv: PinnedRows) -> None:
-        """Give a place to a context, which stays on the host."""
+        """Register a context, whose KV stays on the host."""
         self.place(context_id, kv.addresses, kv.layers[0].shape[1])
         self._kv[context_id] = kv
 
     def place(self, context_id: int, addresses: Sequence[int], context_len: int) -> None:
-        """Likewise. addresses: of each layer's rows [num_kv_heads, context_len], which somebody else keeps."""
+        """Register a context by addresses: of each layer's rows [num_kv_heads, context_len], owned by the caller."""
         self.cache.load_context(context_id, addresses, context_len)
         self._lens[context_id] = context_len
 
     def unload(self, context_id: int) -> None:
-        """Let go of a context, whose rows the owner of its memory unpins. No step may be in flight."""
+        """Forget a context; the owner of its memory unpins it. No step may be in flight."""
         self.cache.reset(context_id)
         del self._kv[context_id]
 
@@ -131,10 +131,10 @@ class CachedRows(FarRows):
 
 
 def context_layers(shape: EngineShape, layers: Iterable[Tensor]) -> Iterator[Tensor]:
-    """A context's rows as such steps read them, on the host: [num_kv_heads, context_len, 2, head_dim], or coded.
+    """Yield a context's layers on the host as steps read them: [num_kv_heads, context_len, 2, head_dim], or coded.
 
-    layers: as they were built. Coded ones are made one by one, on pages of their own. Raises CodecError for what the
-    format cannot keep.
+    layers: as they were built. They are coded one by one, each on memory pages of its own. Raises CodecError if the
+    format cannot keep them.
     """
     for layer in layers:
         if shape.kv_format is None:
@@ -145,7 +145,7 @@ def context_layers(shape: EngineShape, layers: Iterable[Tensor]) -> Iterator[Ten
 
 
 def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:
-    """The slot cache that serves steps of that shape."""
+    """Return the shape of a slot cache for steps of that shape."""
     return SlotCacheShape(
         num_layers=shape.num_layers,
         num_contexts=shape.num_contexts,

@@ -1,4 +1,4 @@
-"""What a row of a step attends to in one layer, beside exact attention: for evaluation, and while a service answers."""
+"""Compares what a row attends to in one layer with exact attention: in evaluations, and while a service answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Seen:
     layer_idx: int  # among those that have an index
     view: ContextView
     q: Tensor  # [num_q_heads, head_dim] float32
-    tail: Tensor  # [num_kv_heads, tail_len, 2, head_dim]: what the row sees of it
-    num_left: int  # of its rows, the first: they have left its window, and are attended to where they are chosen
+    tail: Tensor  # [num_kv_heads, tail_len, 2, head_dim]: the rows of it that the row sees
+    num_left: int  # the first rows of the tail: they have left its window, and are attended to only if chosen
     chosen: Selection | slice  # besides the resident rows
-    out: Tensor | None = None  # [num_q_heads, head_dim] float32: what attention gave
-    sinks: Tensor | None = None  # [num_q_heads] float32: logits beside those of rows
+    out: Tensor | None = None  # [num_q_heads, head_dim] float32: attention's output
+    sinks: Tensor | None = None  # [num_q_heads] float32: sink logits
 
 
 Observer = Callable[[Seen], None]
@@ -30,25 +30,25 @@ Observer = Callable[[Seen], None]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of every query head [num_kv_heads, group_size, kv_len]."""
+    """Exact attention and what was read. Sizes are [num_kv_heads, group_size, kv_len] unless stated otherwise."""
 
     weights: Tensor  # exact attention's, float32
     fetched: Tensor  # bool: rows besides the resident ones
     attended: Tensor  # bool: all that were read
     recall: Tensor  # [num_kv_heads]: share of the exact Top-K rows that were read
-    lse: Tensor  # [num_kv_heads, group_size]: log of the summed weights, sinks aside
+    lse: Tensor  # [num_kv_heads, group_size]: log-sum-exp of the logits, without sinks
 
     @property
     def mass(self) -> Tensor:
-        """[num_kv_heads]: share of the weights on rows that were read."""
+        """[num_kv_heads]: share of exact attention's weights on rows that were read."""
         return (self.weights * self.attended).sum(-1).mean(1)
 
 
 def compare(seen: Seen, context: Tensor) -> Comparison:
-    """Reads all keys, as exact attention does. context: [num_kv_heads, context_len, 2, head_dim], of that layer."""
+    """Compare with exact attention; reads all keys. context: that layer's [num_kv_heads, context_len, 2, head_dim]."""
     view, context_len = seen.view, context.shape[1]
     grouped = seen.q.view(context.shape[0], -1, seen.q.shape[-1])
-    # two parts, because to copy the context together with the tail would cost more
+    # in two parts, because concatenating context and tail would cost more
     parts = [grouped @ rows[:, :, 0].float().transpose(1, 2) for rows in (context, seen.tail)]
     logits = torch.cat(parts, dim=2) * view.softmax_scale
     if view.logit_cap is not None:
@@ -57,8 +57,8 @@ def compare(seen: Seen, context: Tensor) -> Comparison:
     resident[view.middle] = resident[context_len : context_len + seen.num_left] = False
     fetched = _fetched(seen.chosen, logits)
     attended = fetched | resident
-    indexed = context_len + seen.num_left  # rows that a selector knows of
-    worth = logits[..., :indexed].softmax(-1).sum(1).masked_fill(resident[:indexed], -1)  # the same for a whole group
+    indexed = context_len + seen.num_left  # rows whose keys a selector has
+    worth = logits[..., :indexed].softmax(-1).sum(1).masked_fill(resident[:indexed], -1)  # summed over a group
     best = worth.topk(min(view.top_k, int((~resident).sum())), dim=1).indices
     found = attended.gather(2, best[:, None].expand(-1, logits.shape[1], -1)).float()
     recall = found.mean((1, 2)) if best.shape[1] else found.new_ones(len(found))
@@ -66,13 +66,13 @@ def compare(seen: Seen, context: Tensor) -> Comparison:
 
 
 def fidelity(seen: Seen, context: Tensor) -> Fidelity:
-    """context: as `compare` takes it."""
+    """Return the means over heads of `compare`, which takes the same arguments."""
     compared = compare(seen, context)
     return Fidelity(recall=float(compared.recall.mean()), mass=float(compared.mass.mean()))
 
 
 def _fetched(chosen: Selection | slice, like: Tensor) -> Tensor:
-    """Which rows were fetched for each query head: bool like logits."""
+    """Return which rows were fetched for each query head: bool, in the shape of the logits `like`."""
     mask = torch.zeros_like(like, dtype=torch.bool)
     if isinstance(chosen, slice):
         mask[:, :, chosen] = True

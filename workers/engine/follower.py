@@ -1,4 +1,4 @@
-"""The process of one of several devices, but for the first: it does with its heads what that one's process is asked.
+"""A follower: the process of one of several devices, except the first. It repeats the first one's calls with its heads.
 
 Nothing is decided here: the same calls in the same order leave all engines in the same state.
 """
@@ -29,25 +29,25 @@ from workers.model.devices import Devices
 from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, StepRow
 
-SPIN_S = 0.002  # that it looks for the next step without sleeping: waking up takes longer than a step may
-EXPECTED = (CsattnError, torch.OutOfMemoryError)  # told, and the process goes on
+SPIN_S = 0.002  # that it polls for the next step before it sleeps: waking up can take longer than a step
+EXPECTED = (CsattnError, torch.OutOfMemoryError)  # reported to the first process; the follower goes on
 
 
 @dataclass(frozen=True, slots=True)
 class FollowerSpec:
-    """What it is told first."""
+    """The first message to a follower: what it makes its engine from."""
 
     share: Share
     device: torch.device
     meeting: Path
-    model: StepModel  # `take` and `devices` are its own affair
+    model: StepModel  # the follower replaces `take` and `devices`
     config: SearchConfig
     placement: str
     options: dict[str, Any]  # of `GpuEngine`
 
 
 class Follower:
-    """Each public function is one of `StepEngine`, or stands for it."""
+    """Its public methods are called by name. Each is the counterpart of a method of `StepEngine`."""
 
     def __init__(self, spec: FollowerSpec) -> None:
         self._devices = devices = Devices(spec.share, spec.device, spec.meeting)
@@ -94,20 +94,20 @@ class Follower:
 
 
 class Answers:
-    """The way back, for any thread."""
+    """Sends answers to the first process, from any thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, Lock()
 
     def __call__(self, number: int | None, answer: object) -> None:
-        """number: of the question; None: nobody asked, and nothing follows."""
+        """number: of the call that is answered; None: the follower ends with this message, an error."""
         data = pickle.dumps((number, answer))
         with self._lock:
             self._connection.send_bytes(data)
 
 
 def follow(connection: Connection) -> None:
-    """Until the first process says that it is enough, or is gone."""
+    """Run a follower until the first process closes it, or is gone."""
     answer = Answers(connection)
     try:
         spec: FollowerSpec = pickle.loads(connection.recv_bytes())

@@ -1,4 +1,4 @@
-"""`follow` as a process, which ends with the one that started it."""
+"""Runs `follow` in a process that ends with the process that started it."""
 
 import os
 import signal
@@ -9,11 +9,11 @@ from threading import Thread
 
 from workers.engine.follower import follow
 
-_LOOK_S = 0.5  # from one look for the first process to the next
+_LOOK_S = 0.5  # between checks whether the first process is alive
 
 
 def main(descriptor: str, parent: str) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, which are the first process's business
+    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal; the first process handles them
         signal.signal(number, signal.SIG_IGN)
     Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     status = 1
@@ -24,11 +24,11 @@ def main(descriptor: str, parent: str) -> None:
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stderr.flush()
-        os._exit(status)  # what the device still waits for, if so, is waited for by nobody
+        os._exit(status)  # without waiting for work on the device, which may never end
 
 
 def _end_with(parent: int) -> None:
-    """A device that waits for another whose process is gone waits for ever, and its process with it."""
+    """End this process with its parent. Otherwise its device could wait for ever for one whose process is gone."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os._exit(1)

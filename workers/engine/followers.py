@@ -1,4 +1,4 @@
-"""The first process's way to those of the other devices: what is asked of them, what they say, and their end."""
+"""The first process's side of the followers: it starts them, calls them, receives their answers, and ends them."""
 
 import logging
 import os
@@ -21,19 +21,19 @@ from workers.engine.follower import FollowerSpec
 
 MODULE = "workers.engine.follower_process"
 START_S = 180.0  # for a process to import what it needs
-STEP_S = 120.0  # that no step takes
-GRACE_S = 60.0  # for all to say that they have failed, where one has
+STEP_S = 120.0  # more than any step takes
+GRACE_S = 60.0  # for all to report a failure, once one has
 CLOSE_S = 5.0
 _LOOK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
 class Followers:
-    """Processes with a device each. One that is lost ends this process too: its device may wait for the other's sums,
-    and what waits on a device cannot be called back."""
+    """Processes with a device each. If one is lost, this process exits too: its device may wait for the other in an
+    all-reduce, and work on a device cannot be cancelled."""
 
     def __init__(self, specs: Sequence[FollowerSpec], module: str = MODULE) -> None:
-        """module: whose main the processes run. Raises DevicesError where one does not come up."""
+        """module: whose `main` the processes run. Raises DevicesError if one does not start."""
         self._numbers, self._answers = count(1), dict[tuple[int, int], Future[Any]]()
         self._fault, self._is_up, self._is_closing = "", False, False
         self._must_end_by: float | None = None
@@ -65,7 +65,7 @@ class Followers:
         return [child.pid for child in self._children]
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """All of them the same, which they do sometime soon. A fault ends all processes."""
+        """Send all followers a call, and do not wait. If it fails in one, all processes end."""
         data = pickle.dumps((None, name, arguments))
         for connection in self._connections:
             connection.send_bytes(data)
@@ -75,7 +75,7 @@ class Followers:
             connection.send_bytes(pickle.dumps((None, name, own)))
 
     def ask(self, name: str, *arguments: Any) -> list[Future[Any]]:
-        """What each answers; an error that it was told is the answer's exception."""
+        """Send all followers a call; return a future of each one's answer, which raises the error that it reports."""
         number = next(self._numbers)
         data = pickle.dumps((number, name, arguments))
         answers = [self._answer(rank, number) for rank in range(len(self._connections))]
@@ -85,7 +85,7 @@ class Followers:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """What is done inside ends in that time, or all processes end."""
+        """End all processes if the body takes longer than that."""
         self._must_end_by = time.monotonic() + seconds
         try:
             yield
@@ -93,23 +93,23 @@ class Followers:
             self._must_end_by = None
 
     def end_all(self, why: str) -> None:
-        """At once, and this process with them: for what runs on its device cannot be stopped in another way."""
+        """End all processes at once, this one included: what runs on its device cannot be stopped in another way."""
         for child in self._children:
             child.kill()
         with suppress(OSError):
-            self._meeting.unlink(missing_ok=True)  # a group that ends takes it with it
-            self._meeting.parent.rmdir()  # if it was made for that
+            self._meeting.unlink(missing_ok=True)  # a process group that ends regularly removes it
+            self._meeting.parent.rmdir()  # if it was made for this file
         _log.critical("%s; this process ends, for its device may wait for the other: start it again", why)
         sys.stderr.flush()
         os._exit(1)
 
     def let_go(self) -> None:
-        """They close what they have, and end."""
+        """Have the followers close what they own, and exit."""
         self._is_closing = True
         self.tell("close")
 
     def close(self) -> None:
-        """Those that do not end by themselves are ended."""
+        """Wait until the followers have exited; kill those that do not."""
         until = time.monotonic() + CLOSE_S * self._is_closing
         self._is_closing = True
         for child in self._children:
@@ -128,7 +128,7 @@ class Followers:
         return answer
 
     def _watch(self) -> None:
-        """Hand answers over, until all are gone."""
+        """Deliver answers and enforce deadlines, until all followers are gone."""
         there = dict(zip(self._connections, range(len(self._connections)), strict=True))
         while there:
             for connection in wait(list(there), _LOOK_S):
@@ -144,7 +144,7 @@ class Followers:
         if number is None:
             self._fault = str(said)
         elif isinstance(said, Exception):
-            if self._must_end_by is None:  # where one has failed, all have, or those that have not wait for ever
+            if self._must_end_by is None:  # if one has failed, all have to: others would wait for ever
                 self._must_end_by = time.monotonic() + GRACE_S
             self._answers.pop((rank, number)).set_exception(said)
         else:

@@ -1,4 +1,4 @@
-"""Steps on a GPU of rows that belong to any requests: what the scheduler asks for, of the engine of whole steps."""
+"""`GpuEngine`: the scheduler's engine on a GPU. A step's rows belong to any requests, over any contexts."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -68,11 +68,11 @@ from workers.searchers.step_searches import StepSearches
 from workers.serving.messages import Selector
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
-BATCH_SIZES = (1, 8)  # of one request: its steps, and its question eight tokens at a time
+BATCH_SIZES = (1, 8)  # for a single request: its decode steps, and its question eight tokens at a time
 MAX_ROWS = 64  # of a step
-_MOST_THREADS = 8  # that find eigenvectors for a segment of own rows
+_MOST_THREADS = 8  # that compute the eigenvectors for a segment of own rows
 GPU_SELECTORS: tuple[Selector, ...] = ("csattn", "full", "exact")
-SLOT_SHARE = 0.15  # of a context's rows, kept on the device where its KV is on the host
+SLOT_SHARE = 0.15  # of a context's rows that have cache slots on the device, where its KV is on the host
 
 
 @dataclass(slots=True)
@@ -81,21 +81,22 @@ class _Request:
     config: SearchConfig
     own: OwnSegments | None  # None: all of its own rows are attended to
     tail_len: int = 0
-    num_segments: int = 0  # of its own, in use
-    own_read: int = 0  # rows of its own for each KV head, over all tokens
-    num_steps: int = 0  # tokens that were computed here, not written
-    num_all: int = 0  # of these, those that attended to all rows
-    is_written: bool = False  # rows are on their way to its tail
+    num_segments: int = 0  # own segments in use
+    own_read: int = 0  # own rows that were read for each KV head, summed over all tokens
+    num_steps: int = 0  # tokens that steps computed; rows from `write_rows` do not count
+    num_all: int = 0  # of these, the tokens that attended to all rows
+    is_written: bool = False  # rows from `write_rows` are still being copied to its tail
 
 
 class GpuEngine:
-    """A `StepEngine` of one placement.
+    """The `StepEngine` of a GPU, in one placement.
 
-    Memory is planned, and steps are captured, when the first request or context comes: see `Placing`.
+    Memory is planned, and steps are captured as CUDA graphs, when the first request or context arrives: see `Placing`.
 
-    All requests select as the engine is set, some of them fewer rows; or all attend to everything; or, with
-    all_where_faster, all of them in some steps. But for that, rows of steps of up to 16, with weights of few bits to 8,
-    have the same bits alone and among others; in larger steps, and over latents, the last bits may differ.
+    All requests select with the engine's configuration, or with a smaller `keep`; or all attend to all rows. With
+    all_where_faster, some steps attend to all rows. Apart from that, a row's results have the same bits alone and
+    beside others in steps of up to 16 rows, or 8 with weights of 8 or 4 bits; in larger steps, and over latents, the
+    last bits may differ.
     """
 
     draws = True
@@ -106,24 +107,24 @@ class GpuEngine:
         config: SearchConfig,
         placement: Placement | str,
         *,
-        batch_sizes: tuple[int, ...] = BATCH_SIZES,  # of steps, ascending; rows that nobody needs are idle
+        batch_sizes: tuple[int, ...] = BATCH_SIZES,  # of steps, ascending; a step is padded with idle rows
         num_slots: int = 1,
-        tail_capacity: int | None = None,  # rows of a request's own; by the memory, unless said
-        own_on_host: bool | None = None,  # the first of them, with KV on the host; by the memory, unless said
-        all_where_faster: bool = False,  # attend to all rows in steps that take less time so; in placement device
+        tail_capacity: int | None = None,  # own rows of a request; default: what fits in memory
+        own_on_host: bool | None = None,  # move the first own rows to the host; default: if more rows fit so
+        all_where_faster: bool = False,  # attend to all rows in steps where that is faster; placement device only
         growth: Growth | None = None,
         num_contexts: int = 1,  # loaded at the same time
-        max_context_len: int | None = None,  # rows of the longest; by the model and the memory, unless said
-        index_config: IndexConfig | None = None,  # of contexts; as the first one's, or preset default, unless said
+        max_context_len: int | None = None,  # rows; default: what the model's positions and the memory allow
+        index_config: IndexConfig | None = None,  # of contexts; default: the first one's, or preset `default`
         slot_share: float = SLOT_SHARE,
-        selector: Selector = "csattn",  # of all requests; or full, or in placement device exact
+        selector: Selector = "csattn",  # of all requests: csattn, full, or in placement device exact
         kv_format: KvFormat | None = None,  # of contexts' rows, on the device and in host memory; None: as built
-        num_threads: int | None = None,  # that search, in placement `host`; all cores unless said
+        num_threads: int | None = None,  # search threads in placement `host`; default: all cores
         searcher: StepSearcher | None = None,  # in placement `host`, instead of threads; closed with the engine
         device: torch.device | None = None,
         on_progress: Progress = lambda what, done, total: None,
     ) -> None:
-        """Raises NoDeviceError where there is no GPU to decode on."""
+        """Raises NoDeviceError without a GPU, and ConfigError for settings that do not go together."""
         self.model = loaded if isinstance(loaded, StepModel) else step_model(loaded)
         self.config, self.placement, spec = config, placement_named(placement), self.model.spec
         self.selector = selector
@@ -166,7 +167,7 @@ class GpuEngine:
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
         self._placing = Placing(sizing, index_config, self._searcher, device, on_progress)
-        self._places: dict[int, int] = {}  # of the scheduler's contexts among the placed ones
+        self._places: dict[int, int] = {}  # from the scheduler's context ids to those of `PlacedModel`
         self._requests: dict[int, _Request] = {}  # by slot
         self._logits, self._draws = LogitsOnHost(self.max_rows), DrawsOnDevice(device, self.max_rows)
 
@@ -175,7 +176,7 @@ class GpuEngine:
 
     @property
     def is_started(self) -> bool:
-        """Whether memory is planned and steps are captured, for the contexts that there are."""
+        """Whether memory is planned and steps are captured."""
         return self._placing.placed is not None
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -193,13 +194,13 @@ class GpuEngine:
         del self._places[context_id]
 
     def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> None:
-        """Nothing: all that requests need of a context is there once it is loaded."""
+        """Return None: a loaded context has all that its requests need."""
 
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         place = self._place(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
         require_own_choice(self.model.spec, config, selector)
-        chooses = chooses_itself(self.model.spec)  # whatever the request's configuration
+        chooses = chooses_itself(self.model.spec)  # then the request's configuration does not matter
         if not chooses:
             self._require_as_captured(config, selector)
         self._placing.start(self.model)
@@ -233,22 +234,22 @@ class GpuEngine:
         del self._requests[slot]
 
     def require_rows(self, rows: Sequence[StepRow]) -> None:
-        """Raise what `step` would raise of them, before anything changes."""
+        """Raise what `step` would raise for these rows, before anything changes."""
         self._tail_lens(rows)
 
     @torch.no_grad()
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
-        """Rows see what stands before them, in this step too.
+        """Run one step. A row sees all earlier rows of its request, also those of this step.
 
-        Rows of a request that read other segments of its own than those before them are a step of their own, and so
-        are rows over a context that has slots for no more of them at once.
+        The step is split in two before a row that reads other own segments than its request's rows before it, and
+        before a row for whose choice its context has no slots left in this step.
         """
         if watch is not None:
             require_plain_rows(self.model.spec, "a look at what is attended to")
             require_watch(watch, len(rows), self.num_layers)
-        lens = self._tail_lens(rows)  # also of a step that is made as two: none of it is done if all of it cannot be
+        lens = self._tail_lens(rows)  # checks all rows, so a step that is split runs as a whole or not at all
         for slot in {row.slot for row in rows}:
             self._take_over(slot)
             self._grow(slot, lens[next(i for i, row in enumerate(rows) if row.slot == slot)])
@@ -267,7 +268,7 @@ class GpuEngine:
         starts, token_ids = list(map(self._placing.ready().rows.start, slots)), [row.token_id for row in rows]
         reads_all = self._all_are_faster(places, context_lens, own_lens)
         if reads_all:
-            watch = None  # of a choice there is none
+            watch = None  # there is no selection to compare
         runner.fill(batch_size, token_ids, positions, places, slots, lens, top_ks, own_lens, starts, reads_all)
         seen = None
         if watch is None:
@@ -275,7 +276,7 @@ class GpuEngine:
         else:
             output, seen = self._watched_step(batch_size, rows[watch[0]].slot, lens[watch[0]], *watch)
         self._draws.enqueue(rows, output)
-        finish_beside(output.next_ids.device)  # a copy that waits by itself lets no other thread call the driver
+        finish_beside(output.next_ids.device)  # a copy that waits for the GPU keeps other threads out of the driver
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = self._logits.take(rows, output.logits) if want_logits else None
         for request, length, own_len in zip(requests, lens, own_lens, strict=True):
@@ -289,7 +290,7 @@ class GpuEngine:
         return StepResult(next_ids, logits, seen, self._draws.likelihoods(rows, next_ids))
 
     def _end_of_step(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
-        """How many of the rows are a step of their own; 0: all of them are one."""
+        """Return how many of the first rows have to be a step of their own; 0: all rows can run together."""
         far, of_context = self._placing.ready().far, Counter[int]()
         most = far.rows_at_once if isinstance(far, CachedLatents) else len(rows)
         for i, row in enumerate(rows):
@@ -317,7 +318,7 @@ class GpuEngine:
         return Reading(self.selector, resident + far + left + own)
 
     def counts(self) -> EngineCounts:
-        """On a GPU the parts of a step are not timed one by one: they run side by side."""
+        """Return counts and bytes. Searches and attention overlap on a GPU, so they are not timed separately."""
         placed = self._placing.placed
         if placed is None:
             return EngineCounts()
@@ -332,7 +333,7 @@ class GpuEngine:
         )
 
     def close(self) -> None:
-        """Give page locks and threads back. No step may be in flight."""
+        """Unpin host memory and stop the threads. No step may be in flight."""
         for request in self._requests.values():
             if request.own is not None:
                 request.own.close()
@@ -353,15 +354,15 @@ class GpuEngine:
     def _watched_step(
         self, batch_size: int, slot: int, tail_len: int, row: int, number: int
     ) -> tuple[StepOutput, Fidelity | None]:
-        """Call by call, with a look at that row in the layer of that number among those that have an index.
+        """Run the step call by call, not as a graph, and compare one row of one layer with exact attention.
 
-        Of a request without a context there is nothing to tell.
+        number: of the layer among those that have an index. The fidelity is None for a request without a context.
         """
         placed, request = self._placing.ready(), self._requests[slot]
         queries, choices = list[Tensor](), list[Selection]()
 
         def look(layer_idx: int, q: Tensor) -> None:
-            """What later layers overwrite is kept; what may fail is done when the step is over."""
+            """Copy what later layers overwrite. Whatever may fail is done after the step."""
             if layer_idx == self.model.spec.indexed_layers[number]:
                 queries.append(q[row].float().clone())
                 if isinstance(placed.attention, SearchOnDevice | SearchOnHost):
@@ -407,7 +408,7 @@ class GpuEngine:
         return self._requests[slot].num_segments
 
     def _take_over(self, slot: int) -> None:
-        """Rows that were written: from now on they are like those of steps."""
+        """Wait until the rows from `write_rows` are in the tail; from then on they are like rows of steps."""
         request = self._requests[slot]
         if request.is_written:
             self._placing.ready().rows.settle(slot, request.tail_len)
@@ -416,7 +417,7 @@ class GpuEngine:
                 request.own.grow(request.tail_len)
 
     def _grow(self, slot: int, tail_len: int) -> None:
-        """Put to use what a row reads that sees so many rows of the tail."""
+        """Load the own segments that a row with that tail_len reads, and move rows to the host if they are due."""
         request, num_segments, placed = self._requests[slot], self._segments(slot, tail_len), self._placing.ready()
         if num_segments != request.num_segments:
             assert request.own is not None and placed.own is not None
@@ -429,7 +430,7 @@ class GpuEngine:
             placed.rows.move(slot, tail_len)
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
-        """Rows of its tail that each row sees, its own included. Raises before anything changes."""
+        """Return how many rows of its tail each row sees, its own included. Raises before anything changes."""
         require_num_rows(len(rows), self.max_rows)
         for slot, num_new in Counter(row.slot for row in rows).items():
             self._require_room(slot, num_new)
@@ -459,7 +460,7 @@ class GpuEngine:
             )
 
     def _place(self, context_id: int) -> int:
-        """Among the placed contexts; -1 of none."""
+        """Return the context's id in `PlacedModel`; -1 for no context."""
         return -1 if context_id == NO_CONTEXT else loaded_context(context_id, self._places)
 
     def _request(self, slot: int) -> _Request:
@@ -471,7 +472,7 @@ def _of_row(selection: DeviceSelection, row: int) -> Selection:
 
 
 def require_selector(selector: str, placement: str, kv_format: KvFormat | None) -> None:
-    """Raise ConfigError for one that is not for a GPU, or not there."""
+    """Raise ConfigError for a selector that GPUs do not have, or not in this placement and KV format."""
     everywhere = GPU_SELECTORS[:-1]
     there = GPU_SELECTORS if placement == "device" and kv_format is None else everywhere
     if selector not in there:
@@ -482,5 +483,5 @@ def require_selector(selector: str, placement: str, kv_format: KvFormat | None) 
 
 
 def step_sizes(max_rows: int) -> tuple[int, ...]:
-    """Batch sizes of a service's steps: powers of two, and the most rows."""
+    """Return the batch sizes of a service's steps: powers of two up to 64, and max_rows."""
     return (*(size for size in (1, 2, 4, 8, 16, 32, 64) if size < max_rows), max_rows)

@@ -1,5 +1,5 @@
-"""Where rows of latents lie in steps on a device: all of them there, or contexts' in host memory, of which the chosen
-come through a slot cache, and their index keys alone on the device."""
+"""Where rows of latents (MLA) lie for steps on a device: all on the device, or contexts' rows in host memory, with only
+their index keys on the device and chosen rows in a slot cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from workers.engine.shape import EngineShape
 
 _SOURCE = Path(__file__).with_name("latent_places.cu")
 _THREADS = 256
-_ALIGNMENT = 16  # bytes: of rows that the device copies
+_ALIGNMENT = 16  # bytes, of rows that the device copies
 
 
 @dataclass(frozen=True, slots=True)
 class SeenRows:
-    """What the rows of a step see, for one batch size: each its context first, then its tail."""
+    """What the rows of a step see, for one batch size: first the row's context, then its tail."""
 
-    places: Tensor  # [batch_size, num_seen] int32: of index keys, -1 behind them; where there are none, of rows
+    places: Tensor  # [batch_size, num_seen] int32: of index keys, or of rows without an indexer; -1 padded
     lens: Tensor  # [batch_size] int32
     scores: Tensor  # [batch_size, num_seen] float32
     chosen: Tensor  # [batch_size, top_k] int32, -1 padded, written by the choice as `LatentPlaces.pages_of` says
@@ -45,7 +45,7 @@ class SeenRows:
 
 
 class LatentPlaces:
-    """All on the device, side by side: a number says where a row lies, in every layer."""
+    """All rows on the device, in one array. A place is a row's number in it, the same in every layer."""
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._shape, of_contexts = shape, shape.num_contexts * shape.max_context_len
@@ -72,29 +72,30 @@ class LatentPlaces:
         self._numbers.lens[context_id] = 0
 
     def find(self, rows: StepRows, seen: SeenRows) -> None:
-        """Write places and lens; an idle row sees nothing."""
+        """Write `seen.places` and `seen.lens`. An idle row sees nothing."""
         self._numbers.find(rows, seen)
 
     def index_keys(self, layer_idx: int) -> Tensor:
-        """[num_places, 1, index_head_dim]: by places."""
+        """Return the layer's index keys by place: [num_places, 1, index_head_dim]."""
         spec = _latents(self._shape)
         return self.rows[layer_idx, :, None, spec.key_width : spec.row_width]
 
     def pages_of(self, seen: SeenRows) -> Tensor | None:
-        """What a choice translates numbers among the seen rows by; None: it leaves them."""
+        """Return the table that translates a choice's numbers among the seen rows to places; None: it keeps numbers."""
         return seen.places
 
     def attended(self, layer_idx: int, rows: StepRows, seen: SeenRows) -> tuple[Tensor, Tensor]:
-        """Rows [num_rows, width], and which of them each row attends to: [batch_size, top_k] int32, -1 padded."""
+        """Return rows [num_rows, width], and which of them each row of the step attends to: [batch_size, top_k] int32,
+        -1 padded."""
         return self.rows[layer_idx], seen.places if _latents(self._shape).top_k is None else seen.chosen
 
 
 class CachedLatents:
-    """As `LatentPlaces`, of contexts in pinned host memory: their index keys, slots for rows, and tails on the device.
+    """Like `LatentPlaces`, for contexts in pinned host memory: the device has their index keys, cache slots, and tails.
 
-    All three lie in one piece of a layer's, so that a kernel that has one address reads contexts' and own rows. A place
-    is a number of units, of which an index key and a row have whole numbers each. Layers are alike: one without an
-    indexer has room for index keys, too, which nobody reads.
+    In each layer, all three are one array, so that a kernel with a single base address reads contexts' and own rows.
+    Places count in units that divide the sizes of index keys and rows. Layers are alike: one without an indexer also
+    has room for index keys, which is never read.
     """
 
     def __init__(self, shape: EngineShape, num_slots: int, device: torch.device) -> None:
@@ -134,12 +135,12 @@ class CachedLatents:
 
     @property
     def rows_at_once(self) -> int:
-        """Of a step, over one context: all that they choose of it has slots at the same time."""
+        """The most rows of a step over one context, such that all that they choose has slots at the same time."""
         num_slots, most = self.cache.shape.num_slots, max(self._shape.batch_sizes)
         return most if num_slots >= self._shape.max_context_len else min(most, num_slots // self._shape.max_top_k)
 
     def load(self, context_id: int, kv: PinnedRows) -> None:
-        """Give a place to a context, whose rows stay on the host. No step may be in flight."""
+        """Register a context, whose rows stay on the host, and copy its index keys. No step may be in flight."""
         context_len, spec = self._shape.require_context(kv.layers), _latents(self._shape)
         self.cache.load_context(context_id, kv.addresses, context_len)
         for keys, rows in zip(self._keys[:, context_id], kv.layers, strict=True):
@@ -148,7 +149,7 @@ class CachedLatents:
         self._kv[context_id] = kv
 
     def unload(self, context_id: int) -> None:
-        """Let go of a context, whose rows the owner of its memory unpins. No step may be in flight."""
+        """Forget a context; the owner of its memory unpins it. No step may be in flight."""
         self.cache.reset(context_id)
         self._numbers.lens[context_id] = 0
         del self._kv[context_id]
@@ -165,7 +166,10 @@ class CachedLatents:
         return None
 
     def attended(self, layer_idx: int, rows: StepRows, seen: SeenRows) -> tuple[Tensor, Tensor]:
-        """Brings what is chosen of contexts and is not in their slots; of a context by `rows_at_once` rows at most."""
+        """Fetch the chosen rows of contexts that have no slot, then return as `LatentPlaces.attended`.
+
+        At most `rows_at_once` rows of the step may have the same context.
+        """
         to, lens = self._places[rows.batch_size], self._numbers.lens
         batch_size, top_k = to.places.shape
         contexts, tails = rows.context_ids, rows.tail_ids
@@ -183,19 +187,19 @@ class CachedLatents:
 
 @dataclass(frozen=True, slots=True)
 class _Stride:
-    """Where things lie that follow one another."""
+    """Places at equal distances: first + i * step."""
 
     step: int = 1
     first: int = 0
 
 
 class _Numbers:
-    """Tells where what a step's rows see lies: the context's rows by one stride, the request's own by another."""
+    """Computes the places of what a step's rows see: the context's rows by one stride, the request's own by another."""
 
     def __init__(self, shape: EngineShape, contexts: _Stride, own: _Stride, device: torch.device) -> None:
         assert own.first + shape.num_tails * shape.tail_capacity * own.step < 1 << 31, "places are 32 bits"
         self._shape, self._contexts, self._own = shape, contexts, own
-        # [num_contexts + 1] int32: rows of each; the last, which -1 is too, of no context
+        # [num_contexts + 1] int32: rows of each context; the last, which context id -1 indexes, stays 0
         self.lens = torch.zeros(shape.num_contexts + 1, dtype=torch.int32, device=device)
         self._seen = torch.arange(_num_seen(shape), dtype=torch.int32, device=device)
 
@@ -212,9 +216,9 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Of one layer's choice, for one batch size."""
+    """What `attended` computes from one layer's choice, for one batch size."""
 
-    num_far: Tensor  # [batch_size, 1] int32: rows of the context
+    num_far: Tensor  # [batch_size, 1] int32: how many chosen rows are of the context
     places: Tensor  # [batch_size, top_k] int32: in slots and tails, -1 padded
 
     @classmethod
@@ -224,29 +228,29 @@ class _Chosen:
 
 
 def latents_bytes(shape: EngineShape) -> int:
-    """On the device, of all contexts' rows: they have their places from the start."""
+    """Device memory of all contexts' rows, which is allocated from the start."""
     return shape.num_contexts * shape.kv_bytes(shape.max_context_len)
 
 
 def index_key_bytes(shape: EngineShape) -> int:
-    """Of `CachedLatents`, on the device."""
+    """Device memory of the index keys of `CachedLatents`."""
     return shape.num_layers * _key_numbers(shape) * shape.dtype.itemsize
 
 
 def latents_working_bytes(shape: EngineShape) -> int:
-    """Of what steps see of them, with scores, and while places are found: numbers of 4 bytes."""
+    """Device memory of `SeenRows` of all batch sizes, and of temporaries of `find`: numbers of 4 bytes."""
     return 4 * _num_seen(shape) * (2 * sum(shape.batch_sizes) + 3 * max(shape.batch_sizes))
 
 
 def _key_numbers(shape: EngineShape) -> int:
-    """Of a layer's index keys of all contexts, filled up so that rows behind them begin where they may."""
+    """How many numbers a layer's index keys of all contexts take, padded so that the rows after them are aligned."""
     indexer, unit = _latents(shape).indexer, _ALIGNMENT // shape.dtype.itemsize
     num = shape.num_contexts * shape.max_context_len * (indexer.head_dim if indexer is not None else 0)
     return -(-num // unit) * unit
 
 
 def _num_seen(shape: EngineShape) -> int:
-    """Rows that a row may see."""
+    """The most rows that a row of a step may see."""
     return shape.max_context_len + shape.tail_capacity
 
 

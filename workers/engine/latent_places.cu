@@ -1,11 +1,12 @@
-// Rows of latents that a learned indexer has chosen: numbers among what each row of a step sees, its context's rows first, ascending,
-// -1 behind them. Which are the context's, and where all of them lie once these are in their slots. Compiled for THREADS.
+// Where rows of latents lie that a learned indexer has chosen. `chosen` has their numbers among what each row of a step sees, its
+// context's rows first: ascending, -1 padded. One kernel counts the context's rows, which are then brought into slots; the other
+// computes the places of all chosen rows. Compiled for THREADS.
 
 #include "../../csattn/cuda/warps.cuh"
 
 __device__ __forceinline__ int rows_of_context(const int* context_lens, int context) { return context < 0 ? 0 : context_lens[context]; }
 
-// A block has a row of the step.
+// One thread block for each row of the step.
 extern "C" __global__ void __launch_bounds__(THREADS) count_far(
     const int* chosen,        // [batch_size, top_k]
     const int* context_ids,   // [batch_size], -1: none
@@ -21,14 +22,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_far(
     if (threadIdx.x == 0) num_far[blockIdx.x] = all;
 }
 
-// A thread has a chosen row; blockIdx.y is the row of the step.
+// One thread for each chosen row; blockIdx.y is the row of the step.
 extern "C" __global__ void __launch_bounds__(THREADS) place_chosen(
     const int* chosen,        // [batch_size, top_k]
-    const int* slots,         // [batch_size, top_k], of the context's rows among them
+    const int* slots,         // [batch_size, top_k], of the context's rows among the chosen ones
     const int* context_ids,   // [batch_size], -1: none
     const int* tail_ids,      // [batch_size]
     const int* context_lens,  // [num_contexts]
-    int* places,              // [batch_size, top_k], written: in all contexts' slots, behind which all tails lie
+    int* places,              // [batch_size, top_k], written: numbers among the slots of all contexts, which all tails follow
     int top_k,
     int num_slots,   // of a context
     int first_own,   // where the tails begin
@@ -40,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) place_chosen(
     int place = -1;
     if (at >= context_len)
         place = first_own + tail_ids[row] * tail_capacity + at - context_len;
-    else if (at >= 0 && slots[row * top_k + i] >= 0)  // who makes the step sees to it that there is a slot for each
+    else if (at >= 0 && slots[row * top_k + i] >= 0)  // the engine splits steps so that each has a slot
         place = context * num_slots + slots[row * top_k + i];
     places[row * top_k + i] = place;
 }

@@ -1,7 +1,7 @@
-"""Layers of latents in steps on the CPU: what their rows attend to is the model's own choice, not a request's.
+"""Latent attention (MLA) in steps on the CPU: the model chooses what its rows attend to, not the request.
 
-Three stages of a tape, each row by itself. A row sees its context, then its own tail. Rows of both lie in one piece
-each: the latent, what turns, the index key.
+The tape has three stages, score, choose and attend, in which no row depends on others. A row sees its context, then its
+own tail. What is kept of a token is contiguous: the latent, the part with RoPE, the index key.
 """
 
 from typing import Any
@@ -21,17 +21,17 @@ from csattn.models.spec import LatentSpec
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.cpu.linear import TILE, products
 
-# All three stages' arguments: sizes, and addresses of float32 but where something else is said.
+# Arguments of all three stages: sizes, and addresses of float32 arrays unless stated otherwise.
 ARGUMENTS = (
     "contexts",  # [num_rows] addresses of rows [context_len, width], of the model's dtype
     "context_lens",  # [num_rows] int64
-    "tails",  # of the layer, [num_tails, tail_capacity, width], likewise
+    "tails",  # of the layer, [num_tails, tail_capacity, width], of the model's dtype
     "tail_capacity",
     "tail_ids",  # [num_rows] int64
     "tail_lens",  # [num_rows] int64
     "width",
     "kv_rank",
-    "key_width",  # of the latent and what turns; behind them lies the index key
+    "key_width",  # of the latent and the part with RoPE; the index key follows
     "num_heads",
     "q",  # [num_rows, num_heads, key_width]
     "softmax_scale",  # address of a float64
@@ -47,15 +47,15 @@ ARGUMENTS = (
     "out",  # [num_rows, num_heads, kv_rank], written
 )
 _arguments_at = words_at(ARGUMENTS)
-KEYS = 512  # that a piece scores
-HEADS = 16  # that a piece attends from
-_BINS = 2048  # of a digit of a score, of which it has three
+KEYS = 512  # that a piece of work scores
+HEADS = 16  # that a piece of work attends from
+_BINS = 2048  # of the radix select: a score has three digits
 
 
 class LatentChoice:
-    """Room for scores and for what is chosen, of one layer after the other.
+    """Buffers for scores and chosen rows, which all layers use in turn.
 
-    A layer without an indexer finds the choice of the last one that has one.
+    A layer without an indexer reads the choice of the last layer that has one.
     """
 
     def __init__(self, max_rows: int, top_k: int) -> None:
@@ -64,13 +64,13 @@ class LatentChoice:
         self.num_chosen = np.zeros(max_rows, np.int64)
 
     def make_room(self, num_seen: int) -> None:
-        """For rows that see so many."""
+        """Enlarge the scores, if necessary, for rows that see num_seen others."""
         if num_seen > self.scores.shape[1]:
             self.scores = np.zeros((len(self.scores), max(num_seen, 5 * self.scores.shape[1] // 4)), np.float32)
 
 
 class LatentRows:
-    """What rows attend to in such a layer: of their context and of their own, the rows that are chosen."""
+    """One layer: its tape, which attends to the chosen rows of context and tail, and the tape's arguments."""
 
     def __init__(self, layer_idx: int, spec: LatentSpec, model: CpuModel, choice: LatentChoice) -> None:
         self.layer_idx, self._spec, self._choice, room = layer_idx, spec, choice, model.latents[layer_idx]
@@ -101,7 +101,7 @@ class LatentRows:
             "num_chosen": choice.num_chosen,
             "out": room.attended,
         }
-        self._room = room  # which the tape has addresses of, as of the choice
+        self._room = room  # kept alive: the tape has its addresses, and those of the choice
         self._arguments = words_of(ARGUMENTS, values)
         self.tape = Tape()
         if indexer is not None:
@@ -110,12 +110,12 @@ class LatentRows:
         self.tape.add(KindStage(attend_stage, model.kind), self._arguments)
 
     def set_contexts(self, kv: list[Tensor]) -> None:
-        """kv: of the rows' contexts, [1, context_len, 2, head_dim] each."""
+        """Set the contexts of the next steps' rows. kv: [1, context_len, 2, head_dim] each."""
         self._contexts[: len(kv)] = [word(rows) for rows in kv]
         self._context_lens[: len(kv)] = [rows.shape[1] for rows in kv]
 
     def set_lens(self, context_lens: NDArray[np.int64], tail_lens: NDArray[np.int64]) -> None:
-        """Of the rows of the next step."""
+        """Set the lengths of the next step's rows, and divide its work into pieces."""
         num_rows = len(tail_lens)
         pieces: list[int] = []
         if self._spec.indexer is not None:
@@ -129,17 +129,17 @@ class LatentRows:
 
 
 def score_pieces(num_seen: int) -> int:
-    """Of each row, where a row sees so many at most."""
+    """Return how many pieces of scoring a row has, if no row sees more than num_seen."""
     return -(-num_seen // KEYS)
 
 
 def attend_pieces(num_heads: int) -> int:
-    """Of each row."""
+    """Return how many pieces of attention a row has."""
     return -(-num_heads // HEADS)
 
 
 def score_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """A piece is some keys of a row. like: of the rows."""
+    """Score up to KEYS index keys of one row. like: a number of the rows' dtype."""
     args, itemsize = _arguments_at(arguments), bytes_of(like)
     blocks = -(-args.scores_width // KEYS)
     row, first = piece // blocks, piece % blocks * KEYS
@@ -170,7 +170,7 @@ def score_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
 
 
 def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
-    """A piece is a row: the best of its scores, of equals the first, NaN last (`csattn.lightning.top_k_reference`)."""
+    """Choose one row's best scores, of equal ones the first, NaN last (`csattn.lightning.top_k_reference`)."""
     args = _arguments_at(arguments)
     top_k, num_seen = args.top_k, word_of(args.context_lens, row) + word_of(args.tail_lens, row)
     chosen = array_at(args.chosen + 4 * row * top_k, top_k, np.int32(0))
@@ -179,9 +179,9 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         for i in range(num_seen):
             chosen[i] = i
         return 0
-    scores = array_at(args.scores + 4 * row * args.scores_width, num_seen, np.int32(0))  # their bits
+    scores = array_at(args.scores + 4 * row * args.scores_width, num_seen, np.int32(0))  # the scores' bits
     counts, prefix, mask, left = np.empty(_BINS, np.int64), 0, 0, top_k
-    for shift in (21, 10, 0):  # digit by digit, what the last that is chosen begins with
+    for shift in (21, 10, 0):  # radix select: find the least score that is chosen, digit by digit
         counts[:] = 0
         for i in range(num_seen):
             order = _ordered(scores[i])
@@ -206,7 +206,7 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
 
 @exact_kernel
 def _ordered(bits: int) -> int:
-    """Integers below 2 ** 32 that compare as those scores do: -0 equals +0, NaN is the least."""
+    """Map a score's bits to an integer below 2 ** 32 that compares as the score does: -0 equals +0, NaN is least."""
     word = bits & 0xFFFFFFFF
     if word & 0x7FFFFFFF > 0x7F800000:
         return 0
@@ -216,7 +216,7 @@ def _ordered(bits: int) -> int:
 
 
 def attend_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """A piece is some heads of a row. like: of the rows."""
+    """Attend from up to HEADS heads of one row, with an online softmax. like: a number of the rows' dtype."""
     args, itemsize = _arguments_at(arguments), bytes_of(like)
     width, kv_rank, key_width, num_heads, top_k = args.width, args.kv_rank, args.key_width, args.num_heads, args.top_k
     blocks = -(-num_heads // HEADS)
@@ -271,6 +271,6 @@ def attend_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
 
 @exact_kernel
 def _seen(args: Any, row: int, itemsize: int) -> Any:
-    """Where the row's context begins and how long it is, then its tail."""
+    """Return address and length of the row's context, then of its tail."""
     tail = args.tails + word_of(args.tail_ids, row) * args.tail_capacity * args.width * itemsize
     return word_of(args.contexts, row), word_of(args.context_lens, row), tail, word_of(args.tail_lens, row)

@@ -1,4 +1,4 @@
-"""Layers that see the last rows alone, or keep a state, beside those that are searched: all of it on the device."""
+"""Layers with a window, chunks or a state, beside those that are searched. All of their data is on the device."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,9 +18,9 @@ from workers.model.ops import DeltaState
 
 
 class LocalLayers(StepAttention):
-    """All layers of a model: those with an index by `inner`, which numbers them by themselves.
+    """Attention of all layers of a model: `inner` attends in those with an index, which it numbers separately.
 
-    Owns the last rows of every context in the others, and the requests' own rows there; or their states.
+    Owns, for the other layers, the last rows of every context and the requests' own rows, or the states of both.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LocalLayers(StepAttention):
         self._numbers = {layer_idx: number for number, layer_idx in enumerate(spec.indexed_layers)}
         deltas = {i: layer.delta for i, layer in enumerate(spec.layers) if layer.delta is not None}
         others = [i for i in range(spec.num_layers) if i not in self._numbers and i not in deltas]
-        self._turns = torch.zeros(shape.num_tails, dtype=torch.int64, device=device)  # of one version all are 0
+        self._turns = torch.zeros(shape.num_tails, dtype=torch.int64, device=device)  # all 0: one version
         self.states = [
             DeltaState(*_state_room(deltas[i], shape.num_tails, device), self._turns) if i in deltas else None
             for i in range(spec.num_layers)
@@ -60,13 +60,13 @@ class LocalLayers(StepAttention):
 
     @property
     def nbytes(self) -> int:
-        """Of rows and states."""
+        """Bytes of rows and states."""
         states = [part for state in self.states if state is not None for part in (state.conv, state.memory)]
         states += [part for begun in self._begun for part in begun]
         return sum(part.nbytes for part in states) + sum(place.nbytes for place in self._places.values())
 
     def load(self, context_id: int, kv: Sequence[Tensor], states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
-        """kv: of layers that keep rows, [num_kv_heads, num_kept, 2, head_dim]; states: of the others."""
+        """Load a context. kv: of layers with rows, [num_kv_heads, num_kept, 2, head_dim]; states: of the others."""
         for (conv, memory), state in zip(self._begun, states, strict=True):
             conv[context_id, 0].copy_(torch.tensor(state["conv"]))
             memory[context_id, 0].copy_(torch.tensor(state["memory"]))
@@ -74,7 +74,7 @@ class LocalLayers(StepAttention):
             place.load(context_id, rows)
 
     def begin_request(self, tail_id: int, context_id: int) -> None:
-        """Its states begin as the context has left them; -1: with zeros. No step may be in flight."""
+        """Set a request's states to those after its context; context_id -1: to zeros. No step may be in flight."""
         states = [state for state in self.states if state is not None]
         for state, (conv, memory) in zip(states, self._begun, strict=True):
             state.conv[tail_id] = conv[context_id] if context_id >= 0 else 0.0
@@ -102,13 +102,13 @@ class LocalLayers(StepAttention):
 
 
 def _state_room(spec: DeltaSpec, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the channels' last inputs, and of the memory, of so many requests or contexts."""
+    """Allocate the states of `num` requests or contexts: the convolution's last inputs, and the memory."""
     conv, memory = (torch.zeros((num, 1, *sizes), device=device) for sizes in spec.parts)
     return conv, memory
 
 
 class _Place:
-    """A layer's rows."""
+    """One layer's rows: contexts' last rows, and tails."""
 
     def __init__(self, shape: EngineShape, reach: Reach, device: torch.device) -> None:
         (num_kv_heads, head_dim), most = shape.of_local, min(reach.num_rows, shape.max_context_len)

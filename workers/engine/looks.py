@@ -1,4 +1,4 @@
-"""Who looks at a step of the CPU engine, and what it is shown."""
+"""Observers of the CPU engine's steps, and what they are shown."""
 
 import numpy as np
 import torch
@@ -13,14 +13,14 @@ from workers.serving.step_engine import Fidelity
 
 
 class Looks:
-    """Observers of requests, who see all layers of their rows, and who watches one row and layer of the step."""
+    """Shows requests' observers all layers of their rows, and measures the fidelity of one watched row and layer."""
 
     def __init__(
         self,
         model: CpuModel,
         plan: RowPlan,
         plain: PlainRows,
-        tail_lens: NDArray[np.int64],  # [num_rows], what each row sees of its tail
+        tail_lens: NDArray[np.int64],  # [num_rows]: rows of its tail that each row sees
         watch: tuple[int, int] | None,  # a row of the step, and a layer
     ) -> None:
         self._model, self._plan, self._plain, self._tail_lens = model, plan, plain, tail_lens
@@ -28,7 +28,7 @@ class Looks:
         self.fidelity: Fidelity | None = None  # of the row and layer that are watched
 
     def look(self, layer_idx: int) -> None:
-        """Once it is attended to in that layer."""
+        """Show a layer to the observers, once the step's rows have attended in it."""
         for row, request in enumerate(self._plan.requests):
             if request.observer is not None:
                 request.observer(self._seen(row, layer_idx))

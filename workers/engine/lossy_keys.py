@@ -1,4 +1,4 @@
-"""Whoever has KV kept in a format that does not tell a context's keys apart is told so."""
+"""Warns of KV formats that do not keep a context's keys apart."""
 
 import logging
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from csattn.artifact import Artifact
 from offload.codecs.formats import FORMATS, Format, KvFormat
 from offload.codecs.key_error import key_error
 
-TOO_LARGE = 0.8  # of a key's error: where answers stay up to 0.63 was seen, where not 2.0 and more
+TOO_LARGE = 0.8  # key error: with up to 0.63, answers were seen to stay the same; from 2.0 on, to change
 _BETTER = "q8_0", "bfloat16"
-_MAX_NAMED = 8  # of the layers
+_MAX_NAMED = 8  # layers in a warning
 _log = logging.getLogger(__name__)
 
 
@@ -21,9 +21,9 @@ def warn_of_lossy_keys(
     kv: Sequence[Tensor],  # of its indexed layers, [num_kv_heads, context_len, 2, head_dim] each, as built
     form: KvFormat,
 ) -> None:
-    """Log, once for a context (of the last 256), which layers' keys the format does not tell apart, and what to choose.
+    """Warn once per context (of the last 256) which layers' keys the format does not keep apart, and what to choose.
 
-    Raises CodecError for what the format cannot keep.
+    Raises CodecError if the format cannot keep the rows.
     """
     model, errors = artifact.spec.model, _errors(kv, form.k)
     layers = [str(i) for i, error in zip(model.indexed_layers, errors, strict=True) if error > TOO_LARGE]
@@ -47,6 +47,6 @@ def _remedy(kv: Sequence[Tensor], form: KvFormat) -> str:
     return "give no KV codec"
 
 
-@lru_cache(maxsize=256)  # of a service that loads contexts for months
+@lru_cache(maxsize=256)  # bounded, for a service that loads contexts for months
 def _warn(sentence: str) -> None:
     _log.warning("%s", sentence)

@@ -1,4 +1,4 @@
-"""What an engine will take of the device's and the host's memory, told before anything is allocated."""
+"""Plans how much device and host memory an engine will take, before anything is allocated."""
 
 from typing import Literal, get_args
 
@@ -37,11 +37,11 @@ from workers.model.devices import require_device
 
 Placement = Literal["device", "hybrid", "host"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
-KERNELS_BYTES = 512 << 20  # code, graphs and what torch sets aside for matrix products
+KERNELS_BYTES = 512 << 20  # code, graphs, and torch's workspace for matrix products
 
 
 def placement_named(name: str) -> Placement:
-    """Raises ConfigError when there is none of that name."""
+    """Return the placement of that name. Raises ConfigError if there is none."""
     for placement in PLACEMENTS:
         if placement == name:
             return placement
@@ -54,9 +54,9 @@ def plan_memory(
     shape: EngineShape,
     placement: Placement,
     num_slots: int,  # of the slot cache, where the placement has one
-    first: Artifact | None = None,  # a context that is to be loaded
+    first: Artifact | None = None,  # a context that will be loaded
 ) -> MemoryPlan:
-    """The parts of an engine, each with its bytes."""
+    """Return the parts of an engine, each with its bytes."""
     working = search_bytes(shape, index_config, placement)
     if shape.latents is not None:
         working = latents_working_bytes(shape)
@@ -103,7 +103,7 @@ def require_weights(
     weights: str | None,  # all as `load_model` takes them
     placement: Placement | str,
 ) -> None:
-    """Raise before a model is loaded that is not decoded there, or whose weights alone are more than the device has."""
+    """Raise, before a model is loaded, if it cannot be decoded there, or if its weights alone exceed the device."""
     config = read_config(name, dtype)
     spec = describe(config)
     require_choice_placed(spec, placement)
@@ -121,14 +121,14 @@ def require_weights(
 
 
 def require_heads(spec: ModelSpec, dtype: torch.dtype) -> None:
-    """Raise ConfigError for heads that a GPU does not attend with."""
+    """Raise ConfigError for heads that the attention kernels on a GPU do not support."""
     if not chooses_itself(spec):
         for heads in {spec.heads, *map(spec.heads_of, range(spec.num_layers))}:
             require_supported(heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads, heads.head_dim, dtype)
 
 
 def _own_bytes(shape: EngineShape, config: IndexConfig) -> int:
-    """Of their segments' sketches, and of what searches them."""
+    """Bytes of the sketches of own segments, and of their search's workspace."""
     if not shape.max_own_segments or not isinstance(config, SketchConfig):
         return 0
     words = config.words(shape.head_dim)
@@ -137,7 +137,7 @@ def _own_bytes(shape: EngineShape, config: IndexConfig) -> int:
 
 
 def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -> MemoryPlan:
-    """What one more context takes, its resident rows, slots and latents aside: an engine has them from the start."""
+    """Plan one more context, without resident rows, slots and latents, which an engine allocates from the start."""
     if shape.compressed or (shape.latents is not None and placement == "device"):
         return MemoryPlan((), shape.max_context_len)
     kv_bytes = shape.kv_bytes(artifact.spec.context_len)
@@ -149,13 +149,13 @@ def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -
 
 
 def index_is_on_device(shape: EngineShape, placement: Placement) -> bool:
-    """To search there, or to attend to the rest by codes."""
+    """Whether the index is on the device: to search there, or to attend to the rest by codes."""
     return not shape.attends_all and (placement != "host" or shape.rest == "sketch")
 
 
 def search_bytes(shape: EngineShape, config: IndexConfig, placement: Placement) -> int:
-    """Workspace of the searches of all batch sizes, and of attention to the rest: what they set aside for themselves,
-    where setting aside takes nothing."""
+    """Workspace of the searches of all batch sizes, and of attention to the rest: what they allocate, counted on the
+    meta device."""
     if shape.attends_all:
         return 0
     index, nowhere = index_shape(config, shape.num_q_heads, shape.num_kv_heads, shape.head_dim), torch.device("meta")

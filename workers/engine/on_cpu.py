@@ -1,4 +1,4 @@
-"""Attention of a step's rows on the CPU: who attends to what, told to the kernels by addresses."""
+"""Attention of a step's rows on the CPU: the addresses and lengths by which its kernels find what each row reads."""
 
 from typing import Any
 
@@ -23,12 +23,12 @@ _LAYOUT = ("row_bytes", "v_offsets", "k_readers", "v_readers")
 
 
 class AttendOnCpu:
-    """Owns what the attention kernels read besides the rows themselves, and a tape for each layer."""
+    """Owns the arguments of the attention kernels, and a tape for each layer."""
 
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:
         self._model, shape, max_rows = model, model.shape, model.max_rows
         self._scale = np.array([softmax_scale])
-        places = 2 * max_rows  # of the rows, and of their own segments
+        places = 2 * max_rows  # first the rows, then their own segments
         self._by_row = {name: np.zeros(places, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
         self._num_indexed = len(shape.indexed_layers)
         self._kv = np.zeros((self._num_indexed, max_rows), np.int64)
@@ -45,11 +45,11 @@ class AttendOnCpu:
         latents = {i: layer.latent for i, layer in enumerate(shape.layers) if layer.latent is not None}
         choice = LatentChoice(max_rows, max((latent.top_k or 0 for latent in latents.values()), default=0))
         self._latent = [LatentRows(layer_idx, latent, model, choice) for layer_idx, latent in latents.items()]
-        # where all layers have such, and none a tape
+        # instead of tapes, if the model's layers are of compressed attention
         self.compressed = CompressedOnCpu(model) if shape.compressed else None
-        # whose contexts and lengths are told alike; a model has one kind of them
+        # both kinds are given contexts and lengths in the same way; a model has one kind at most
         self._indexless: list[_LocalRows | LatentRows] = [*self._local, *self._latent]
-        self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of
+        self._records: list[NDArray[Any]] = []  # kept alive: `_sketches` has their addresses
         self._queries = np.zeros((places, shape.num_kv_heads, 0), np.uint8)
         widest = max(shape.heads_of(layer_idx).head_dim for layer_idx in range(shape.num_layers))
         self._parts = np.zeros((max_rows, shape.num_q_heads, MAX_PARTS, widest + 2), np.float32)
@@ -63,11 +63,11 @@ class AttendOnCpu:
         self._tapes = [self._tape(arguments) for arguments in self._arguments]
         tapes |= {latent.layer_idx: latent.tape for latent in self._latent}
         tapes |= dict(zip(shape.indexed_layers, self._tapes, strict=True))
-        self.layers = [tapes.get(layer_idx) for layer_idx in range(shape.num_layers)]  # None: nothing is attended to
+        self.layers = [tapes.get(layer_idx) for layer_idx in range(shape.num_layers)]  # None: no tape
         self._pieces = (0, 0, 0, 0)
 
     def set_plan(self, plan: RowPlan) -> None:
-        """Take over what holds as long as the same slots are in the step."""
+        """Fill in what does not change while steps have this plan."""
         requests = plan.requests
         for row, request in enumerate(requests):
             self._kv[:, row] = request.context.kv_words
@@ -90,7 +90,7 @@ class AttendOnCpu:
         self._set_sketches(plan)
         self._chosen[:] = 0
         for row, source in enumerate(plan.sources):
-            num_places = self._num_indexed if source == KEPT else 2  # layers take them in turn
+            num_places = self._num_indexed if source == KEPT else 2  # two, which layers use in turn
             for layer_idx in range(num_places):
                 if (chosen := plan.selection(row, layer_idx)) is not None:
                     self._chosen[layer_idx::num_places, :2, row] = [word(part) for part in chosen]
@@ -110,7 +110,7 @@ class AttendOnCpu:
                         self._chosen[parity::2, 2, row] = word(selections.rest[i])
 
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
-        """Cut the next step's work into pieces."""
+        """Set the lengths of the next step's rows, and divide its work into pieces."""
         context_lens = np.array([request.view.context_len for request in plan.requests])
         for local in self._indexless:
             local.set_lens(context_lens, tail_lens)
@@ -141,7 +141,7 @@ class AttendOnCpu:
             tape.pieces[:] = pieces
 
     def _set_sketches(self, plan: RowPlan) -> None:
-        """Where the rows' sketches are, and room for what becomes of the rows' queries."""
+        """Fill in the addresses of the rows' sketches, and make room for the rows' transformed queries."""
         group_size = self._model.shape.num_q_heads // self._model.shape.num_kv_heads
         described: dict[int, NDArray[np.int64]] = {}
         self._sketches[:], self._records = 0, []
@@ -164,7 +164,7 @@ class AttendOnCpu:
                 arguments[ARGUMENTS.index("query_bytes")] = most
 
     def _of_indexed(self, number: int) -> dict[str, Any]:
-        """What is by row in the layer of that number among those that have an index."""
+        """Return the arguments that are arrays by row. number: of the layer among those that have an index."""
         kv_indices, valid_lens, rests = self._chosen[number]
         return {
             "kv": self._kv[number],
@@ -216,29 +216,30 @@ class AttendOnCpu:
 
 
 class _LocalRows:
-    """What rows attend to in a layer that sees the last rows of a context alone, then the request's own."""
+    """What rows attend to in a layer with a window or chunks: the last rows of a context, then the request's own."""
 
     def __init__(self, layer_idx: int, reach: Reach, model: CpuModel) -> None:
         self.layer_idx, self._reach, self._model = layer_idx, reach, model
         self._heads = model.shape.heads_of(layer_idx)
-        # also of own segments, of which a layer has none: from where the tail is seen stands there
+        # the second half is for own segments, which these layers do not have: there, window_starts is the first row
+        # of the tail that is seen
         self.of_rows = {name: np.zeros(2 * model.max_rows, np.int64) for name in ("kv", *_BY_ROW, *_LAYOUT)}
         row = model.tails[layer_idx][0, 0, 0]
         self.of_rows["row_bytes"][:], self.of_rows["v_offsets"][:] = row.nbytes, row[0].nbytes
         self.of_rows["num_index_heads"][:] = self._heads.num_kv_heads
 
     def take(self, arguments: NDArray[np.int64], tape: Tape) -> None:
-        """What is made of these rows."""
+        """Take the arguments and the tape that were made from `of_rows`."""
         self._arguments, self._tape = arguments, tape
         arguments[ARGUMENTS.index("max_index_heads")] = self._heads.num_kv_heads
 
     def set_contexts(self, kv: list[Tensor]) -> None:
-        """kv: of the rows' contexts, [num_kv_heads, num_kept, 2, head_dim] each."""
+        """Set the contexts of the next steps' rows. kv: [num_kv_heads, num_kept, 2, head_dim] each."""
         self.of_rows["kv"][: len(kv)] = [word(rows) for rows in kv]
         self.of_rows["context_lens"][: len(kv)] = [rows.shape[1] for rows in kv]
 
     def set_lens(self, context_lens: NDArray[np.int64], tail_lens: NDArray[np.int64]) -> None:
-        """context_lens: of the whole contexts."""
+        """Set what the next step's rows see. context_lens: of the whole contexts, not only of the kept rows."""
         num_rows, kept = len(tail_lens), self.of_rows["context_lens"][: len(tail_lens)]
         last = (context_lens + tail_lens - 1).tolist()
         first_seen = np.array([self._reach.first_seen(position) for position in last])
@@ -253,7 +254,7 @@ class _LocalRows:
 
 
 def _scores_anew(plan: RowPlan, row: int) -> bool:
-    """Whether rows that are not selected are attended to here, by codes: no search does it on the way."""
+    """Whether attention to the rest by its codes runs here, because no search does it on the way."""
     request = plan.requests[row]
     by_search = request.searches_attend and not plan.reuses(row)
     return bool(request.sketches) and not plan.alone[row] and not by_search

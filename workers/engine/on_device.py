@@ -21,12 +21,12 @@ from workers.engine.attend_chosen import AttendChosen, make_passes
 from workers.engine.far_rows import FarRows
 from workers.engine.shape import EngineShape
 
-if TYPE_CHECKING:  # which searches by the class below
+if TYPE_CHECKING:  # it imports this module
     from workers.engine.own_on_device import OwnOnDevice
 
 
 class StepSearch(Protocol):
-    """Who chooses for steps of one batch size: a `DeviceSearch`, or what stands in for it."""
+    """The search of steps of one batch size: a `DeviceSearch`, or a stand-in."""
 
     def search(
         self,
@@ -42,11 +42,11 @@ class StepSearch(Protocol):
 
 
 class SearchOnDevice(AttendChosen):
-    """Steps are one graph.
+    """Selects and attends in steps that are one CUDA graph each.
 
-    With `lookahead`, a layer's search and the way of its rows to the device run beside the layer before it, each on a
-    stream of its own: the next layer is searched while this one's rows are still on their way. What is not selected is
-    then attended to by the layer's own query, in another pass over the codes; else the search's pass serves for both.
+    With `lookahead`, a layer's search and the copies of its rows to the device run beside the layer before it, each on
+    a stream of its own: the next layer is searched while this one's rows are still being copied. Attention to the rest
+    then takes another pass over the codes, by the layer's own query; otherwise the search's pass serves for both.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SearchOnDevice(AttendChosen):
         tails: Tensor | None = None,
         own: "OwnOnDevice | None" = None,
         sinks: Tensor | None = None,
-        searches: Mapping[int, StepSearch] | None = None,  # by batch size; None: by the index, or by all keys
+        searches: Mapping[int, StepSearch] | None = None,  # by batch size; None: in the index, or in all keys
     ) -> None:
         super().__init__(shape, far, device, tails, own, sinks)
         if searches is None and shape.reads_keys:
@@ -71,14 +71,14 @@ class SearchOnDevice(AttendChosen):
             for size, search in self._searches.items():
                 assert isinstance(search, DeviceSearch) and isinstance(search.scores, SketchPass)
                 self._passes[size] = search.scores
-        # where rows move, beside attention to the others by their codes; None: they have no way to go
+        # copies rows beside attention to the rest by its codes; None: no rows are copied
         self._link: torch.cuda.Stream | None = None
-        if far.cross_link and device.type == "cuda":  # an emulated device does one thing after the other
+        if far.cross_link and device.type == "cuda":  # an emulated device runs everything in order
             self._link = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
         self._ahead: torch.cuda.Stream | None = None
         if self.lookahead and device.type == "cuda":
-            # first where rows have to move; elsewhere the model's products, which are more to do, lose by it
+            # high priority if rows have to be copied; otherwise it would delay the model's products, which take longer
             self._ahead = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
         self._fetched: dict[int, _Fetched] = {}  # by layer, until it attends
 
@@ -90,9 +90,9 @@ class SearchOnDevice(AttendChosen):
         context_id: int,
         kv: Sequence[Tensor],  # as `far` has it, wherever it lies; its resident rows are copied
         index: Sequence[DeviceLayerIndex],
-        plain: Sequence[Tensor] | None = None,  # where kv is coded: as it was built
+        plain: Sequence[Tensor] | None = None,  # if kv is coded: the rows as built
     ) -> None:
-        """Give a place to a context whose rows `far` has. No step may be in flight."""
+        """Load a context whose rows `far` has. No step may be in flight."""
         context_len = self.shape.require_context(kv)
         self._resident.load(context_id, kv, plain)
         self.indexes.load(context_id, context_len, list(index))
@@ -106,7 +106,7 @@ class SearchOnDevice(AttendChosen):
         return self._attention[rows.batch_size].lse
 
     def begin_step(self, rows: StepRows) -> None:
-        self._fetched.clear()  # a step that failed may have left layers on their way
+        self._fetched.clear()  # a failed step may have left some
         super().begin_step(rows)
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
@@ -129,14 +129,14 @@ class SearchOnDevice(AttendChosen):
         if fetched.is_chosen is not None:
             torch.cuda.current_stream().wait_event(fetched.is_chosen)
         if own is not None:
-            own.join()  # before the rest: what follows that begins while it ends
+            own.join()  # before the rest, whose successor starts while it ends (programmatic dependent launch)
         self._post_rest(layer_idx, rows)
         if fetched.is_there is not None:
             torch.cuda.current_stream().wait_event(fetched.is_there)
         self._attend(layer_idx, q, fetched.rows, rows, out)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
-        """Enqueue the search on the current stream, and the way of its rows."""
+        """Enqueue the search on the current stream, and the copies of the rows that it selects."""
         selection, search_ids = self.chosen(layer_idx, rows), self._schedule.search_ids(rows)
         self._searches[rows.batch_size].search(q, self.indexes, layer_idx, search_ids, selection, rows.top_ks)
         self._schedule.share_out(layer_idx, selection, rows)
@@ -147,15 +147,15 @@ class SearchOnDevice(AttendChosen):
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """A layer's selection, on its way."""
+    """A layer's selection, whose rows are being copied."""
 
     rows: DeviceSelection  # ids of far rows
-    is_chosen: torch.cuda.Event | None  # None: on the stream that attends
-    is_there: torch.cuda.Event | None  # likewise
+    is_chosen: torch.cuda.Event | None  # after the search; None: it is on the stream that attends
+    is_there: torch.cuda.Event | None  # after the copies; None: they are on that stream, or there are none
 
 
 def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:
-    """A search for each batch size."""
+    """Make a search in the index for each batch size."""
     return {
         batch_size: DeviceSearch(
             index,
@@ -172,7 +172,7 @@ def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -
 
 
 def make_exact_searches(shape: EngineShape, far: FarRows, device: torch.device) -> dict[int, ExactSearch]:
-    """Likewise."""
+    """Make a search in all keys for each batch size."""
     sources = [far.source(layer_idx) for layer_idx in range(shape.num_layers)]
     return {
         batch_size: ExactSearch(

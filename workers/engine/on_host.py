@@ -1,7 +1,7 @@
 """Attention of whole steps with the search on the CPU: placement `host`.
 
-Who searches, threads or search workers, maps the memory that queries come in and choices go to. The device holds an
-index only where the rest is attended to by its codes.
+The threads or search workers that search map the memory that queries arrive in and selections return through. The
+device holds an index only if it attends to the rest by codes.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,17 @@ from workers.engine.shape import EngineShape
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan, StepSearches
 from workers.searchers.worker_searcher import WorkerSearcher
 
-StepSearcher = StepSearches | WorkerSearcher  # of whole steps: by threads of this process, or by search workers
-PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # of a row in the memory
-_Asked = tuple[int, int]  # by a row: its context, -1: idle; K, where it is less than the context's
-PATIENCE_S = 1.0  # how often the device is asked whether it has failed, while the host waits for a step's queries
+StepSearcher = StepSearches | WorkerSearcher  # searches whole steps: by threads of this process, or by search workers
+PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # offsets of a row's parts in the shared memory
+_Asked = tuple[int, int]  # of a row: its context (-1: idle), and the most rows that it may choose
+PATIENCE_S = 1.0  # between checks whether the device has failed, while the host waits for a step's queries
 
 
 class SearchOnHost(AttendChosen):
-    """Steps are one graph, in which kernels post queries and wait for what the CPU has chosen.
+    """A step is one CUDA graph, whose kernels post queries and wait for the CPU's selections.
 
-    Beside the graph a thread of the host runs the step's searches, each as soon as its query has arrived. With
-    `lookahead`, the CPU searches for a layer while the device computes the layer before it.
+    Beside the graph, a host thread runs the step's searches, each as soon as its query has arrived. With `lookahead`,
+    the CPU searches a layer while the device computes the layer before it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SearchOnHost(AttendChosen):
         own: OwnOnDevice | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """searcher: has what this one loads, by the same numbers."""
+        """searcher: must have every context that is loaded here, under the same id."""
         super().__init__(shape, far, device, tails, own, sinks)
         self._searcher, self._device = searcher, device
         if shape.rest == "sketch":
@@ -60,7 +60,7 @@ class SearchOnHost(AttendChosen):
             self._passes = make_passes(shape, index, device)
         self._clock = StepClock(shape.num_layers + 1, device)
         self._memory = SharedMemory(piece_bytes((1,), torch.int64) + _mail_bytes(shape), device)
-        self._give_up = self._memory.zeros((1,), torch.int64)  # 1: the step's queries will not come
+        self._give_up = self._memory.zeros((1,), torch.int64)  # 1: the step's queries will not arrive
         self._mail = {size: _StepMail(shape, size, self._memory) for size in shape.batch_sizes}
         assert self._memory.place_of(self._give_up) == GIVE_UP
         try:
@@ -69,7 +69,7 @@ class SearchOnHost(AttendChosen):
             self._memory.close()
             raise
         self._background = BackgroundThread("step-searches")
-        self._searching: Future[None] | None = None  # for the step at hand
+        self._searching: Future[None] | None = None  # of the current step
 
     def __repr__(self) -> str:
         return f"<SearchOnHost {self._searcher!r}, {self.far!r}>"
@@ -77,11 +77,11 @@ class SearchOnHost(AttendChosen):
     def load(
         self,
         context_id: int,
-        kv: Sequence[Tensor],  # as `SearchOnDevice.load` takes it, and plain likewise
+        kv: Sequence[Tensor],  # like plain, as `SearchOnDevice.load` takes it
         index: Sequence[LayerIndex | SketchIndex],
         plain: Sequence[Tensor] | None = None,
     ) -> None:
-        """Give a place to a context whose rows `far` has. No step may be in flight."""
+        """Load a context whose rows `far` has. No step may be in flight."""
         context_len = self.shape.require_context(kv)
         self._resident.load(context_id, kv, plain)
         if self._passes:
@@ -97,12 +97,12 @@ class SearchOnHost(AttendChosen):
             self.indexes.unload(context_id)
 
     def close(self) -> None:
-        """Give page locks back. No step may be in flight, and none follows."""
+        """Unpin and free the shared memory. No step may be in flight, or follow."""
         self._memory.close()
 
     def begin_step(self, rows: StepRows) -> None:
         if self._searching is not None:
-            self._abandon()  # the step before has met an error and was never ended
+            self._abandon()  # the step before has failed and was never ended
         mail = self._mail[rows.batch_size]
         self._clock.advance()
         super().begin_step(rows)
@@ -133,7 +133,7 @@ class SearchOnHost(AttendChosen):
         self._attend(layer_idx, q, fetched, rows, out)
 
     def end_step(self, rows: StepRows) -> None:
-        """Return when all searches of the step are done; raises what they, or the device before them, have raised."""
+        """Wait until all searches of the step are done. Raises their error, or that of the device."""
         assert self._searching is not None, "no step was begun"
         while True:
             try:
@@ -150,10 +150,10 @@ class SearchOnHost(AttendChosen):
             done = self._searcher.run_step(plan, since)
         finally:
             if not done:
-                mail.release(since + self.shape.num_layers)  # the device must not wait for what does not come
+                mail.release(since + self.shape.num_layers)  # or the device waits for ever
 
     def _require_sound_device(self) -> None:
-        """Raise if it has met an error: no query will come from it."""
+        """Raise if the device has failed, because no query will arrive from it."""
         if self._device.type == "cuda":
             try:
                 torch.cuda.current_stream(self._device).query()
@@ -162,7 +162,7 @@ class SearchOnHost(AttendChosen):
                 raise
 
     def _abandon(self) -> None:
-        """End the searches of a step whose queries do not come."""
+        """End the searches of a step whose queries will not arrive."""
         assert self._searching is not None
         self._give_up[0] = 1
         self._searching.exception()
@@ -171,10 +171,10 @@ class SearchOnHost(AttendChosen):
 
 
 class _StepMail:
-    """What steps of one batch size and those who search send each other.
+    """Exchanges queries and selections between the steps of one batch size and the searcher.
 
-    Two mails serve all layers in turn. Queries of layer l + 2 are posted after the selections of layer l are fetched:
-    once they have arrived, the selections have been read and may be written again.
+    Double buffering: all layers use two mails in turn. Queries of layer l + 2 are posted after the selections of layer
+    l are fetched, so when they arrive, those selections have been read and may be overwritten.
     """
 
     def __init__(self, shape: EngineShape, batch_size: int, memory: SharedMemory) -> None:
@@ -182,7 +182,7 @@ class _StepMail:
         self._queries = [RowMail(*_query_sizes(shape, batch_size), memory) for _ in range(2)]
         self._selections = [SelectionMail(*_selection_sizes(shape, batch_size), memory) for _ in range(2)]
         self._context_lens: dict[int, int] = {}
-        self._last: tuple[tuple[_Asked, ...], StepPlan] | None = None  # and what the rows ask for
+        self._last: tuple[tuple[_Asked, ...], StepPlan] | None = None  # the last plan, by what its rows asked for
 
     def post(self, layer_idx: int, q: Tensor, clock: StepClock) -> None:
         self._queries[layer_idx % 2].post(q.float(), clock, layer_idx + 1)
@@ -192,7 +192,7 @@ class _StepMail:
         mail.fetch(selection.kv_indices, selection.valid_len, search_ids, clock, layer_idx + 1)
 
     def release(self, value: int) -> None:
-        """Raise all flags of selections."""
+        """Raise all flags of selections, so that no kernel waits for one."""
         for mail in self._selections:
             mail.flags.fill_(value)
 
@@ -205,8 +205,8 @@ class _StepMail:
         self._context_lens.pop(context_id, None)
 
     def plan(self, asked: tuple[_Asked, ...]) -> StepPlan:
-        """The searches of a step, by what its rows ask for. No step may be in flight."""
-        last = self._last  # which another thread forgets while it loads a context
+        """Return the searches of a step, given what its rows ask for. No step may be in flight."""
+        last = self._last  # read once: another thread may reset it while it loads a context
         if last is None or last[0] != asked:
             self._last = last = asked, StepPlan(self._records(asked))
         return last[1]
@@ -242,7 +242,7 @@ def _selection_sizes(shape: EngineShape, batch_size: int) -> tuple[int, int, int
 
 
 def _mail_bytes(shape: EngineShape) -> int:
-    """Of all batch sizes."""
+    """Bytes of the mails of all batch sizes."""
     queries = sum(RowMail.num_bytes(*_query_sizes(shape, size)) for size in shape.batch_sizes)
     selections = sum(SelectionMail.num_bytes(*_selection_sizes(shape, size)) for size in shape.batch_sizes)
     return 2 * (queries + selections)

@@ -1,4 +1,4 @@
-"""An engine for one artifact, wherever it is to decode."""
+"""Opens an engine for one artifact, in any placement."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -21,8 +21,8 @@ from workers.engine.gpu_engine import GpuEngine, require_selector
 from workers.engine.memory import PLACEMENTS, Placement
 from workers.engine.split_engine import SplitEngine
 
-_ALIASES = {"kv_codec": "kv_format"}  # of the command line, which are not much alike
-_DOCUMENTED = {  # of `csattn_session`
+_ALIASES = {"kv_codec": "kv_format"}  # names of the command line that are too different to be guessed
+_DOCUMENTED = {  # options of `csattn_session`
     "host_budget_bytes",
     "kv_format",
     "num_devices",
@@ -40,17 +40,17 @@ def open_engine(
     config: SearchConfig,
     selector: SelectorName | str = "csattn",
     *,
-    placement: str = "cpu",  # or where index and KV lie for a GPU
+    placement: str = "cpu",  # or one of PLACEMENTS, on a GPU
     kv_format: KvFormat | str | None = None,  # of the context's rows, or its name; None: as the artifact maps them
-    host_budget_bytes: int | str | None = None,  # of host memory for the context's rows, or 64MiB; None: all they take
-    num_slots: int | None = None,  # requests at the same time; by the placement unless said
-    tail_capacity: int | None = None,  # tokens of a request's own; as many as there may be, unless said
-    num_devices: int = 1,  # GPUs that share out the heads
+    host_budget_bytes: int | str | None = None,  # host memory for the context's rows, or text as 64MiB; None: no limit
+    num_slots: int | None = None,  # requests at the same time; default: 16 on the CPU, 4 on a GPU
+    tail_capacity: int | None = None,  # own rows of a request; default: what positions and memory allow
+    num_devices: int = 1,  # GPUs that divide the heads
     **options: Any,  # of the engine
 ) -> CpuEngine | GpuEngine | SplitEngine:
-    """With the artifact as context 0, ready for requests that search like this. Close it before the artifact.
+    """Open an engine with the artifact as context 0, for requests with this configuration.
 
-    Raises a sentence for what does not go together.
+    Close it before the artifact. Raises an error that names a remedy if the arguments do not go together.
     """
     host_budget_bytes = _bytes_of(host_budget_bytes)
     counts = {"num_slots": num_slots, "tail_capacity": tail_capacity, "num_devices": num_devices}
@@ -101,7 +101,7 @@ def gpu_engine(
     num_devices: int,
     **options: Any,  # of either engine
 ) -> GpuEngine | SplitEngine:
-    """For one GPU, or for several that share out the model's heads."""
+    """Make an engine for one GPU, or for several that divide the model's heads."""
     if num_devices == 1:
         return GpuEngine(loaded, config, placement, **options)
     return SplitEngine(loaded, config, placement, num_devices, **options)
@@ -114,8 +114,8 @@ def require_together(
     num_devices: int = 1,
     kv_format: KvFormat | None = None,
 ) -> None:
-    """Before anything is loaded. Raise ConfigError for a placement or a selector that is none, and for what there is on
-    the CPU, or on GPUs, only."""
+    """Raise ConfigError, before anything is loaded, for an unknown placement or selector, and for options that only the
+    CPU, or only GPUs, have."""
     selector_named(selector)
     if placement == "cpu":
         if host_budget_bytes is not None:
@@ -135,7 +135,7 @@ def require_together(
 
 
 def _require_kinds(loaded: object, artifact: object, config: object, **counts: object) -> None:
-    """Raise ConfigError for what was never meant to be one."""
+    """Raise ConfigError for arguments of a wrong type, and for counts below 1."""
     require_loaded(loaded)
     if not isinstance(artifact, Artifact):
         raise ConfigError(f"an artifact is an open one, or its directory or URL as text, got {artifact!r}; give one")
@@ -147,12 +147,12 @@ def _require_kinds(loaded: object, artifact: object, config: object, **counts: o
 
 
 def _require_options(options: Iterable[str], *engines: Callable[..., object]) -> None:
-    """Raise ConfigError for a name that none of them knows."""
+    """Raise ConfigError for an option that neither `open_engine` nor any of the engines has."""
     known = {
         name
         for takes in (open_engine, *engines)
         for name, parameter in signature(takes).parameters.items()
-        if parameter.kind is Parameter.KEYWORD_ONLY and name != "host_budget"  # made here, of its bytes
+        if parameter.kind is Parameter.KEYWORD_ONLY and name != "host_budget"  # made from host_budget_bytes
     }
     for name in sorted(set(options) - known):
         if name in signature(SearchConfig).parameters:
@@ -167,7 +167,7 @@ def _require_options(options: Iterable[str], *engines: Callable[..., object]) ->
 
 
 def _kv_format_of(given: KvFormat | str | None) -> KvFormat | None:
-    """Of a name as the command line takes it, if it is one. Raises ConfigError for anything else."""
+    """Parse a KV format if it is given by name, as on the command line. Raises ConfigError for anything else."""
     if given is None or isinstance(given, KvFormat):
         return given
     if not isinstance(given, str):
@@ -179,7 +179,7 @@ def _kv_format_of(given: KvFormat | str | None) -> KvFormat | None:
 
 
 def _bytes_of(given: int | str | None) -> int | None:
-    """Of a size as the command line takes it, if it is one."""
+    """Parse a size if it is given as text, as on the command line. Raises ConfigError if it is none."""
     if not isinstance(given, str):
         return given
     try:
@@ -189,7 +189,7 @@ def _bytes_of(given: int | str | None) -> int | None:
 
 
 def _require_for_budget(selector: str, kv_format: KvFormat | None) -> None:
-    """What reads more of the context's rows, or others, than a host budget is to hold."""
+    """Raise ConfigError for a selector or format that reads more or other rows than a host budget holds."""
     if selector not in WITHOUT_ALL_KEYS:
         raise ConfigError(
             f"selector {selector!r} reads all keys from host memory, which a host budget is to save; choose "

@@ -1,4 +1,4 @@
-"""Models that choose their rows themselves, by a learned indexer or all of them: what is not for a request to say."""
+"""Models that choose rows by an indexer of their own, or read all: what requests and placements can set there."""
 
 from collections import Counter
 
@@ -7,39 +7,39 @@ from csattn.cuda import HOPPERS, limits
 from csattn.errors import ConfigError
 from csattn.models.spec import CompressedSpec, LatentSpec, ModelSpec
 
-SELECTOR = "model"  # what such a request's reading names
-ROWS_AT_ONCE = 8  # of a step over one context, for which there are slots at least
+SELECTOR = "model"  # the selector that the `Reading` of a request names
+ROWS_AT_ONCE = 8  # of a step over one context: there are slots at least for all that these choose
 _LEAST_DIM = 16  # of a matrix product on a GPU
 
 
 def latents_of(spec: ModelSpec) -> LatentSpec | None:
-    """How its layers keep latents; all do, or none."""
+    """Return how the model's layers keep latents; None if they do not. All layers are alike in this."""
     return spec.layers[0].latent
 
 
 def chooses_itself(spec: ModelSpec) -> bool:
-    """Whether the model itself says what its layers attend to: all do, or none."""
+    """Whether the model itself chooses the rows that its layers attend to. All layers are alike in this."""
     return spec.layers[0].latent is not None or spec.layers[0].compressed is not None
 
 
 def kept_instead(spec: ModelSpec) -> str:
-    """What the layers of a model that chooses itself keep instead of keys and values, as messages name it."""
+    """Return what a model that chooses itself keeps instead of keys and values, as messages name it."""
     return "compressed rows" if latents_of(spec) is None else "latents"
 
 
 def index_key_share(spec: ModelSpec) -> float:
-    """Of the bytes of rows, those of the index keys that the model chooses by; 0: it has none."""
+    """Return the share of a row's bytes that are its index key; 0 without an indexer."""
     latent = latents_of(spec)
     return 0.0 if latent is None or latent.indexer is None else latent.indexer.head_dim / (2 * spec.head_dim)
 
 
 def least_slots(latent: LatentSpec, context_len: int, most_rows: int = ROWS_AT_ONCE) -> int:
-    """Of a context, where its rows lie on the host: for all that some rows of a step, of so many, may choose of it."""
+    """Return how many slots a context on the host needs: for all that a step's ROWS_AT_ONCE rows at most may choose."""
     return min(context_len, min(ROWS_AT_ONCE, most_rows) * (latent.top_k or 1))
 
 
 def rows_read(spec: ModelSpec, context_len: int, tail_len: int) -> float:
-    """Of a request with so many rows of its own: the mean over its tokens, and over layers that differ."""
+    """Return how many rows a token reads: the mean over a request's tail_len tokens, and over layers if they differ."""
     seen = range(context_len + 1, context_len + tail_len + 1)
     if (latent := latents_of(spec)) is not None:
         read = seen if latent.top_k is None else [min(latent.top_k, num_rows) for num_rows in seen]
@@ -49,13 +49,13 @@ def rows_read(spec: ModelSpec, context_len: int, tail_len: int) -> float:
 
 
 def _rows_of(of: CompressedSpec, num_seen: int) -> int:
-    """That a token reads in such a layer, behind so many with its own."""
+    """Return how many rows a token reads in such a layer if it sees num_seen tokens, itself included."""
     far = num_seen // of.ratio if of.ratio else 0
     return min(of.window, num_seen) + (min(of.top_k, far) if of.indexer is not None else far)
 
 
 def require_own_choice(spec: ModelSpec, config: SearchConfig, selector: str) -> None:
-    """Raise ConfigError for a request that says who chooses where the model does. `keep` is not looked at there."""
+    """Raise ConfigError for a request that sets selector or `rest` where the model chooses. `keep` is ignored there."""
     if not chooses_itself(spec) or (selector in ("csattn", "full") and config.rest in (None, "none")):
         return
     asked = f"selector {selector!r}" if selector not in ("csattn", "full") else f"rest {config.rest}"
@@ -63,7 +63,7 @@ def require_own_choice(spec: ModelSpec, config: SearchConfig, selector: str) -> 
 
 
 def require_plain_rows(spec: ModelSpec, what: str) -> None:
-    """Raise ConfigError for what there is of keys and values only."""
+    """Raise ConfigError if the model keeps no keys and values. what: the feature that needs them."""
     if chooses_itself(spec):
         raise ConfigError(
             f"{what} is for keys and values, and this model keeps {kept_instead(spec)} instead; leave it out"
@@ -71,7 +71,7 @@ def require_plain_rows(spec: ModelSpec, what: str) -> None:
 
 
 def require_choice_placed(spec: ModelSpec, placement: str) -> None:
-    """Raise ConfigError where a GPU has no layers of a model that chooses itself, or not in that placement."""
+    """Raise ConfigError if a model that chooses itself cannot run on this GPU, or not in that placement."""
     if not chooses_itself(spec):
         return
     chooses = _chooses(spec)

@@ -19,14 +19,14 @@ from workers.engine.far_rows import CachedRows, FarRows, cache_bytes
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
 
-LAYERS_AT_ONCE = 4  # of a segment: so few kernels take no time that a step would miss, and no more memory than that
+LAYERS_AT_ONCE = 4  # of a segment: so few do not delay steps, and limit the memory that making a segment takes
 
 
 class OwnOnDevice:
-    """Runs beside the search of the contexts, on a stream of its own; what it has attended to joins theirs.
+    """Runs beside the search in contexts, on a stream of its own; attention merges its result with the contexts'.
 
-    Exact rows are read where they are, in the tails, or come from the host. The sketches come and go between steps, as
-    contexts do.
+    Chosen rows are read in the tails, or come from the host. Sketches are loaded and unloaded between steps, as
+    contexts are.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class OwnOnDevice:
         index: SketchShape,
         tails: Tensor,
         device: torch.device,
-        far: CachedRows | None = None,  # rows that are not in tails; None: all are
+        far: CachedRows | None = None,  # own rows in host memory; None: all are in tails
     ) -> None:
         own, rows = own_shape(shape), far if far is not None else _rows_in(tails)
         self._search = SearchOnDevice(own, index, rows, device, tails=tails)
@@ -43,17 +43,17 @@ class OwnOnDevice:
         sizes = shape.num_q_heads, shape.head_dim
         self._out = {size: torch.zeros(size, *sizes, dtype=shape.dtype, device=device) for size in shape.batch_sizes}
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":  # an emulated device does one thing after the other
+        if device.type == "cuda":  # an emulated device runs everything in order
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def load(self, tail_id: int, config: SearchConfig, num_rows: int, layers: Sequence[DeviceLayerIndex]) -> None:
-        """From now on these are the segments of that tail's request. No step may be in flight."""
+        """Replace the segments of that tail's request. No step may be in flight."""
         indexes = self._search.indexes
         indexes.load(tail_id, num_rows, list(layers))
         indexes.top_ks[tail_id] = own_top_k(config, num_rows)
 
     def unload(self, tail_id: int) -> None:
-        """No step may be in flight."""
+        """Remove the segments of that tail's request. No step may be in flight."""
         self._search.indexes.unload(tail_id)
 
     def begin_step(self, rows: StepRows) -> None:
@@ -71,16 +71,16 @@ class OwnOnDevice:
             self._search.attend(layer_idx, q, self._rows[rows.batch_size], self._out[rows.batch_size])
 
     def join(self) -> None:
-        """What is enqueued from now on comes after it."""
+        """Make work that is enqueued later wait for that attention."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]:
-        """Out and lse of what `begin` has enqueued."""
+        """Return out and lse of the attention that `begin` has enqueued."""
         return self._out[rows.batch_size], self._search.lse(rows)
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
-        """Rows of the tails, as `SearchOnDevice.chosen`."""
+        """Return what is selected, as `SearchOnDevice.chosen` does: rows of the tails."""
         return self._search.chosen(layer_idx, self._rows[rows.batch_size])
 
 
@@ -90,27 +90,27 @@ def _rows_in(tails: Tensor) -> FarRows:
 
 
 def place_segment(segment: Sequence[SketchIndex], device: torch.device) -> list[DeviceLayerIndex]:
-    """One segment's sketch of each layer, ready to be read by any stream."""
+    """Copy one segment's sketch of each layer to the device, ready to be read by any stream."""
     layers = [to_device(sketch, device) for sketch in segment]
     finish_beside(device)
     return layers
 
 
 def join_on_device(before: Sequence[DeviceSketch], segment: Sequence[DeviceSketch]) -> list[DeviceSketch]:
-    """Segments and the one that follows them. Both may be let go of at once."""
+    """Concatenate segments with the one that follows them. The arguments may be freed at once."""
     layers = []
     for sketch, more in zip(before, segment, strict=True):
         num_rows = sketch.codes.shape[1] * BLOCK_KEYS  # of whole blocks
         parts = {name: torch.cat([getattr(sketch, name), getattr(more, name)], dim=1) for name in BY_HEAD}
         starts = torch.cat([sketch.segment_starts, more.segment_starts + num_rows])
         layers.append(DeviceSketch(segment_starts=starts, **parts))
-    finish_beside(layers[0].codes.device)  # a segment's memory goes back to the stream that it was placed by
+    finish_beside(layers[0].codes.device)  # hazard: freed memory is reused on the stream that allocated it
     return layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NothingNear(SearchConfig):
-    """Of segments: what is near is attended to with the context's."""
+    """Configuration of searches in segments: near rows are attended to together with the context's."""
 
     sink_len: int = 0
     window_len: int = 0
@@ -120,7 +120,7 @@ class _NothingNear(SearchConfig):
 
 
 def own_shape(shape: EngineShape) -> EngineShape:
-    """Of the search of own segments, which are contexts as long as the tails."""
+    """Return the shape of the search in own segments, which are a context for each tail."""
     return replace(
         shape,
         search=_NothingNear(keep=own_keep(shape.search), lookahead=shape.search.lookahead),
@@ -130,18 +130,18 @@ def own_shape(shape: EngineShape) -> EngineShape:
         own_capacity=None,
         kv_format=None,
         growth=None,
-        has_sinks=False,  # which are joined once, behind
+        has_sinks=False,  # they are joined once, with the context's attention
         reads_keys=False,
     )
 
 
 def own_cache(shape: EngineShape, device: torch.device) -> CachedRows:
-    """For own rows that are in host memory."""
+    """Make the slot cache of own rows in host memory."""
     return CachedRows(own_shape(shape), shape.own_slots, device)
 
 
 def own_cache_bytes(shape: EngineShape) -> int:
-    """Device memory of it."""
+    """Device memory of `own_cache`; 0 if own rows stay in tails."""
     return cache_bytes(own_shape(shape), shape.own_slots) if shape.own_capacity is not None else 0
 
 

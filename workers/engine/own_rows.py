@@ -1,4 +1,4 @@
-"""Where requests' own rows lie on a GPU: in their tails; or the last of them there, and the others in host memory."""
+"""Where requests' own rows lie on a GPU: in their tails, or only the last of them there and the first on the host."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,34 +12,35 @@ from workers.engine.shape import EngineShape
 
 
 class RowsInTails:
-    """Those in tails. They come and go by way of page-locked memory, on a stream of its own, beside the steps.
+    """Own rows in tails. They are read and written through pinned memory, on a stream of its own beside the steps.
 
-    A request's rows are numbered as they come. Where the device is the CPU, copies are plain.
+    A request's rows are numbered in the order of their arrival. If the device is the CPU, copies are synchronous.
     """
 
     def __init__(self, tails: Tensor) -> None:
         """tails: [num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]."""
         self._tails = tails
         self._stream = torch.cuda.Stream(tails.device) if tails.is_cuda else None  # type: ignore[no-untyped-call]
-        self._staged: list[tuple[torch.cuda.Event, Tensor]] = []  # what copies to the device still read
+        self._staged: list[tuple[torch.cuda.Event, Tensor]] = []  # what copies to the device may still read
 
     def open(self, slot: int) -> None:
-        """For another request."""
+        """Prepare the slot for another request."""
         self._wait_for_copies()
 
     def start(self, slot: int) -> int:
-        """The first row that is in the tail."""
+        """Return the number of the first row that is in the tail."""
         return 0
 
     def are_to_move(self, slot: int, tail_len: int) -> bool:
-        """Whether the first have to leave the tail before a step whose first row sees so many rows."""
+        """Whether rows have to leave the tail before a step whose first row sees tail_len rows."""
         return False
 
     def move(self, slot: int, tail_len: int) -> None:
-        """Likewise. All segments of rows that leave are made, and none of the request's is being made."""
+        """Move these rows. All their segments must be made, and no segment of the request may be in the making."""
 
     def read(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        """[num_layers, num_kv_heads, stop - start, 2, head_dim] on the host, of rows that steps have written."""
+        """Begin to copy rows that steps have written to the host. What is returned waits, and gives the rows
+        [num_layers, num_kv_heads, stop - start, 2, head_dim]."""
         rows = self._tails[:, slot, :, start - self.start(slot) : stop - self.start(slot)]
         if self._stream is None:
             copied = rows.clone(memory_format=torch.contiguous_format)
@@ -53,12 +54,12 @@ class RowsInTails:
 
         def wait() -> Tensor:
             done.synchronize()
-            return staged.clone()  # page-locked memory is for those who come next
+            return staged.clone()  # so that the pinned memory can be reused
 
         return wait
 
     def write(self, slot: int, start: int, rows: Tensor) -> None:
-        """Rows that follow those that were written before, and come before those of steps."""
+        """Begin to write rows that follow those written before. No step may have added rows."""
         place = self._tails[:, slot, :, start : start + rows.shape[2]]
         if self._stream is None:
             place.copy_(rows)
@@ -73,31 +74,31 @@ class RowsInTails:
         self._staged.append((done, staged))
 
     def settle(self, slot: int, num_rows: int) -> None:
-        """Until all that was written, so many rows, is where steps and segments read it."""
+        """Wait until the num_rows rows that were written are where steps and segments read them."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def segment(self, slot: int, start: int, stop: int) -> Iterator[Tensor]:
-        """Each layer's rows [num_kv_heads, stop - start, 2, head_dim], on the device, to make a segment of."""
+        """Yield each layer's rows [num_kv_heads, stop - start, 2, head_dim], on the device, to make a segment of."""
         return (tail[slot, :, start:stop] for tail in self._tails)
 
     def layer(self, layer_idx: int, slot: int, num_rows: int) -> Tensor:
-        """A layer's first rows, on the device."""
+        """Return a layer's first num_rows rows, on the device."""
         return self._tails[layer_idx, slot, :, :num_rows]
 
     def close(self) -> None:
-        """No step is in flight."""
+        """Free memory outside of the tails. No step may be in flight."""
 
     def _wait_for_copies(self) -> None:
-        """What is enqueued from now on comes after them."""
+        """Make work that is enqueued later wait for the copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._tails.device).wait_stream(self._stream)
 
 
 class MovingRows(RowsInTails):
-    """Rows are in host memory, too, once a segment of them is made, and leave the tail when others need the room.
+    """Rows are copied to host memory when a segment is made of them, and leave the tail when others need the room.
 
-    What requests choose of them comes through a slot cache.
+    Those that requests choose come back through a slot cache.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class MovingRows(RowsInTails):
         tails: Tensor,
         local_tails: Sequence[Tensor],  # of layers without an index, [num_tails, KV heads, tail_capacity, 2, head_dim]
         host: PinnedRows,  # of each layer, [num_tails, num_kv_heads, own_capacity, 2, head_dim]
-        far: CachedRows,  # of whom each tail is a context
+        far: CachedRows,  # the slot cache, in which each tail is a context
     ) -> None:
         super().__init__(tails)
         assert shape.growth is not None and shape.own_capacity is not None
@@ -130,9 +131,9 @@ class MovingRows(RowsInTails):
         return self._start_for(tail_len) > self._starts[slot]
 
     def move(self, slot: int, tail_len: int) -> None:
-        """Those that stay come to the tail's beginning."""
+        """Drop rows from the tail, and shift those that stay to its beginning."""
         start, before, num_rows = self._start_for(tail_len), self._starts[slot], tail_len - 1
-        self._wait_for_copies()  # they may still read what is overwritten
+        self._wait_for_copies()  # which may still read what is overwritten here
         for tail in self._of_layers:
             stay = tail[slot, :, start - before : num_rows - before].clone()
             tail[slot, :, : num_rows - start].copy_(stay)
@@ -147,7 +148,7 @@ class MovingRows(RowsInTails):
         return lambda: torch.cat([moved, of_tail()], dim=2)
 
     def write(self, slot: int, start: int, rows: Tensor) -> None:
-        """To host memory: which of them the tail is to have is known once all of them are there."""
+        """Write to host memory. `settle` copies rows to the tail: which ones is known once all have arrived."""
         for layer, of_layer in zip(self._host.layers, rows, strict=True):
             layer[slot, :, start : start + rows.shape[2]].copy_(of_layer)
 
@@ -164,7 +165,7 @@ class MovingRows(RowsInTails):
             if start >= first:
                 rows = tail[slot, :, start - first : stop - first]
                 _copy_by_heads(rows, moved)
-                finish_beside(tail.device)  # also where the segment is given up: the rows may be overwritten then
+                finish_beside(tail.device)  # even if the segment is given up: its rows may be overwritten then
             else:
                 rows = torch.empty(moved.shape, dtype=moved.dtype, device=tail.device)
                 _copy_by_heads(moved, rows)
@@ -179,11 +180,11 @@ class MovingRows(RowsInTails):
         self._host.close()
 
     def _start_for(self, tail_len: int) -> int:
-        """Of the tail, for a row that sees so many."""
+        """Return the first row that the tail has to hold for a row that sees tail_len rows."""
         return max(0, tail_len - self._near_len) // self._segment_len * self._segment_len
 
 
 def _copy_by_heads(rows: Tensor, place: Tensor) -> None:
-    """Enqueue it; one side is page-locked, and each head of both lies in one piece."""
+    """Enqueue a copy. One side must be pinned, and each head of both sides contiguous."""
     for of_rows, of_place in zip(rows, place, strict=True):
         of_place.copy_(of_rows, non_blocking=True)

@@ -21,14 +21,14 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.own import Growth, join_segments, make_segments
 from csattn.torch_threads import Map
 
-OF_OWN = SketchConfig()  # how rows of requests without a context are coded
+OF_OWN = SketchConfig()  # how own rows of requests without a context are coded
 
 Sketches = list[SketchIndex]  # per layer
-Placed = list[Any]  # likewise, as steps read them
+Placed = list[Any]  # per layer, as steps read them
 
 
 def grows_alone(config: SearchConfig) -> bool:
-    """Whether rows of a request without a context become segments: which has nothing that tells queries ahead."""
+    """Whether own rows of a request without a context become segments: lookahead needs a context's query predictor."""
     return not config.lookahead and config.rest in (None, "sketch")
 
 
@@ -38,36 +38,36 @@ def join_sketches(before: Sketches, segment: Sketches) -> Sketches:
 
 @dataclass(slots=True, eq=False)
 class _Making:
-    """A segment that is made, some layers at a time."""
+    """A segment in the making, some layers at a time."""
 
     rows: Iterator[Tensor]  # of the layers that are not made yet
     made: Sketches = field(default_factory=list)
-    placed: Placed = field(default_factory=list)  # when all are made
-    num_asked: int = 0  # layers
+    placed: Placed = field(default_factory=list)  # filled when all layers are made
+    num_asked: int = 0  # layers that are made or scheduled
     tasks: list[Future[None]] = field(default_factory=list)
 
 
 class OwnSegments:
-    """Of one request. A segment is begun once its rows are there, and waited for only by a row that is to read it.
+    """The segments of one request. One is begun once its rows are there, and waited for only by a row that reads it.
 
-    Making one takes a core for as long as a dozen steps take or more. So its layers are spread over the first half of
-    the rows that come before it is read; requests whose rows come at the same time take turns.
+    Making a segment keeps a core busy for a dozen steps or more. Its layers are therefore spread over the first half of
+    the rows that arrive before it is read; requests whose rows arrive at the same time take turns.
     """
 
     def __init__(
         self,
         slot: int,
         num_layers: int,
-        # from a first of the request's own rows to behind a last: each layer's, [num_kv_heads, number, 2, head_dim]
+        # (start, stop) -> these own rows of each layer, [num_kv_heads, stop - start, 2, head_dim]
         rows: Callable[[int, int], Iterable[Tensor]],
         config: SearchConfig,
         sketch: SketchConfig,  # how segments are made
         growth: Growth,
-        beside: Executor,  # one thread: what is handed over first is done first
-        place: Callable[[Sketches], Placed] = list,  # a segment, in that thread
-        join: Callable[[Placed, Placed], Placed] = join_sketches,  # a segment to those before it
+        beside: Executor,  # one thread, which works in the order of submission
+        place: Callable[[Sketches], Placed] = list,  # makes a segment readable for steps, in that thread
+        join: Callable[[Placed, Placed], Placed] = join_sketches,  # appends a segment to those before it
         layers_at_once: int = 1,
-        side_by_side: Map = map,  # of threads, for what runs on the CPU
+        side_by_side: Map = map,  # a parallel map, for work on the CPU
     ) -> None:
         self.config = config
         self._rows, self._sketch, self._growth, self._beside = rows, sketch, growth, beside
@@ -76,18 +76,18 @@ class OwnSegments:
         self._side_by_side = side_by_side
         self._num_begun = 0
         self._making: deque[_Making] = deque()  # segments that are not joined to those before them
-        self._joined: dict[int, Placed] = {}  # the first so many segments; what no row reads any more is gone
+        self._joined: dict[int, Placed] = {}  # by number, so many first segments; dropped once no row reads them
         self._is_closed = False
 
     def num_segments(self, tail_len: int) -> int:
-        """In use for a row that sees so many rows of the tail."""
+        """Return how many segments are in use for a row that sees tail_len rows of the tail."""
         return self._growth.num_segments(tail_len, self.config.window_len)
 
     def num_rows(self, num_segments: int) -> int:
         return num_segments * self._growth.segment_len
 
     def grow(self, tail_len: int) -> None:
-        """Begin what is due when so many rows are there, and let go of what is read no more."""
+        """Begin what is due when there are tail_len rows, and drop what no row will read."""
         segment_len = self._growth.segment_len
         while (end := (self._num_begun + 1) * segment_len) <= tail_len:
             self._making.append(_Making(iter(self._rows(end - segment_len, end))))
@@ -99,7 +99,7 @@ class OwnSegments:
             self._joined = {number: placed for number, placed in self._joined.items() if number >= in_use}
 
     def sketches(self, num_segments: int) -> Placed:
-        """Of so many segments, per layer; made, or waited for."""
+        """Return the first num_segments segments, joined, per layer; wait until they are made."""
         for number in range(max(self._joined, default=0) + 1, num_segments + 1):
             segment, before = self._finished(self._making[0]), self._joined.get(number - 1)
             self._joined[number] = segment if before is None else self._join(before, segment)
@@ -107,18 +107,18 @@ class OwnSegments:
         return self._joined[num_segments]
 
     def finish(self) -> None:
-        """Until nothing is under way: rows may move."""
+        """Finish all segments that are begun; then rows may move."""
         for segment in self._making:
             self._ask(segment, self._num_layers)
             wait(segment.tasks)
 
     def close(self) -> None:
-        """What is under way is given up; then its rows may be overwritten."""
+        """Give up segments in the making; then their rows may be overwritten."""
         self._is_closed = True
         wait([task for segment in self._making for task in segment.tasks if not task.cancel()])
 
     def _num_due(self, num_rows: int) -> int:
-        """Layers that are to be made of a segment behind which so many rows have come."""
+        """Return how many layers of a segment are due when num_rows rows have followed it."""
         num_turns = -(-self._num_layers // self._layers_at_once)
         by_row = num_turns / (self._growth.num_near(self.config.window_len) / 2)
         due = 1 + math.floor(num_rows * by_row - self._slot * by_row % 1)
@@ -136,7 +136,7 @@ class OwnSegments:
         return segment.placed
 
     def _make(self, segment: _Making, num_layers: int) -> None:
-        """Up to so many layers."""
+        """Make the first num_layers layers of the segment, as far as they are missing."""
         while (num_left := num_layers - len(segment.made)) and not self._is_closed:
             rows = torch.stack(list(islice(segment.rows, min(num_left, self._layers_at_once))))
             segment.made += make_segments(rows, self._sketch, self._side_by_side)
@@ -146,18 +146,18 @@ class OwnSegments:
 
 @dataclass(frozen=True, slots=True)
 class OwnSearch:
-    """Neighbouring rows of one request that read the same of its own segments: each chooses anew, in every step."""
+    """Adjacent rows of one request that read the same own segments. Every row is searched: no search period applies."""
 
     rows: slice
     sketches: Sketches
-    q: NDArray[np.float32]  # [num_rows, num_q_heads, head_dim]: what they attend with
-    q_ahead: tuple[NDArray[np.float32], ...]  # what they choose by, of even and of odd layers; empty: by q
+    q: NDArray[np.float32]  # [num_rows, num_q_heads, head_dim]: attends
+    q_ahead: tuple[NDArray[np.float32], ...]  # predicted queries of even and odd layers, which choose; empty: q does
     softmax_scale: float
-    out: TokenSelections  # of the layer at hand; with the rest, where they choose by q
+    out: TokenSelections  # of the current layer; with attention to the rest, if q chooses
     of_layers: dict[int, LayerSearch]
 
     def search(self, layer_idx: int) -> LayerSearch:
-        """The layer's search, made once."""
+        """Return the layer's search, which is made once."""
         if layer_idx not in self.of_layers:
             q = self.q_ahead[layer_idx % 2] if self.q_ahead and layer_idx else self.q
             self.of_layers[layer_idx] = LayerSearch(
@@ -167,7 +167,7 @@ class OwnSearch:
 
     @property
     def num_rows(self) -> int:
-        """That can be chosen."""
+        """Own rows that can be chosen."""
         return self.sketches[0].context_len
 
     @property
@@ -175,5 +175,5 @@ class OwnSearch:
         return int(self.out.kv_indices.shape[2])
 
     def selection(self, row: int) -> Selection:
-        """Of a row of the step, in the layer at hand: rows of its tail."""
+        """Return what a row of the step has chosen in the current layer: rows of its tail."""
         return self.out[row - self.rows.start]

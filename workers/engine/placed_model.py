@@ -1,4 +1,4 @@
-"""A model and its contexts on a GPU: memory is planned first, then everything is loaded, once."""
+"""A model and its contexts on a GPU: memory is planned first, then everything is allocated and loaded once."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -40,14 +40,14 @@ from workers.model.attention import StepAttention
 
 _FarRows = DeviceRows | CachedRows | StreamedRows | LatentPlaces | CachedLatents | CompressedMemory
 _Attention = SearchOnDevice | SearchOnHost | AttendAll | AttendLatents | AttendCompressed
-_LOCKING_S = 0.012  # at least, between two steps of others: about what a step takes
-Progress = Callable[[str, int, int], None]  # what is being loaded, done, in all
+_LOCKING_S = 0.012  # least time for pinning memory between two steps of other requests: about what a step takes
+Progress = Callable[[str, int, int], None]  # gets what is being loaded, how many parts are done, and of how many
 
 
 class PlacedModel:
     """Owns the model's weights on the device, the contexts in their placement, and the steps over them.
 
-    Raises MemoryPlanError, before anything is allocated, where the machine has not enough of some memory.
+    Raises MemoryPlanError, before anything is allocated, if device or host memory is too small.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class PlacedModel:
         placement: Placement,
         *,
         device: torch.device,
-        num_slots: int,  # per layer, context and KV head: rows kept on the device where the KV is on the host
+        num_slots: int,  # cache slots on the device per layer, context and KV head, where the KV is on the host
         searcher: StepSearcher | None,  # in placement `host`
         on_progress: Progress,
-        first: Artifact | None = None,  # a context that will be added: planned with the rest
+        first: Artifact | None = None,  # a context that will be added, to be included in the plan
     ) -> None:
         self.model, self.shape, self.placement, self.device = model, shape, placement, device
         self.index_config = index_config
@@ -78,8 +78,8 @@ class PlacedModel:
         self._spec = model.spec
         weights = model.take(device)
         sinks = _sinks_of(weights)
-        self.own: OwnOnDevice | None = None  # where requests grow
-        self._own_rows: tuple[PinnedRows, CachedRows] | None = None  # where the first of their rows move to the host
+        self.own: OwnOnDevice | None = None  # if requests' own rows become segments
+        self._own_rows: tuple[PinnedRows, CachedRows] | None = None  # if the first own rows move to the host
         of_indexed = None if sinks is None else sinks[list(self._spec.indexed_layers)]
         self.far, self.attention = self._place(of_indexed, weights)
         inner: StepAttention = self.attention
@@ -109,7 +109,7 @@ class PlacedModel:
         return f"<PlacedModel {self.model.name} in placement {self.placement}: {self.attention!r}>"
 
     def close(self) -> None:
-        """Give page locks back. No step may be in flight."""
+        """Unpin host memory. No step may be in flight."""
         self._loader.shutdown()
         self._wait()
         self.rows.close()
@@ -119,9 +119,9 @@ class PlacedModel:
             self.attention.close()
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Load one; it is open until it is removed. Raises MemoryPlanError where there is no room.
+        """Load a context; its artifact must stay open until it is removed. Raises MemoryPlanError if there is no room.
 
-        meanwhile: called until it is loaded, for steps over other contexts.
+        meanwhile: called again and again until it is loaded, to run steps over other contexts.
         """
         if not 0 <= context_id < self.shape.num_contexts:
             raise MemoryPlanError(
@@ -134,12 +134,12 @@ class PlacedModel:
         self._load(context_id, artifact, meanwhile)
 
     def has_room_for(self, artifact: Artifact) -> bool:
-        """Whether it was planned for such contexts."""
+        """Whether the plan covers the artifact's length and index configuration."""
         fits = artifact.spec.context_len <= self.shape.max_context_len
         return fits and artifact.spec.index_config == self.index_config
 
     def remove_context(self, context_id: int) -> None:
-        """Forget a context, between steps."""
+        """Unload a context. No step may be in flight."""
         self._wait()
         if not isinstance(self.attention, AttendAll | AttendLatents | AttendCompressed):
             self.attention.unload(context_id)
@@ -152,7 +152,7 @@ class PlacedModel:
         del self.artifacts[context_id]
 
     def _together(self) -> AbstractContextManager[None]:
-        """What is done on one of several devices is done on all, or raises on all."""
+        """Make the body succeed on all devices or raise on all; with a single device, do nothing."""
         return nullcontext() if self.model.devices is None else self.model.devices.together()
 
     def _wait(self) -> None:
@@ -171,7 +171,7 @@ class PlacedModel:
             )
 
     def begin_request(self, tail_id: int, context_id: int) -> None:
-        """What layers keep of it besides rows begins as its context has left it; -1: as without one."""
+        """Initialize what layers keep of a request besides rows from its context; context_id -1: without one."""
         if isinstance(self.far, CompressedMemory):
             self.far.begin_request(tail_id, context_id)
         elif self.local is not None:
@@ -214,7 +214,7 @@ class PlacedModel:
 
     def _rows(self) -> RowsInTails:
         tails = self.attention.tails
-        if not isinstance(tails, Tensor):  # of layers that differ, whose rows are not all that a request goes on from
+        if not isinstance(tails, Tensor):  # compressed layers: a request cannot be continued from rows alone
             return RowsInTails(tails[0][None])
         if self._own_rows is None:
             return RowsInTails(tails)
@@ -223,7 +223,7 @@ class PlacedModel:
         return MovingRows(self.shape, tails, local, *self._own_rows)
 
     def _load(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None]) -> None:
-        """All of it, or nothing: who makes room and comes again finds what it held free, and no page locked."""
+        """Load all of a context or nothing: after an error its memory is free and unpinned, and it can be retried."""
         with ExitStack() as undo:
             with self._together():
                 built = artifact.local_kv() if self.shape.latents is not None else artifact.indexed_kv()
@@ -240,8 +240,8 @@ class PlacedModel:
     def _load_on_host(
         self, context_id: int, built: Sequence[Tensor], undo: ExitStack, meanwhile: Callable[[], None]
     ) -> None:
-        """Layers are locked by this thread, with steps between them: beside them the driver does nothing else."""
-        since = 0.0  # when others last had a step
+        """Pin layer by layer in this thread, with steps in between: the driver does nothing else while it pins."""
+        since = 0.0  # when other requests last had a step
 
         def tell(done: int, total: int) -> None:
             nonlocal since
@@ -255,7 +255,7 @@ class PlacedModel:
         undo.callback(lambda: self._pinned.pop(context_id).close())
 
     def _load_on_device(self, context_id: int, artifact: Artifact, built: Sequence[Tensor], undo: ExitStack) -> None:
-        """In places of its own, which steps over other contexts do not read."""
+        """Load into places that steps over other contexts do not read."""
         if isinstance(self.far, LatentPlaces):
             self.far.load(context_id, built)
         elif isinstance(self.far, CompressedMemory):
@@ -304,6 +304,6 @@ class PlacedModel:
 
 
 def _sinks_of(weights: ModelWeights) -> Tensor | None:
-    """[all layers, num_q_heads] float32, where the model has them."""
+    """Sink logits [all layers, num_q_heads] float32; None if the model has none."""
     sinks = [layer.sinks for layer in weights.layers if layer.sinks is not None]
     return torch.stack(sinks) if sinks else None

@@ -1,4 +1,4 @@
-"""When memory on a GPU is planned, and steps are captured: with the first context or request."""
+"""Plans a GPU's memory and captures steps when the first context or request arrives."""
 
 import gc
 
@@ -15,13 +15,13 @@ from workers.engine.step_model import StepModel
 
 
 class Placing:
-    """Owns the placed model, from when there is one. It is planned again for a context that it has no room for, while
-    nobody uses it."""
+    """Owns the placed model, once there is one. While it is unused, it is planned again for a context that does not
+    fit."""
 
     def __init__(
         self,
         sizing: Sizing,
-        index_config: IndexConfig,  # until there is a context
+        index_config: IndexConfig,  # assumed until there is a context
         searcher: StepSearcher | None,
         device: torch.device,
         on_progress: Progress,
@@ -36,12 +36,15 @@ class Placing:
         return self.placed
 
     def start(self, model: StepModel) -> None:
-        """For requests without a context."""
+        """Plan and load, if nothing is placed yet, for requests without a context."""
         if self.placed is None:
             self.placed = self._plan(model, None)
 
     def start_for(self, artifact: Artifact, model: StepModel, is_used: bool) -> PlacedModel:
-        """What the context fits."""
+        """Return the placed model, planned again if the context does not fit and no max_context_len is set.
+
+        Raises MemoryPlanError if it has to be planned again but is_used.
+        """
         placed = self.placed
         if placed is not None and not placed.has_room_for(artifact) and self._sizing.max_context_len is None:
             if is_used:
@@ -51,13 +54,13 @@ class Placing:
                 )
             self.close()
             placed = None
-            gc.collect()  # its memory hangs in circles
+            gc.collect()  # reference cycles hold its memory
         if placed is None:
             placed = self.placed = self._plan(model, artifact)
         return placed
 
     def close(self) -> None:
-        """No step may be in flight."""
+        """Close the placed model, if there is one. No step may be in flight."""
         if self.placed is not None:
             self.placed.close()
             self.placed = None

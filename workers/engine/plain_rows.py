@@ -1,7 +1,7 @@
-"""Rows of a step that are attended to one at a time, so that no row depends on those beside it.
+"""Rows of a step that attend one at a time, so that no row depends on those beside it.
 
-They are those with selectors that ours is compared with, those whose request's own rows have left its window, and all
-whose context is gathered from a store.
+These are the rows of requests with selectors that csattn is compared with, of requests whose own rows have left the
+window without becoming segments, and of all requests whose context is gathered from a store.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from workers.engine.cpu_context import CpuRequest, LayerChoice, StepCount
 from workers.engine.row_plan import RowPlan
 from workers.model.cpu.cpu_model import CpuModel
 
-Chosen = Selection | slice  # chosen ones, or a range that is streamed
+Chosen = Selection | slice  # selected rows, or a range that is streamed
 Attended = tuple[Tensor, Tensor]  # out [num_q_heads, head_dim] and lse [num_q_heads], float32
 
 
@@ -37,10 +37,10 @@ class OwnRead:
 
 
 class PlainRows:
-    """Those rows of one step. What they change of requests is kept by `commit`: a step that fails can be run again."""
+    """Those rows of one step. A step that fails can be run again: requests change at `commit`, lists see `abandon`."""
 
     def __init__(self, model: CpuModel, plan: RowPlan, tail_lens: NDArray[np.int64], softmax_scale: float) -> None:
-        """tail_lens: [num_rows], what each row sees of its tail."""
+        """tail_lens: [num_rows], the rows of its tail that each row sees."""
         self._model, self._plan, self._scale = model, plan, softmax_scale
         of_rows = zip(plan.requests, tail_lens.tolist(), strict=True)
         self._rows = [(row, *of_row) for row, of_row in enumerate(of_rows) if plan.alone[row]]
@@ -48,38 +48,38 @@ class PlainRows:
         self._requests = {request.slot: request for _, request, _ in self._rows}
         self._choices = {request.slot: _choices(request) for _, request, _ in self._choosing}
         self._counts: defaultdict[int, StepCount] = defaultdict(StepCount)  # by slot
-        self._chosen: dict[int, Selection] = {}  # of the layer at hand, by row
+        self._chosen: dict[int, Selection] = {}  # of the current layer, by row
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def num_choosing(self) -> int:
-        """Rows whose selections nobody else makes."""
+        """Rows that choose alone, not in a search with others."""
         return len(self._choosing)
 
     def choose(self, layer_idx: int) -> None:
-        """Rows of one request in their order, for a selector may remember what it was asked."""
+        """Choose for all rows that choose alone, in order within a request: its selector may keep a state."""
         for row, request, tail_len in self._choosing:
             choice, count = self._choices[request.slot][layer_idx], self._counts[request.slot]
             tail, num_left = self._model.indexed_tails[layer_idx][request.slot], request.num_left(tail_len)
             _take_over(choice, tail, num_left)
             if (tail_len - 1) % request.view.config.search_period == 0:
-                ahead = request.looks_ahead and layer_idx > 0  # the token's own row may not be looked at
+                ahead = request.looks_ahead and layer_idx > 0  # then the token's own row must not be read
                 q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[row]
                 choice.last = choice.selector.select(q, tail[:, num_left : tail_len - ahead])
-                if request.selector not in SELECTOR_NAMES:  # one more row, or one twice, would be read all the same
+                if request.selector not in SELECTOR_NAMES:  # a user's: surplus or duplicate rows would go unnoticed
                     require_choice(request.selector, choice.last, request.view, len(tail), q.shape, num_left)
                 count.searches += 1
                 count.search_bytes += choice.selector.search_bytes + (request.predictor_bytes if ahead else 0)
-            elif choice.last is None:  # so far it was searched for together with others
+            elif choice.last is None:  # the request's last search was together with others
                 of_search = self._plan.selection(row, layer_idx)
                 assert of_search is not None
                 choice.last = Selection(of_search[0].copy(), of_search[1].copy())
             self._chosen[row] = choice.last
 
     def chosen(self, row: int, layer_idx: int) -> Chosen:
-        """What any row of the step attends to in the layer at hand, besides the resident rows."""
+        """Return what a row of the step, alone or not, attends to in the current layer besides the resident rows."""
         if row in self._chosen:
             return self._chosen[row]
         if (of_search := self._plan.selection(row, layer_idx)) is not None:
@@ -89,7 +89,7 @@ class PlainRows:
         return middle if request.selector == "full" else slice(middle.start, middle.start)
 
     def attend(self, layer_idx: int) -> None:
-        """Write what these rows attend to where the model reads it."""
+        """Compute these rows' attention, and write it where the model reads it."""
         streamed = self._attend_streams(layer_idx)
         for row, request, tail_len in self._rows:
             q = torch.from_numpy(self._model.q[row])
@@ -106,7 +106,7 @@ class PlainRows:
             count.near_rows += tail_len - request.num_left(tail_len) - (own.num_rows if own is not None else 0)
 
     def prefetch(self, layer_idx: int) -> None:
-        """Let stores read what the next layer will gather, as far as it is chosen already."""
+        """Let stores read ahead the rows that the next layer will gather, as far as they are chosen."""
         for row, request, tail_len in self._rows:
             if not request.chooses_alone(tail_len) and (chosen := self._plan.selection(row, layer_idx)) is not None:
                 request.context.store.prefetch(layer_idx, torch.from_numpy(chosen[0]))
@@ -118,7 +118,7 @@ class PlainRows:
             self._requests[slot].count.add(more)
 
     def abandon(self) -> None:
-        """Lists with rows of this step in them are made again, of the rows that were there before."""
+        """Remake lists that may hold rows of this failed step: they take over the earlier rows at the next step."""
         for slot in self._choices:
             request = self._requests[slot]
             if request.choices is not None and not request.has_selector:
@@ -126,7 +126,7 @@ class PlainRows:
                 request.choices = [LayerChoice(selector, last=choice.last) for selector, choice in pairs]
 
     def _attend_streams(self, layer_idx: int) -> dict[int, Attended]:
-        """Of the rows that read a range, by row. Rows of one context share what is streamed of it."""
+        """Return the attention of rows that read a range, by row. Rows of one context and range share its stream."""
         together: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         for row, request, _ in self._rows:
             if isinstance(rows := self.chosen(row, layer_idx), slice):
@@ -145,14 +145,14 @@ def attend_row(
     q: Tensor,  # [num_q_heads, head_dim] float32
     request: CpuRequest,
     layer_idx: int,
-    tail: Tensor,  # [num_kv_heads, tail_len, 2, head_dim]: what the row sees of it
+    tail: Tensor,  # [num_kv_heads, tail_len, 2, head_dim]: the rows of it that the row sees
     chosen: Chosen,  # of the context's rows, and of the tail's that have left its window
     softmax_scale: float,
-    far: Attended | None = None,  # to the chosen range; None: rows are gathered
-    own: OwnRead | None = None,  # of its own segments
-    sinks: Tensor | None = None,  # [num_q_heads] float32: logits beside those of rows
+    far: Attended | None = None,  # attention to the chosen range; None: rows are gathered
+    own: OwnRead | None = None,  # what the row reads of its own segments
+    sinks: Tensor | None = None,  # [num_q_heads] float32: sink logits
 ) -> Tensor:
-    """Attention to sinks, windows and selected rows, with their weights and the rest: [num_q_heads, head_dim]."""
+    """Attend from a row to sinks, windows, selected rows with their weights, and the rest: [num_q_heads, head_dim]."""
     store, (first, second), num_left = request.context.store, request.near, request.num_left(tail.shape[1])
     context, cap = (slice(0, first), slice(second, request.view.context_len)), request.view.logit_cap
     recent = num_left if own is None else own.sketch.context_len
@@ -186,7 +186,7 @@ def attend_pieces(
 ) -> list[Attended]:
     """Attention of each query [num_q_heads, head_dim] to all rows of disjoint pieces.
 
-    pieces: [num_kv_heads, num_rows, 2, head_dim] each, used before the next is asked for, and merged by their
+    pieces: [num_kv_heads, num_rows, 2, head_dim] each, used before the next is taken, and merged by their
     log-sum-exps in their order (the online softmax, arXiv:1805.02867): what is held does not grow with the number of
     pieces. Without any, zeros and -inf.
     """
@@ -200,12 +200,12 @@ def attend_pieces(
 
 
 def num_far(chosen: Chosen) -> float:
-    """Rows per head that are fetched."""
+    """Return how many rows per head are fetched."""
     return chosen.stop - chosen.start if isinstance(chosen, slice) else chosen.num_rows / len(chosen.valid_len)
 
 
 def _choices(request: CpuRequest) -> list[LayerChoice]:
-    """For one step, per layer."""
+    """Return the request's choices per layer, for one step that may change them."""
     if request.choices is None:
         return [LayerChoice(selector) for selector in request.make_selectors()]
     return [choice.snapshot() for choice in request.choices]
@@ -227,14 +227,14 @@ def _attend(
     log_weights: Tensor | None = None,
     cap: float | None = None,
 ) -> Attended:
-    """rows: [num_index_heads, num_rows, 2, head_dim] float32; mask and weights [num_index_heads, 1, num_rows]."""
+    """Attend. rows: [num_index_heads, num_rows, 2, head_dim] float32; mask, weights: [num_index_heads, 1, num_rows]."""
     grouped = q.view(1, rows.shape[0], -1, q.shape[1])
     out, lse = attend(grouped, rows[None, :, :, 0], rows[None, :, :, 1], softmax_scale, mask, log_weights, cap)
     return out.view(q.shape), lse.flatten()
 
 
 def _gather(request: CpuRequest, layer_idx: int, tail: Tensor, kv_indices: Tensor) -> Tensor:
-    """Rows of context and tail: [num_index_heads, top_k] -> [num_index_heads, top_k, 2, head_dim] float32."""
+    """Gather rows of context and tail: [num_index_heads, top_k] -> [num_index_heads, top_k, 2, head_dim] float32."""
     rows, context_len = request.context.store.gather(layer_idx, kv_indices).float(), request.view.context_len
     in_tail = kv_indices >= context_len
     if in_tail.any():
@@ -245,7 +245,7 @@ def _gather(request: CpuRequest, layer_idx: int, tail: Tensor, kv_indices: Tenso
 
 
 def _attend_own(q: Tensor, tail: Tensor, own: OwnRead, softmax_scale: float) -> Attended:
-    """Attention to its own segments: to the chosen rows, and to the others by their codes."""
+    """Attend to own segments: to their chosen rows exactly, and to the others by their codes."""
     kv_indices = torch.from_numpy(own.chosen.kv_indices)
     rows = tail.gather(1, kv_indices.clamp_min(0).long()[..., None, None].expand(-1, -1, *tail.shape[2:])).float()
     chosen = _attend(q, rows, softmax_scale, (kv_indices >= 0)[:, None])
@@ -257,13 +257,13 @@ def _attend_own(q: Tensor, tail: Tensor, own: OwnRead, softmax_scale: float) -> 
 def _attend_rest(
     q: Tensor, request: CpuRequest, layer_idx: int, num_left: int, chosen: Selection, softmax_scale: float
 ) -> Attended:
-    """Attention to the rows that could have been chosen and were not.
+    """Attend to the rows that could have been chosen and were not.
 
-    The tail's have no codes and are left out; to moments they are like the context's.
+    Rows of the tail have no codes and are left out; with moments, they count as if they were the context's.
     """
     (first, second), by_token = request.near, q[None].numpy()
     if request.sketches:
-        of_context = (chosen.kv_indices >= 0) & (chosen.kv_indices < request.view.context_len)  # those of the tail last
+        of_context = (chosen.kv_indices >= 0) & (chosen.kv_indices < request.view.context_len)  # the tail's come last
         num_chosen = of_context.sum(-1, dtype=np.int32)[None]
         sketch, kv_indices = request.sketches[layer_idx], chosen.kv_indices[None]
         out, lse = attend_rest(by_token, sketch, kv_indices, num_chosen, first, second, softmax_scale)

@@ -1,4 +1,4 @@
-"""The searches of one layer at a time, by threads of this process. What is chosen does not depend on who searches."""
+"""Searches of one layer at a time in threads of this process. They select what search workers would select."""
 
 import weakref
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ class RowSearch:
 
 
 class PoolSearcher:
-    """Owns the pool. What a RowSearch needs in each layer is made once, and kept as long as the RowSearch lives."""
+    """Owns the pool. The LayerSearch of each layer of a RowSearch is made once, and kept while the RowSearch lives."""
 
     def __init__(self, threads: int | Team) -> None:
         self._pool = SearchPool(threads)
         self._indexes: dict[int, list[LayerIndex | SketchIndex]] = {}
         self._kept: weakref.WeakKeyDictionary[RowSearch, dict[int, LayerSearch]] = weakref.WeakKeyDictionary()
-        self._waiting: list[LayerSearch] = []  # of the layer at hand; the pool runs one search at a time
+        self._waiting: list[LayerSearch] = []  # of the current layer, last first; the pool runs one at a time
 
     def __repr__(self) -> str:
         return f"<PoolSearcher {len(self._indexes)} contexts, {self._pool!r}>"
@@ -49,7 +49,7 @@ class PoolSearcher:
         self._kept.clear()
 
     def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
-        """Until `finish`, their arrays must be left alone."""
+        """Start searches of one layer. Their arrays must not be touched until `finish` has returned."""
         assert not self._waiting, "searches are under way; finish them first"
         waiting = [self._search(layer_idx, search) for search in reversed(searches)]
         if waiting:
@@ -57,7 +57,7 @@ class PoolSearcher:
         self._waiting = waiting
 
     def finish(self) -> None:
-        """Return when every `out` is filled."""
+        """Wait until every `out` is filled."""
         waiting, self._waiting = self._waiting, []
         while waiting:
             self._pool.finish()

@@ -1,4 +1,4 @@
-"""What requests of one kind need of a whole context besides its artifact: made once, kept as long as the context."""
+"""What requests of one kind need computed from a whole context: made once, and kept as long as the context."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,25 +27,25 @@ from workers.engine.own_segments import OwnSegments
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Requests of one kind over one context: with what they begin, once it is made."""
+    """What requests of one kind over one context need, and how they begin once it is made."""
 
     context_id: int
     context: CpuContext
     view: ContextView
-    selector: SelectorName  # full where everything is kept anyway
+    selector: SelectorName  # full if all rows are kept anyway
     rest: RestKind  # how rows that are not chosen are attended to
-    of_own: SketchConfig | None  # how requests' own rows are coded; None: they are not
+    of_own: SketchConfig | None  # how requests' own rows are coded; None: not at all
 
     @property
     def is_made(self) -> bool:
-        """Asked without a lock, while another thread makes it."""
+        """Whether nothing is left to make. May be read without a lock while another thread makes it."""
         has_selector = not self._has_selector or self.selector in self.context.prepared
         return has_selector and (self.rest != "moments" or self._rows in self.context.moments)
 
     def make(self, loaded: LoadedModel) -> None:
-        """May take as long as a prefill. On one thread at a time: the model may run, hooked.
+        """Make what is missing; it may take as long as a prefill. One thread at a time: the model may run, with hooks.
 
-        Raises MemoryPlanError where there is no memory for it.
+        Raises MemoryPlanError if it does not fit into memory.
         """
         if self._has_selector and self.selector not in self.context.prepared:
             self.context.prepared[self.selector] = self._prepare_layers(loaded)
@@ -55,7 +55,7 @@ class Preparation:
     def begin(
         self, slot: int, num_q_heads: int, pool: Callable[[], SearchPool], own: Callable[[SketchConfig], OwnSegments]
     ) -> CpuRequest:
-        """A new request. pool: of those that search lists with their own rows in them; own: makes its segments."""
+        """Return a new request. pool: of searches in lists that hold own rows; own: makes the request's segments."""
         context, indexes = self.context, self.context.indexes
         sketches: list[SketchIndex] = context.sketches if self.rest == "sketch" else []
         moments: list[Moments] = context.moments[self._rows] if self.rest == "moments" else []
@@ -72,7 +72,7 @@ class Preparation:
         predictors = [predictor_bytes(index) for index in indexes] if looks_ahead else []
         indexed = [index_bytes(index) for index in searched] + [layer.index_bytes for layer in prepared]
         rest_bytes = sum(layer.num_bytes for layer in sketches) + sum(layer.num_bytes for layer in moments)
-        shares_sketch = self.selector == "csattn" and self.rest == "sketch"  # chooses by what tells of the rest
+        shares_sketch = self.selector == "csattn" and self.rest == "sketch"  # then it counts as the index
         return CpuRequest(
             slot,
             self.context_id,
@@ -90,7 +90,7 @@ class Preparation:
         )
 
     def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:
-        """What the first layer takes, the others will."""
+        """Prepare all layers. Checks memory after the first one, assuming that the others take as much each."""
         assert self.context.artifact is not None, "without a context nothing is chosen"
         first, *others = context_layers(loaded, self.context.artifact)
         prepared = prepare(self.selector, first)
@@ -105,6 +105,6 @@ class Preparation:
 
     @property
     def _rows(self) -> tuple[int, int]:
-        """That may be chosen."""
+        """The range of rows that may be chosen."""
         middle = self.view.middle
         return middle.start, middle.stop

@@ -1,4 +1,4 @@
-"""In what order a step's rows are worked on, and which of them are searched for together."""
+"""The order in which a step's rows are computed, and which of them are searched together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,62 +18,62 @@ from workers.engine.pool_searcher import RowSearch
 from workers.model.cpu.cpu_model import CpuModel
 
 KEPT = -1
-MAX_PLANS = 32  # of steps with other numbers of a question's rows, or whose requests search at different ones
+MAX_PLANS = 32  # kept: steps differ in how many rows of a question they have, and in which of their tokens search
 
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """What a plan heeds of a row besides its slot."""
+    """What a plan depends on in a row besides its slot."""
 
-    token: int  # of its request's, counted by its search period
+    token: int  # number of the token in its request, modulo the search period
     chooses_alone: bool
     attends_alone: bool
     own_segments: int  # that it reads
 
     @classmethod
     def of(cls, request: CpuRequest, tail_len: int) -> "RowKind":
-        """tail_len: what the row sees of its tail, its own token included."""
+        """tail_len: rows of its tail that the row sees, its own included."""
         token = (tail_len - 1) % request.search_period
         alone = request.chooses_alone(tail_len), request.attends_alone(tail_len)
         return cls(token, *alone, request.own_segments(tail_len))
 
     @property
     def is_searched(self) -> bool:
-        """Together with others, if csattn chooses for it at all."""
+        """Whether it is searched together with others, if csattn chooses for it at all."""
         return self.token == 0 and not self.chooses_alone
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring rows that are searched for together. Of two selections one is read while the other is made."""
+    """Adjacent rows that are searched together. Double buffering: one selection is read while the other is made."""
 
     rows: slice
     requests: list[CpuRequest]  # of the rows
     selections: tuple[TokenSelections, TokenSelections]
     late: tuple[RowSearch, RowSearch]  # with the layer's own queries
-    early: tuple[RowSearch, RowSearch] | None  # with predicted ones; None: they wait
+    early: tuple[RowSearch, RowSearch] | None  # with predicted queries; None: without lookahead
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """What does not change from step to step while the same slots are in it."""
+    """What stays the same in all steps whose rows have the same slots and kinds. Rows are numbered as in `order`."""
 
-    order: NDArray[np.int64]  # [num_rows]: the step's row that is worked on as the i-th
-    requests: list[CpuRequest]  # of the rows as they are worked on
-    # whose choice each of them reads: a row's, its own where it is searched for; KEPT: the request's
+    order: NDArray[np.int64]  # [num_rows]: the step's row that is computed as the i-th
+    requests: list[CpuRequest]  # of the rows
+    # the row whose choice each row reads, itself if it is searched; KEPT: the choice that its request keeps
     sources: list[int]
-    last_searches: list[int]  # the last row that is searched for, of each request that keeps its choice
-    alone: list[bool]  # which of them `PlainRows` attends to
+    last_searches: list[int]  # of each request that keeps its choice, the last row that is searched
+    alone: list[bool]  # whether `PlainRows` attends for the row
     groups: list[Group]
-    owns: list[OwnSearch | None]  # of the rows: who searches the own segments that they read
-    ahead: bool
+    owns: list[OwnSearch | None]  # the search of the own segments that the row reads
+    ahead: bool  # whether any row needs predicted queries
 
     def reuses(self, row: int) -> bool:
-        """Whether it attends to what was chosen by another token's query."""
+        """Whether the row attends to what another token's query has chosen."""
         return self.sources[row] != row
 
     def selection(self, row: int, layer_idx: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-        """kv_indices [num_index_heads, top_k] and valid_len that the row reads; None where nothing is searched for."""
+        """Return kv_indices [num_index_heads, top_k] and valid_len that the row reads; None without a search."""
         source, kept = self.sources[row], self.requests[row].kept
         if source == KEPT:
             assert kept is not None
@@ -85,17 +85,17 @@ class RowPlan:
         return None
 
     def own_searches(self, layer_idx: int) -> list[LayerSearch]:
-        """Of that layer, once its queries are there."""
+        """Return that layer's searches in own segments, to be run once the layer's queries are computed."""
         unique = {id(own): own for own in self.owns if own is not None}
         return [own.search(layer_idx) for own in unique.values()]
 
     def own_selection(self, row: int) -> Selection | None:
-        """What the row has chosen of its own segments, in the layer at hand."""
+        """Return what the row has chosen of its own segments in the current layer."""
         own = self.owns[row]
         return None if own is None else own.selection(row)
 
     def count(self, tail_lens: NDArray[np.int64], num_layers: int) -> None:
-        """Add to the requests' counts what is not counted where rows are attended to alone."""
+        """Add the step to the requests' counts, except what `PlainRows` counts."""
         for row, (request, tail_len) in enumerate(zip(self.requests, tail_lens.tolist(), strict=True)):
             more, (first, second) = StepCount(rest_bytes=request.rest_bytes), request.near
             own = self.owns[row]
@@ -112,21 +112,21 @@ class RowPlan:
             request.count.add(more)
 
     def keep(self, layer_idx: int) -> None:
-        """Keep what tokens of the next steps will read of that layer, when `commit` says so."""
+        """Store what tokens of later steps will read in that layer; it takes effect with `commit`."""
         for row in self.last_searches:
             kept, chosen = self.requests[row].kept, self.selection(row, layer_idx)
             assert kept is not None and chosen is not None
             kept.find(layer_idx, *chosen)
 
     def commit(self) -> None:
-        """The step has succeeded."""
+        """Put the stored choices to use, once the step has succeeded."""
         for row in self.last_searches:
             kept = self.requests[row].kept
             assert kept is not None
             kept.commit()
 
     def early(self, layer_idx: int) -> list[RowSearch]:
-        """The searches that may start before the layer's own queries are there."""
+        """Return the searches with predicted queries, which may start before the layer's own queries are computed."""
         if layer_idx == 0:
             return []
         return [group.early[layer_idx % 2] for group in self.groups if group.early is not None]
@@ -137,14 +137,14 @@ class RowPlan:
 
 
 class RowPlans:
-    """Plans of steps, which come again as long as the same requests are open."""
+    """Plans of steps, for reuse: the same ones recur while the same requests are open."""
 
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:
         self._model, self._scale = model, softmax_scale
         self._plans: dict[tuple[tuple[int, RowKind], ...], RowPlan] = {}  # by slot and kind of their rows
 
     def plan(self, requests: Sequence[CpuRequest], lens: NDArray[np.int64]) -> RowPlan:
-        """requests: of the step's rows; lens: rows of its tail that each row sees, its own included."""
+        """Return a step's plan. requests: of its rows; lens: rows of its tail that each row sees, its own included."""
         rows = [RowKind.of(request, n) for request, n in zip(requests, lens.tolist(), strict=True)]
         key = tuple((request.slot, row) for request, row in zip(requests, rows, strict=True))
         if (plan := self._plans.get(key)) is None:
@@ -158,7 +158,7 @@ class RowPlans:
         self._plans.clear()
 
     def _forget_shorter(self, key: tuple[tuple[int, RowKind], ...]) -> None:
-        """Plans of fewer own segments do not come again, and hold on to their sketches."""
+        """Drop plans with fewer own segments: they do not recur, and keep old sketches in memory."""
         fewest: dict[int, int] = {}
         for slot, row in key:
             fewest[slot] = min(row.own_segments, fewest.get(slot, row.own_segments))
@@ -172,7 +172,7 @@ class RowPlans:
 def plan_rows(
     model: CpuModel, requests: Sequence[CpuRequest], rows: Sequence[RowKind], softmax_scale: float
 ) -> RowPlan:
-    """requests: of the step's rows."""
+    """Make the plan of a step. requests, rows: of the step's rows."""
 
     def key(row: int) -> tuple[object, ...]:
         return *map(str, requests[row].together), not rows[row].is_searched, requests[row].slot
@@ -180,7 +180,7 @@ def plan_rows(
     def of_own(row: int) -> tuple[int, int]:
         return requests[row].slot, rows[row].own_segments
 
-    order = sorted(range(len(requests)), key=key)  # which keeps the order of a request's rows that are alike
+    order = sorted(range(len(requests)), key=key)  # a stable sort: a request's rows of one kind stay in order
     ordered = [requests[row] for row in order]
     groups, first = [], 0
     for (*_, reuses, _), together in groupby(order, key=lambda row: (*key(row)[:-1], 0)):
@@ -204,8 +204,8 @@ def plan_rows(
 
 
 def _sources(requests: Sequence[CpuRequest], rows: Sequence[RowKind], order: Sequence[int]) -> list[int]:
-    """Of the rows in their order: a token that is not searched for reads what the last one before it has chosen."""
-    last: dict[int, int] = {}  # by slot, the step's row that was searched for last
+    """Return `RowPlan.sources`: a token that is not searched reads what the last searched one before it has chosen."""
+    last: dict[int, int] = {}  # by slot: the last of the step's rows that is searched
     source = []
     for row, request in enumerate(requests):
         if rows[row].token == 0:

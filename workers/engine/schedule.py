@@ -1,4 +1,4 @@
-"""Which rows of a step on a GPU are searched for, and what the others read: `search_period`."""
+"""`search_period` on a GPU: which rows of a step are searched, and whose choice the others read."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ from workers.engine.shape import EngineShape
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What a step of one batch size does, at addresses that a captured graph reads. All of [batch_size]."""
+    """The schedule of a step of one batch size, at addresses that a captured graph reads. All are [batch_size]."""
 
-    search_ids: Tensor  # int32: the rows' contexts; -1: nothing is searched for
-    sources: Tensor  # int64: the row whose choice each reads
-    from_kept: Tensor  # bool: or its request's last one
-    keep_at: Tensor  # int64: the tail whose next tokens read this row's choice; num_tails: nobody's
+    search_ids: Tensor  # int32: the rows' contexts; -1: the row is not searched
+    sources: Tensor  # int64: the row whose choice each row reads
+    from_kept: Tensor  # bool: instead, the row reads the choice that its request keeps
+    keep_at: Tensor  # int64: the tail whose next tokens read this row's choice; num_tails: none
 
 
 class Schedule:
-    """Token t of a request is searched for where t is a multiple of the period; else it reads the last one's choice.
+    """Token t of a request is searched if t is a multiple of the period; others read the last searched token's choice.
 
-    With a period of 1 nothing is kept, and nothing is done.
+    With a period of 1, every row is searched, and this does nothing.
     """
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
@@ -43,17 +43,17 @@ class Schedule:
 
     @property
     def reuses(self) -> bool:
-        """Whether some rows read what others' queries have chosen."""
+        """Whether some rows read what other rows' queries have chosen."""
         return self._period > 1
 
     def begin_step(self, rows: StepRows) -> None:
-        """Look at the rows: outside of the graph, at every step."""
+        """Compute the schedule of the step's rows: outside of the graph, at every step."""
         if not self.reuses:
             return
         turn, size = self._turns[rows.batch_size], rows.batch_size
         in_use, tokens, tails = rows.context_ids >= 0, rows.tail_lens - 1, rows.tail_ids.long()
         searched = in_use & (tokens % self._period == 0)
-        # row b reads row j's choice if that is searched for, of the same request and not later than b: the latest such
+        # row b reads the choice of the latest row that is searched, of the same request and not later than b
         alike = (tails[:, None] == tails) & in_use[:, None] & searched
         latest = torch.where(alike & (tokens <= tokens[:, None]), tokens, -1).max(dim=1)
         is_last = searched & (torch.where(alike, tokens, -1).max(dim=1).values == tokens)
@@ -64,11 +64,11 @@ class Schedule:
         turn.keep_at.copy_(torch.where(is_last, tails, self._num_tails))
 
     def search_ids(self, rows: StepRows) -> Tensor:
-        """[batch_size] int32: the contexts to search, -1 where a row is not searched for."""
+        """Return the contexts to search: [batch_size] int32, -1 for rows that are not searched."""
         return self._turns[rows.batch_size].search_ids if self.reuses else rows.context_ids
 
     def share_out(self, layer_idx: int, selection: DeviceSelection, rows: StepRows) -> None:
-        """Enqueue what gives every row the choice that it reads. selection: of the rows that were searched for."""
+        """Enqueue the copies that give every row the choice that it reads. selection: of the searched rows, changed."""
         if not self.reuses:
             return
         turn, tails = self._turns[rows.batch_size], rows.tail_ids.long()

@@ -1,4 +1,4 @@
-"""What an engine is planned for: sizes that hold from its first step to its last."""
+"""The sizes that an engine on a GPU is planned for, fixed from its first step to its last."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from csattn.search.device import RowsShape
 from csattn.sketch.own import Growth
 from offload.codecs.formats import KvFormat
 
-_CODED_ROW_UNIT = 16  # bytes that a device loads at once: coded rows are filled up to a multiple
+_CODED_ROW_UNIT = 16  # bytes that a device loads at once: coded rows are padded to a multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """What a placement is planned for: nothing that grows beyond it is ever allocated.
+    """All sizes of an engine: nothing is ever allocated beyond them.
 
-    Layers: those with an index, or of latents.
+    Layers are those with an index, or all layers of models of latents or compressed rows.
     """
 
     num_layers: int
@@ -39,46 +39,46 @@ class EngineShape:
     batch_sizes: tuple[int, ...]
     num_contexts: int = 1  # loaded at the same time
     num_tails: int = 1  # requests at the same time
-    tail_capacity: int = 4096  # rows of a request's own that are in its tail, which is on the device
-    own_capacity: int | None = None  # rows of a request's own: the first of them move to the host; None: none does
-    own_slots: int = 0  # of these, rows kept on the device, per layer, request and KV head
+    tail_capacity: int = 4096  # own rows of a request in its tail, which is on the device
+    own_capacity: int | None = None  # own rows of a request, if the first of them move to the host; None: all stay
+    own_slots: int = 0  # cache slots for these on the device, per layer, request and KV head
     rest: RestKind = "none"  # how rows that are neither resident nor selected are attended to
     max_segments: int = 0  # of a context's sketch
-    attends_all: bool = False  # to every row of a context: nothing is selected, nothing estimated
+    attends_all: bool = False  # every row of a context is attended to: nothing is selected or estimated
     reads_keys: bool = False  # rows are chosen by all keys, not by an index
-    some_or_all: bool = False  # steps are of both kinds: rows are chosen, or all are attended to
+    some_or_all: bool = False  # steps of both kinds are captured: rows are chosen, or all are attended to
     kv_format: KvFormat | None = None  # of contexts' rows; None: plain ones. Tails are always plain
-    growth: Growth | None = None  # of requests' own rows into segments; None: all of a tail is attended to
+    growth: Growth | None = None  # when own rows become segments; None: all of a tail is attended to
     logit_cap: float | None = None
-    has_sinks: bool = False  # heads have logits beside those of rows
-    local: tuple[Reach, ...] = ()  # of the layers without an index, which all of the above leaves out
-    local_heads: tuple[int, int] | None = None  # their KV heads, and how wide; None: as those above
-    latents: LatentSpec | None = None  # all layers keep them: of a model that chooses from them itself
-    compressed: tuple[CompressedSpec, ...] = ()  # of each layer, likewise
-    # of each layer, the number of that whose rows of a context it attends to; empty: all have their own
+    has_sinks: bool = False  # heads have sink logits
+    local: tuple[Reach, ...] = ()  # of the layers that keep rows without an index, which are not counted above
+    local_heads: tuple[int, int] | None = None  # their number of KV heads, and head_dim; None: as above
+    latents: LatentSpec | None = None  # if all layers keep latents: the model itself chooses among them
+    compressed: tuple[CompressedSpec, ...] = ()  # of each layer, if all layers are of compressed attention
+    # for each layer, the number of the layer whose rows of a context it attends to; empty: each has its own
     lenders: tuple[int, ...] = ()
     state_bytes: int = 0  # of a request or a context, in layers that keep a state instead of rows
 
     @property
     def max_own_rows(self) -> int:
-        """Of one request."""
+        """Own rows of one request, in its tail and on the host."""
         return self.own_capacity or self.tail_capacity
 
     @property
     def max_own_segments(self) -> int:
-        """Of one request, in use."""
+        """Own segments of one request that can be in use."""
         growth = self.growth if self.rest == "sketch" and not self.attends_all else None
         return growth.num_segments(self.max_own_rows, self.search.window_len) if growth is not None else 0
 
     @property
     def max_own_len(self) -> int:
-        """Rows in them."""
+        """Rows in `max_own_segments` segments."""
         return self.max_own_segments * self.growth.segment_len if self.growth is not None else 0
 
     @property
     def sums_rest_apart(self) -> bool:
-        """Whether the rest takes a pass over the codes of its own: rows are chosen by other queries than attend, or
-        not by codes."""
+        """Whether attention to the rest takes a pass over the codes of its own: because rows are chosen by other
+        queries than the layer's own, or not by codes."""
         by_others = bool(self.search.lookahead) or self.search.search_period > 1
         return self.rest == "sketch" and (by_others or self.reads_keys)
 
@@ -90,23 +90,23 @@ class EngineShape:
 
     @property
     def max_resident_len(self) -> int:
-        """Sinks and window of a context; requests' own rows are resident besides."""
+        """Sinks and window of a context. Requests' own rows, which are resident too, do not count."""
         return 0 if self.attends_all else self.search.sink_len + self.search.window_len
 
     @property
     def rows(self) -> RowsShape:
-        """Of a context's rows, where they are searched."""
+        """The shape of a context's rows in a search of all keys."""
         group_size = self.num_q_heads // self.num_kv_heads
         return RowsShape(num_index_heads=self.num_kv_heads, group_size=group_size, head_dim=self.head_dim)
 
     @property
     def row_bytes(self) -> int:
-        """K and V of one key and KV head, plain."""
+        """Bytes of K and V of one token in one KV head, not coded."""
         return 2 * self.head_dim * self.dtype.itemsize
 
     @property
     def coding(self) -> RowCoding | None:
-        """How contexts' rows are kept. Raises CodecError where the format has no place for the head_dim."""
+        """How contexts' rows are coded; None: not at all. Raises CodecError if the head_dim does not fit the format."""
         if self.kv_format is None:
             return None
         return RowCoding(
@@ -118,7 +118,7 @@ class EngineShape:
 
     @property
     def context_row(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Sizes and dtype of a context's row: one key and KV head."""
+        """Sizes and dtype of a context's row: K and V of one token in one KV head."""
         coding = self.coding
         return ((2, self.head_dim), self.dtype) if coding is None else ((coding.row_bytes,), torch.uint8)
 
@@ -128,25 +128,25 @@ class EngineShape:
         return prod(sizes) * dtype.itemsize
 
     def kv_bytes(self, context_len: int) -> int:
-        """KV of a context, all layers."""
+        """Return the bytes of a context's KV in all layers."""
         if self.compressed:
             return sum(of.context_numbers(context_len) for of in self.compressed) * self.dtype.itemsize
         return (len(set(self.lenders)) or self.num_layers) * self.num_kv_heads * context_len * self.context_row_bytes
 
     @property
     def of_local(self) -> tuple[int, int]:
-        """KV heads of the layers without an index, and how wide they are."""
+        """Number of KV heads, and head_dim, of the layers without an index."""
         return self.local_heads or (self.num_kv_heads, self.head_dim)
 
     @property
     def near_len(self) -> int:
-        """The last rows of a request's own which steps read in its tail: so many at least stay there."""
+        """How many of a request's last own rows steps read in its tail: these must stay there."""
         least = self.growth.least_near if self.growth is not None else 0
         return max(least, self.search.window_len, *(reach.num_rows for reach in self.local), 0)
 
     @property
     def moved_bytes(self) -> int:
-        """Of requests' own rows in host memory."""
+        """Bytes of requests' own rows in host memory."""
         if self.own_capacity is None:
             return 0
         return self.num_layers * self.num_tails * self.num_kv_heads * self.own_capacity * self.row_bytes
@@ -157,7 +157,7 @@ class EngineShape:
 
     @property
     def local_bytes(self) -> int:
-        """Contexts' last rows, and requests' own, in the layers without an index; or both's states."""
+        """Bytes of the layers without an index: contexts' last rows and requests' own, and the states of both."""
         kept = sum(min(reach.num_rows, self.max_context_len) for reach in self.local)
         rows = self.num_contexts * kept + len(self.local) * self.num_tails * self.tail_capacity
         row_bytes = 2 * prod(self.of_local) * self.dtype.itemsize  # of all heads
@@ -165,12 +165,13 @@ class EngineShape:
 
     @property
     def next_query_sizes(self) -> tuple[int, ...]:
-        """[num_contexts, num_layers, num_q_heads, head_dim + 1, head_dim]; of the last layer nothing is read."""
+        """Sizes of the query predictors: [num_contexts, num_layers, num_q_heads, head_dim + 1, head_dim]. The last
+        layer's are never read."""
         return self.num_contexts, self.num_layers, self.num_q_heads, self.head_dim + 1, self.head_dim
 
     @property
     def next_query_bytes(self) -> int:
-        """Of what tells a layer's queries ahead."""
+        """Bytes of the query predictors; 0 without lookahead."""
         looks_ahead = self.search.lookahead > 0 and not self.attends_all
         return prod(self.next_query_sizes) * self.dtype.itemsize if looks_ahead else 0
 
@@ -180,19 +181,20 @@ class EngineShape:
 
     @property
     def moments_bytes(self) -> int:
-        """What estimates of the rows that are not selected read, of all layers and contexts."""
+        """Bytes of the moments of all layers and contexts; 0 unless `rest` is moments."""
         if self.rest != "moments":
             return 0
         of_layer = prod(moments_shape(self.num_kv_heads, self.head_dim)) * self.dtype.itemsize
         return self.num_layers * self.num_contexts * of_layer
 
     def make_tails(self, device: torch.device) -> Tensor:
-        """[num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]."""
+        """Allocate the tails: [num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]."""
         size = self.num_layers, self.num_tails, self.num_kv_heads, self.tail_capacity, 2, self.head_dim
         return torch.zeros(size, dtype=self.dtype, device=device)
 
     def require_context(self, layers: Sequence[Tensor]) -> int:
-        """The length of a context that fits; asserts that its layers are of this shape."""
+        """Return the length of a context. Asserts that its layers have this shape; raises ConfigError if it is too
+        long."""
         assert len(layers) == self.num_layers, f"got {len(layers)} layers, wanted {self.num_layers}"
         num_kv_heads, context_len, *row = layers[0].shape
         sizes, dtype = self.context_row

@@ -1,4 +1,4 @@
-"""From what an engine on a GPU is set to, to the sizes that its memory is planned for."""
+"""From the settings of an engine on a GPU to the sizes that its memory is planned for."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,12 +19,12 @@ from workers.engine.step_model import StepModel
 from workers.serving.messages import Selector
 
 LEAST_OWN_ROWS = 2048
-OWN_PART_OF_DEVICE, OWN_PART_OF_HOST = 8, 4  # one of so many parts of the memory
+OWN_PART_OF_DEVICE, OWN_PART_OF_HOST = 8, 4  # own rows take at most 1/8 and 1/4 of the free memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """Settings, named as `GpuEngine` takes them. Contexts tell the rest: their index, and how long they are."""
+    """Settings, named as `GpuEngine` takes them. The sizes also depend on contexts: on their index and length."""
 
     model: StepModel
     placement: Placement
@@ -34,8 +34,8 @@ class Sizing:
     num_contexts: int
     max_context_len: int | None
     num_tails: int
-    tail_capacity: int | None  # rows of a request's own; None: see `settle`, of the next, too
-    own_on_host: bool | None  # whether the first of them are, if steps can do so and placement is not device
+    tail_capacity: int | None  # own rows of a request; None, here and below: `settle` decides
+    own_on_host: bool | None  # whether the first own rows move, if steps support it and placement is not device
     growth: Growth
     slot_share: float
     kv_format: KvFormat | None
@@ -45,7 +45,7 @@ class Sizing:
         if not 0 < self.slot_share <= 1:
             raise ConfigError(f"slot_share must lie in (0, 1], got {self.slot_share}")
         if self.kv_format is not None:
-            self.kv_format.row_bytes(self.model.spec.head_dim)  # which it may not fit
+            self.kv_format.row_bytes(self.model.spec.head_dim)  # raises if it does not fit
         if self.all_where_faster:
             require_both(self.placement, self.selector, self.search, self.kv_format)
             require_model(self.model.spec, self.model.dtype)
@@ -57,16 +57,16 @@ class Sizing:
             )
 
     def num_cached(self, longest: int) -> int:
-        """Rows of a context, per layer and KV head, that are kept on the device where its KV is on the host."""
+        """Return how many cache slots a context has on the device, per layer and KV head, if its KV is on the host."""
         latent = latents_of(self.model.spec)
         least = 1 if latent is None else least_slots(latent, longest, self.batch_sizes[-1])
         return max(least, min(max_slots(), int(self.slot_share * longest)))
 
     def settle(self, index_config: IndexConfig, available: AvailableMemory) -> "Sizing":
-        """With what was left to the memory: where requests' own rows are, and how many.
+        """Return these settings with tail_capacity and own_on_host decided by the available memory.
 
-        They stay on the device where they are as many there. As many: as were said, or as the model has positions,
-        halved until those of all requests take a part of the memory, but `LEAST_OWN_ROWS`.
+        Own rows stay on the device if as many of them fit there. tail_capacity is as given, or the number of the
+        model's positions, halved until the own rows of all requests fit (see `fits`), but at least `LEAST_OWN_ROWS`.
         """
         most = self.model.spec.max_positions
         stay, move = replace(self, own_on_host=False), replace(self, own_on_host=True)
@@ -85,7 +85,7 @@ class Sizing:
                     break
                 num_rows = max(LEAST_OWN_ROWS, num_rows // 2)
             sized.append(replace(place, tail_capacity=num_rows))
-        return max(sized, key=lambda each: each.tail_capacity or 0)  # of as many the first
+        return max(sized, key=lambda each: each.tail_capacity or 0)  # of equals the first: own rows stay
 
     def fits(self, index_config: IndexConfig, available: AvailableMemory) -> bool:
         """Whether requests' own rows take no more than their part of the memory."""
@@ -96,14 +96,15 @@ class Sizing:
         return planned.device_bytes - without.device_bytes <= on_device and more_on_host <= on_host
 
     def _planned(self, index_config: IndexConfig) -> MemoryPlan:
-        """Of what contexts do not change."""
+        """Plan the memory for contexts of one row, to compare settings that do not depend on contexts."""
         shape, num_slots = self.shape(index_config, 1), self.num_cached(1)
         return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_slots)
 
     def longest(self, index_config: IndexConfig, needed: int, available_bytes: int) -> int:
-        """As many rows as the model has positions, halved until what grows with them takes half of what is left.
+        """Return the length of the longest context to plan for, at least `needed`.
 
-        available_bytes: on the device, now.
+        It is the number of the model's positions, halved until what grows with it takes at most half of the free
+        memory. available_bytes: free on the device.
         """
 
         def planned_bytes(longest: int) -> int:
@@ -112,7 +113,7 @@ class Sizing:
 
         longest, least = self.model.spec.max_positions, planned_bytes(1)
         room = (available_bytes - least) // 2
-        if self.placement != "device":  # a cache has room for so many, whatever memory there is
+        if self.placement != "device":  # a slot cache has at most max_slots(), whatever the memory
             while longest > max(needed, 1) and self.slot_share * longest > max_slots():
                 longest //= 2
         while longest > max(needed, 1) and planned_bytes(longest) > least + room:
@@ -120,10 +121,10 @@ class Sizing:
         return max(longest, needed)
 
     def shape(self, index_config: IndexConfig, longest: int) -> EngineShape:
-        """longest: rows of a context, at most."""
+        """Return the sizes of an engine. longest: the most rows that a context may have."""
         spec = self.model.spec
         assert self.tail_capacity is not None, "see `settle`"
-        all_rows = EngineShape(  # attended to in all layers
+        all_rows = EngineShape(  # all rows are attended to in all layers
             num_layers=spec.num_layers,
             num_q_heads=spec.num_q_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -139,13 +140,13 @@ class Sizing:
             tail_capacity=self.tail_capacity,
             attends_all=True,
         )
-        if (latent := latents_of(spec)) is not None:  # a row is one KV head's; what is chosen is the model's affair
+        if (latent := latents_of(spec)) is not None:  # rows have one KV head, and the model itself chooses
             return replace(all_rows, latents=latent)
         if spec.compressed:
             return replace(all_rows, compressed=spec.compressed)
         attention = spec.layers[spec.indexed_layers[0]].attention
         selector = self.selector
-        if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
+        if isinstance(index_config, ListConfig):  # lists do not name all keys, so keep = 1 is full attention over them
             selector = selector_for(selector, ContextView(longest, spec.softmax_scale, self.search))
         heads = num_index_heads(index_config, spec.num_q_heads, spec.num_kv_heads)
         shape = replace(
@@ -154,7 +155,7 @@ class Sizing:
             num_index_heads=heads if selector == "csattn" else spec.num_kv_heads,
             rest=resolve_rest(self.search, selector, index_config.layout, attention.logit_cap is not None),
             attends_all=selector == "full",
-            some_or_all=self.all_where_faster and selector != "full",  # which lists may come down to
+            some_or_all=self.all_where_faster and selector != "full",  # as it may be over lists
             reads_keys=selector == "exact",
             kv_format=self.kv_format,
             growth=self.growth,
@@ -167,7 +168,7 @@ class Sizing:
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
         kept = self.growth.segment_len + shape.near_len + self.batch_sizes[-1]
-        grow_all = shape.max_own_segments and not self.search.lookahead  # without a context, too
+        grow_all = shape.max_own_segments and not self.search.lookahead  # also requests without a context
         if self.placement == "device" or not self.own_on_host or not grow_all or kept >= self.tail_capacity:
             return shape
         chosen = own_top_k(self.search, self.tail_capacity)
@@ -176,7 +177,7 @@ class Sizing:
 
 
 def _lenders(spec: ModelSpec) -> tuple[int, ...]:
-    """By numbers of indexed layers: those whose rows each of them attends to."""
+    """Return `EngineShape.lenders`: for each indexed layer, the number of the one whose rows it attends to."""
     indexed = spec.indexed_layers
     rows_of = {i: spec.layers[i].attention.rows_of for i in indexed}
     return tuple(indexed.index(i if at is None else at) for i, at in rows_of.items()) if spec.lenders else ()

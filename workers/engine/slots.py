@@ -1,4 +1,4 @@
-"""What every engine asks of contexts, slots and rows before it takes them; each refusal is a sentence."""
+"""Checks of contexts, slots and rows that all engines make before they accept them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
@@ -10,7 +10,7 @@ Found = TypeVar("Found")
 
 
 def require_new_context(context_id: int, loaded: Collection[int], artifact: Artifact, max_positions: int) -> None:
-    """The number is not taken, and something can follow the context."""
+    """Raise if the number is taken, or if the model has no positions left after the context."""
     if context_id in loaded:
         raise ConfigError(f"context {context_id} is loaded already; remove it first, or take another number")
     if artifact.spec.context_len >= max_positions:
@@ -21,21 +21,21 @@ def require_new_context(context_id: int, loaded: Collection[int], artifact: Arti
 
 
 def loaded_context(context_id: int, contexts: Mapping[int, Found]) -> Found:
-    """What is kept of the context."""
+    """Return what is kept of a context. Raises ConfigError if it is not loaded."""
     if context_id not in contexts:
         raise ConfigError(f"there is no context {context_id}; load it first")
     return contexts[context_id]
 
 
 def open_request(slot: int, requests: Mapping[int, Found]) -> Found:
-    """What is kept of the request."""
+    """Return what is kept of a request. Raises ConfigError if the slot is not open."""
     if slot not in requests:
         raise ConfigError(f"slot {slot} is not open; open it first")
     return requests[slot]
 
 
 def require_unused(context_id: int, contexts: Mapping[int, int]) -> None:
-    """contexts: of each open slot."""
+    """Raise ConfigError if the context is in use. contexts: the context of each open slot."""
     users = [slot for slot, used in contexts.items() if used == context_id]
     if users:
         raise ConfigError(f"context {context_id} is in use in slots {users}; close them first")
@@ -49,13 +49,13 @@ def require_free_slot(slot: int, num_slots: int, taken: Collection[int]) -> None
 
 
 def require_num_rows(num_rows: int, max_rows: int) -> None:
-    """Of a step."""
+    """Raise ConfigError for a number of rows that a step cannot have."""
     if not 1 <= num_rows <= max_rows:
         raise ConfigError(f"a step has 1 to {max_rows} rows, got {num_rows}")
 
 
 def require_watch(watch: tuple[int, int] | None, num_rows: int, num_layers: int) -> None:
-    """watch: a row of the step, and a layer; None: nothing is watched."""
+    """Raise ConfigError if they do not exist. watch: a row of the step, and a layer; None: nothing is watched."""
     if watch is not None and not (0 <= watch[0] < num_rows and 0 <= watch[1] < num_layers):
         raise ConfigError(
             f"row {watch[0]} of {num_rows} and layer {watch[1]} of {num_layers} cannot be watched; both count from 0"
@@ -63,7 +63,7 @@ def require_watch(watch: tuple[int, int] | None, num_rows: int, num_layers: int)
 
 
 def require_room(slot: int, num_rows: int, room: int) -> None:
-    """num_rows: of the request's own, with the new ones."""
+    """Raise ContextError if a request would outgrow its slot. num_rows: its own rows, with the new ones."""
     if num_rows > room:
         raise ContextError(
             f"slot {slot} would have {num_rows} rows of its own and there is room for {room}; end the request, "
@@ -72,14 +72,14 @@ def require_room(slot: int, num_rows: int, room: int) -> None:
 
 
 def require_token(next_id: int) -> int:
-    """What a step said, if it is a token. Raises ModelError where NaN or infinity was the greatest logit."""
+    """Return a step's next id. Raises ModelError if it is no token: NaN or infinity was the largest logit."""
     if next_id < 0:
         raise ModelError("the model's logits hold NaN or infinity; load it in bfloat16 or float32, or mend its weights")
     return next_id
 
 
 def seen_lens(slots: Sequence[int], tail_lens: Mapping[int, int]) -> list[int]:
-    """Rows of its tail that each row of a step sees, its own included.
+    """Return how many rows of its tail each row of a step sees, its own included.
 
     slots: of the rows, in order; tail_lens: of each slot, before the step.
     """

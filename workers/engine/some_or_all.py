@@ -1,4 +1,4 @@
-"""Steps that attend to all rows of their contexts where that takes less time than to choose from them."""
+"""Steps that attend to all rows of their contexts where that is faster than to select some of them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
 # Measured on an H100 over `default`, 2 %, four query heads to a KV head (bench/log.md, "Many requests on one context"):
-# what a layer's choice takes, in the bytes of a context's rows that are read in that time. Lists take about as long;
-# where more heads share a KV head, reading all takes longer, in turns.
+# the time of a layer's selection, as the bytes of a context's rows that are read in that time. Lists take about as
+# long. With more query heads per KV head, reading all rows takes longer, because it takes several passes.
 CHOOSING_BYTES = 54 << 20
 CHOOSING_BYTES_EACH = 6 << 20  # for each row of the step
-HEADS_LIKE_ALL = 38  # so many query heads of a KV head, each with a choice of its own, take as long as reading all once
+HEADS_LIKE_ALL = 38  # selecting for so many query heads of a KV head takes as long as reading all rows once
 
 
 class SomeOrAll(StepAttention):
-    """Both kinds of steps, over the same tails: which it is, its rows say when it is captured."""
+    """Both kinds of steps, over the same tails. `rows.reads_all` says which kind is captured."""
 
     def __init__(self, some: StepAttention, every: StepAttention) -> None:
         assert some.in_graph and not some.lookahead
@@ -50,16 +50,16 @@ class SomeOrAll(StepAttention):
 
 
 def of_all(shape: EngineShape) -> EngineShape:
-    """Of the steps that attend to all rows, beside those of `shape`."""
+    """Return the shape of the steps that attend to all rows, beside those of `shape`."""
     heads = shape.num_kv_heads
     return replace(shape, attends_all=True, rest="none", growth=None, reads_keys=False, num_index_heads=heads)
 
 
 def all_are_faster(shape: EngineShape, contexts: Sequence[tuple[int, int]], own_lens: Sequence[int]) -> bool:
-    """Whether a step takes less time when it reads all rows of its contexts, each once for all that continue it.
+    """Whether a step is faster if it reads all rows of its contexts, each context once for all rows that continue it.
 
-    contexts: of each row of the step its context, and how long that is; rows without one are left out.
-    own_lens: rows of requests' own segments, which are not shared. The same for the same step, on every device.
+    contexts: (context id, length) for each row of the step that has a context. own_lens: for each row, the rows in its
+    own segments, which are not shared. The result depends on the step alone, so it is the same on every device.
     """
     if shape.search.keep >= 1:
         return True
@@ -71,7 +71,7 @@ def all_are_faster(shape: EngineShape, contexts: Sequence[tuple[int, int]], own_
 
 
 def require_both(placement: str, selector: str, search: SearchConfig, kv_format: KvFormat | None) -> None:
-    """Raise ConfigError where steps cannot be of both kinds, whatever the model."""
+    """Raise ConfigError for settings with which steps cannot be of both kinds, whatever the model."""
     if placement != "device" or selector != "csattn":
         raise ConfigError(
             "all_where_faster is for placement device, where the GPU has all rows, and selector csattn, not for "
@@ -87,7 +87,7 @@ def require_both(placement: str, selector: str, search: SearchConfig, kv_format:
 
 
 def require_model(spec: ModelSpec, dtype: torch.dtype) -> None:
-    """Likewise, of models for which there is no kernel."""
+    """Raise ConfigError for models whose heads the kernel that reads all rows does not support."""
     heads, has_heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim), not chooses_itself(spec)
     if not has_heads or not takes_heads(*heads, dtype):
         kind = f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}" if has_heads else kept_instead(spec)

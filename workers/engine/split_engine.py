@@ -1,7 +1,8 @@
-"""Steps by several devices, each with its heads: the engine of the first, whose process the scheduler calls.
+"""Tensor parallelism: steps on several GPUs, each with its heads, by the engine in the first one's process.
 
-The other processes are told every call that changes something, and do the same with their heads; what each device adds
-to the residual stream is summed up over all of them, inside their graphs.
+The scheduler calls this process. It sends every call that changes something to the other processes (followers), which
+do the same with their heads. What each device adds to the residual stream is summed over all devices (all-reduce),
+inside their graphs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,13 +35,13 @@ from workers.model.devices import Devices, require_device, require_devices
 from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
 
-LOAD_S = 1800.0  # that no context takes, nor the weights and what is captured before the first
+LOAD_S = 1800.0  # more than loading a context takes, or loading the weights and capturing steps
 
 
 class SplitEngine:
-    """A `StepEngine` as `GpuEngine` is. Tokens are those of one device, up to the order of sums.
+    """The `StepEngine` of several GPUs. Its tokens are those of `GpuEngine` on one device, up to the order of sums.
 
-    Where the process of a device is lost, this one ends as well, with a sentence: whoever watches it starts it again.
+    If another device's process is lost, this process logs why and exits too: a supervisor has to restart it.
     """
 
     draws = True
@@ -52,10 +53,10 @@ class SplitEngine:
         placement: Placement | str,
         num_devices: int,
         *,
-        device: torch.device | None = None,  # the first, the others are those after it; the CPU to try it out
+        device: torch.device | None = None,  # only its type counts: GPUs from number 0 on, or the CPU to try it out
         on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-        module: str = MODULE,  # whose main the other processes run
-        **options: Any,  # of `GpuEngine`, but for a searcher; the processes share out num_threads
+        module: str = MODULE,  # whose `main` the other processes run
+        **options: Any,  # of `GpuEngine`, except searcher; num_threads is divided among the processes
     ) -> None:
         if options.pop("searcher", None) is not None:
             raise ConfigError("search workers serve one device; leave them out: threads of each process search then")
@@ -68,9 +69,9 @@ class SplitEngine:
         places = [torch.device(kind, rank) if kind == "cuda" else torch.device(kind) for rank in range(num_devices)]
         model = handed_share(loaded, num_devices)
         options["num_threads"] = max(1, (options.get("num_threads") or available_cpus()) // num_devices)
-        # before any process is there: this one refuses what the others would
+        # made before any other process starts, because it refuses what the others would
         self._engine = GpuEngine(model, config, placement, device=places[0], on_progress=on_progress, **options)
-        # which others may have other memory for
+        # decided once for all, because the free memory may differ between processes
         options |= {"tail_capacity": self._engine.tail_capacity, "own_on_host": self._engine.own_on_host}
         with ExitStack() as undo, ExitStack() as failed:
             failed.callback(self._engine.close)
@@ -104,15 +105,15 @@ class SplitEngine:
 
     @property
     def pids(self) -> list[int]:
-        """Of the other processes."""
+        """Ids of the other processes."""
         return self._followers.pids
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """All processes load at the same time: no step is made meanwhile."""
+        """Load a context in all processes at the same time. `meanwhile` is not called."""
         require_new_context(context_id, self._context_ids, artifact, self.max_positions)
         with self._all_at_once("add_context", context_id, artifact.path):
             with self._devices.together():
-                pass  # all have opened it
+                pass  # returns when all have opened it
             self._engine.add_context(context_id, artifact)
         self._context_ids.add(context_id)
 
@@ -122,7 +123,7 @@ class SplitEngine:
         self._context_ids.remove(context_id)
 
     def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> None:
-        """Nothing: all that requests need of a context is there once it is loaded."""
+        """Return None: a loaded context has all that its requests need."""
 
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         if self._engine.is_started:
@@ -150,7 +151,7 @@ class SplitEngine:
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
-        self._engine.require_rows(rows)  # whatever it refuses is refused before the others begin
+        self._engine.require_rows(rows)  # so that what it refuses is refused before the others begin
         slots, token_ids = [row.slot for row in rows], [row.token_id for row in rows]
         others: list[Future[Any]] = []
         if watch is None:
@@ -168,7 +169,7 @@ class SplitEngine:
 
     @contextmanager
     def _all_at_once(self, name: str, *arguments: Any) -> Iterator[None]:
-        """What is done inside, the others do meanwhile: all of them, or none."""
+        """Have the other processes do the same while the body runs. All of them succeed, or all raise."""
         answers, own = self._followers.ask(name, *arguments), None
         try:
             with ends_within(LOAD_S, "the devices have not loaded together what they began"):
@@ -179,7 +180,7 @@ class SplitEngine:
             self._followers.end_all(f"the first device failed at {name} ({error!r})")
         with self._followers.within(GRACE_S):
             errors = [error for error in (own, *(answer.exception() for answer in answers)) if error is not None]
-        if errors:  # of all: first those that say why
+        if errors:  # prefer the cause: a DevicesError may only say that another device failed
             raise min(errors, key=lambda error: isinstance(error, DevicesError))
 
     def reading(self, slot: int) -> Reading:
@@ -191,10 +192,10 @@ class SplitEngine:
         return EngineCounts(**{x.name: sum(getattr(of, x.name) for of in all_of) for x in fields(EngineCounts)})
 
     def close(self) -> None:
-        """No step may be in flight."""
+        """Close the engine and end the other processes. No step may be in flight."""
         with self._undo:
             self._followers.let_go()
-            self._engine.close()  # its graphs go before what they were captured with
+            self._engine.close()  # before the `Devices` that its graphs were captured with
 
     def __enter__(self) -> Self:
         return self
@@ -204,5 +205,5 @@ class SplitEngine:
 
 
 def _mean(seen: Sequence[Fidelity]) -> Fidelity:
-    """Of as many heads each."""
+    """Return the mean over devices, which have the same number of heads."""
     return Fidelity(sum(x.recall for x in seen) / len(seen), sum(x.mass for x in seen) / len(seen))

@@ -23,7 +23,7 @@ from workers.model.devices import Devices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """Small, but for what `take` holds on to."""
+    """What steps need of a model. It is small, except for what `take` references."""
 
     name: str
     fingerprint: str
@@ -31,17 +31,17 @@ class StepModel:
     tokenizer_hash: str
     spec: ModelSpec
     dtype: torch.dtype
-    num_bytes: int  # that its weights take of the device's memory, besides what they take of it already
-    take: Callable[[torch.device], ModelWeights]  # to the device
+    num_bytes: int  # device memory that its weights will take, in addition to what they take already
+    take: Callable[[torch.device], ModelWeights]  # moves the weights to the device
     devices: Devices | None = None  # that have the other shares
-    num_shares: int = 1  # of the model; also where the devices have not met yet
+    num_shares: int = 1  # of the model; known before the devices are connected
 
     def open(self, artifact: Artifact) -> Artifact:
-        """What is read of it."""
+        """Return what this share reads of an artifact."""
         return artifact if self.devices is None else ArtifactShare(artifact, self.devices.share)
 
     def available(self, device: torch.device) -> AvailableMemory:
-        """What is left for a share on each of the devices: of theirs the least, and of the host's a part."""
+        """Return the memory that is free for one share: the least of all devices, and an equal part of the host's."""
         found = available_memory(device)
         device_bytes, host_bytes = found.device_bytes, found.host_bytes
         if self.devices is not None:
@@ -64,7 +64,7 @@ def step_model(loaded: LoadedModel) -> StepModel:
 
 
 def handed_share(loaded: LoadedModel, num_devices: int) -> StepModel:
-    """A device's, of as many; its weights are the affair of who has them."""
+    """Return one device's share of the model, without weights: the process that has the model sends them."""
     whole = step_model(loaded)
     num_bytes = whole.num_bytes // num_devices + params_on_all(whole.spec, num_devices) * whole.dtype.itemsize
     num_bytes += filling_bytes(weights_of(loaded.model), num_devices)
@@ -73,7 +73,7 @@ def handed_share(loaded: LoadedModel, num_devices: int) -> StepModel:
 
 
 def first_share(handed: StepModel, loaded: LoadedModel, devices: Devices) -> StepModel:
-    """Of the device whose process has the model: it hands the others theirs, which are like `handed`."""
+    """Return the first device's share: its `take` also sends the others their weights. handed: from `handed_share`."""
     num_devices = devices.share.num_devices
 
     def take(device: torch.device) -> ModelWeights:

@@ -1,4 +1,4 @@
-"""A GPU's results of steps, in host memory."""
+"""Results of a GPU's steps, in host memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,16 +13,16 @@ from workers.serving.step_engine import StepResult, StepRow
 
 
 class LogitsOnHost:
-    """Owns page-locked memory for one step's, from when they are first asked for."""
+    """Owns pinned memory for one step's logits, allocated at the first use."""
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self._place: Tensor | None = None
 
     def take(self, rows: Sequence[StepRow], logits: Tensor) -> NDArray[np.float32]:
-        """[rows, vocab_size], of rows that ask and are not drawn; valid until the next call.
+        """Copy logits to the host: [rows, vocab_size], filled in for rows that ask and are not drawn.
 
-        logits: [at least as many, vocab_size].
+        logits: [at least as many rows, vocab_size]. The result is valid until the next call.
         """
         if self._place is None:
             self._place = torch.empty(self._max_rows, logits.shape[1], pin_memory=logits.is_cuda)
@@ -34,13 +34,13 @@ class LogitsOnHost:
 
 
 def kept(result: StepResult) -> StepResult:
-    """Valid after the next step."""
+    """Copy a result, so that it stays valid after the next step."""
     logits = None if result.logits is None else result.logits.copy()
     return replace(result, next_ids=result.next_ids.copy(), logits=logits)
 
 
 def joined(first: StepResult, second: StepResult) -> StepResult:
-    """Of one step that was made as two."""
+    """Join the results of a step that was split in two."""
     logits = None
     if first.logits is not None and second.logits is not None:
         logits = np.concatenate([first.logits, second.logits])

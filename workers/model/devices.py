@@ -111,7 +111,7 @@ class Devices:
     def exchange(self, batch_size: int, width: int) -> Exchange | None:
         """Allocate what GPU kernels need to sum [batch_size, width] numbers over all devices; None on CPUs: use `add`.
 
-        All processes call this at the same time.
+        At most `width` or `batch_size` programs take part. All processes call this at the same time.
         """
         if not self._is_symmetric:
             return None
@@ -119,7 +119,7 @@ class Devices:
         own = self.room(2, len(ranks), batch_size, width, dtype=torch.int64)
         handle = self._handles[own.data_ptr()]
         inboxes = [handle.get_buffer(rank, own.shape, own.dtype).data_ptr() for rank in ranks]
-        counts = torch.zeros(batch_size, dtype=torch.int32, device=self.device)
+        counts = torch.zeros(max(batch_size, width), dtype=torch.int32, device=self.device)
         return Exchange(torch.tensor(inboxes, device=self.device), counts, self.share.rank)
 
     def add(self, x: Tensor) -> None:

@@ -84,6 +84,8 @@ class StepLayers:
             scaled_ahead=zeros(spec.hidden_size),
             squares=torch.zeros(num_squares(spec.hidden_size), batch_size, device=weights.device),
             centred=spec.centred,
+            tile_sums=None if devices is None else devices.exchange(batch_size, spec.hidden_size),
+            row_sums=None if devices is None else devices.exchange(batch_size, spec.hidden_size),
         )
         self._streams = None if spec.streams is None else _streams_room(spec.streams, spec.hidden_size, zeros)
         self.rotations = []
@@ -108,7 +110,6 @@ class StepLayers:
         self._latents = {of: _latent_room(of, zeros) for of in latents}
         self._compressed = {of: _compressed_room(of, zeros) for of in set(spec.compressed)}
         self._branch: Tensor | None = None  # a branch's output, where a product does not add it to the stream itself
-        self._exchange = None if devices is None else devices.exchange(batch_size, spec.hidden_size)
         if devices is not None:
             self._branch = zeros(spec.hidden_size, dtype=torch.float32)
         elif any(layer.post_norm for layer in spec.layers):
@@ -374,7 +375,7 @@ class StepLayers:
     def _add_input(self, layer_idx: int, weights: LayerInputWeights, readers: Readers) -> None:
         """Add what the layer computes from its own input of each token, besides the stream: see `InputWeights`."""
         mlp, layer = self._weights.spec.layers[layer_idx].mlp, self._weights.layers[layer_idx]
-        assert mlp is not None and self._branch is not None
+        assert mlp is not None and self._branch is not None and self._devices is None
         self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._taken)
         self._ops.take_input(self._taken, mlp.activation, self._inputs[layer_idx])
         self._ops.linear(Normed(self._taken), [weights.projection], self._branch)
@@ -418,7 +419,8 @@ class StepLayers:
         scale: float = 1.0,  # of the whole stream after the addition
     ) -> None:
         """Add multiplier * norm(linear(x)), the output of a branch, to the stream."""
-        if norm is None and self._devices is None:
+        sums_tiles = self._stream.tile_sums is not None and linear.quantized is None
+        if norm is None and (self._devices is None or sums_tiles):
             assert scale == 1.0, "streams are scaled behind norms"
             self._ops.linear_add(x, linear, multiplier, self._stream, readers)
             return
@@ -430,10 +432,9 @@ class StepLayers:
         """Add the branch's output, summed over all devices, to the stream."""
         added = self._branch
         assert added is not None
-        if self._devices is not None and self._exchange is None:
+        if self._devices is not None and self._stream.row_sums is None:
             self._devices.add(added)
-        eps, stream = self._weights.spec.norm_eps, self._stream
-        self._ops.add_normed(added, norm, eps, multiplier, scale, stream, readers, self._exchange)
+        self._ops.add_normed(added, norm, self._weights.spec.norm_eps, multiplier, scale, self._stream, readers)
 
     def _finish(self) -> None:
         weights, spec = self._weights, self._weights.spec

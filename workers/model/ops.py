@@ -17,6 +17,19 @@ SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """Memory by which kernels on several GPUs sum what each has computed: see `exchange_kernels.sum_over_devices`."""
+
+    inboxes: Tensor  # [num_devices] int64: the address of each device's, [2, num_devices, batch_size, width] int64
+    counts: Tensor  # int32, one for each program: how many sums there have been
+    rank: int
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.inboxes)
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """The residual stream of a step, and what is prepared of it for its next readers."""
 
@@ -27,6 +40,9 @@ class Stream:
     squares: Tensor  # [num_squares, batch_size] float32: sums of hidden² over blocks of SQUARES_BLOCK columns
     # The readers' norms subtract the mean, so writers may already do so: see `workers.model.weights` for products.
     centred: bool = False
+    # Where each of several GPUs adds a part, kernels sum the parts: products tile by tile, others row by row.
+    tile_sums: Exchange | None = None
+    row_sums: Exchange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +52,6 @@ class Readers:
     norm: Tensor | None  # [hidden_size] float32
     ahead: Tensor | None  # [hidden_size] float32: the norm of the layer after that one, if scaled_ahead is needed
     eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Memory by which kernels on several GPUs add up what each has, in the order of their ranks: see `_sum_of_devices`.
-
-    Each device writes into the inboxes of all others, and reads its own.
-    """
-
-    inboxes: Tensor  # [num_devices] int64: where each device's begins, [2, num_devices, batch_size, hidden_size] int64
-    counts: Tensor  # [batch_size] int32: sums so far
-    rank: int
-
-    @property
-    def num_devices(self) -> int:
-        return len(self.inboxes)
 
 
 @dataclass(frozen=True, slots=True)

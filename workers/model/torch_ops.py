@@ -26,7 +26,6 @@ from workers.model.ops import (
     SQUARES_BLOCK,
     DeltaRoom,
     DeltaState,
-    Exchange,
     ExpertRoom,
     LatentRoom,
     Normed,
@@ -241,10 +240,8 @@ class TorchOps:
         scale: float,
         stream: Stream,  # all of it is written
         readers: Readers,
-        exchange: Exchange | None = None,  # of several GPUs, whose x are added up first; None: they are
     ) -> None:
         """hidden = scale * (hidden + multiplier * norm(x))"""
-        assert exchange is None, "devices of this kind have added theirs up"
         added = x.float() if norm is None else _norm(x.float(), norm, eps)
         stream.hidden.copy_(scale * (stream.hidden.float() + multiplier * added))
         _prepare(stream, readers)

@@ -141,10 +141,13 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (
         linear_kernels.linear_add_kernel,
         [
-            TILES | readers | {"SPLIT_K": 4, "HAS_BIAS": not readers["HAS_NORM"], "SQUARES_BLOCK": 32}
+            TILES
+            | readers
+            | {"SPLIT_K": 4, "HAS_BIAS": not readers["HAS_NORM"], "SQUARES_BLOCK": 32}
+            | {"RANK": 0, "NUM_DEVICES": 2 if readers["HAS_NORM"] else 1}
             for readers in READERS
         ]
-        + [tiles | READERS[0] | {"SQUARES_BLOCK": 32} for tiles in QUANTIZED[::2]],
+        + [tiles | READERS[0] | {"SQUARES_BLOCK": 32, "RANK": 0, "NUM_DEVICES": 1} for tiles in QUANTIZED[::2]],
     ),
     *(
         (

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from workers.model.gpu.exchange_kernels import sum_over_devices
 from workers.model.gpu.quantized_kernels import quantized_product
 
 
@@ -133,6 +134,10 @@ def linear_add_kernel(
     w_len,  # stride of the rows of w
     scales_len,  # stride from a group's scales to the next group's
     multiplier,
+    inboxes,  # of an `Exchange` over tiles, or w where there is one device
+    counts,
+    RANK: tl.constexpr,
+    NUM_DEVICES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -170,6 +175,8 @@ def linear_add_kernel(
         dtype = hidden.dtype.element_ty
         if HAS_BIAS:
             acc += biases[:, None]
+        if NUM_DEVICES > 1:
+            acc = sum_over_devices(acc, at, inside, tile, inboxes, counts, num_rows * num_out, RANK, NUM_DEVICES)
         value = (before.to(tl.float32) + multiplier * acc).to(dtype).to(tl.float32)
         tl.store(hidden + at, value.to(dtype), mask=inside)
         tl.store(scaled + at, (value * weight[:, None]).to(dtype), mask=inside)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from csattn.cuda.triton_start import wait_for_earlier
-from workers.model.gpu.token_kernels import prepare_row
+from workers.model.gpu.token_kernels import norm_weights, prepare_row
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -76,7 +76,7 @@ def read_streams_kernel(
     post,  # [num_rows, NUM] float32, written
     comb,  # [num_rows, NUM, NUM] float32, written
     hidden,  # [num_rows, hidden_size] <- 0; JOINS: the mixture of streams
-    norm,  # this and the next parameters: as in `prepare_row`, for the mixture
+    norm,  # this and the next parameters: as in `begin_kernel`, for the mixture
     scaled,
     norm_ahead,
     scaled_ahead,
@@ -103,6 +103,7 @@ def read_streams_kernel(
     j = tl.arange(0, BLOCK_NUM)
     p = tl.arange(0, BLOCK_PARTS)
     inside, there = c < hidden_size, j < NUM
+    weight, ahead = norm_weights(norm, norm_ahead, hidden_size, HAS_NORM, AHEAD, BLOCK)
     wait_for_earlier(PDL)
     total = tl.sum(tl.load(sums + row * num_parts + p, mask=p < num_parts, other=0.0), axis=0)
     inverse = tl.math.rsqrt(total / (NUM * hidden_size) + eps)
@@ -116,9 +117,8 @@ def read_streams_kernel(
     kept = value if JOINS else tl.zeros((BLOCK,), tl.float32)
     tl.store(hidden + row * hidden_size + c, kept.to(hidden.dtype.element_ty), mask=inside)
     prepare_row(
-        value, row, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares, hidden_size, HAS_NORM, AHEAD, BLOCK,
-        SQUARES_BLOCK,
-    )  # fmt: skip
+        value, row, weight, ahead, scaled, scaled_ahead, squares, num_squares, hidden_size, AHEAD, BLOCK, SQUARES_BLOCK
+    )
     if not JOINS:
         added = _weights(own, NUM + j, there, p, num_parts, num_out, inverse, biases, scales + 1, BLOCK_PARTS)
         tl.store(post + row * NUM + j, 2.0 * tl.sigmoid(added), mask=there)

@@ -81,9 +81,8 @@ class TritonStreamOps(Launches):
         scale: float,
         stream: Stream,
         readers: Readers,
-        exchange: Exchange | None = None,
     ) -> None:
-        self._add_parts(x, 1, norm, eps, multiplier, scale, stream, readers, exchange)
+        self._add_parts(x, 1, norm, eps, multiplier, scale, stream, readers)
 
     def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
         batch_size, hidden_size = out.shape
@@ -122,10 +121,9 @@ class TritonStreamOps(Launches):
         scale: float,
         stream: Stream,
         readers: Readers,
-        exchange: Exchange | None = None,
     ) -> None:
         batch_size, hidden_size = stream.hidden.shape
-        among = (x, x) if exchange is None else (exchange.inboxes, exchange.counts)
+        memory, among = summed_by(stream.row_sums, x)
         add_normed_kernel[(batch_size,)](
             x,
             x if norm is None else norm,
@@ -135,11 +133,10 @@ class TritonStreamOps(Launches):
             eps,
             multiplier,
             scale,
-            *among,
+            *memory,
             NUM_PARTS=num_parts,
-            RANK=0 if exchange is None else exchange.rank,
-            NUM_DEVICES=1 if exchange is None else exchange.num_devices,
             IS_NORMED=norm is not None,
+            **among,
             **row_constants(stream, readers),
             **self._launch(),
         )
@@ -149,6 +146,13 @@ def written(stream: Stream, readers: Readers) -> tuple[Tensor, ...]:
     """Return the stream's arguments of a kernel that writes it; in place of a norm that is None, any tensor."""
     norm, ahead = (stream.hidden if norm is None else norm for norm in (readers.norm, readers.ahead))
     return stream.hidden, norm, stream.scaled, ahead, stream.scaled_ahead, stream.squares
+
+
+def summed_by(exchange: Exchange | None, anything: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, int]]:
+    """Return a kernel's arguments and constants for `sum_over_devices`; without an exchange, of one device."""
+    if exchange is None:
+        return (anything, anything), {"RANK": 0, "NUM_DEVICES": 1}
+    return (exchange.inboxes, exchange.counts), {"RANK": exchange.rank, "NUM_DEVICES": exchange.num_devices}
 
 
 def row_constants(stream: Stream, readers: Readers) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from csattn.cuda.triton_start import wait_for_earlier
+from workers.model.gpu.exchange_kernels import sum_over_devices
 
 
 @triton.jit
@@ -19,11 +20,11 @@ def begin_kernel(
     token_ids,  # [num_rows] int64
     embedding,  # [vocab_size, hidden_size]
     hidden,  # [num_rows, hidden_size] <- the token's embedding * multiplier
-    norm,  # this and the next parameters: as in `_write_stream`
-    scaled,
-    norm_ahead,
-    scaled_ahead,
-    squares,
+    norm,  # [hidden_size] float32, or anything when not HAS_NORM
+    scaled,  # [num_rows, hidden_size] <- hidden * norm
+    norm_ahead,  # [hidden_size] float32: of the layer after, or anything when not AHEAD
+    scaled_ahead,  # [num_rows, hidden_size] <- hidden * norm_ahead when AHEAD
+    squares,  # [num_squares, num_rows] float32 <- sums of hidden² over blocks of columns
     num_squares,
     hidden_size,
     multiplier,
@@ -40,10 +41,11 @@ def begin_kernel(
     value = value.to(tl.float32) * multiplier
     if CENTRED:
         value -= tl.where(i < hidden_size, tl.sum(value, axis=0) / hidden_size, 0.0)
-    _write_stream(
-        value, row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares, hidden_size, HAS_NORM, AHEAD,
-        BLOCK, SQUARES_BLOCK,
-    )  # fmt: skip
+    tl.store(hidden + row * hidden_size + i, value.to(hidden.dtype.element_ty), mask=i < hidden_size)
+    weight, ahead = norm_weights(norm, norm_ahead, hidden_size, HAS_NORM, AHEAD, BLOCK)
+    prepare_row(
+        value, row, weight, ahead, scaled, scaled_ahead, squares, num_squares, hidden_size, AHEAD, BLOCK, SQUARES_BLOCK
+    )
 
 
 @triton.jit
@@ -72,9 +74,9 @@ def turn_kernel(
 @triton.jit
 def add_normed_kernel(
     x,  # [num_rows, NUM_PARTS, hidden_size]
-    weight,  # [hidden_size] float32, or x when not IS_NORMED
+    post_norm,  # [hidden_size] float32, or x when not IS_NORMED
     hidden,  # [num_rows, hidden_size] <- scale * (hidden + multiplier * norm(the sum of x over parts and devices))
-    norm,  # this and the next parameters: as in `_write_stream`
+    norm,  # this and the next parameters: as in `begin_kernel`
     scaled,
     norm_ahead,
     scaled_ahead,
@@ -99,63 +101,23 @@ def add_normed_kernel(
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < hidden_size
-    factor = tl.load(weight + i, mask=inside, other=0.0) if IS_NORMED else 1.0
+    factor = tl.load(post_norm + i, mask=inside, other=0.0) if IS_NORMED else 1.0
+    weight, ahead = norm_weights(norm, norm_ahead, hidden_size, HAS_NORM, AHEAD, BLOCK)
     wait_for_earlier(PDL)
+    before = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         value += tl.load(x + (row * NUM_PARTS + part) * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     if NUM_DEVICES > 1:
-        value = _sum_of_devices(value, row, inboxes, counts, hidden_size, RANK, NUM_DEVICES, BLOCK)
+        at, num_numbers = row * hidden_size + i, tl.num_programs(0) * hidden_size
+        value = sum_over_devices(value, at, inside, row, inboxes, counts, num_numbers, RANK, NUM_DEVICES)
     if IS_NORMED:
         value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / hidden_size + eps) * factor
-    before = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
-    _write_stream(
-        scale * (before + multiplier * value), row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares,
-        num_squares, hidden_size, HAS_NORM, AHEAD, BLOCK, SQUARES_BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def _sum_of_devices(
-    own,  # [BLOCK] float32, 0 from hidden_size on
-    row,
-    inboxes,  # [NUM_DEVICES] int64: addresses of [2, NUM_DEVICES, num_rows, hidden_size] int64
-    counts,  # [num_rows] int32
-    hidden_size,
-    RANK: tl.constexpr,
-    NUM_DEVICES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The sum of all devices' rows, added in the order of their ranks: the same to the bit on each device.
-
-    A word holds a number and, in its upper half, which sum it belongs to. It arrives whole, so that it needs neither a
-    fence nor a flag behind it: whoever reads a word of this sum has the number. Two inboxes take turns. A device writes
-    to one again two sums later, when it has read the sum between, which the reader sent after it had read this one.
-    """
-    i = tl.arange(0, BLOCK)
-    inside = i < hidden_size
-    number = tl.load(counts + row) + 1
-    at = (number & 1) * NUM_DEVICES * tl.num_programs(0) * hidden_size + row * hidden_size + i
-    of_device = tl.num_programs(0) * hidden_size
-    tag = number.to(tl.int64) << 32
-    words = tag | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    for rank in tl.static_range(NUM_DEVICES):
-        if rank != RANK:
-            inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
-            tl.store(inbox + RANK * of_device + at, words, mask=inside)
-    inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
-    total = tl.zeros((BLOCK,), tl.float32)
-    for rank in tl.static_range(NUM_DEVICES):
-        if rank == RANK:
-            total += own
-        else:
-            words = tl.load(inbox + rank * of_device + at, mask=inside, other=tag, volatile=True)
-            while tl.max(((words >> 32).to(tl.int32) != number).to(tl.int32), axis=0) > 0:
-                words = tl.load(inbox + rank * of_device + at, mask=inside, other=tag, volatile=True)
-            total += words.to(tl.int32).to(tl.float32, bitcast=True)
-    tl.debug_barrier()  # all threads have read the count
-    tl.store(counts + row, number)
-    return total
+    value = scale * (before + multiplier * value)
+    tl.store(hidden + row * hidden_size + i, value.to(hidden.dtype.element_ty), mask=inside)
+    prepare_row(
+        value, row, weight, ahead, scaled, scaled_ahead, squares, num_squares, hidden_size, AHEAD, BLOCK, SQUARES_BLOCK
+    )
 
 
 @triton.jit
@@ -222,43 +184,25 @@ def add_norms_kernel(
 
 
 @triton.jit
-def _write_stream(
-    value,  # [BLOCK] float32: the row of the stream, 0 from hidden_size on
-    row,
-    hidden,  # [num_rows, hidden_size] <- value
-    norm,  # [hidden_size] float32, or anything when not HAS_NORM
-    scaled,  # [num_rows, hidden_size] <- hidden * norm
-    norm_ahead,  # [hidden_size] float32: of the layer after, or anything when not AHEAD
-    scaled_ahead,  # [num_rows, hidden_size] <- hidden * norm_ahead when AHEAD
-    squares,  # [num_squares, num_rows] float32 <- sums of hidden² over blocks of columns
-    num_squares,
-    hidden_size,
-    HAS_NORM: tl.constexpr,
-    AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SQUARES_BLOCK: tl.constexpr,
-):
+def norm_weights(norm, norm_ahead, hidden_size, HAS_NORM: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the weights of the norms that read the stream next, for `prepare_row`: [BLOCK] float32, or 1."""
     i = tl.arange(0, BLOCK)
-    inside = i < hidden_size
-    tl.store(hidden + row * hidden_size + i, value.to(hidden.dtype.element_ty), mask=inside)
-    prepare_row(
-        value, row, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares, hidden_size, HAS_NORM, AHEAD, BLOCK,
-        SQUARES_BLOCK,
-    )  # fmt: skip
+    weight = tl.load(norm + i, mask=i < hidden_size, other=0.0) if HAS_NORM else 1.0
+    weight_ahead = tl.load(norm_ahead + i, mask=i < hidden_size, other=0.0) if AHEAD else 1.0
+    return weight, weight_ahead
 
 
 @triton.jit
 def prepare_row(
-    value,  # this and the next parameters: as in `_write_stream`
+    value,  # [BLOCK] float32, 0 from hidden_size on
     row,
-    norm,
-    scaled,
-    norm_ahead,
+    weight,  # this and the next: of `norm_weights`
+    weight_ahead,
+    scaled,  # this and the next parameters: as in `begin_kernel`
     scaled_ahead,
     squares,
     num_squares,
     hidden_size,
-    HAS_NORM: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
     SQUARES_BLOCK: tl.constexpr,
@@ -269,11 +213,9 @@ def prepare_row(
     dtype = scaled.dtype.element_ty
     at = row * hidden_size + i
     value = value.to(dtype).to(tl.float32)
-    weight = tl.load(norm + i, mask=inside, other=0.0) if HAS_NORM else 1.0
     tl.store(scaled + at, (value * weight).to(dtype), mask=inside)
     if AHEAD:
-        weight = tl.load(norm_ahead + i, mask=inside, other=0.0)
-        tl.store(scaled_ahead + at, (value * weight).to(dtype), mask=inside)
+        tl.store(scaled_ahead + at, (value * weight_ahead).to(dtype), mask=inside)
     sums = tl.sum(tl.reshape(value * value, (BLOCK // SQUARES_BLOCK, SQUARES_BLOCK)), axis=1)
     s = tl.arange(0, BLOCK // SQUARES_BLOCK)
     tl.store(squares + s * tl.num_programs(0) + row, sums, mask=s < num_squares)

@@ -19,7 +19,7 @@ from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
 from workers.model.gpu.quantized_ops import MOST_ROWS
 from workers.model.gpu.remix_ops import TritonRemixOps
-from workers.model.gpu.stream_ops import written
+from workers.model.gpu.stream_ops import summed_by, written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, tiles
 from workers.model.gpu.token_kernels import (
     finish_logits_kernel,
@@ -131,6 +131,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
         if linear.quantized is not None and len(x) <= MOST_ROWS:
             return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
         weight, (programs, constants) = linear.weight, tiles(linear, x)
+        memory, among = summed_by(stream.tile_sums, x)
         linear_add_kernel[programs](
             self._in_order(x, linear.quantized),
             weight,
@@ -144,10 +145,12 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
             linear.num_in,
             *_strides(linear),
             multiplier,
+            *memory,
             HAS_BIAS=linear.bias is not None,
             HAS_NORM=readers.norm is not None,
             AHEAD=readers.ahead is not None,
             SQUARES_BLOCK=SQUARES_BLOCK,
+            **among,
             **constants,
             **self._launch(),
         )

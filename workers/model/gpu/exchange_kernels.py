@@ -1,0 +1,50 @@
+"""How kernels on several GPUs sum what each of them has computed: by words that they write into each other's memory."""
+
+# Triton kernels are untyped, and their constants upper case by custom.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_over_devices(
+    own,  # any block, float32; 0 outside
+    at,  # places of its numbers among num_numbers
+    inside,
+    place,  # of the program in counts
+    inboxes,  # [NUM_DEVICES] int64: addresses of [2, NUM_DEVICES, num_numbers] int64
+    counts,  # int32: sums of each program so far
+    num_numbers,
+    RANK: tl.constexpr,
+    NUM_DEVICES: tl.constexpr,
+):
+    """Return the sum of all devices' blocks, added in the order of their ranks, so with the same bits on each device.
+
+    A word holds a number and, in its upper half, the count of its sum. Words of 8 bytes arrive whole, so a reader that
+    sees the count has the number, and needs neither a flag nor a fence (NCCL's LL protocol). Two halves of an inbox
+    take turns: a device writes to the same half two sums later, after it has read the sum in between, which its reader
+    sent after it had read this one. Programs that wait do not keep out those they wait for: they are launched in order.
+    """
+    count = tl.load(counts + place) + 1
+    half = (count & 1) * NUM_DEVICES * num_numbers
+    tag = count.to(tl.int64) << 32
+    words = tag | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    for rank in tl.static_range(NUM_DEVICES):
+        if rank != RANK:
+            inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
+            tl.store(inbox + half + RANK * num_numbers + at, words, mask=inside)
+    inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)) + half
+    total = tl.zeros_like(own)
+    for rank in tl.static_range(NUM_DEVICES):
+        if rank == RANK:
+            total += own
+        else:
+            words = tl.load(inbox + rank * num_numbers + at, mask=inside, other=tag, volatile=True)
+            while tl.max(((words >> 32).to(tl.int32) != count).to(tl.int32)) > 0:
+                words = tl.load(inbox + rank * num_numbers + at, mask=inside, other=tag, volatile=True)
+            total += words.to(tl.int32).to(tl.float32, bitcast=True)
+    tl.debug_barrier()  # all threads have read the count
+    tl.store(counts + place, count)
+    return total

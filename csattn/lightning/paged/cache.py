@@ -40,10 +40,10 @@ def write_keys(
     *,
     power_of_two_scales: bool = False,
 ) -> None:
-    """Quantise keys and put each where its slot is.
+    """Quantise keys and write each to its slot.
 
-    On a GPU this may be captured as a graph. Slots that the cache does not have are refused, but by a captured call,
-    which cannot look at them: it does not write those tokens.
+    On a GPU, a CUDA graph can capture this. Slots that the cache does not have raise ArrayError, except during capture,
+    when they cannot be checked: the kernel skips those tokens.
     """
     values, scales = page_views(cache)
     require_array("keys", keys, ("num_tokens", HEAD_DIM), like=cache)
@@ -52,7 +52,7 @@ def write_keys(
     if not (on_device and torch.cuda.is_current_stream_capturing()):
         require_within("slot_mapping", slot_mapping, -1, len(cache) * PAGE_SIZE)
     if on_device:
-        from csattn.lightning.paged.triton_kernels import write_on_device  # Triton is only where a GPU is
+        from csattn.lightning.paged.triton_kernels import write_on_device  # needs Triton: GPU only
 
         write_on_device(values, scales, keys, slot_mapping, power_of_two_scales)
         return
@@ -79,7 +79,7 @@ def read_keys(
 
 
 def require_within(name: str, numbers: Tensor, least: int, end: int) -> None:
-    """Raise ArrayError unless all of them lie in least..end-1."""
+    """Raise ArrayError unless all numbers are in least..end-1."""
     if len(numbers) and not bool((numbers >= least).all() and (numbers < end).all()):
         low, high = int(numbers.min()), int(numbers.max())
         raise ArrayError(f"{name} holds numbers from {low} to {high}; wanted {least} to {end - 1} for this cache")

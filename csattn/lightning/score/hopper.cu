@@ -4,7 +4,7 @@
 //
 // A thread block takes query tiles, those that see most keys first, and for each all of its key tiles. A query tile is
 // COLUMNS pairs of a query and a head. `write_scores` writes scores; `list_contenders` lists those that reach their
-// query's bar, a threshold. A score has the same bits in both, wherever its key lies in a tile and whatever is beside it.
+// query's bar, a threshold. A score has the same bits in both, wherever its key is in a tile and whatever is beside it.
 //
 // Compiled for DTYPE, HEAD_DIM, COLUMNS, HEADS, STAGES and THREADS.
 

@@ -140,9 +140,9 @@ __device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u3
 }
 
 // Finds each query's bar, about the wanted-th best of its sample. The scores of the sample that reach it become the
-// start of the query's list, in the sample's place. If a list can hold all keys that its query may see, there is no bar,
-// and its index is NO_BAR. Where NaN would be the bar, the query is given up: nothing reaches its bar, and its count is
-// above the list's capacity.
+// start of the query's list, in the sample's place. If a list can hold all keys that its query may see, there is no
+// bar, and its index is NO_BAR. Where NaN would be the bar, the query is given up: nothing reaches its bar, and its
+// count is above the list's capacity.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) put_bars(
     u64* rows,                          // [rows, row_len]: on entry a row has float32 scores of every step-th key
     const int* __restrict__ longest,    // [query tiles]: keys that any of a tile's queries may see

@@ -45,7 +45,7 @@ class HisaConfig:
 
     @classmethod
     def for_prefix(cls, num_keys: int) -> "HisaConfig":
-        """Return a config for queries that see about num_keys keys: 64 blocks up to 32K, beyond that as the square root.
+        """Return a config for queries of about num_keys keys: 64 blocks up to 32K, growing as the square root beyond.
 
         The more blocks there are, the more of them look good by chance: on the structured keys of `bench.lightning`, an
         overlap with DSA of 0.994 takes 52, 80 and 113 blocks at 32K, 64K and 128K.

@@ -115,9 +115,9 @@ __device__ void write_sorted(u64* entries, int count, int k, const int* pages, i
         chosen[i] = i < count ? place_of(index_of(entries[i]), pages, page_size) : -1;
 }
 
-// The same for up to BINS entries, by a counting sort into bins of equal width, the best first. An entry is ranked within
-// its bin by comparing it with all others there; if a bin has too many for that, all are sorted. bins: [BINS]; scratch:
-// [WARPS].
+// The same for up to BINS entries, by a counting sort into bins of equal width, the best first. An entry is ranked
+// within its bin by comparing it with all others there; if a bin has too many for that, all are sorted. bins: [BINS];
+// scratch: [WARPS].
 __device__ void write_best(u64* entries, int count, int k, const int* pages, int page_size, int* chosen, u32* bins,
                            u32* scratch) {
     constexpr u32 MANY = 64;

@@ -10,7 +10,7 @@ from csattn.cuda import cuda_kernel
 
 SOURCE = Path(__file__).with_name("choice.cu")
 FEW_THREADS, MANY_THREADS = 128, 1024  # per query
-MANY_BLOCKS = 4096  # if there are more, MANY_THREADS
+MANY_BLOCKS = 4096  # above this, MANY_THREADS are used
 ITEM_QUERIES = 32
 
 

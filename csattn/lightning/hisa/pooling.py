@@ -69,7 +69,7 @@ class PooledKeys:
         return KeyPages(self._values.view(-1, PAGE_SIZE, head_dim), self._scales.view(-1, PAGE_SIZE))
 
     def load(self, row: int, k: Tensor, key_scale: Tensor) -> None:
-        """Replace a sequence by these keys: [num_keys, head_dim] and scales [num_keys] float32."""
+        """Replace the keys of sequence `row`: k [num_keys, head_dim] and scales [num_keys] float32."""
         require_at_least("row", row, 0, len(self._lens) - 1)
         require_array("k", k, ("num_keys", self._sums.shape[1]), like=self._sums)
         require_array("key_scale", key_scale, (len(k),), torch.float32, like=self._sums)

@@ -95,7 +95,7 @@ __device__ void fetch_tile(Shared& s, const Work& of, const Tile& about, int pla
 
 __device__ void fetch(Shared& s, const Work& of) {
     const int lane = threadIdx.x % 32;
-    u32 number = 0;  // of a tile
+    u32 number = 0;  // tiles of the thread block so far
     Tile tile{};
     for (tile.item = 0;; ++tile.item) {
         const Item item = take_item(of);

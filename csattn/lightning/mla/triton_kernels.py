@@ -37,8 +37,8 @@ NUM_STAGES = 5
 class AttendShape:
     """How a launch is divided into programs."""
 
-    block_heads: int  # of a program
-    block_rows: int  # gathered at a time
+    block_heads: int  # heads per program
+    block_rows: int  # rows gathered at a time
     num_splits: int  # of a query's selection
     num_warps: int
     num_stages: int

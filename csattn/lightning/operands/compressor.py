@@ -134,7 +134,7 @@ def _pool(kv: Tensor, gate: Tensor) -> Tensor:
 
 
 def _norm_and_rotate(keys: Tensor, weights: CompressorWeights, positions: Tensor) -> Tensor:
-    """RMSNorm, then RoPE of the last channels, at the position of the block's first token."""
+    """Apply RMSNorm, then RoPE of the last channels, at the position of the block's first token."""
     mean_square = tree_sum(keys * keys) / keys.shape[1]
     normed = keys * (mean_square[:, None] + weights.norm_eps).rsqrt() * weights.norm_weight
     return rope_last(normed, positions, weights.inv_freq, interleaved=weights.interleaved)

@@ -35,12 +35,13 @@ class Operands:
 
     def of_queries(self, rows: slice | Tensor) -> "Operands":
         """Return the operands of some queries only, with all keys."""
-        q = self.q.view(torch.uint8)[rows].view(FP8) if self.q.dtype == FP8 else self.q[rows]  # not all index FP8
+        # torch does not index FP8 everywhere
+        q = self.q.view(torch.uint8)[rows].view(FP8) if self.q.dtype == FP8 else self.q[rows]
         return Operands(q, self.k, self.weights[rows], self.key_scale)
 
 
 def causal_lens(num_queries: int, num_keys: int, *, ratio: int = 1, first_position: int = 0) -> Tensor:
-    """How many keys each query may see: [num_queries] int32.
+    """Return how many keys each query may see: [num_queries] int32.
 
     ratio: tokens a key stands for (V3.2: 1; V4: 4, or 128). Key s may be seen from position t if all of its tokens lie
     at or before t: s < (t + 1) // ratio.

@@ -18,13 +18,13 @@ PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
 
 
 def make_key_cache(num_pages: int, device: torch.device | str = "cpu") -> Tensor:
-    """Pages of zeros: [num_pages, 64, 1, 132] uint8."""
+    """Return a cache of zeros: [num_pages, 64, 1, 132] uint8."""
     require_at_least("num_pages", num_pages, 1)
     return torch.zeros(num_pages, PAGE_SIZE, 1, TOKEN_BYTES, dtype=torch.uint8, device=device)
 
 
 def page_views(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [num_pages, 64, 128] float8_e4m3fn and scales [num_pages, 64] float32, both in the cache's memory."""
+    """Return views of a cache: values [num_pages, 64, 128] float8_e4m3fn and scales [num_pages, 64] float32."""
     require_array("cache", cache, ("num_pages", PAGE_SIZE, 1, TOKEN_BYTES), torch.uint8, torch.int8)
     if behind := cache.data_ptr() % 4:
         raise ArrayError(f"cache begins {behind} bytes past a multiple of 4; its scales want one: call .clone() first")
@@ -68,7 +68,7 @@ def read_keys(
     block_table: Tensor,  # [num_blocks] integer, pages of one sequence
     kv_len: int,
 ) -> tuple[Tensor, Tensor]:
-    """The first kv_len keys of a sequence: [kv_len, 128] float8_e4m3fn, and their scales [kv_len] float32."""
+    """Return the first kv_len keys of a sequence: [kv_len, 128] float8_e4m3fn, and their scales [kv_len] float32."""
     values, scales = page_views(cache)
     require_array("block_table", block_table, ("num_blocks",), torch.int32, torch.int64, like=cache)
     require_at_least("kv_len", kv_len, 0, len(block_table) * PAGE_SIZE)

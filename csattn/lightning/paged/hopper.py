@@ -51,7 +51,7 @@ def score_on_hopper(
     out: Tensor,
     bests: GroupBests | None = None,  # each group's best score, written
 ) -> None:
-    """Enqueue on torch's current stream."""
+    """Enqueue scoring on torch's current stream."""
     num_queries, max_pages = pages.shape
     if num_queries == 0 or max_pages == 0:
         return

@@ -130,7 +130,7 @@ def _score_one(q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor) -> Ten
 
 
 def _take(values: Tensor, at: Tensor) -> Tensor:
-    """values[at]; torch does not index FP8 everywhere."""
+    """Return values[at]; torch does not index FP8 everywhere."""
     if values.itemsize > 1:
         return values[at]
     return values.view(torch.uint8)[at].view(values.dtype)

@@ -54,7 +54,7 @@ __device__ EntryRange find_range(Shared& s) {
     return join_threads(s, low, high);
 }
 
-// The same over all blocks of the row, and their number of entries.
+// Returns the range over all blocks of the row, and their number of entries.
 __device__ EntryRange join_ranges(Shared& s, u32& num_entries) {
     cluster_sync();
     u64 low = ~0ull, high = 0;

@@ -54,7 +54,7 @@ class DigitShape:
         return 4 * self.vectors * self.threads
 
     def shared_bytes(self, by_position: bool) -> int:
-        """For a list of 128 entries per warp and, by score, for all chosen entries."""
+        """Bytes for lists of 128 entries per warp, for bins and, by score, for all chosen entries."""
         return 8 * 128 * self.threads // 32 + (0 if by_position else 8 * MAX_K) + OTHER_SHARED_BYTES
 
 

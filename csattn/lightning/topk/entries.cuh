@@ -37,7 +37,8 @@ struct EntryRange {
 };
 static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits");
 
-// Returns the bin of the wanted-th highest. count_of(bin) is called once a bin. scratch: [WARPS], shared like `found`.
+// Returns the bin of the wanted-th highest, also in `found`. count_of(bin) is called once a bin. scratch: [WARPS]. Both
+// are in shared memory.
 template <class Count>
 __device__ __forceinline__ Boundary find_bin(const Count& count_of, u32 wanted, u32* scratch, Boundary& found) {
     const int first = BINS - (threadIdx.x + 1) * BINS_EACH;  // thread 0 has the highest bins

@@ -3,7 +3,7 @@
 
 #include "grouped_lists.cuh"
 
-// The wanted-th best of a few entries. Each warp compares one of them with all.
+// Returns the wanted-th best of a few entries. Each warp compares one of them with all.
 __device__ __forceinline__ u64 find_last_of_few(Shared& s, u32 wanted, u32 number) {
     const int lane = threadIdx.x % 32;
     const u64 other = lane < number ? s.few[lane] : 0;

@@ -1,4 +1,4 @@
-"""The exact k best of every row of scores, in the order of `reference`, on any device.
+"""The exact top-k of every row of scores, in the order of `reference`, on any device.
 
 On a GPU it is one launch (`device`). Elsewhere, and for a k above MAX_K, torch selects among 64-bit
 keys: all keys differ, so the result is unique there, too.
@@ -15,7 +15,7 @@ from csattn.lightning.topk.device import MAX_K, select_on_device
 from csattn.lightning.topk.grouped import PAGE_SIZE, GroupBests, choose_listed
 from csattn.lightning.topk.reference import SENTINEL, indices_of, order_keys
 
-KEYS_AT_ONCE = 1 << 24  # of 8 bytes, where torch selects
+KEYS_AT_ONCE = 1 << 24  # of 8 bytes each, where torch selects
 
 Order = Literal["score", "position"]
 

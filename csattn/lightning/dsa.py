@@ -42,7 +42,7 @@ def dsa_topk_indexer(
     order: Order = "position",
     scores: Tensor | None = None,  # [batch_size, max_num_pages * 64] float32, overwritten
     out: Tensor | None = None,  # [batch_size, num_chosen] int32
-    next_rows: tuple[Tensor, ...] = (),  # up to two caches [num_pages * 64, width]: see `top_k`
+    next_rows: tuple[Tensor, ...] = (),  # up to two caches [num_pages * 64, width] to prefetch, see `topk.grouped`
 ) -> Tensor:
     """Return the cache slots of each sequence's best keys: [batch_size, num_chosen] int32, page * 64 + row, -1 padded.
 

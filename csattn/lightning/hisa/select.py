@@ -88,7 +88,7 @@ def hisa_top_k(
     q: Tensor,  # [num_queries, num_heads, head_dim], like the keys
     weights: Tensor,  # [num_queries, num_heads] float32
     blocked: BlockedKeys,
-    kv_lens: Tensor,  # [num_queries] int32: how many keys each query sees, the first of its pages; at most all
+    kv_lens: Tensor,  # [num_queries] int32: how many keys each query sees, the first ones of its pages
     k: int,
     config: HisaConfig,
     *,
@@ -155,7 +155,7 @@ def choose_blocks(
 
 
 def best_blocks(
-    scores: Tensor,  # [num_queries, max_blocks] float32, may be overwritten; blocks that a query lacks are ignored
+    scores: Tensor,  # [num_queries, max_blocks] float32, may be overwritten; unseen blocks' scores are ignored
     kv_lens: Tensor,  # [num_queries] int32
     config: HisaConfig,
     *,

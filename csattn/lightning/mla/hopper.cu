@@ -132,7 +132,7 @@ struct Attending {
         return there;
     }
 
-    // Turns logits into shares of 2 ** base, and publishes them to both groups. The base stays while LEEWAY allows.
+    // Turns logits into shares in units of 2 ** base, for both groups. The base stays if no logit exceeds it by LEEWAY.
     __device__ __forceinline__ void share_out(int part, u32 there, float scale) {
         float most[2] = {NOTHING, NOTHING};
 #pragma unroll

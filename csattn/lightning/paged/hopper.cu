@@ -3,7 +3,7 @@
 // A thread block scores some neighbouring pages of one query. It starts bulk copies (TMA) of all of them at once and
 // scores each as soon as its mbarrier completes.
 //
-// Compiled for THREADS (128), PAGES (at most, of a block).
+// Compiled for THREADS (128), PAGES (at most, per thread block).
 
 #include "../topk/entries.cuh"
 #include "products.cuh"

@@ -102,7 +102,7 @@ class Contenders:
 
 
 def queries_at_a_time(operands: Operands, sampling: Sampling, workspace_bytes: int) -> tuple[int, int]:
-    """Return how many queries fill the device, or else a query tile, and how many fit the workspace: a multiple."""
+    """Return how many queries fill the device, or else a query tile, and the multiple that fits the workspace."""
     row_bytes = 8 * _row_len(sampling, sampling.sample_len(len(operands.k))) + 12
     room, tile = workspace_bytes // row_bytes, hopper.queries_of_tile(operands.q.shape[1])
     filling = num_multiprocessors(operands.q.device) * tile

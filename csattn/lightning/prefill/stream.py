@@ -28,7 +28,7 @@ _QUERIES = 64  # scored together at least: they fill a GPU, since their keys are
 _MANY_QUERIES = 4096  # which fill a GPU a few times, though a program goes through all keys of its queries
 _MOST_KEYS = 1 << 21  # for `contenders.cu`, where an index has 21 bits
 _CPU_KEYS = 16384  # scored together at most on the CPU, which converts them to float32 first
-_COLUMNS = 128  # a tile's rows are a multiple of this long: score kernels write whole tiles
+_COLUMNS = 128  # rows of scores are padded to a multiple of this: score kernels write whole tiles
 _NOTHING = torch.iinfo(torch.int64).min
 
 

@@ -1,4 +1,4 @@
-"""What public functions of this package ask of their arguments: a sentence that says what came and what was wanted."""
+"""Checks of the arguments of this package's public functions. Errors say in words what came and what was wanted."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from csattn.errors import ArrayError, ConfigError
 def require_array(
     name: str,
     array: Tensor,
-    shape: Sequence[int | str],  # a number must match, a word names a size that may be anything
-    *dtypes: torch.dtype,  # of which one must match; none: any
-    like: Tensor | None = None,  # on whose device it must lie
-    rows_apart: bool = False,  # of a matrix: whether rows may lie any distance apart, as those of a wider one do
+    shape: Sequence[int | str],  # a number must match; a word names an axis of any size
+    *dtypes: torch.dtype,  # allowed dtypes; none given: any
+    like: Tensor | None = None,  # an array on the device where it must be
+    rows_apart: bool = False,  # of a matrix: allow any row stride, as of a view of a wider one
 ) -> None:
-    """Raise ArrayError unless the array is contiguous and has this shape, dtype and device: on a GPU, the current one.
+    """Raise ArrayError unless the array is contiguous and has this shape, dtype and device (the current GPU).
 
     Kernels are launched on the current device's stream, whatever device the arrays are on.
     """

@@ -1,8 +1,8 @@
-"""DeepSeek-V4's compressed attention, a whole layer: from hidden states to what it adds to the stream.
+"""A whole layer of DeepSeek-V4's compressed attention: from hidden states to what it adds to the residual stream.
 
-A token attends to its own and the last rows before it, one by one, and to rows that stand for several earlier tokens
-each: to all of them, or, where the layer has an indexer, to those of its best keys. A row is key and value of all
-heads. Its last channels are turned by its position, so what is attended to is turned back by the query's.
+A token attends to the rows of a sliding window that ends with its own, and to compressed rows, each pooled from several
+earlier tokens: to all of these or, where the layer has an indexer, to those with the best keys. One row is the key and
+the value of all heads. RoPE rotates a row's last channels by its position, so outputs are rotated back by the query's.
 """
 
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ from csattn.lightning.operands.indexer import Operands, causal_lens
 from csattn.lightning.operands.rotations import rope_last
 from csattn.lightning.prefill.stream import choose_keys
 
-TOKENS = 4096  # that go through the layer together: memory for them is bounded, and a GPU is full of so many
+TOKENS = 4096  # processed at a time: this bounds memory, and is enough to fill a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class RowProjections:
-    """By which tokens become rows, or index keys, that stand for several of them."""
+    """Projections and compressor that pool several tokens into one row, or into one index key."""
 
-    kv: Tensor  # [width, hidden_size], width as of the compressor's `position_bias`
-    gate: Tensor  # likewise
+    kv: Tensor  # [width, hidden_size], width: that of the compressor's `position_bias`
+    gate: Tensor  # [width, hidden_size]
     compressor: CompressorWeights
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedIndexer:
-    """How some rows are chosen for a token: by keys, one of each row."""
+    """The indexer, which chooses compressed rows for a token by one key per row."""
 
     keys: RowProjections
     q_b: Tensor  # [num_heads * key_dim, q_rank]
@@ -44,7 +44,7 @@ class CompressedIndexer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedWeights:
-    """Of one layer: matrices of one dtype, the other arrays float32."""
+    """Weights of one layer. All matrices have one dtype; the other arrays are float32."""
 
     q_a: Tensor  # [q_rank, hidden_size]
     q_norm: Tensor  # [q_rank]
@@ -54,17 +54,17 @@ class CompressedWeights:
     out_a: Tensor  # [num_groups, out_rank, num_heads * head_dim / num_groups]
     out_b: Tensor  # [hidden_size, num_groups * out_rank]
     sinks: Tensor  # [num_heads]
-    window: int  # rows that a token sees one by one, its own among them
+    window: int  # rows of the sliding window, the token's own included
     inv_freq: Tensor  # [rope_dim // 2] of RoPE
     norm_eps: float
-    rows: RowProjections | None = None  # None: a token attends to those of its window alone
-    indexer: CompressedIndexer | None = None  # None: a token attends to all of `rows` that it may see
+    rows: RowProjections | None = None  # None: a token attends to its window only
+    indexer: CompressedIndexer | None = None  # None: a token attends to all compressed rows that it may see
 
     @classmethod
     def of(cls, attention: Any, rotary: Any) -> "CompressedWeights":
-        """Those of transformers' `DeepseekV4Attention`, in its memory; rotary: its model's `rotary_emb`.
+        """Take the weights of transformers' `DeepseekV4Attention`, matrices uncopied. rotary: its model's `rotary_emb`.
 
-        Raises ConfigError for RoPE that changes lengths, as no published model has it.
+        Raises ConfigError for RoPE that scales rows (an attention_factor other than 1), which no published model has.
         """
         compressor, rope_type = attention.compressor, attention.rope_layer_type
         if (scaling := getattr(rotary, f"{rope_type}_attention_scaling")) != 1:
@@ -97,7 +97,7 @@ class CompressedWeights:
         return len(self.sinks)
 
     def check(self) -> None:
-        """Raise ArrayError or ConfigError unless they fit together."""
+        """Raise ArrayError or ConfigError unless the weights fit together."""
         dtype, like = self.kv.dtype, self.kv
         require_array("kv", self.kv, ("head_dim", "hidden_size"), torch.bfloat16, torch.float16, torch.float32)
         require_array("sinks", self.sinks, ("num_heads",), torch.float32, like=like)
@@ -140,23 +140,23 @@ class CompressedWeights:
 
 @dataclass(frozen=True, slots=True)
 class CompressedState:
-    """What tokens of a sequence have left of themselves in such a layer, for those behind them."""
+    """What a layer keeps of a sequence's tokens for later ones."""
 
-    window: Tensor  # [min(window - 1, num_tokens), head_dim], the last rows
-    rows: Tensor  # [num_rows, head_dim], the compressed ones
+    window: Tensor  # [min(window - 1, num_tokens), head_dim], the last rows of tokens
+    rows: Tensor  # [num_rows, head_dim], the compressed rows
     keys: Tensor  # [num_rows, key_dim]; without an indexer [0, 0]
-    # [num_left, 2 * width of rows + 2 * width of keys] float32: kv and gate of the last tokens, of rows, then of keys
+    # [num_pending, 2 * width of rows + 2 * width of keys] float32: `Compressor.unfinished` of rows, then of keys
     pending: Tensor
 
 
 class CompressedAttention:
-    """The layer of one sequence, and what its tokens have left. They may come at once, in pieces, or one by one."""
+    """The layer over one sequence, with its state. Tokens may be appended all at once, in pieces, or one by one."""
 
     def __init__(self, weights: CompressedWeights) -> None:
         weights.check()
         self._weights = weights
         self._num_tokens, self._is_whole = 0, True
-        # in front of the compressed rows lie those of the window, then those of tokens that are on their way
+        # ahead of the compressed rows: the window's earlier rows, then those of up to TOKENS tokens being appended
         self._rows = _GrowingRows(weights.rows, weights.kv, front=weights.window - 1 + TOKENS)
         self._keys = None if weights.indexer is None else _GrowingRows(weights.indexer.keys, weights.kv)
 
@@ -165,7 +165,7 @@ class CompressedAttention:
 
     @property
     def state(self) -> CompressedState:
-        """Views, of which `window` changes with the next `append`, and copies."""
+        """The state so far. `pending` is a copy, the others are views; the next `append` overwrites `window`."""
         before, made = self._weights.window - 1, [self._rows] if self._keys is None else [self._rows, self._keys]
         return CompressedState(
             window=self._rows.all[before - min(before, self._num_tokens) : before],
@@ -176,10 +176,10 @@ class CompressedAttention:
 
     @torch.no_grad()
     def append(self, hidden: Tensor) -> Tensor:
-        """What the layer adds for the next tokens [num_tokens, hidden_size], which are normed: likewise.
+        """Return what the layer adds to the residual stream for the next tokens: [num_tokens, hidden_size].
 
-        Raises ArrayError for another width, dtype or device than that of its weights, and ConfigError behind a call
-        that failed in its middle, for want of memory, say.
+        hidden: [num_tokens, hidden_size], after the layer's norm. Raises ArrayError unless width, dtype and device are
+        those of the weights, and ConfigError after a call that failed midway, for example for lack of memory.
         """
         weights = self._weights
         require_array("hidden", hidden, ("num_tokens", weights.kv.shape[1]), weights.kv.dtype, like=weights.kv)
@@ -209,13 +209,13 @@ class CompressedAttention:
         return linear(torch.einsum("tgi,gri->tgr", groups, weights.out_a).flatten(1), weights.out_b)
 
     def _seen_of_window(self, num_tokens: int) -> Tensor:
-        """Where the rows lie that each token sees one by one: [num_tokens, window] int32, -1: none."""
+        """Return the indices of the window's rows that each token sees: [num_tokens, window] int32, -1: none."""
         window, device = self._weights.window, self._weights.kv.device
         at = torch.arange(num_tokens, device=device)[:, None] + torch.arange(window, device=device)
         return torch.where(at + self._num_tokens >= window - 1, at, -1).to(torch.int32)
 
     def _seen_compressed(self, hidden: Tensor, latents: Tensor, positions: Tensor) -> Tensor:
-        """Where the compressed rows lie that each token attends to: [num_tokens, n] int32, -1: none."""
+        """Return the indices of the compressed rows that each token attends to: [num_tokens, n] int32, -1: none."""
         num_rows, indexer, first = self._rows.num_rows, self._weights.indexer, self._num_tokens
         if self._weights.rows is None:
             return torch.empty(len(hidden), 0, dtype=torch.int32, device=hidden.device)
@@ -238,32 +238,32 @@ class CompressedAttention:
         return (normed if weight is None else weight * normed).to(x.dtype)
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The last channels, by RoPE."""
+        """Return x with its last channels rotated by RoPE."""
         return rope_last(x, positions, self._weights.inv_freq, interleaved=True)
 
 
 class _GrowingRows:
-    """Rows that stand for several tokens each, as they come, behind some that the caller fills."""
+    """A growing array of compressed rows, after `front` rows that the caller fills."""
 
     def __init__(self, of: RowProjections | None, like: Tensor, front: int = 0) -> None:
-        """of: None: none come. like: of the dtype, and then [head_dim, any]."""
+        """of: None: no compressed rows come; rows have len(like) channels. like: an array of the dtype and device."""
         self._of, self.front, self.num_rows = of, front, 0
         self._compressor = None if of is None else Compressor(of.compressor)
         self._room = like.new_zeros(front, len(like) if of is None else of.compressor.head_dim)
 
     @property
     def all(self) -> Tensor:
-        """[front + num_rows, head_dim] like the projection's weights."""
+        """All rows, those of the caller first: [front + num_rows, head_dim], of the dtype of `like`."""
         return self._room[: self.front + self.num_rows]
 
     @property
     def unfinished(self) -> tuple[Tensor, Tensor]:
-        """See `Compressor`."""
+        """As of `Compressor`; empty where no compressed rows come."""
         nothing = self._room[:0, :0].float()
         return (nothing, nothing) if self._compressor is None else self._compressor.unfinished
 
     def append(self, hidden: Tensor) -> None:
-        """Of the tokens, and of those before them that had not filled a row."""
+        """Append the rows that these tokens complete, with the earlier ones that had not filled a row."""
         if self._of is None or self._compressor is None:
             return
         projected = [linear(hidden, weight).float() for weight in (self._of.kv, self._of.gate)]
@@ -277,7 +277,7 @@ class _GrowingRows:
 
 
 def _projections_of(module: Any, rotary: Any) -> RowProjections:
-    """module: transformers' `DeepseekV4CSACompressor`, its indexer, or a `DeepseekV4HCACompressor`."""
+    """Take the projections of transformers' `DeepseekV4CSACompressor`, its indexer, or a `DeepseekV4HCACompressor`."""
     weights = CompressorWeights(
         position_bias=module.position_bias.detach().float(),
         norm_weight=module.kv_norm.weight.detach().float(),

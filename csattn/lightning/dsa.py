@@ -1,13 +1,13 @@
-"""DeepSeek Sparse Attention while decoding: score all keys in FP8, choose exactly, attend to what is chosen.
+"""DeepSeek Sparse Attention (DSA) for decoding: score all keys in FP8, choose the exact top-k, attend to these rows.
 
 The two operators have the signatures of the FlashInfer contest of MLSys 2026, where they are called
 `dsa_topk_indexer_fp8_h64_d128_topk2048_ps64` and `dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64`; `DsaDecoder`
-makes steps of both.
+combines both into decode steps.
 
-What only Blackwell can do is not here. It would go to two places. Products of FP8 keys whose sums stay in tensor memory
-while another warp weighs and adds them up (`tcgen05.mma`, TMEM) belong in `paged.triton_kernels._score_kernel`, where
-Hopper's matrix instruction occupies the warps that also do the sum. The two products of attention belong in
-`mla.triton_kernels._attend_kernel`. FP4 keys with block scales would need a cache format of their own besides.
+Nothing here uses Blackwell's own instructions (`tcgen05.mma`, TMEM). They would go to two places. In
+`paged.triton_kernels._score_kernel`, the products of FP8 keys could stay in tensor memory while another warp weighs and
+sums them; wgmma occupies the warps that also do the sum. In `mla.triton_kernels._attend_kernel`, they would compute the
+two products of attention. FP4 keys with block scales would also need a cache format of their own.
 """
 
 from dataclasses import dataclass
@@ -42,13 +42,13 @@ def dsa_topk_indexer(
     order: Order = "position",
     scores: Tensor | None = None,  # [batch_size, max_num_pages * 64] float32, overwritten
     out: Tensor | None = None,  # [batch_size, num_chosen] int32
-    next_rows: tuple[Tensor, ...] = (),  # up to two caches [num_pages * 64, width] that are read next, where keys lie
+    next_rows: tuple[Tensor, ...] = (),  # up to two caches [num_pages * 64, width] to prefetch, see `topk.grouped`
 ) -> Tensor:
-    """Where the best keys of each sequence lie: [batch_size, num_chosen] int32, page * 64 + row, -1 padded.
+    """Return the cache slots of each sequence's best keys: [batch_size, num_chosen] int32, page * 64 + row, -1 padded.
 
-    Of a sequence of up to num_chosen keys all are chosen, in the order of the sequence without a look at them
-    (order="position"); with order="score", best first as torch.topk has them. Pages that the cache does not have are
-    refused where they are a sequence's, but on a GPU, where nothing waits for a look at them.
+    order="position" gives them in the order of the sequence; a sequence of up to num_chosen keys is then chosen whole,
+    without being scored. order="score" gives the best first, as torch.topk does. A sequence's page that the cache does
+    not have raises ArrayError on the CPU; on a GPU it is not checked, which would be a synchronization.
     """
     keys = KeyPages.of_cache(k_index_cache_fp8)
     all_chosen = num_chosen if order == "position" else 0
@@ -78,16 +78,16 @@ def dsa_sparse_attention(
     sparse_indices: Tensor,  # [num_tokens, top_k] int32, page * 64 + row, -1: none
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output [num_tokens, num_heads, 512] like q_nope and log-sum-exp [num_tokens, num_heads] float32, base 2.
+    """Attend to the chosen rows: output [num_tokens, num_heads, 512] like q_nope, and log-sum-exp.
 
-    A token without rows gets 0 and -inf.
+    The log-sum-exp is [num_tokens, num_heads] float32, base 2. A token without rows gets 0 and -inf.
     """
     ckv, kpe = flat_rows("ckv_cache", ckv_cache), flat_rows("kpe_cache", kpe_cache)
     return sparse_mla(q_nope, q_pe, ckv, kpe, sparse_indices, sm_scale, lse_unit=LOG2_E)
 
 
 def flat_rows(name: str, cache: Tensor) -> Tensor:
-    """A paged cache as rows: [num_pages, 64, width] -> [num_pages * 64, width], in its memory."""
+    """Return a view of a paged cache as rows: [num_pages, 64, width] -> [num_pages * 64, width]."""
     is_paged = cache.dim() == 3 and cache.shape[1] == PAGE_SIZE
     if not is_paged or cache.stride(2) != 1 or cache.stride(0) != PAGE_SIZE * cache.stride(1):
         raise ArrayError(
@@ -99,7 +99,7 @@ def flat_rows(name: str, cache: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DsaShape:
-    """Of all steps of a decoder."""
+    """Sizes of all steps of a `DsaDecoder`."""
 
     batch_size: int
     max_len: int  # of a sequence, in tokens
@@ -110,7 +110,7 @@ class DsaShape:
     rope_dim: int = 64
     num_index_heads: int = 64
     top_k: int = TOP_K
-    hisa: HisaConfig | None = None  # look at blocks of keys first; None: at all keys
+    hisa: HisaConfig | None = None  # choose blocks of keys first; None: score all keys
 
     @property
     def max_pages(self) -> int:
@@ -118,11 +118,11 @@ class DsaShape:
 
 
 class DsaDecoder:
-    """Steps of one layer for a batch, in memory that never moves: a step may be captured as a graph and replayed.
+    """Decode steps of one layer for a batch, at fixed addresses: a step can be captured as a CUDA graph and replayed.
 
-    The caller writes queries, lengths and tables into the attributes, keys and rows into the caches, calls `step` or
-    replays it, and reads `out`, `lse` and `indices`. Nothing of a step waits for the device or looks at a value on the
-    host. Four launches: score, choose, attend, merge; with HISA four more.
+    The caller writes queries, lengths and block tables into the attributes, and keys and rows into the caches; calls
+    `step` or replays it; and reads `out`, `lse` and `indices`. A step on a GPU neither synchronizes nor reads values on
+    the host. Four launches: score, choose, attend, merge; with HISA four more.
     """
 
     def __init__(self, shape: DsaShape, device: torch.device) -> None:
@@ -130,7 +130,7 @@ class DsaDecoder:
             require_at_least(name, getattr(shape, name), 1)
         require_at_least("top_k", shape.top_k, 1, None if shape.hisa is None else shape.hisa.pool_len)
         if shape.hisa is not None:
-            require_at_least("block_size", shape.hisa.block_size, PAGE_SIZE)  # a power of two: of whole pages
+            require_at_least("block_size", shape.hisa.block_size, PAGE_SIZE)  # a power of two, hence whole pages
         rows, heads = shape.batch_size, shape.num_heads
         self.shape = shape
         self.q_index = torch.zeros(rows, shape.num_index_heads, HEAD_DIM, dtype=FP8, device=device)
@@ -154,15 +154,15 @@ class DsaDecoder:
 
     def step(
         self,
-        key_cache: Tensor,  # [num_pages, 64, 1, 132] uint8 or int8; the step's own tokens are in it
+        key_cache: Tensor,  # [num_pages, 64, 1, 132] uint8 or int8, with the keys of this step's tokens
         ckv_cache: Tensor,  # [num_pages, 64, latent_dim]
         kpe_cache: Tensor,  # [num_pages, 64, rope_dim]
     ) -> None:
-        """Enqueue choice and attention of every sequence."""
+        """Enqueue the choice of keys and the attention of every sequence."""
         require_array("key_cache", key_cache, ("num_pages", PAGE_SIZE, 1, TOKEN_BYTES), like=self.q_index)
         ckv, kpe = flat_rows("ckv_cache", ckv_cache), flat_rows("kpe_cache", kpe_cache)
         for name, cache in (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
-            if len(cache) < len(key_cache):  # keys beyond would be chosen, and then skipped
+            if len(cache) < len(key_cache):  # keys of later pages would be chosen, and then skipped
                 raise ArrayError(f"{name} has {len(cache)} pages; wanted as many as key_cache has, {len(key_cache)}")
         self._choose(key_cache, (ckv, kpe))
         scale = self.shape.softmax_scale

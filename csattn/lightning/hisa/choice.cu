@@ -1,15 +1,16 @@
-// HISA's candidates: of each query the first and the last blocks that it sees, and the best of the rest.
+// Chooses HISA's candidates: for each query the first and the last blocks that it sees, and the best of the others.
 //
-// A block of threads has a query; a thread keeps the scores of neighbouring blocks in registers. The bar, which as many
-// reach as are wanted, is found bit by bit; of blocks at the bar the first are chosen.
+// A thread block has one query; a thread keeps the scores of neighbouring key blocks in registers. The bar, a threshold
+// that the wanted number of scores reach, is found bit by bit (radix select); of scores equal to it the first are
+// chosen.
 //
-// Where lists are wanted, each candidate also gets the query: at most ITEM_QUERIES of a list are an item.
+// If lists are given, the query is also listed at each candidate. A list is cut into items of up to ITEM_QUERIES.
 //
-// Compiled for THREADS, EACH, the blocks of a thread, and ITEM_QUERIES.
+// Compiled for THREADS, EACH (key blocks of a thread) and ITEM_QUERIES.
 
 #include "../topk/entries.cuh"
 
-// The queries of each block, as `score.cu` takes them.
+// The queries of each block, as `score.cu` reads them.
 struct Lists {
     int *entries, *counts, *items, *num_items;  // entries: may be null
     int num_queries;
@@ -39,14 +40,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
     long long block_size,
     long long first_blocks,
     long long last_blocks,
-    int* __restrict__ candidates,      // [queries, wanted], written: ascending, -1 behind them
+    int* __restrict__ candidates,      // [queries, wanted], written: ascending, then -1
     long long wanted,
-    int* __restrict__ num_keys,        // [queries], written: that a query sees of its candidates
+    int* __restrict__ num_keys,        // [queries], written: keys that a query sees in its candidates
     int* entries,                      // [blocks, queries], or null: places of candidates, written
-    int* counts,                       // [blocks + 1], counted up: entries of each block; how many items there are
-    int* items,                        // written: block * lists of ITEM_QUERIES + which of those, all with entries
+    int* counts,                       // [blocks + 1], added to: entries of each block; then the number of items
+    int* items,                        // written: block * most items of a block + the item's number, in any order
     long long listed_blocks,
-    long long longer_than              // queries that see no more keys are in no list
+    long long longer_than              // queries with no more keys than this are in no list
 ) {
     __shared__ u32 scratch[3][WARPS];
     wait_then_let_next_start();
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
 #pragma unroll
     for (int i = 0; i < EACH; ++i) above += keys[i] > bar, same += keys[i] == bar && first + i < end;
     const u32 room = wanted - sum_of_all(above, scratch[2]);
-    above = sum_before(above, scratch[0]), same = sum_before(same, scratch[1]);  // apart: there may be more than 2 ** 16
+    above = sum_before(above, scratch[0]), same = sum_before(same, scratch[1]);  // not packed: may exceed 2 ** 16
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int block = first + i;

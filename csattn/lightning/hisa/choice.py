@@ -1,4 +1,4 @@
-"""HISA's candidates on a CUDA device, in one launch: `choice.cu`."""
+"""The choice of HISA's candidate blocks on a CUDA device, in one launch: `choice.cu`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +9,18 @@ from torch import Tensor
 from csattn.cuda import cuda_kernel
 
 SOURCE = Path(__file__).with_name("choice.cu")
-FEW_THREADS, MANY_THREADS = 128, 1024  # of a query
-MANY_BLOCKS = 4096  # that more threads choose from
+FEW_THREADS, MANY_THREADS = 128, 1024  # per query
+MANY_BLOCKS = 4096  # above this, MANY_THREADS are used
 ITEM_QUERIES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLists:
-    """Which queries look into a block. At most ITEM_QUERIES of a list are an item; items come in any order."""
+    """The queries that each block is a candidate of. Lists are cut into items of up to ITEM_QUERIES, in any order."""
 
-    entries: Tensor  # [num_blocks, num_queries] int32: query * candidates of a query + which of them the block is
-    counts: Tensor  # [num_blocks + 2] int32: entries of each list; how many items there are; how many are taken
-    items: Tensor  # int32: block * lists of ITEM_QUERIES that a block may have + which of those
+    entries: Tensor  # [num_blocks, num_queries] int32: query * candidates of a query + the block's number among them
+    counts: Tensor  # [num_blocks + 2] int32: entries of each list; then numbers of items, and of items taken
+    items: Tensor  # int32: block * most items of a block + the item's number in its block
 
     @classmethod
     def empty(cls, num_blocks: int, num_queries: int, device: torch.device) -> "BlockLists":
@@ -31,17 +31,17 @@ class BlockLists:
 
 
 def choose_candidates(
-    scores: Tensor,  # [num_queries, max_blocks] float32, rows any distance apart; of blocks that a query sees
+    scores: Tensor,  # [num_queries, max_blocks] float32, rows of any stride; of blocks that a query sees
     kv_lens: Tensor,  # [num_queries] int32
     block_size: int,
-    ends: tuple[int, int],  # blocks that are always chosen: of the first, and of the last that a query sees
+    ends: tuple[int, int],  # how many of the first and of the last blocks that a query sees are always chosen
     candidates: Tensor,  # [num_queries, num_blocks] int32, written
-    num_keys: Tensor,  # [num_queries] int32, written
+    num_keys: Tensor,  # [num_queries] int32, written: keys that a query sees in its candidates
     *,
-    lists: BlockLists | None = None,  # empty; written
-    longer_than: int = 0,  # queries that see no more keys are in no list
+    lists: BlockLists | None = None,  # written; empty before
+    longer_than: int = 0,  # queries with no more keys than this are in no list
 ) -> None:
-    """As `reference.best_blocks_reference`, on torch's current stream; the scores stay as they are."""
+    """As `reference.best_blocks_reference`, on torch's current stream; the scores are not changed."""
     num_queries, max_blocks = scores.shape
     if not num_queries:
         return

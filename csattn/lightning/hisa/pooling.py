@@ -1,7 +1,7 @@
 """HISA's block keys: the mean of a block's index keys, again in FP8 (arXiv:2603.28458).
 
-Keys are added up one after the other in float32, in their order, so that a mean kept token by token has the bits of one
-made from scratch. A block that is not full yet has the mean of what it has.
+Keys are summed in float32, in their order, so that a mean updated token by token has the bits of one made from scratch.
+A block that is not full has the mean of its keys so far.
 """
 
 import torch
@@ -12,7 +12,7 @@ from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.operands.quantise import FP8, FP8_MAX, MEAN_LEAST_SCALE
 from csattn.lightning.paged.score import KeyPages
 
-PAGE_SIZE = 64  # block keys of a page
+PAGE_SIZE = 64  # block keys per page
 
 
 def pool_keys(
@@ -20,7 +20,10 @@ def pool_keys(
     key_scale: Tensor,  # [num_keys] float32
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Block keys [num_blocks, head_dim] float8_e4m3fn and scales [num_blocks] float32; the last block as it is."""
+    """Return block keys [num_blocks, head_dim] float8_e4m3fn and scales [num_blocks] float32.
+
+    The last block may be partial.
+    """
     num_keys = len(k)
     num_full = num_keys // block_size
     keys = k.float() * key_scale[:, None]
@@ -36,9 +39,9 @@ def pool_keys(
 
 
 class PooledKeys:
-    """The block keys of the sequences of a batch, in memory that never moves.
+    """The block keys of a batch's sequences, at fixed addresses.
 
-    A step appends one key to every sequence without waiting for the device, so that a graph may capture it.
+    `append` adds one key to every sequence without synchronizing, so that a CUDA graph can capture it.
     """
 
     def __init__(self, batch_size: int, max_len: int, block_size: int, head_dim: int, device: torch.device) -> None:
@@ -66,7 +69,7 @@ class PooledKeys:
         return KeyPages(self._values.view(-1, PAGE_SIZE, head_dim), self._scales.view(-1, PAGE_SIZE))
 
     def load(self, row: int, k: Tensor, key_scale: Tensor) -> None:
-        """Replace a sequence by these keys: [num_keys, head_dim] and scales [num_keys] float32."""
+        """Replace the keys of sequence `row`: k [num_keys, head_dim] and scales [num_keys] float32."""
         require_at_least("row", row, 0, len(self._lens) - 1)
         require_array("k", k, ("num_keys", self._sums.shape[1]), like=self._sums)
         require_array("key_scale", key_scale, (len(k),), torch.float32, like=self._sums)
@@ -81,14 +84,14 @@ class PooledKeys:
             self._sums[row] += key
 
     def append(self, k: Tensor, key_scale: Tensor) -> None:
-        """The next key of every sequence: [batch_size, head_dim] and scales [batch_size] float32.
+        """Append the next key of every sequence: [batch_size, head_dim] and scales [batch_size] float32.
 
-        What finds no room is left out of the block keys; nothing else changes.
+        Keys beyond max_len do not change the block keys.
         """
         require_array("k", k, tuple(self._sums.shape), like=self._sums)
         require_array("key_scale", key_scale, (len(k),), torch.float32, like=self._sums)
         if k.device.type == "cuda":
-            from csattn.lightning.hisa.triton_kernels import append_on_device  # Triton is only where a GPU is
+            from csattn.lightning.hisa.triton_kernels import append_on_device  # needs Triton: GPU only
 
             state = self._sums, self._lens, self._values, self._scales
             append_on_device(k, key_scale, self.block_size, self._max_len, *state)

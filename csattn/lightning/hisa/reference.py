@@ -11,12 +11,12 @@ def best_blocks_reference(
     scores: Tensor,  # [num_queries, max_blocks] float32, overwritten
     kv_lens: Tensor,  # [num_queries] int32
     block_size: int,
-    ends: tuple[int, int],  # blocks that are always chosen: of the first, and of the last that a query sees
+    ends: tuple[int, int],  # how many of the first and of the last blocks that a query sees are always chosen
     num_chosen: int,
 ) -> tuple[Tensor, Tensor]:
-    """The first and last blocks, and the best of the rest: [num_queries, num_chosen] int32, ascending, -1 padded.
+    """Return the first, the last and the best other blocks: [num_queries, num_chosen] int32, ascending, -1 padded.
 
-    Also, how many keys a query sees of them: [num_queries] int32.
+    Return also how many keys each query sees in them: [num_queries] int32.
     """
     num_blocks = num_blocks_reference(kv_lens, block_size)
     block = torch.arange(scores.shape[1])
@@ -35,10 +35,10 @@ def candidate_pages_reference(
     numbers = (candidates[..., None] * each + torch.arange(each, dtype=torch.int32)).flatten(1)
     there = (numbers >= 0) & (numbers * page_size < kv_lens[:, None]) & (numbers < pages.shape[1])
     if not pages.shape[1]:
-        pages = pages.new_zeros(len(pages), 1)  # `gather` looks even where it is not wanted
+        pages = pages.new_zeros(len(pages), 1)  # `gather` reads masked places, too
     return torch.where(there, pages.gather(1, torch.where(there, numbers, 0).long()), SENTINEL)
 
 
 def num_blocks_reference(kv_lens: Tensor, block_size: int) -> Tensor:
-    """The blocks that each query sees: [num_queries] int32."""
+    """Return how many blocks each query sees: [num_queries] int32."""
     return (kv_lens + (block_size - 1)) // block_size

@@ -1,12 +1,12 @@
-// Scores of HISA's candidates on Hopper's matrix units: a block of keys and the queries that it is a candidate of.
+// Scores of HISA's candidates on Hopper's tensor cores: a block of keys with the queries that it is a candidate of.
 //
-// An item is a block and up to 32 of its queries. Its keys stay in shared memory, while the queries, with all of their
-// heads, go by in tiles of COLUMNS pairs of a query and a head: of a candidate the query is read, which is half as many
-// bytes as its keys are. Two warpgroups have every second tile and take turns at the matrix units, 64 keys at a time; a
-// third has the warp that fetches. A score has the bits that `write_scores` gives it.
+// An item is a block and up to 32 of its queries. Its keys stay in shared memory while the queries, with all of their
+// heads, are streamed in tiles of COLUMNS pairs of a query and a head: for each candidate a query is read, which has
+// half as many bytes as the keys. Two warpgroups have alternate tiles and take turns at wgmma, 64 keys at a time; one
+// warp of a third loads. A score has the bits that `write_scores` gives it.
 //
-// Compiled for what `score/hopper.cu` is compiled for, whose products and sums these are; and for BLOCK_KEYS, of a block,
-// and ITEM_QUERIES.
+// Compiled for what `score/hopper.cu` is compiled for, whose products and sums are used; and for BLOCK_KEYS (of a
+// block) and ITEM_QUERIES.
 
 #include "../score/warpgroups.cuh"
 
@@ -26,9 +26,9 @@ struct Work {
     int num_queries, num_candidates, num_keys;
 };
 
-// Queries that go by together. An item has an even number of tiles: the last may be without queries.
+// Queries that are scored together. An item has an even number of tiles: the last may be without queries.
 struct Tile {
-    int block;  // negative: there is no tile, and will be none
+    int block;  // negative: no more tiles
     int count;  // of queries
     u32 item;
     bool is_first, is_last;  // of its group's tiles of the item
@@ -69,7 +69,7 @@ __device__ void fetch_keys(Shared& s, const Work& of, int block, u32 item) {
                  block * BLOCK_KEYS + part * KEYS, here);
 }
 
-// A lane fetches the query whose scores go to its place.
+// Loads a tile: each lane loads the query whose scores go to its place.
 __device__ void fetch_tile(Shared& s, const Work& of, const Tile& about, int place, u32 number) {
     const int lane = threadIdx.x % 32, stage = number % STAGES;
     const bool mine = lane < about.count;
@@ -95,7 +95,7 @@ __device__ void fetch_tile(Shared& s, const Work& of, const Tile& about, int pla
 
 __device__ void fetch(Shared& s, const Work& of) {
     const int lane = threadIdx.x % 32;
-    u32 number = 0;  // of a tile
+    u32 number = 0;  // tiles of the thread block so far
     Tile tile{};
     for (tile.item = 0;; ++tile.item) {
         const Item item = take_item(of);
@@ -131,7 +131,7 @@ struct Mine {
     }
 };
 
-// Scores that are left to be written while the next ones are multiplied. row: of the first, in its block.
+// Scores that are written while the next products are computed. row: of the first key, in its block.
 struct Pending {
     Sums sums;
     int places[OWNED], row;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void write(const Work& of, const Pending& pending) {
     }
 }
 
-// The scores of a tile's queries and of the block's keys, when all have come. scales: of a thread's keys.
+// Scores a tile's queries and the block's keys, once both are loaded. scales: of the thread's keys.
 __device__ __forceinline__ void score_tile(Shared& s, const Work& of, const float (&scales)[PARTS][2],
                                            const Owner& owner, Pending& pending, int group, u32 stage) {
     const u32 at = s.tiles[stage].item % 2;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void score_tile(Shared& s, const Work& of, const floa
         float products[128];
         wait_for_turn(group);
         multiply_tile(products, s.keys[at][part], s.columns[stage]);
-        give_turn_to(1 - group);  // when most are done was measured to be slower by 4 %
+        give_turn_to(1 - group);  // giving it when most products are done was 4 % slower
         write(of, pending);
         wait_for_products<0>(products);
         Partial partial;
@@ -180,7 +180,7 @@ __device__ void score(Shared& s, const Work& of, int group) {
     for (int i = 0; i < OWNED; ++i) pending.places[i] = -1;
     if (group == 1) give_turn_to(0);
     for (u32 number = group;; number += 2) {
-        const u32 stage = __shfl_sync(ALL_LANES, number % STAGES, 0);  // lets the compiler know that a warp has one
+        const u32 stage = __shfl_sync(ALL_LANES, number % STAGES, 0);  // tells the compiler that a warp has one
         wait_for(&s.here[stage], number / STAGES % 2);
         const Tile& tile = s.tiles[stage];
         if (tile.block < 0) break;
@@ -211,15 +211,15 @@ __device__ void score(Shared& s, const Work& of, int group) {
 }  // namespace hisa
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) score_candidates(
-    const __grid_constant__ TensorMap columns,  // in boxes of a query
+    const __grid_constant__ TensorMap columns,  // in boxes of one query
     const __grid_constant__ TensorMap keys,
     const float* __restrict__ weights,    // [num_queries, HEADS]
     const float* __restrict__ key_scale,  // [num_keys]
-    const int* __restrict__ lists,        // [blocks, num_queries]: query * num_candidates + which candidate it is
-    const int* __restrict__ counts,       // [blocks], of what is in a list
-    const int* __restrict__ items,        // block * parts of 32 of a list + which of those
+    const int* __restrict__ lists,        // [blocks, num_queries]: query * num_candidates + the candidate's number
+    const int* __restrict__ counts,       // [blocks]: entries of each list
+    const int* __restrict__ items,        // block * most items of a block + the item's number in its block
     const int* __restrict__ num_items,
-    int* __restrict__ taken,              // of the items; 0 before
+    int* __restrict__ taken,              // how many items are taken; 0 on entry
     float* __restrict__ out,              // [num_queries, num_candidates, BLOCK_KEYS]
     long long num_queries,
     long long num_candidates,

@@ -1,7 +1,7 @@
-"""Scores of HISA's candidates on Hopper's matrix units: `score.cu`.
+"""Scores of HISA's candidates on Hopper's tensor cores (wgmma): `score.cu`.
 
-Blocks go by, and of each the queries that it is a candidate of: a query of 64 heads is half as many bytes as a block of
-128 keys, and those bytes come from L2.
+The kernel loads a block of keys, then the queries that it is a candidate of: a query of 64 heads has half as many bytes
+as a block of 128 keys, and these come from L2.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ _ROOM_BYTES = 220 << 10  # of shared memory, for keys and queries
 
 
 def suits(operands: Operands, block_size: int) -> bool:
-    """Whether the kernel can score: what Hopper's own kernels take, and blocks of which two fit beside the queries."""
+    """Whether the kernel supports the operands: as `hopper.suits`, and two blocks must fit beside the queries."""
     return (
         operands.key_scale is not None
         and block_size in BLOCK_SIZES
@@ -32,7 +32,7 @@ def suits(operands: Operands, block_size: int) -> bool:
 
 
 def score_blocks(operands: Operands, kv_lens: Tensor, block_size: int) -> Tensor:
-    """Scores of block keys, which `operands` holds: [num_queries, whole tiles of 64] float32.
+    """Return scores of block keys, the keys of `operands`: [num_queries, whole tiles of 64] float32.
 
     Those of blocks that none of a tile's queries sees are not written.
     """
@@ -52,9 +52,9 @@ def score_candidates(
     num_candidates: int,  # of a query
     lists: BlockLists,  # of all blocks
 ) -> Tensor:
-    """Scores [num_queries, num_candidates * block_size] float32, with the bits of `score.hopper.write_scores`.
+    """Return scores [num_queries, num_candidates * block_size] float32, with the bits of `score.hopper.write_scores`.
 
-    Those of what is in no list are not written.
+    Those of candidates in no list are not written.
     """
     num_queries = len(operands.q)
     out = torch.empty(num_queries, num_candidates * block_size, device=operands.q.device)
@@ -81,14 +81,14 @@ def score_candidates(
 
 
 def defines_for(dtype: torch.dtype, num_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """The macros that the kernel is compiled with."""
     stages = _stages(block_size, head_dim * dtype.itemsize)
     own = {"STAGES": stages, "BLOCK_KEYS": block_size, "ITEM_QUERIES": ITEM_QUERIES}
     return hopper.defines_for(dtype, num_heads, head_dim) | own
 
 
 def _stages(block_size: int, row_bytes: int) -> int:
-    """Tiles of queries in shared memory: an even number."""
+    """How many tiles of queries fit in shared memory: an even number."""
     return (_ROOM_BYTES - 2 * block_size * row_bytes) // (2 * hopper.COLUMNS * (row_bytes + 4)) * 2
 
 
@@ -96,6 +96,6 @@ def _kernel(dtype: torch.dtype, num_heads: int, head_dim: int, block_size: int) 
     defines = defines_for(dtype, num_heads, head_dim, block_size)
     row_bytes = head_dim * dtype.itemsize
     stages_bytes = defines["STAGES"] * hopper.COLUMNS * (row_bytes + 4)
-    # the first is for alignment, the last for what is said of tiles, and barriers
+    # 1024 for alignment, 2048 for descriptions of tiles and mbarriers
     shared_bytes = 1024 + stages_bytes + 2 * block_size * row_bytes + 2048
     return cuda_kernel(SOURCE, "score_candidates", defines, shared_bytes, early_start=True, architecture="sm_90a")

@@ -1,6 +1,6 @@
-"""HISA (arXiv:2603.28458): a learned indexer that looks at blocks of keys first, then at the keys of the best blocks.
+"""HISA (arXiv:2603.28458): a learned indexer that scores blocks of keys first, then the keys of the best blocks.
 
-What it chooses has the form of what DSA chooses, and is the same wherever the candidates cover all keys of a query.
+Its choice has the form of DSA's, and is the same wherever the best blocks (candidates) cover all keys of a query.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ _FEW_BLOCKS, _FEW_KEYS = 64, 32768  # the paper's candidates, and how many keys 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HisaConfig:
-    """Which blocks are looked into. The final paper always takes the first and the last, its first version 1 and 2."""
+    """Which blocks are candidates. The final paper always takes the first and the last, its first version 1 and 2."""
 
     block_size: int = 128
-    num_blocks: int = _FEW_BLOCKS  # candidates of a query
+    num_blocks: int = _FEW_BLOCKS  # candidates per query
     first_blocks: int = 1  # always among them
-    last_blocks: int = 1  # always among them, of the blocks that a query sees: its own, and before
+    last_blocks: int = 1  # always among them: the last that a query sees, its own included
 
     def __post_init__(self) -> None:
         require_at_least("block_size", self.block_size, 1)
@@ -45,7 +45,7 @@ class HisaConfig:
 
     @classmethod
     def for_prefix(cls, num_keys: int) -> "HisaConfig":
-        """For queries that see about so many keys: 64 blocks up to 32K, beyond that as their square root grows.
+        """Return a config for queries of about num_keys keys: 64 blocks up to 32K, growing as the square root beyond.
 
         The more blocks there are, the more of them look good by chance: on the structured keys of `bench.lightning`, an
         overlap with DSA of 0.994 takes 52, 80 and 113 blocks at 32K, 64K and 128K.
@@ -55,23 +55,23 @@ class HisaConfig:
 
     @property
     def pool_len(self) -> int:
-        """Keys of all candidates."""
+        """How many keys the candidates of a query have."""
         return self.block_size * self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedKeys:
-    """The keys that queries see, and the block keys over them. A page of keys divides a block, or is one."""
+    """The keys that queries see, and their block keys. A block is one page of keys, or several."""
 
     keys: KeyPages
     pages: Tensor  # [num_queries, max_pages] int32, of each query's keys
     block_keys: KeyPages
     block_pages: Tensor  # [num_queries, max_block_pages] int32, of each query's block keys
-    in_order: bool = False  # there is one sequence, and its pages are all of the keys, the first first
+    in_order: bool = False  # there is one sequence, whose pages are all of `keys`, in order
 
     @classmethod
     def of_operands(cls, operands: Operands, block_size: int) -> "BlockedKeys":
-        """One sequence whose keys lie side by side; all queries see the same pages."""
+        """Return blocks of one sequence with contiguous keys; all queries see the same pages."""
         num_queries, device = len(operands.q), operands.q.device
         keys = KeyPages.of_keys(operands, block_size)
         scale = operands.key_scale
@@ -88,7 +88,7 @@ def hisa_top_k(
     q: Tensor,  # [num_queries, num_heads, head_dim], like the keys
     weights: Tensor,  # [num_queries, num_heads] float32
     blocked: BlockedKeys,
-    kv_lens: Tensor,  # [num_queries] int32: keys that each query sees, the first of its pages, no more than these hold
+    kv_lens: Tensor,  # [num_queries] int32: how many keys each query sees, the first ones of its pages
     k: int,
     config: HisaConfig,
     *,
@@ -96,10 +96,10 @@ def hisa_top_k(
     physical: bool = False,  # whether indices are page * page_size + row instead of positions in the sequence
     out: Tensor | None = None,  # [num_queries, k] int32
 ) -> Tensor:
-    """The best keys within the best blocks: indices [num_queries, k] int32, -1 padded, in an order of `top_k`'s.
+    """Return the best keys of the best blocks: indices [num_queries, k] int32, -1 padded, ordered as by `top_k`.
 
-    Pages of keys that a query sees and that are not there are refused, but on a GPU, where nothing waits for a look at
-    them.
+    A page with keys that a query sees raises ArrayError on the CPU if it does not exist; on a GPU it is not checked,
+    which would synchronize.
     """
     require_at_least("k", k, 1, config.pool_len)
     require_array("pages", blocked.pages, (len(q), "max_pages"), torch.int32, like=q, rows_apart=True)
@@ -108,7 +108,7 @@ def hisa_top_k(
             f"block_size is {config.block_size}, and the block keys are of {blocked.keys.page_size} keys; make them "
             f"by BlockedKeys.of_operands(operands, {config.block_size})"
         )
-    all_chosen = k if order == "position" else 0  # no more keys than that are chosen without a look at them
+    all_chosen = k if order == "position" else 0  # queries with no more keys than this are not scored
     lists = None
     operands = _one_sequence(q, weights, blocked.keys) if blocked.in_order else None
     if operands is not None and _suits_hopper(operands, config.block_size):
@@ -117,7 +117,7 @@ def hisa_top_k(
     require_pages("pages", blocked.pages, kv_lens, blocked.keys)
     where, page_size = blocks, config.block_size
     if operands is not None and lists is not None:
-        from csattn.lightning.hisa.score import score_candidates  # Triton is only where a GPU is
+        from csattn.lightning.hisa.score import score_candidates  # needs Triton: GPU only
 
         scores = score_candidates(operands, config.block_size, config.num_blocks, lists)
     else:
@@ -135,17 +135,17 @@ def choose_blocks(
     kv_lens: Tensor,
     config: HisaConfig,
     *,
-    lists: BlockLists | None = None,  # on a GPU: empty, written
-    longer_than: int = 0,  # queries that see no more keys are in no list
+    lists: BlockLists | None = None,  # on a GPU: written; empty before
+    longer_than: int = 0,  # queries with no more keys than this are in no list
 ) -> tuple[Tensor, Tensor]:
-    """The candidates of each query, and how many keys it sees of them. Arguments: `hisa_top_k`; result: `best_blocks`.
+    """Return the candidates of each query, and how many keys it sees in them, as `best_blocks` does.
 
-    Only the last block of a sequence may be short, and it comes last.
+    The other arguments are those of `hisa_top_k`. Only the last block of a sequence may be partial, and it comes last.
     """
     require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
     operands = _one_sequence(q, weights, blocked.block_keys) if blocked.in_order else None
     if operands is not None and _suits_hopper(operands, PAGE_SIZE):
-        from csattn.lightning.hisa.score import score_blocks  # Triton is only where a GPU is
+        from csattn.lightning.hisa.score import score_blocks  # needs Triton: GPU only
 
         scores = score_blocks(operands, kv_lens, config.block_size)
         return best_blocks(scores, kv_lens, config, lists=lists, longer_than=longer_than)
@@ -155,16 +155,16 @@ def choose_blocks(
 
 
 def best_blocks(
-    scores: Tensor,  # [num_queries, max_blocks] float32, overwritten; the others' are not looked at
+    scores: Tensor,  # [num_queries, max_blocks] float32, may be overwritten; unseen blocks' scores are ignored
     kv_lens: Tensor,  # [num_queries] int32
     config: HisaConfig,
     *,
-    lists: BlockLists | None = None,  # on a GPU: empty, written
-    longer_than: int = 0,  # queries that see no more keys are in no list
+    lists: BlockLists | None = None,  # on a GPU: written; empty before
+    longer_than: int = 0,  # queries with no more keys than this are in no list
 ) -> tuple[Tensor, Tensor]:
-    """The first and last blocks, and the best of the rest: [num_queries, num_blocks] int32, ascending, -1 padded.
+    """Return the first, the last and the best other blocks: [num_queries, num_blocks] int32, ascending, -1 padded.
 
-    Also, how many keys a query sees of them: [num_queries] int32.
+    Return also how many keys each query sees in them: [num_queries] int32.
     """
     ends = config.first_blocks, config.last_blocks
     if scores.device.type == "cuda":
@@ -182,7 +182,7 @@ def candidate_pages(
     page_size: int,
     block_size: int,
 ) -> Tensor:
-    """The candidates' pages: [num_queries, num_blocks * pages of a block] int32, -1 where there is none."""
+    """Return the candidates' pages: [num_queries, num_blocks * pages of a block] int32, -1 where there is none."""
     if block_size % page_size:
         raise ConfigError(f"blocks of {block_size} keys do not divide into pages of {page_size}")
     if candidates.device.type == "cuda":
@@ -205,7 +205,7 @@ def _num_blocks(kv_lens: Tensor, block_size: int) -> Tensor:
 
 
 def _one_sequence(q: Tensor, weights: Tensor, keys: KeyPages) -> Operands:
-    """All queries and all keys, those that fill up the last page included."""
+    """Return the operands of all queries and all keys, the padding of the last page included."""
     operands = Operands(q, keys.values.flatten(0, 1), weights, keys.scales.flatten())
     operands.check()
     return operands
@@ -214,6 +214,6 @@ def _one_sequence(q: Tensor, weights: Tensor, keys: KeyPages) -> Operands:
 def _suits_hopper(operands: Operands, block_size: int) -> bool:
     if not operands.q.is_cuda or not len(operands.q) or not len(operands.k):
         return False
-    from csattn.lightning.hisa.score import suits  # Triton is only where a GPU is
+    from csattn.lightning.hisa.score import suits  # needs Triton: GPU only
 
     return suits(operands, block_size)

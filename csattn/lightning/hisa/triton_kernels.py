@@ -1,4 +1,4 @@
-"""The small steps between HISA's launches, in Triton, and block keys kept up to date."""
+"""HISA's small steps in Triton: those between its other launches, and the update of block keys."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -13,7 +13,7 @@ from csattn.lightning.triton_common import largest_of, to_e4m3
 
 
 def longest_on_device(kv_lens: Tensor, block_size: int, queries_each: int, longest: Tensor) -> None:
-    """The most blocks that one of so many queries sees: [num_queries] int32 -> [tiles of queries] int32, written."""
+    """Write to `longest` the most blocks that any query of a tile sees: [num_queries] int32 -> [query tiles] int32."""
     if len(longest) == 0:
         return
     sizes = len(kv_lens), block_size
@@ -21,7 +21,7 @@ def longest_on_device(kv_lens: Tensor, block_size: int, queries_each: int, longe
 
 
 def pages_on_device(candidates: Tensor, pages: Tensor, kv_lens: Tensor, block_size: int, own: Tensor) -> None:
-    """As `reference.candidate_pages_reference`, on torch's current stream; the result is written into the last."""
+    """As `reference.candidate_pages_reference`, on torch's current stream; the result is written into `own`."""
     if len(candidates) == 0:
         return
     num_blocks = candidates.shape[1]

@@ -1,9 +1,9 @@
-// Attention of one query's 64 heads over selected rows of 512 channels, which are the values too, and ROPE_DIM others.
+// Attention of 64 heads of a query over selected rows: 512 channels, which are also the values, and ROPE_DIM others.
 //
-// One warpgroup gathers rows into stages of shared memory, a part of 32 at a time; two others attend. Those have the
-// logits of parts in turns, and each the sums of half of the channels: of a part they exchange the shares of the softmax
-// and their base through shared memory. While one has logits to weigh, the tensor cores have the other's products, and
-// its own sums of the part before. Rows are there once, for both products.
+// Warp specialization: one warpgroup gathers parts of 32 rows into a ring of stages in shared memory; two attend. These
+// compute the logits of alternate parts, but both sum all parts, each in half of the channels: the shares (softmax
+// weights) of a part and their base pass through shared memory. While one turns logits into shares, the tensor cores
+// have the other's products, and its own sums of the part before. Rows are stored once, for both products.
 //
 // Compiled for THREADS (384), ROPE_DIM (0 or 64), HALF (bf16 or f16), HAS_SINK.
 
@@ -11,24 +11,24 @@
 
 constexpr int HEADS = 64, LATENT_DIM = 512, STAGES = 4;
 constexpr int PART = 32;  // rows of a stage
-constexpr int LINE = 64;  // channels of 128 bytes: what of a row lies together in shared memory
+constexpr int LINE = 64;  // channels of 128 bytes, which are contiguous in shared memory
 constexpr int LINES = (LATENT_DIM + ROPE_DIM) / LINE, LATENT_LINES = LATENT_DIM / LINE;
 constexpr int BLOCK_BYTES = HEADS * LINE * 2;  // of one line of all heads
 constexpr int PART_BYTES = PART * LINE * 2;    // of a part's rows, of one line
 constexpr int GROUP = 128, ATTENDING = 2 * GROUP;
 constexpr float LN_2 = 0.6931471805599453f, LOG2_E = 1.4426950408889634f;
-#define NOTHING __int_as_float(0xff800000)  // the logit of what is not there
-// By how much a logit may pass the base before sums are scaled to a new one: powers of two lose nothing by it.
+#define NOTHING __int_as_float(0xff800000)  // -inf: the logit of a missing row
+// By how much a logit may exceed the online softmax's base (log2) before sums are rescaled: no precision is lost by it.
 constexpr float LEEWAY = 8;
 static_assert(THREADS == ATTENDING + GROUP && 2 * PART == LINE, "a line has the shares of two parts");
 
 struct alignas(1024) Shared {
     char q[LINES][BLOCK_BYTES];
     char rows[STAGES][LINES][PART_BYTES];
-    char shares[BLOCK_BYTES];  // of the softmax: [HEADS, 2 * PART] of two parts
+    char shares[BLOCK_BYTES];  // softmax weights of two parts: [HEADS, 2 * PART]
     float of_two[2][HEADS];    // the bases of the shares, of two parts; at the end the totals of two groups
     u64 filled[STAGES], free[STAGES], shared_out[2];
-    int end;  // of the places in the selection that hold rows
+    int end;  // one past the selection's last place that holds a row
 };
 
 struct Selection {
@@ -53,7 +53,7 @@ __device__ int find_end(const int* indices, int top_k, int num_rows, int* end) {
     return *end;
 }
 
-// The query's vectors; heads that do not exist are 0.
+// Loads the query's vectors; heads that do not exist are 0.
 __device__ void load_query(Shared& s, const char* q_nope, const char* q_pe, int num_heads) {
     for (int i = threadIdx.x; i < LINES * HEADS * 8; i += THREADS) {
         const int unit = i % 8, line = i / 8 % LINES, head = i / (8 * LINES), there = head < num_heads ? 16 : 0;
@@ -65,7 +65,7 @@ __device__ void load_query(Shared& s, const char* q_nope, const char* q_pe, int 
     wait_for_copies<0>();
 }
 
-// Eight threads have a row, 16 bytes of each of its lines each.
+// Copies rows into the ring (cp.async): eight threads share a row, and each copies 16 bytes of all of its lines.
 __device__ void gather(Shared& s, const Selection& selection, const char* ckv, const char* kpe, long long ckv_bytes,
                        long long kpe_bytes) {
     constexpr int TOGETHER = GROUP / 8, EACH = PART / TOGETHER;
@@ -94,11 +94,11 @@ __device__ void gather(Shared& s, const Selection& selection, const char* ckv, c
     wait_for_copies<0>();
 }
 
-// One thread's part of a group's logits, sums and statistics: two heads, `head` and 8 further.
+// One thread's part of a group's logits, sums and statistics: two heads, `head` and `head` + 8.
 struct Attending {
     Shared& s;
-    const int group, head, column;  // the first column of its own: 2 (lane % 4)
-    // total: of own columns and its group's parts, in 2 ** base; sums: of the shares of all parts, in 2 ** of_sums
+    const int group, head, column;  // the thread's first column: 2 (lane % 4)
+    // total: of own columns in the group's parts, in 2 ** base; sums: of rows of all parts, in 2 ** of_sums
     float base[2] = {NOTHING, NOTHING}, total[2] = {0, 0}, of_sums[2] = {NOTHING, NOTHING};
     float logits[16], sums[128];
 
@@ -124,7 +124,7 @@ struct Attending {
         end_products();
     }
 
-    // Which of the thread's 8 columns are rows: [2 j + e].
+    // Which of the thread's 8 columns hold rows: bits 2 j + e.
     __device__ __forceinline__ u32 find_rows(const Selection& selection, int part) const {
         u32 there = 0;
 #pragma unroll
@@ -132,7 +132,7 @@ struct Attending {
         return there;
     }
 
-    // From logits to shares in 2 ** a base, the last part's unless a logit is far above it. Both groups see them after.
+    // Turns logits into shares in units of 2 ** base, for both groups. The base stays if no logit exceeds it by LEEWAY.
     __device__ __forceinline__ void share_out(int part, u32 there, float scale) {
         float most[2] = {NOTHING, NOTHING};
 #pragma unroll
@@ -141,7 +141,7 @@ struct Attending {
             logits[k] = there >> (k / 4 * 2 + k % 2) & 1 ? logits[k] * scale : NOTHING;
             most[i] = max(most[i], logits[k]);
         }
-        if (part > 1) wait_for(&s.free[(part - 2) % STAGES], (part - 2) / STAGES % 2);  // its shares were here
+        if (part > 1) wait_for(&s.free[(part - 2) % STAGES], (part - 2) / STAGES % 2);  // until its shares are read
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             most[i] = max(most[i], __shfl_xor_sync(0xffffffffu, most[i], 1));
@@ -165,7 +165,7 @@ struct Attending {
         if (threadIdx.x % 32 == 0) arrive(&s.shared_out[part % 2]);
     }
 
-    // Waits for a part's shares, and scales sums to their base. No product with sums is under way, but perhaps logits.
+    // Waits for a part's shares, and rescales sums to their base. Products may be in flight for logits, not sums.
     template <bool WITH_LOGITS> __device__ __forceinline__ void take_shares(int part) {
         wait_for(&s.shared_out[part % 2], part / 2 % 2);
         bool changed = false;
@@ -184,7 +184,7 @@ struct Attending {
         }
     }
 
-    // Starts to add the rows of a part, each by its share, in the group's half of the channels.
+    // Starts adding a part's rows times their shares to the sums, in the group's half of the channels.
     __device__ __forceinline__ void start_sums(int part) {
         const char* values = s.rows[part % STAGES][group * LATENT_LINES / 2];
         const u64 shares = operand_at(shared_address(s.shares) + part % 2 * (PART * 2));
@@ -200,7 +200,7 @@ struct Attending {
         if (threadIdx.x % 32 == 0) arrive(&s.free[part % STAGES]);
     }
 
-    // The same from its shares on, where nothing else is under way.
+    // Adds a part once its shares are published; no other products are in flight.
     __device__ __forceinline__ void add_part(int part) {
         take_shares<false>(part);
         start_sums(part);
@@ -208,7 +208,7 @@ struct Attending {
         release(part);
     }
 
-    // The group's parts, and after each of them the other's next one.
+    // Attends to the group's own parts, in turn with adding the other group's.
     __device__ __forceinline__ void attend(const Selection& selection, float scale) {
         const int parts = (selection.end + PART - 1) / PART;
         int part = group;

@@ -1,4 +1,4 @@
-"""Attention of many heads over selected rows on Hopper: `hopper.cu`, for what it was written for."""
+"""Sparse MLA attention of many heads of many queries on Hopper: launches `hopper.cu`."""
 
 from pathlib import Path
 
@@ -11,16 +11,16 @@ from csattn.lightning.mla.rows import SelectedRows
 
 SOURCE = Path(__file__).with_name("hopper.cu")
 LATENT_DIM, ROPE_DIMS = 512, (0, 64)
-HEADS = 64  # of a block; fewer waste what they leave out
+HEADS = 64  # of a thread block; fewer waste part of its work
 MIN_BLOCKS = 64
 THREADS = 384
-SHARED_BYTES = 229_976  # of a block: `Shared` of the source
-ALIGNMENT = 16  # bytes: of what is copied at a time
+SHARED_BYTES = 229_976  # of a thread block: `Shared` of the source
+ALIGNMENT = 16  # bytes, which are copied at a time
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def takes(rows: SelectedRows) -> bool:
-    """Whether the kernel is for this device, shape and layout, and its blocks, which are not split, fill the device."""
+    """Whether the kernel supports this device, shape and layout, and its blocks, without split-K, fill the device."""
     num_queries, num_heads, latent_dim = rows.q_nope.shape
     many = num_heads > HEADS // 2 and num_queries * -(-num_heads // HEADS) >= MIN_BLOCKS
     fits = rows.q_nope.dtype in DTYPES and latent_dim == LATENT_DIM and rows.rope_dim in ROPE_DIMS
@@ -32,7 +32,7 @@ def takes(rows: SelectedRows) -> bool:
 
 
 def attend_many(rows: SelectedRows, out: Tensor, lse: Tensor) -> None:
-    """Enqueue on torch's current stream, where `takes` says so. Written: `out` and `lse`, as of `attend.sparse_mla`."""
+    """Enqueue attention that `takes` accepts on torch's current stream. Writes `out`, `lse` of `attend.sparse_mla`."""
     num_queries, num_heads, _ = rows.q_nope.shape
     ckv, kpe = rows.ckv, rows.kpe
     defines = {

@@ -1,4 +1,4 @@
-// Products of numbers in half precision on Hopper's tensor cores. An emulator brings its own version of this file.
+// Products in half precision by wgmma. The CPU emulator replaces this file.
 //
 // Compiled for HALF: bf16 or f16.
 #pragma once

@@ -17,7 +17,7 @@ def sparse_mla_reference(
     softmax_scale: float,
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """In float64, with all selected rows in memory. Arguments and results: `attend.sparse_mla`."""
+    """Attend in float64, with all selected rows in memory. Arguments and results are those of `attend.sparse_mla`."""
     exists = (indices >= 0) & (indices < len(ckv))
     if not len(ckv):
         ckv, kpe = (None if x is None else x.new_zeros(1, x.shape[1]) for x in (ckv, kpe))  # type: ignore[assignment]
@@ -28,7 +28,7 @@ def sparse_mla_reference(
         logits += torch.einsum("qhd,qkd->qhk", q_pe.double(), kpe[at].double())
     logits = (logits * softmax_scale).masked_fill(~exists[:, None], -torch.inf)
     lse = logits.logsumexp(-1)
-    finite = torch.where(lse == -torch.inf, 0.0, lse)  # without rows: shares of 0, and NaN of what has NaN only
+    finite = torch.where(lse == -torch.inf, 0.0, lse)  # without rows, shares are 0; NaN stays
     shares = (logits - finite[..., None]).exp()
     if attn_sink is not None:
         shares = shares * torch.sigmoid(finite - attn_sink.double())[..., None]

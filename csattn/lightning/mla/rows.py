@@ -1,4 +1,4 @@
-"""What sparse MLA attention is asked: queries, latent rows, and which of these each query attends to."""
+"""The arguments of sparse MLA attention: queries, latent rows, and which of these each query attends to."""
 
 from dataclasses import dataclass, replace
 
@@ -28,12 +28,12 @@ class SelectedRows:
         return 0 if self.q_pe is None else int(self.q_pe.shape[2])
 
     def of_queries(self, some: slice) -> "SelectedRows":
-        """Of some queries only."""
+        """Return the arguments of some queries only."""
         q_pe = None if self.q_pe is None else self.q_pe[some]
         return replace(self, q_nope=self.q_nope[some], q_pe=q_pe, indices=self.indices[some])
 
     def check(self) -> None:
-        """Raise ArrayError or ConfigError unless they fit together."""
+        """Raise ArrayError or ConfigError unless the arguments fit together."""
         q_nope, ckv = self.q_nope, self.ckv
         require_array("q_nope", q_nope, ("num_queries", "num_heads", "latent_dim"), *DTYPES)
         num_queries, num_heads, latent_dim = q_nope.shape

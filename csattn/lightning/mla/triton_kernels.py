@@ -1,8 +1,8 @@
-"""Sparse MLA attention in Triton: flash decoding with a gather. Meaning of the arguments: `attend.sparse_mla`.
+"""Sparse MLA attention in Triton: flash-decoding with a gather. The arguments are those of `attend.sparse_mla`.
 
-A program has some heads of one query and a share of its rows, of which it gathers a tile at a time; the selection
-should be ascending, so that rows of a page are read together. Where there is more than one share, their results are
-merged by a second launch. Softmaxes are sums of powers of two throughout.
+A program has some heads of one query and one split of its rows, which it gathers a tile at a time; the selection should
+be ascending, so that rows of a page are read together. With several splits, a second launch merges their results.
+Softmaxes are sums of powers of two throughout.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.
@@ -25,27 +25,27 @@ from csattn.lightning.triton_common import MOST_QUERIES, launch_options
 
 MAX_SPLITS = 64
 ENOUGH_PROGRAMS = 128  # about one for each multiprocessor
-MERGED_CHANNELS = 128  # by a program; of few heads half as many, or there are not enough programs
+MERGED_CHANNELS = 128  # per program; half as many for few heads, to have enough programs
 FEW_HEADS = 16
 BLOCK_ROWS = 32  # gathered at a time
-# A row's index is loaded before the row, and each of the two loads is done two stages early: then one tile is on its
-# way while another is attended to. With fewer stages nothing is, and more do not fit shared memory.
+# Software pipelining: a row's index is loaded before the row, and each of the two loads is issued two stages ahead. So
+# one tile is loaded while another is attended to. With fewer stages nothing overlaps; more do not fit shared memory.
 NUM_STAGES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class AttendShape:
-    """How a launch is cut into programs."""
+    """How a launch is divided into programs."""
 
-    block_heads: int  # of a program
-    block_rows: int  # gathered at a time
+    block_heads: int  # heads per program
+    block_rows: int  # rows gathered at a time
     num_splits: int  # of a query's selection
     num_warps: int
     num_stages: int
 
     @classmethod
     def choose(cls, num_queries: int, num_heads: int, top_k: int) -> "AttendShape":
-        """Few heads are bound by memory: four warps, so that several programs share a multiprocessor. With many, a
+        """Few heads are memory-bound: use four warps, so that several programs share a multiprocessor. With many, a
         program's sums take the registers of eight warps.
         """
         block_heads = min(64, max(16, triton.next_power_of_2(num_heads)))
@@ -57,7 +57,7 @@ class AttendShape:
 
     @property
     def smaller(self) -> "AttendShape | None":
-        """What takes less shared memory: few heads, then one tile at a time. None: nothing does."""
+        """A shape with less shared memory: few heads, then one tile at a time. None: there is none."""
         if self.block_heads > FEW_HEADS:
             return replace(self, block_heads=FEW_HEADS, num_warps=4)
         return replace(self, num_stages=1) if self.num_stages > 1 else None
@@ -66,10 +66,10 @@ class AttendShape:
 def attend_on_device(
     rows: SelectedRows, out: Tensor, lse: Tensor, shape: AttendShape | None = None, lse_unit: float = 1.0
 ) -> None:
-    """Enqueue on torch's current stream. Written: `out` and `lse`, as of `attend.sparse_mla`.
+    """Enqueue attention on torch's current stream. Writes `out` and `lse` of `attend.sparse_mla`.
 
-    A shape that the device has no room for, as of 64 heads in float32, gives way to a smaller one. Raises ArrayError
-    where there is none.
+    A shape that takes more shared memory than the device has, such as 64 heads in float32, is replaced by a smaller
+    one. Raises ArrayError if there is none.
     """
     num_queries, num_heads, latent_dim = rows.q_nope.shape
     _require_powers_of_two(latent_dim, rows.rope_dim)
@@ -166,7 +166,7 @@ def _attend_kernel(
     indices,  # [num_queries, top_k]
     attn_sink,  # [num_heads]
     parts,  # [num_queries, num_splits, num_heads, LATENT_DIM], written
-    part_lse,  # [num_queries, num_splits, num_heads], written: as wanted if there is one split, else base 2
+    part_lse,  # [num_queries, num_splits, num_heads], written: in the caller's unit if there is one split, else base 2
     ckv_stride,
     kpe_stride,
     num_rows,
@@ -174,11 +174,11 @@ def _attend_kernel(
     top_k,
     split_len,
     scale,  # softmax_scale * log2(e)
-    lse_scale,  # from base 2 to what is wanted
+    lse_scale,  # from base 2 to the caller's unit
     LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     HAS_SINK: tl.constexpr,
-    FAR: tl.constexpr,  # whether rows lie 2^31 elements apart
+    FAR: tl.constexpr,  # whether rows lie 2^31 or more elements away
     BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLIT: tl.constexpr,  # at least split_len
@@ -248,7 +248,7 @@ def _merge_kernel(
     lse_out,  # [num_queries, num_heads], written
     num_splits,
     num_heads,
-    lse_scale,  # from base 2 to what is wanted
+    lse_scale,  # from base 2 to the caller's unit
     LATENT_DIM: tl.constexpr,
     HAS_SINK: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -283,5 +283,5 @@ def _merge_kernel(
 
 @triton.jit
 def _log_of_sum(largest, total):
-    """Of total * 2 ** largest, base 2: -inf where there is no row, infinite where a logit is, and NaN stays."""
+    """Return log2(total * 2 ** largest): -inf without rows, inf if a logit is; NaN stays."""
     return tl.where(largest == float("inf"), largest, largest + tl.math.log2(total))

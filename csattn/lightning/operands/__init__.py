@@ -1,4 +1,4 @@
-"""What an indexer scores, as models make it, and its number formats. Elementwise, so that a row's bits are its own.
+"""An indexer's operands, as models make them, and their number formats. Elementwise: a row's bits are its own.
 
 `indexer`: queries, keys and weights. `compressor`: V4's keys. `quantise`: FP8 and FP4. `rotations`: Hadamard, RoPE.
 """

@@ -1,7 +1,7 @@
-"""DeepSeek-V4's compressor: every `ratio` tokens become one key, token by token or all at once, with the same bits.
+"""DeepSeek-V4's compressor: pools every `ratio` tokens into one key, with the same bits whatever pieces tokens come in.
 
-It takes the projections of the tokens, because a matrix product may round differently for one row than for many; all
-that is done here is elementwise, or summed in a fixed order.
+Its inputs are the tokens' projections, because a matrix product may round differently for one row than for many;
+everything here is elementwise, or summed in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from csattn.lightning.operands.rotations import hadamard, rope_last, tree_sum
 
 @dataclass(frozen=True, slots=True)
 class CompressorWeights:
-    """Parameters of one layer's compressor. With overlap (V4: where ratio is 4) a key also sees the block before it."""
+    """Parameters of one layer's compressor. With overlap (V4: where ratio is 4) a key also pools the block before."""
 
     position_bias: Tensor  # [ratio, width] float32, added to the gate; width is head_dim, or twice that with overlap
     norm_weight: Tensor  # [head_dim] float32
@@ -56,7 +56,7 @@ class Compressor:
         empty = weights.position_bias[:0]
         self._pending = empty, empty  # kv and gate of tokens whose block is not complete
         before = weights.position_bias.new_zeros(1, weights.ratio, weights.head_dim)
-        self._before = before, torch.full_like(before, -torch.inf)  # of the last complete block, for the overlap
+        self._before = before, torch.full_like(before, -torch.inf)  # kv, gate of the last complete block, for overlap
 
     def __repr__(self) -> str:
         return (
@@ -68,7 +68,7 @@ class Compressor:
         kv: Tensor,  # [num_tokens, width] float32, the tokens' projection
         gate: Tensor,  # [num_tokens, width] float32
     ) -> Tensor:
-        """The keys that these tokens complete: [num_new_keys, head_dim] float32, normed and rotated."""
+        """Return the keys that these tokens complete: [num_new_keys, head_dim] float32, after RMSNorm and RoPE."""
         weights, ratio = self._weights, self._weights.ratio
         width = weights.position_bias.shape[1]
         require_array("kv", kv, ("num_tokens", width), torch.float32, like=weights.position_bias)
@@ -86,7 +86,7 @@ class Compressor:
         return make_keys(kv, gate, weights, positions)
 
     def _with_overlap(self, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows that each key is pooled from: first channels of the block before, then the other channels of its own."""
+        """kv and gate of the rows that each key pools: first channels of the block before, the others of its own."""
         bias = self._weights.position_bias
         if not self._weights.overlap:
             return kv, gate + bias
@@ -100,9 +100,9 @@ class Compressor:
 
     @property
     def unfinished(self) -> tuple[Tensor, Tensor]:
-        """kv and gate [num_left, width] of the last tokens, as later keys are made of them.
+        """kv and gate [num_pending, width] of the last tokens, those that later keys pool.
 
-        With overlap these are the last block's, too, of which later keys read the first channels alone.
+        With overlap these include the last complete block, of which later keys read the first channels only.
         """
         if not self._weights.overlap or not self._num_keys:
             return self._pending
@@ -114,27 +114,27 @@ class Compressor:
 
 
 def indexer_keys(keys: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """What V4's indexer makes of its compressor's keys [num_keys, head_dim]: Hadamard, then the FP4 grid."""
+    """Return V4's index keys from its compressor's keys [num_keys, head_dim]: Hadamard transform, then the FP4 grid."""
     return round_to_fp4(hadamard(keys.to(dtype)))
 
 
 def make_keys(kv: Tensor, gate: Tensor, weights: CompressorWeights, positions: Tensor) -> Tensor:
-    """Of what tokens add to keys, and how much that counts, biases added, [num_keys, rows, head_dim] float32 each.
+    """Pool rows into keys by a softmax of their gates, then apply RMSNorm and RoPE: [num_keys, head_dim] float32.
 
-    positions: [num_keys], of each block's first token. Returns [num_keys, head_dim] float32.
+    kv, gate: [num_keys, rows, head_dim] float32, biases added. positions: [num_keys], of each block's first token.
     """
     return _norm_and_rotate(_pool(kv, gate), weights, positions)
 
 
 def _pool(kv: Tensor, gate: Tensor) -> Tensor:
-    """Softmax over the rows of each channel: [num_keys, rows, head_dim] twice -> [num_keys, head_dim]."""
+    """Sum kv over rows, by a softmax of gates per channel: [num_keys, rows, head_dim] twice -> [num_keys, head_dim]."""
     share = (gate - gate.amax(1, keepdim=True)).exp()
     total = tree_sum(share.transpose(1, 2))
     return tree_sum((kv * share).transpose(1, 2)) / total
 
 
 def _norm_and_rotate(keys: Tensor, weights: CompressorWeights, positions: Tensor) -> Tensor:
-    """RMSNorm, then RoPE of the last channels, at the position of the block's first token."""
+    """Apply RMSNorm, then RoPE of the last channels, at the position of the block's first token."""
     mean_square = tree_sum(keys * keys) / keys.shape[1]
     normed = keys * (mean_square[:, None] + weights.norm_eps).rsqrt() * weights.norm_weight
     return rope_last(normed, positions, weights.inv_freq, interleaved=weights.interleaved)

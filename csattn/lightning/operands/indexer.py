@@ -1,4 +1,4 @@
-"""What a learned indexer scores, as DeepSeek-V3.2 (arXiv:2512.02556) and V4 make it, and which keys a query may see."""
+"""Operands of learned indexers, as DeepSeek-V3.2 (arXiv:2512.02556) and V4 make them; which keys a query may see."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What a score is computed from: `score.reference`. Weights may be negative; products are summed in float32."""
+    """The inputs of scores (`score.reference`). Weights may be negative; products are summed in float32."""
 
     q: Tensor  # [num_queries, num_heads, head_dim] bfloat16, float16, float32 or float8_e4m3fn
     k: Tensor  # [num_keys, head_dim], of the same dtype
-    weights: Tensor  # [num_queries, num_heads] float32, finite, with the queries' scales in them
+    weights: Tensor  # [num_queries, num_heads] float32, finite, multiplied by the queries' scales
     key_scale: Tensor | None = None  # [num_keys] float32, positive; None: all 1
 
     def check(self) -> None:
@@ -34,13 +34,14 @@ class Operands:
             require_array("key_scale", self.key_scale, (len(self.k),), torch.float32, like=self.q)
 
     def of_queries(self, rows: slice | Tensor) -> "Operands":
-        """Of some queries only."""
-        q = self.q.view(torch.uint8)[rows].view(FP8) if self.q.dtype == FP8 else self.q[rows]  # not all index FP8
+        """Return the operands of some queries only, with all keys."""
+        # torch does not index FP8 everywhere
+        q = self.q.view(torch.uint8)[rows].view(FP8) if self.q.dtype == FP8 else self.q[rows]
         return Operands(q, self.k, self.weights[rows], self.key_scale)
 
 
 def causal_lens(num_queries: int, num_keys: int, *, ratio: int = 1, first_position: int = 0) -> Tensor:
-    """How many keys each query may see: [num_queries] int32.
+    """Return how many keys each query may see: [num_queries] int32.
 
     ratio: tokens a key stands for (V3.2: 1; V4: 4, or 128). Key s may be seen from position t if all of its tokens lie
     at or before t: s < (t + 1) // ratio.
@@ -60,7 +61,7 @@ def v32_operands(
     *,
     power_of_two_scales: bool = False,
 ) -> Operands:
-    """DeepSeek-V3.2: Hadamard, FP8 with a scale per query head and per key, the queries' scales within the weights."""
+    """Make V3.2's operands: Hadamard, FP8 with a scale per query head and per key; weights include queries' scales."""
     num_heads, head_dim = _heads(q, k, projected)
     q8, q_scale = quantise_fp8(hadamard(q), block=head_dim, power_of_two_scales=power_of_two_scales)
     k8, k_scale = quantise_fp8(hadamard(k), block=head_dim, power_of_two_scales=power_of_two_scales)
@@ -73,15 +74,15 @@ def v4_operands(
     k: Tensor,  # [num_keys, head_dim], on the FP4 grid: `compressor.indexer_keys`
     projected: Tensor,  # [num_queries, num_heads]
 ) -> Operands:
-    """DeepSeek-V4: queries like keys on the FP4 grid, kept in their own dtype."""
+    """Make V4's operands: queries are rounded to the FP4 grid like keys, and keep their dtype."""
     num_heads, head_dim = _heads(q, k, projected)
     return Operands(round_to_fp4(hadamard(q)), k, projected.float() * (head_dim**-0.5 * num_heads**-0.5))
 
 
 def in_fp8(operands: Operands) -> Operands:
-    """V4's operands for FP8 matrix units, value for value; given back unchanged if one row's blocks spread too far.
+    """Convert V4's operands to FP8, exactly; return them unchanged if the block scales of a row differ too much.
 
-    A row's power of two commutes with ReLU: a query's goes into its weight, a key's into its scale.
+    A row's power of two commutes with ReLU: a query's goes into its weights, a key's into its scale.
     """
     q, q_factors, q_fits = fp4_rows_as_fp8(operands.q)
     k, k_factors, k_fits = fp4_rows_as_fp8(operands.k)
@@ -92,7 +93,7 @@ def in_fp8(operands: Operands) -> Operands:
 
 
 def _heads(q: Tensor, k: Tensor, projected: Tensor) -> tuple[int, int]:
-    """Their number and width. Raises ArrayError unless all have the same; q and k may have any strides."""
+    """Return num_heads and head_dim. Raises ArrayError unless all arrays agree; q and k may have any strides."""
     if q.dim() != 3 or not q.shape[1] or not q.shape[2]:
         raise ArrayError(
             f"q has shape {list(q.shape)}; wanted [num_queries, num_heads, head_dim], at least one head and one channel"

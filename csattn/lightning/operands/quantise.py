@@ -12,7 +12,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_BLOCK = 128
 FP8_LEAST_AMAX = 1e-4
-MEAN_LEAST_SCALE = 1e-10  # of a mean of keys that already have scales
+MEAN_LEAST_SCALE = 1e-10  # of a mean of dequantised keys
 FP4_MAX = 6.0
 FP4_BLOCK = 32
 FP4_LEAST_AMAX = 6 * 2.0**-126
@@ -24,7 +24,7 @@ def quantise_fp8(
     block: int = FP8_BLOCK,
     power_of_two_scales: bool = False,  # ue8m0
 ) -> tuple[Tensor, Tensor]:
-    """e4m3 values [..., width] and float32 scales [..., width // block]; x is about values * scales."""
+    """Quantise to e4m3 values [..., width] with float32 scales [..., width // block]; x is about values * scales."""
     blocks = _blocks(x, block)
     scales = blocks.abs().amax(-1, keepdim=True).clamp(min=FP8_LEAST_AMAX) / FP8_MAX
     if power_of_two_scales:
@@ -34,7 +34,7 @@ def quantise_fp8(
 
 
 def dequantise_fp8(values: Tensor, scales: Tensor) -> Tensor:
-    """float32 [..., width] of e4m3 values [..., width] and scales [..., width // block]."""
+    """Return float32 [..., width]: e4m3 values [..., width] times their scales [..., width // block]."""
     if not values.dim() == scales.dim() > 0 or scales.shape[:-1] != values.shape[:-1] or not scales.shape[-1]:
         raise ArrayError(f"values have shape {list(values.shape)}, scales {list(scales.shape)}; wanted the same rows")
     if values.shape[-1] % scales.shape[-1]:
@@ -45,7 +45,7 @@ def dequantise_fp8(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_to_fp4(x: Tensor) -> Tensor:
-    """The nearest values on the FP4 grid, ties to even, times a power of two per block: like x, and of its dtype.
+    """Round to the FP4 grid times a power of two per block, ties to even; the result has the shape and dtype of x.
 
     The grid is 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Exact in bfloat16.
     """
@@ -61,13 +61,13 @@ def round_to_fp4(x: Tensor) -> Tensor:
 def fp4_rows_as_fp8(
     values: Tensor,  # [..., width], on the FP4 grid of each block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same numbers as e4m3 times a power of two per row: values, float32 factors [...], and which rows fit [...].
+    """Return the numbers as e4m3 times a power of two per row: values, float32 factors [...], and which rows fit [...].
 
-    An FP4 value has one bit after its first, so e4m3 holds it between 2^-9 and 384: a row fits if its blocks' scales
-    differ by at most 2^14. After a Hadamard transform they hardly differ. A row that does not fit has lost bits.
+    An FP4 value has one mantissa bit, so e4m3 represents it exactly between 2^-9 and 384: a row fits if its blocks'
+    scales differ by at most 2^14. After a Hadamard transform they hardly differ. A row that does not fit loses bits.
     """
     wide = values.float()
-    # the largest value comes to 256 or 384
+    # so that the largest value becomes 256 or 384
     exponent = wide.abs().amax(-1).clamp(min=2.0**-118).frexp().exponent - 9
     factors = power_of_two(exponent)
     packed = (wide / factors[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
@@ -76,12 +76,12 @@ def fp4_rows_as_fp8(
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2 ** exponent, to the bit on every device: int32 in -126..127 -> float32."""
+    """2 ** exponent, exact on every device: int32 in -126..127 -> float32."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:
-    """The least power of two that is not less: positive float32, at least 2^-126; infinity and NaN stay."""
+    """Return the least power of two >= x, for positive x of at least 2^-126, as float32; infinity and NaN stay."""
     mantissa, exponent = x.float().frexp()
     return torch.where(x.isfinite(), power_of_two(torch.where(mantissa == 0.5, exponent - 1, exponent)), x.float())
 

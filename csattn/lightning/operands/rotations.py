@@ -1,4 +1,4 @@
-"""Rotations of the indexer's queries and keys, of elementwise operations: a row's bits do not depend on the others."""
+"""Hadamard transform and RoPE, by elementwise operations: a row's bits do not depend on the other rows."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from csattn.errors import ArrayError
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x times the Hadamard matrix times width ** -0.5, summed in float32: [..., width], width a power of two.
+    """Multiply x [..., width] by the Hadamard matrix and width ** -0.5, summed in float32; width is a power of two.
 
     The `rotate_activation` of DeepSeek-V3.2's indexer: an orthogonal transform that spreads outliers.
     """
@@ -30,7 +30,7 @@ def rope(
     *,
     interleaved: bool,  # pairs are (0, 1), (2, 3), ...; else (0, rope_dim / 2), (1, rope_dim / 2 + 1), ...
 ) -> Tensor:
-    """Rotary embedding of all channels, computed in float32."""
+    """Apply RoPE to all channels, computed in float32."""
     angles = positions.float()[:, None] * inv_freq
     angles = angles.view(len(angles), *[1] * (x.dim() - 2), len(inv_freq))
     cos, sin = angles.cos(), angles.sin()
@@ -41,7 +41,7 @@ def rope(
 
 
 def rope_last(x: Tensor, positions: Tensor, inv_freq: Tensor, *, interleaved: bool) -> Tensor:
-    """x [rows, ..., width], of which the last 2 * len(inv_freq) channels are turned as `rope` turns them."""
+    """Apply `rope` to the last 2 * len(inv_freq) channels of x [rows, ..., width], and keep the others."""
     plain = x.shape[-1] - 2 * len(inv_freq)
     return torch.cat((x[..., :plain], rope(x[..., plain:], positions, inv_freq, interleaved=interleaved)), dim=-1)
 

@@ -1,5 +1,5 @@
 """Index keys in a paged KV cache, and their scores.
 
-`cache` has the layout, `score.score_pages` the scores of each query's pages: by `hopper` (`hopper.cu`: wgmma, long
-sequences), else `triton_kernels`; on the CPU as `csattn.lightning.score.cpu` sums.
+`cache` defines the layout. `score.score_pages` scores each query's own pages: on a GPU by `hopper` (`hopper.cu`: wgmma,
+long sequences) or else `triton_kernels`, on the CPU with the sums of `csattn.lightning.score.cpu`.
 """

@@ -18,13 +18,13 @@ PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
 
 
 def make_key_cache(num_pages: int, device: torch.device | str = "cpu") -> Tensor:
-    """Pages of zeros: [num_pages, 64, 1, 132] uint8."""
+    """Return a cache of zeros: [num_pages, 64, 1, 132] uint8."""
     require_at_least("num_pages", num_pages, 1)
     return torch.zeros(num_pages, PAGE_SIZE, 1, TOKEN_BYTES, dtype=torch.uint8, device=device)
 
 
 def page_views(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [num_pages, 64, 128] float8_e4m3fn and scales [num_pages, 64] float32, both in the cache's memory."""
+    """Return views of a cache: values [num_pages, 64, 128] float8_e4m3fn and scales [num_pages, 64] float32."""
     require_array("cache", cache, ("num_pages", PAGE_SIZE, 1, TOKEN_BYTES), torch.uint8, torch.int8)
     if behind := cache.data_ptr() % 4:
         raise ArrayError(f"cache begins {behind} bytes past a multiple of 4; its scales want one: call .clone() first")
@@ -40,10 +40,10 @@ def write_keys(
     *,
     power_of_two_scales: bool = False,
 ) -> None:
-    """Quantise keys and put each where its slot is.
+    """Quantise keys and write each to its slot.
 
-    On a GPU this may be captured as a graph. Slots that the cache does not have are refused, but by a captured call,
-    which cannot look at them: it does not write those tokens.
+    On a GPU, a CUDA graph can capture this. Slots that the cache does not have raise ArrayError, except during capture,
+    when they cannot be checked: the kernel skips those tokens.
     """
     values, scales = page_views(cache)
     require_array("keys", keys, ("num_tokens", HEAD_DIM), like=cache)
@@ -52,7 +52,7 @@ def write_keys(
     if not (on_device and torch.cuda.is_current_stream_capturing()):
         require_within("slot_mapping", slot_mapping, -1, len(cache) * PAGE_SIZE)
     if on_device:
-        from csattn.lightning.paged.triton_kernels import write_on_device  # Triton is only where a GPU is
+        from csattn.lightning.paged.triton_kernels import write_on_device  # needs Triton: GPU only
 
         write_on_device(values, scales, keys, slot_mapping, power_of_two_scales)
         return
@@ -68,7 +68,7 @@ def read_keys(
     block_table: Tensor,  # [num_blocks] integer, pages of one sequence
     kv_len: int,
 ) -> tuple[Tensor, Tensor]:
-    """The first kv_len keys of a sequence: [kv_len, 128] float8_e4m3fn, and their scales [kv_len] float32."""
+    """Return the first kv_len keys of a sequence: [kv_len, 128] float8_e4m3fn, and their scales [kv_len] float32."""
     values, scales = page_views(cache)
     require_array("block_table", block_table, ("num_blocks",), torch.int32, torch.int64, like=cache)
     require_at_least("kv_len", kv_len, 0, len(block_table) * PAGE_SIZE)
@@ -79,7 +79,7 @@ def read_keys(
 
 
 def require_within(name: str, numbers: Tensor, least: int, end: int) -> None:
-    """Raise ArrayError unless all of them lie in least..end-1."""
+    """Raise ArrayError unless all numbers are in least..end-1."""
     if len(numbers) and not bool((numbers >= least).all() and (numbers < end).all()):
         low, high = int(numbers.min()), int(numbers.max())
         raise ArrayError(f"{name} holds numbers from {low} to {high}; wanted {least} to {end - 1} for this cache")

@@ -1,9 +1,9 @@
-// Scores of a query's keys that lie in a key cache, pages of 64 FP8 keys and their scales.
+// Indexer scores of each query's keys in a paged key cache, whose pages hold 64 FP8 keys and their scales.
 //
-// A block has some neighbouring pages of one query. It asks the copy engine for all of them at once and weighs each
-// when it has come.
+// A thread block scores some neighbouring pages of one query. It starts bulk copies (TMA) of all of them at once and
+// scores each as soon as its mbarrier completes.
 //
-// Compiled for THREADS (128), PAGES (that a block has room for).
+// Compiled for THREADS (128), PAGES (at most, per thread block).
 
 #include "../topk/entries.cuh"
 #include "products.cuh"
@@ -20,7 +20,7 @@ struct alignas(1024) Shared {
     int exists[PAGES];
 };
 
-// The score of this thread's key of a page that has come.
+// The score of this thread's key in a page that has been loaded.
 __device__ float score_key(const Shared& s, int page, const float (&weights)[16], int key) {
     float products[32], sums[2] = {0, 0};
     multiply_page(products, s.pages[page], s.query);
@@ -39,11 +39,11 @@ __device__ float score_key(const Shared& s, int page, const float (&weights)[16]
     return (threadIdx.x % 4 ? sums[1] : sums[0]) * scale;
 }
 
-// The best of the groups of scores, as they compare: a group has the 16 keys that a warp scores of each of some pages,
-// or half of those of one page.
+// Writes the best score of each group, in the order of `order_of`. A group is the 16 keys that a warp scores in each of
+// `pages` neighbouring pages, or half of a warp's keys in one page.
 struct Bests {
     u32* of_row;
-    int pages;  // of a group; 0: half of one
+    int pages;  // of a group; 0: a group is half of a warp's keys in a page
     u32 best;
 
     __device__ __forceinline__ void add(int page, u32 key, bool is_last) {
@@ -77,11 +77,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     const int own = threadIdx.x, quad = threadIdx.x % 4;
     const int first = blockIdx.x * static_cast<int>(pages_each);
     if (own < PAGES) make_barrier(&s.arrivals[own], 1);
-    show_to_tensor_cores();  // and to the copy engine
+    show_to_tensor_cores();  // and to TMA
     wait_then_let_next_start();
     for (int i = blockIdx.x * THREADS + own; i < num_counters; i += gridDim.x * THREADS)
         counters[query * num_counters + i] = 0;
-    // what does not depend on each other is loaded together
+    // independent loads are issued together
     const int place = min(first + own, static_cast<int>(max_pages) - 1);
     const int number = own < PAGES ? pages[query * pages_stride + place] : -1;
     const int num_keys = min(kv_lens[query], static_cast<int>(max_pages) * PAGE_SIZE);
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     __syncthreads();
     scores += (query * max_pages + first) * PAGE_SIZE;
     Bests of_groups{bests + query * bests_stride, static_cast<int>(group_keys / 16), 0};
-    // of every four threads the first two have a key of each page
+    // of every four threads, the first two have a key in each page
     const bool has_key = quad < 2;
     const int key = own / 32 * 16 + quad % 2 * 8 + own % 32 / 4;
     for (int page = 0; page < count; ++page, scores += PAGE_SIZE) {

@@ -1,7 +1,7 @@
-"""Lightning scores of a key cache on Hopper: `hopper.cu`, for 64 heads of 128 channels and pages of 64 keys in FP8.
+"""Indexer scores of a key cache on Hopper: `hopper.cu`, for 64 heads of 128 channels and pages of 64 keys in FP8.
 
-A block has up to 2 pages, both on their way at once; several blocks share a multiprocessor. Meaning of the
-arguments: `score.score_pages`.
+A thread block scores up to 2 pages, loaded at the same time; several blocks share a multiprocessor. The arguments are
+those of `score.score_pages`.
 """
 
 from pathlib import Path
@@ -18,14 +18,14 @@ HEADS = 64
 THREADS = 128
 BLOCKS_PER_SM = 8
 MIN_PAGES = 512
-PAGES = 2  # of a block
-SHARED_BYTES = HEADS * HEAD_DIM + PAGES * (PAGE_BYTES + 8 + 4) + 1024  # the last for alignment
+PAGES = 2  # per thread block, at most
+SHARED_BYTES = HEADS * HEAD_DIM + PAGES * (PAGE_BYTES + 8 + 4) + 1024  # 1024: for alignment
 
 
 def takes(q: Tensor, values: Tensor, scales: Tensor, pages: Tensor) -> bool:
-    """Whether this is for the device, the shapes, and where keys and scales lie: in the pages of a key cache.
+    """Whether the kernel supports this device, these shapes, and this layout: keys and scales in pages of a key cache.
 
-    Of more and shorter queries, whose blocks would come in turns, Triton's tiles are as fast or faster.
+    For more queries over fewer pages, whose blocks would run in several waves, Triton's tiles are as fast or faster.
     """
     return (
         q.is_cuda
@@ -44,14 +44,14 @@ def takes(q: Tensor, values: Tensor, scales: Tensor, pages: Tensor) -> bool:
 def score_on_hopper(
     q: Tensor,  # [num_queries, 64, 128]
     weights: Tensor,
-    values: Tensor,  # [num_pages, 64, 128], each page's scales behind it
+    values: Tensor,  # [num_pages, 64, 128], each page's scales right after it
     pages: Tensor,
     kv_lens: Tensor,
     longer_than: int,
     out: Tensor,
-    bests: GroupBests | None = None,  # of the scores, written
+    bests: GroupBests | None = None,  # each group's best score, written
 ) -> None:
-    """Enqueue on torch's current stream."""
+    """Enqueue scoring on torch's current stream."""
     num_queries, max_pages = pages.shape
     if num_queries == 0 or max_pages == 0:
         return
@@ -60,7 +60,7 @@ def score_on_hopper(
     marks: tuple[Tensor | int, ...] = (0, 0, 16, 0, 0)
     if bests is not None:
         group_pages = max(1, bests.group_keys // 16)
-        pages_each = -(-pages_each // group_pages) * group_pages  # a group is of one block
+        pages_each = -(-pages_each // group_pages) * group_pages  # a group is scored by one thread block
         marks = bests.keys, bests.keys.stride(0), bests.group_keys, bests.slots, 2 * bests.slots.shape[1]
     defines = {"THREADS": THREADS, "PAGES": PAGES}
     kernel = cuda_kernel(SOURCE, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")

@@ -1,13 +1,12 @@
-// Products of a page of FP8 keys with a query's heads on Hopper's tensor cores. An emulator brings its own version of this
-// file.
+// Products of a page of FP8 keys with a query's heads by wgmma. The CPU emulator replaces this file.
 #pragma once
 
 #include "../tensor_cores.cuh"
 
-// A step of a product sums over 32 channels, of which a thread has two words of each of its two keys. So that it can
-// read its keys by 16 bytes, steps take channels in another order than they lie: step s the words s of all units.
+// A wgmma step sums over 32 channels, of which a thread has two words of each of its two keys. So that it can read its
+// keys 16 bytes at a time, steps take channels in a permuted order: step s takes word s of every 16-byte unit.
 
-// Leaves 16 bytes of a head, channels 16 * unit and on, where the products want them.
+// Writes 16 bytes of a head, the channels from 16 * unit, to where the products read them.
 __device__ __forceinline__ void put_unit(char* query, int head, int unit, uint4 channels) {
     auto put = [&](int step, u32 word) {
         *reinterpret_cast<u32*>(query + offset_of(head, 2 * step + unit / 4) + unit % 4 * 4) = word;
@@ -27,15 +26,15 @@ __device__ __forceinline__ void multiply_keys(float (&result)[32], u32 a0, u32 a
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
 }
 
-// Of the products of 64 keys and 64 heads a thread has, at [4 j + 2 i + e], those of key 16 warp + 8 i + lane / 4 and
-// head 8 j + 2 (lane % 4) + e.
+// Multiplies a page's 64 keys by 64 heads. A thread gets, at [4 j + 2 i + e], the product of key
+// 16 warp + 8 i + lane / 4 and head 8 j + 2 (lane % 4) + e.
 __device__ __forceinline__ void multiply_page(float (&products)[32], const char* page, const char* query) {
     const int quad = threadIdx.x % 4, first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     uint4 low[2], high[2];  // of a key: units `quad` and 4 + quad
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint4* const units = reinterpret_cast<const uint4*>(page + (first + 8 * i) * 128);
-        const int odd = first % 2;  // neighbouring keys from different banks
+        const int odd = first % 2;  // neighbouring keys are read from different banks
         const uint4 a = units[quad + 4 * odd], b = units[quad + 4 - 4 * odd];
         low[i] = odd ? b : a, high[i] = odd ? a : b;
     }

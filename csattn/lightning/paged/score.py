@@ -1,7 +1,7 @@
-"""Lightning scores of keys that lie in pages: each query has pages of its own, in its own order.
+"""Indexer scores of keys in pages: each query has its own list of pages.
 
-The pages are a sequence's blocks in a paged cache (decoding with DeepSeek-V3.2's indexer), or the blocks that a coarser
-filter left over (HISA).
+The pages are a sequence's in a paged cache (decoding with DeepSeek-V3.2's indexer), or the blocks that a coarser filter
+has chosen (HISA).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from csattn.lightning.topk.grouped import GroupBests
 
 @dataclass(frozen=True, slots=True)
 class KeyPages:
-    """Keys in pages of equal size, a power of two. Pages may lie any distance apart; what is in one, side by side."""
+    """Keys in pages of equal size, a power of two. Pages may have any stride; each page is contiguous."""
 
     values: Tensor  # [num_pages, page_size, head_dim] of one of OPERAND_DTYPES
     scales: Tensor  # [num_pages, page_size] float32
@@ -32,7 +32,7 @@ class KeyPages:
 
     @classmethod
     def of_keys(cls, operands: Operands, page_size: int) -> "KeyPages":
-        """Keys that lie side by side, cut into pages: page p has keys p * page_size and on. Copies only to fill up."""
+        """Cut contiguous keys into pages: page p has keys from p * page_size. Copies only to fill the last page."""
         require_at_least("page_size", page_size, 1)
         operands.check()
         num_keys, head_dim = operands.k.shape
@@ -75,18 +75,17 @@ def score_pages(
     q: Tensor,  # [num_queries, num_heads, head_dim], like the keys' values
     weights: Tensor,  # [num_queries, num_heads] float32
     keys: KeyPages,
-    pages: Tensor,  # [num_queries, max_pages] int32; rows may lie any distance apart, also none
-    kv_lens: Tensor,  # [num_queries] int32: keys that each query has, in its pages one after the other
+    pages: Tensor,  # [num_queries, max_pages] int32; rows may have any stride, also 0
+    kv_lens: Tensor,  # [num_queries] int32: how many keys each query has; they fill its pages in order
     *,
-    longer_than: int = 0,  # queries of no more keys than that are not scored
+    longer_than: int = 0,  # queries with no more keys than this are not scored
     out: Tensor | None = None,  # [num_queries, max_pages * page_size] float32
-    bests: GroupBests | None = None,  # of the scores, written; only where `hopper.takes` the keys
+    bests: GroupBests | None = None,  # each group's best score, written; only where `hopper.takes` the keys
 ) -> Tensor:
-    """Scores [num_queries, max_pages * page_size] float32, in the order of each query's pages.
+    """Return scores [num_queries, max_pages * page_size] float32, in the order of each query's pages.
 
-    Definition: `score.reference.score_keys`; on the CPU with the bits of `score.cpu`. Only scores of keys that a query
-    has are written; a page number that does not exist gives -inf. Entries of `pages` past a query's keys are not
-    looked at.
+    Definition: `score.reference.score_keys`; on the CPU with the bits of `score.cpu`. Only scores of a query's keys
+    are written; a page that does not exist gives -inf. Entries of `pages` past a query's keys are ignored.
     """
     keys.check()
     require_array("q", q, ("num_queries", "num_heads", keys.values.shape[2]), keys.values.dtype, like=keys.values)
@@ -101,7 +100,7 @@ def score_pages(
         hopper.score_on_hopper(q, weights, keys.values, pages, kv_lens, longer_than, out, bests)
         return out
     if q.device.type == "cuda":
-        from csattn.lightning.paged.triton_kernels import score_on_device  # Triton is only where a GPU is
+        from csattn.lightning.paged.triton_kernels import score_on_device  # needs Triton: GPU only
 
         score_on_device(q, weights, keys.values, keys.scales, pages, kv_lens, longer_than, out)
         return out
@@ -114,14 +113,14 @@ def score_pages(
 
 
 def require_pages(name: str, pages: Tensor, kv_lens: Tensor, keys: KeyPages) -> None:
-    """Raise ArrayError for pages of a query's keys that are not there; on a GPU nothing waits for a look at them."""
+    """Raise ArrayError if a page with a query's keys does not exist. Not checked on a GPU: it would synchronize."""
     if not pages.is_cuda:
         hold_keys = torch.arange(pages.shape[1]) * keys.page_size < kv_lens[:, None]
         require_within(name, pages[hold_keys], 0, len(keys.values))
 
 
 def _score_one(q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor) -> Tensor:
-    """All scores of one query's pages, on the CPU."""
+    """Return all scores of one query's pages, on the CPU."""
     exists = (pages >= 0) & (pages < len(keys.values))
     at = torch.where(exists, pages, 0).long()
     operands = Operands(q[None], _take(keys.values, at).flatten(0, 1), weights[None], keys.scales[at].flatten())
@@ -131,7 +130,7 @@ def _score_one(q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor) -> Ten
 
 
 def _take(values: Tensor, at: Tensor) -> Tensor:
-    """values[at]; torch does not index FP8 everywhere."""
+    """Return values[at]; torch does not index FP8 everywhere."""
     if values.itemsize > 1:
         return values[at]
     return values.view(torch.uint8)[at].view(values.dtype)

@@ -1,10 +1,10 @@
-"""The key cache in Triton: keys written into their pages, in one launch that a graph may hold, and scored.
+"""The key cache in Triton: one kernel writes keys into their pages (a CUDA graph can capture it), one scores pages.
 
-The same kernel scores keys that lie side by side, where Hopper's own (`score.hopper`) does not suit.
+The latter also scores contiguous keys, of shapes that `score.hopper` does not support.
 
-Keys lie along the rows of the product and heads along its columns, so that most of the sum over heads stays within a
-thread. The heads' scores never leave the registers. Where an FP8 product is summed in fewer bits than float32 has
-(Hopper), scores differ from the definition's by about 2^-13 of the largest product.
+Keys are the rows of the matrix product and heads its columns, so that most of the sum over heads stays within a thread.
+The heads' scores never leave the registers. Where FP8 products are accumulated in fewer bits than float32 has (Hopper),
+scores differ from the definition's by about 2^-13 of the largest product.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.
@@ -21,19 +21,19 @@ from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.operands.quantise import FP8_LEAST_AMAX, FP8_MAX
 from csattn.lightning.triton_common import MOST_QUERIES, largest_of, launch_options, to_e4m3
 
-ENOUGH_PROGRAMS = 4096  # more tiles than that are shared out among as many programs
+ENOUGH_PROGRAMS = 4096  # if there are more tiles, a program takes several
 TILE_KEYS = 128
 NUM_WARPS = 4
-# Where a program has several tiles: the pages' numbers are loaded before the pages, and each of the two loads is done
-# two stages early. Then one tile is on its way while another is scored; with fewer stages nothing is.
+# Software pipelining, where a program has several tiles: page numbers are loaded before pages, and each of the two
+# loads is issued two stages ahead. So one tile is loaded while another is scored; with fewer stages nothing overlaps.
 NUM_STAGES = 5
 
 
 def write_on_device(
-    values: Tensor,  # [num_pages, page_size, head_dim] float8_e4m3fn, pages any distance apart, written
-    scales: Tensor,  # [num_pages, page_size] float32, pages any distance apart, written
+    values: Tensor,  # [num_pages, page_size, head_dim] float8_e4m3fn, pages of any stride, written
+    scales: Tensor,  # [num_pages, page_size] float32, pages of any stride, written
     keys: Tensor,  # [num_tokens, head_dim]
-    slot_mapping: Tensor,  # [num_tokens] int64; tokens of other slots than the cache has are not written
+    slot_mapping: Tensor,  # [num_tokens] int64; tokens with a slot outside the cache are not written
     power_of_two_scales: bool,
 ) -> None:
     """As `cache.write_keys`, on torch's current stream."""
@@ -68,7 +68,7 @@ def score_on_device(
     longer_than: int,
     out: Tensor,
 ) -> None:
-    """As `score.score_pages`, on torch's current stream; rows of `out` may lie any distance apart."""
+    """As `score.score_pages`, on torch's current stream; rows of `out` may have any stride."""
     if pages.shape[1] == 0:
         return
     for first in range(0, len(q), MOST_QUERIES):
@@ -107,9 +107,9 @@ def _launch_score(
         longer_than,
         tiles_each,
         NUM_HEADS=num_heads,
-        HEADS=max(16, triton.next_power_of_2(num_heads)),  # of a matrix product, at least
+        HEADS=max(16, triton.next_power_of_2(num_heads)),  # 16: the least that a matrix product takes
         HEAD_DIM=head_dim,
-        WIDTH=max(32, triton.next_power_of_2(head_dim)),  # of one of FP8, at least
+        WIDTH=max(32, triton.next_power_of_2(head_dim)),  # 32: the least for FP8
         PAGE_SIZE=values.shape[1],
         TILE_PAGES=tile_pages,
         ONE_TILE=tiles_each == 1,
@@ -121,8 +121,8 @@ def _launch_score(
 
 def score_side_by_side(
     operands: Operands,
-    keys: range,  # of which the scores are wanted
-    legal_len: Tensor,  # [num_queries] int32; from there on a query's scores are not computed
+    keys: range,  # to be scored
+    legal_len: Tensor,  # [num_queries] int32; a query's keys from there on are not scored
     out: Tensor,  # [num_queries, at least len(keys)] float32, written
 ) -> None:
     """As `score.cpu.score_tile`, on torch's current stream: every key is a page."""
@@ -202,12 +202,12 @@ def _score_kernel(
     pages += query * pages_stride
     scores += query * scores_stride
     first = tl.program_id(0) * tiles_each * TILE_PAGES
-    # what does not depend on each other is loaded together: each of these takes as long as a page does
+    # independent loads are issued together: each of these takes as long as a page's
     kv_len = tl.minimum(tl.load(kv_lens + query), max_pages * PAGE_SIZE)
     page = tl.load(pages + first + row // PAGE_SIZE, mask=first + row // PAGE_SIZE < max_pages, other=-1)
     of_heads = q + query * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + channel[None, :]
     of_heads = tl.load(of_heads, mask=(head < NUM_HEADS)[:, None] & of_key, other=0.0)
-    of_heads = tl.trans(of_heads)  # before the loop: then they go to shared memory once, not for every tile
+    of_heads = tl.trans(of_heads)  # before the loop: so they go to shared memory once, not for every tile
     weight = tl.load(weights + query * NUM_HEADS + head, mask=head < NUM_HEADS, other=0.0)
     if kv_len <= longer_than or first * PAGE_SIZE >= kv_len:
         return
@@ -242,6 +242,6 @@ def _sum_over_heads(
 ):
     products = tl.dot(tile, of_heads, input_precision="ieee")
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    if NUM_HEADS < HEADS:  # infinity times a head that is not there
+    if NUM_HEADS < HEADS:  # padding heads are 0, and infinity times 0 is NaN
         products = tl.where((tl.arange(0, HEADS) < NUM_HEADS)[None, :], products, 0.0)
     return tl.sum(products * weight[None, :], axis=1)

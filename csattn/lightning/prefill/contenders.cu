@@ -1,21 +1,21 @@
-// Puts a bar to each query from a sample of its scores, and chooses the k best of what has reached the bar.
+// Finds a bar, a threshold, for each query from a sample of its scores, and chooses the k best keys that reach it.
 //
-// A list has a score's bits above an index. More may have come to it than it holds, or fewer than k: then its query is
-// marked, to be chosen for by another kernel.
+// An entry of a list is score bits << 32 | index. If more keys reach the bar than a list holds, or fewer than k, the
+// query is marked, and other kernels choose for it.
 //
-// Compiled for THREADS and CAPACITY: that many entries at most are in a list, or scores in the sample.
+// Compiled for THREADS and CAPACITY: the most entries of a list, or scores of a sample.
 
 #include "../topk/entries.cuh"
 
-constexpr u32 LEAST_KEY = 0x007fffffu;  // of a score: below are those of NaN
+constexpr u32 LEAST_KEY = 0x007fffffu;  // of a score, -inf: NaN's key is below
 constexpr int NO_BAR = 0x7fffffff, ALL_TIES = NO_BAR - 1;  // more than any index
 
-// The score that `order_of` was given, unless it was NaN.
+// The inverse of `order_of`: the score, or some NaN.
 __device__ __forceinline__ float score_of(u32 key) {
     return __uint_as_float(key == 0 ? 0x7fc00000u : key >> 31 ? key & 0x7fffffffu : ~key);
 }
 
-// Reductions over the threads of a block, in turns: a turn may begin while other threads end the last.
+// Reductions over a block's threads, double-buffered by turn: one may begin while other threads end the one before.
 struct Exchange {
     u32 of_warps[2][2][WARPS];
 
@@ -28,7 +28,7 @@ struct Exchange {
         __syncthreads();
         return __reduce_add_sync(ALL_LANES, lane < WARPS ? all[lane] : 0);
     }
-    // Of two values each.
+    // The maxima of two values.
     __device__ __forceinline__ void largest(u32& a, u32& b, int turn) {
         a = __reduce_max_sync(ALL_LANES, a), b = __reduce_max_sync(ALL_LANES, b);
         if (WARPS == 1) return;
@@ -41,7 +41,7 @@ struct Exchange {
     }
 };
 
-// A query's sample: vectors of four scores lie THREADS apart.
+// A query's sample, in registers: a thread's vectors of four scores are THREADS vectors apart.
 struct Sample {
     static constexpr int VECTORS = (CAPACITY + 4 * THREADS - 1) / (4 * THREADS);
     u32 keys[4 * VECTORS];  // 0 where there is none
@@ -66,7 +66,7 @@ struct Sample {
             keys[4 * v + 3] = order_of(left > 3 ? four[v].w : none);
         }
     }
-    // use(key, place in the sample), for all places that hold scores and perhaps some that do not
+    // Calls use(key, place in the sample) for all scores, and perhaps for places beyond, with key 0.
     template <class Use> __device__ __forceinline__ void for_each(const Use& use) const {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v)
@@ -76,7 +76,7 @@ struct Sample {
     }
 };
 
-// A threshold: keys above reach it, and the key itself up to a place in the sample.
+// A threshold: keys above `key` reach it, and equal ones up to a place in the sample.
 struct Bar {
     u32 key, num_reach;
     int last_place;
@@ -89,8 +89,8 @@ struct Bar {
     }
 };
 
-// A key about in the middle of two that are not neighbours. Of those between a negative score's and a positive one's
-// most are of tiny scores: there it is the middle of the scores.
+// A key about midway between two that are not neighbours. Between a negative score's and a positive one's, most keys
+// are of tiny scores: there it is the key of the mean score.
 __device__ __forceinline__ u32 key_between(u32 low, u32 high) {
     if (low >> 31 < high >> 31) {
         const u32 key = order_of((score_of(low) + score_of(high)) / 2);
@@ -99,12 +99,12 @@ __device__ __forceinline__ u32 key_between(u32 low, u32 high) {
     return low + (high - low) / 2;
 }
 
-// A bar that at least `wanted` reach, and at most `most`; if there are not so many, one that fewer reach.
+// Bisects for a bar that `wanted` to `most` scores of the sample reach; with fewer scores, one that these reach.
 __device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u32 most) {
     int turn = 0;
     u32 best = 0;
     sample.for_each([&](u32 key, int) { best = max(best, key); });
-    u32 not_least = ~best;  // of all threads' best: as many as there are threads reach that
+    u32 not_least = ~best;  // of all threads' best: THREADS scores reach the least one
     exchange.largest(best, not_least, turn++);
     auto count = [&](const auto& reaches) {
         u32 number = 0;
@@ -121,13 +121,13 @@ __device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u3
         else
             low = middle, num_reach = number;
     }
-    if (num_reach <= most) {  // the least of those that reach it: what lies between two scores may be no score
+    if (num_reach <= most) {  // the least key that reaches it: one found by bisection may be no score's
         u32 not_key = 0, unused = 0;
         sample.for_each([&](u32 key, int) { not_key = key >= low ? max(not_key, ~key) : not_key; });
         exchange.largest(not_key, unused, turn++);
         return {~not_key, num_reach, ALL_TIES};
     }
-    int begin = 0, end = sample.num_scores;  // of many that are equal, those in front
+    int begin = 0, end = sample.num_scores;  // of many that are equal, take the first
     while (num_reach > most) {
         const int middle = begin + (end - begin) / 2;
         const u32 number = count([&](u32 key, int place) { return Bar{low, 0, middle}.reached_by(key, place); });
@@ -139,12 +139,12 @@ __device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u3
     return {low, num_reach, end};
 }
 
-// What of a query's sample reaches the bar becomes the start of its list, in the sample's place. The bar is about the
-// wanted-th best of the sample. A query whose list holds all that it may see needs none, which is said by an index of
-// 2^31 - 1; where NaN would be the bar, the query is given up: more came, it is said, than the list holds, and nothing
-// reaches its bar.
+// Finds each query's bar, about the wanted-th best of its sample. The scores of the sample that reach it become the
+// start of the query's list, in the sample's place. If a list can hold all keys that its query may see, there is no
+// bar, and its index is NO_BAR. Where NaN would be the bar, the query is given up: nothing reaches its bar, and its
+// count is above the list's capacity.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) put_bars(
-    u64* rows,                          // [rows, row_len]: at first a row has scores of every step-th key, in float32
+    u64* rows,                          // [rows, row_len]: on entry a row has float32 scores of every step-th key
     const int* __restrict__ longest,    // [query tiles]: keys that any of a tile's queries may see
     const int* __restrict__ legal_len,  // [rows]
     int* __restrict__ counts,           // [rows], written
@@ -179,14 +179,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) put_bars(
     if (given_up) return;
     u32 mine = 0;
     sample.for_each([&](u32 key, int place) { mine += bar.reached_by(key, place); });
-    u32 at = sum_before(mine, scratch);  // and all scores are in registers
+    u32 at = sum_before(mine, scratch);  // has a barrier: all scores are in registers
     sample.for_each([&](u32 key, int place) {
         if (bar.reached_by(key, place))
             list[at++] = static_cast<u64>(__float_as_uint(score_of(key))) << 32 | static_cast<u32>(place * step);
     });
 }
 
-// A query's contenders: pairs of entries lie THREADS apart.
+// A query's contenders, in registers: a thread's pairs of entries are THREADS pairs apart.
 struct List {
     static constexpr int PAIRS = (CAPACITY + 2 * THREADS - 1) / (2 * THREADS);
     u32 keys[2 * PAIRS], indices[2 * PAIRS];
@@ -206,7 +206,7 @@ struct List {
                 keys[2 * p + 1] = order_of(__uint_as_float(pair[p].w)), indices[2 * p + 1] = pair[p].z;
             }
     }
-    // use(number of the thread's entry)
+    // Calls use(number of the thread's entry).
     template <class Use> __device__ __forceinline__ void for_each(const Use& use) const {
 #pragma unroll
         for (int e = 0; e < 2 * PAIRS; ++e)
@@ -215,15 +215,15 @@ struct List {
     }
 };
 
-// Entries by their bins, the highest first.
+// Entries in the order of their bins, the best first.
 struct alignas(16) Sorted {
     u64 entries[CAPACITY];
-    u32 bins[BINS + 4];  // how many are above a bin, and after the last all
+    u32 bins[BINS + 4];  // how many entries are in better bins; then, how many there are
     Exchange exchange;
     u32 scratch[WARPS], num_sorted;
 };
 
-// From how many are in the bins to how many are above; those of which k or more are above need not be sorted.
+// Turns counts of bins into exclusive prefix sums. num_sorted: entries in the bins of the k best; others stay unsorted.
 __device__ __forceinline__ void sum_up_bins(Sorted& s, u32 count, u32 k) {
     u32* const bins = s.bins + threadIdx.x * BINS_EACH;
     u32 counts[BINS_EACH], sum = 0;
@@ -241,16 +241,16 @@ __device__ __forceinline__ void sum_up_bins(Sorted& s, u32 count, u32 k) {
     __syncthreads();
 }
 
-// Writes the indices of the k best, best first. An entry is by how much its key is below the highest, above its index;
-// if all are equal, the index twice. Entries are put into bins, and within its bin each counts those before it. Bins are
-// narrow, as entries reach from the bar to the best; where many fall into one it takes long.
+// Writes the indices of the k best, best first. An entry is how far its key is below the highest << 32 | index; if all
+// keys are equal, the index twice. Entries are sorted into bins, and each is ranked by counting those before it in its
+// bin. Bins are narrow, since entries range only from the bar to the best; many entries in one bin take long.
 __device__ void write_in_order(Sorted& s, List& list, int k, int* chosen) {
     u32 highest = 0, not_lowest = 0;
     list.for_each([&](int e) { highest = max(highest, list.keys[e]), not_lowest = max(not_lowest, ~list.keys[e]); });
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
     s.exchange.largest(highest, not_lowest, 0);
     const u32 width = highest - ~not_lowest, shift = width == 0 ? 10 : width < BINS ? 0 : 21 - __clz(width);
-    u32 before[2 * List::PAIRS];  // those that came to the bin before
+    u32 before[2 * List::PAIRS];  // how many entries came to its bin earlier
     list.for_each([&](int e) {
         list.keys[e] = width ? highest - list.keys[e] : list.indices[e];
         before[e] = atomicAdd(&s.bins[list.keys[e] >> shift], 1u);
@@ -275,12 +275,12 @@ __device__ void write_in_order(Sorted& s, List& list, int k, int* chosen) {
 }
 static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits; an index has 21");
 
-constexpr int BLOCKS = 1280 / (THREADS < 256 ? 256 : THREADS);  // of a multiprocessor, that choose
+constexpr int BLOCKS = 1280 / (THREADS < 256 ? 256 : THREADS);  // of `choose_best`, per multiprocessor
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_best(
     const u64* __restrict__ lists,      // [rows, row_len], of which CAPACITY at most are used; row_len is even
     const int* __restrict__ counts,     // [rows]
     const int* __restrict__ legal_len,  // [rows]
-    int* __restrict__ overflowed,       // [rows], written: 1 where `chosen` is not to be trusted, else 0
+    int* __restrict__ overflowed,       // [rows], written: 1 where `chosen` is invalid, else 0
     int* __restrict__ chosen,           // [rows, k]
     long long row_len,
     long long k
@@ -289,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_best(
     const long long row = blockIdx.x;
     wait_then_let_next_start();
     const int count = counts[row], legal = legal_len[row];
-    const bool trusted = (count <= CAPACITY) & (count >= min(static_cast<int>(k), legal));  // both have been read
+    const bool trusted = (count <= CAPACITY) & (count >= min(static_cast<int>(k), legal));  // not &&: both are loaded
     if (threadIdx.x == 0) overflowed[row] = !trusted;
     if (!trusted) return;
     List list(reinterpret_cast<const uint4*>(lists + row * row_len), count);

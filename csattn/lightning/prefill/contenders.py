@@ -1,15 +1,15 @@
-"""Choosing keys on a GPU without writing their scores: only contenders are written, two or three times k of them.
+"""Top-k on a GPU without writing all scores: only contenders are written, two or three times k of them per query.
 
-Every step-th key is scored first. Of this sample the bar of a query is taken, a score that some more than k / step
-others reach: then of all keys some more than k reach it. The other keys are scored, and what reaches the bar is listed
-beside what did of the sample; the k best of the list are the choice. Scores that rise, fall or come in runs change
-little, as the sample is spread evenly over the sequence.
+Every step-th key is scored first. From this sample, each query gets a bar: a threshold that somewhat more than k / step
+of the sample reach, and so somewhat more than k of all keys. Then the other keys are scored, and those that reach the
+bar are listed after those of the sample that do; the k best of the list are chosen. Scores that rise, fall or come in
+runs change little, since the sample is spread evenly over the sequence.
 
 The result is exact whatever the scores: all keys that reach the bar are counted, and if they are fewer than k, or more
 than a list holds, the query is marked, and `stream` chooses for it from all of its scores.
 
 Budget on an H200 (790 TFLOP/s in bf16, 4.3 TB/s), 1M queries, 256K keys, ratio 4, k = 512. Products of legal pairs take
-2.85 s at the matrix units' peak. Writing all legal scores and reading them once is 550 GB each way, 0.26 s of
+2.85 s at the tensor cores' peak. Writing all legal scores and reading them once is 550 GB each way, 0.26 s of
 bandwidth, and a test of every score. The sample is a 32nd of that, 8 ms; contenders are some 1400 of each query, 8
 bytes each, written and read: 24 GB, 6 ms; both selections, a block for each query: 0.02 s if each of them takes a
 multiprocessor 1.1 us a query, as measured with 32K keys.
@@ -28,43 +28,43 @@ from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.score import hopper
 
 SOURCE = Path(__file__).with_name("contenders.cu")
-THREADS = 256  # of a block that chooses, at least
-THREADS_FOR_BARS = 32  # of one that puts a bar
-_SCORES_EACH, _ENTRIES_EACH = 32, 10  # of a thread, that it has in registers, unless there would be too many threads
-_BIN_BYTES = 2048 * 4 + 1024  # of shared memory, and what little there is besides
-MAX_CAPACITY = 24576  # entries in shared memory
+THREADS = 256  # of a block of `choose_best`, at least
+THREADS_FOR_BARS = 32  # of a block of `put_bars`, at least
+_SCORES_EACH, _ENTRIES_EACH = 32, 10  # in a thread's registers; more if a block would have over 1024 threads
+_BIN_BYTES = 2048 * 4 + 1024  # of shared memory: bins, and a little more
+MAX_CAPACITY = 24576  # entries that fit in shared memory
 _LEAST_STEP = 8
-_SAMPLE_LEN = 4096  # scores that are read again for each query, about
+_SAMPLE_LEN = 4096  # scores of a query's sample, about, where step is below 32
 _LEAST_CAPACITY = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many keys are scored first, and what that says of the others."""
+    """How many keys are sampled, and what follows from that for bars and lists."""
 
     step: int  # every step-th key is in the sample
-    wanted: int  # scores of the sample that reach the bar, at least; an eighth more at most
+    wanted: int  # at least so many scores of the sample reach the bar; at most an eighth more
     capacity: int  # entries of a list
 
     @classmethod
     def of(cls, num_keys: int, k: int) -> "Sampling":
-        """So that of scores in random order one query in a million has too few contenders, or more than fit."""
+        """Choose so that, of scores in random order, one query in a million has too few contenders, or too many."""
         step = _LEAST_STEP
         while (num_keys > _SAMPLE_LEN * step and step < 32) or num_keys > MAX_CAPACITY * step:
             step *= 2
-        expected = k / step  # of the k best, in the sample
+        expected = k / step  # so many of the k best are in the sample
         wanted = math.ceil(expected + 5 * math.sqrt(expected)) + 4
-        # the keys behind the last whole block may all be contenders
+        # the keys after the last whole block may all be contenders
         most = step * (1.125 * wanted + 6 * math.sqrt(wanted)) + step * hopper.KEYS
         return cls(step, wanted, max(_LEAST_CAPACITY, -(-int(most) // 1024) * 1024))
 
     def sample_len(self, num_keys: int) -> int:
-        """Scores of the sample: those of whole blocks."""
+        """How many scores the sample has: those of whole blocks."""
         return num_keys // (hopper.KEYS * self.step) * hopper.KEYS
 
 
 class Contenders:
-    """Memory for the queries of a tile, used again for the next: a row is first a sample, then a list."""
+    """Workspace for the queries of a tile, reused for the next tile: a row is first a sample, then a list."""
 
     def __init__(self, num_queries: int, num_keys: int, sampling: Sampling, device: torch.device) -> None:
         self._sampling = sampling
@@ -78,11 +78,11 @@ class Contenders:
         self,
         operands: Operands,  # of at most num_queries queries, and num_keys keys
         legal_len: Tensor,  # [num_queries] int32
-        longest: Tensor,  # [query tiles] int32: the greatest of those of a query tile
+        longest: Tensor,  # [query tiles] int32: the greatest legal_len of each query tile
         out: Tensor,  # [num_queries, k] int32, contiguous, written
-        overflowed: Tensor,  # [num_queries] int32, written: 1 where `out` is not to be trusted, else 0
+        overflowed: Tensor,  # [num_queries] int32, written: 1 where `out` is invalid, else 0
     ) -> None:
-        """Enqueue on torch's current stream."""
+        """Enqueue the choice on torch's current stream."""
         (num_queries, k), sampling = out.shape, self._sampling
         if not num_queries:
             return
@@ -102,7 +102,7 @@ class Contenders:
 
 
 def queries_at_a_time(operands: Operands, sampling: Sampling, workspace_bytes: int) -> tuple[int, int]:
-    """How many fill the device, and for how many there is room: for so many whole fillings, or else query tiles."""
+    """Return how many queries fill the device, or else a query tile, and the multiple that fits the workspace."""
     row_bytes = 8 * _row_len(sampling, sampling.sample_len(len(operands.k))) + 12
     room, tile = workspace_bytes // row_bytes, hopper.queries_of_tile(operands.q.shape[1])
     filling = num_multiprocessors(operands.q.device) * tile
@@ -112,12 +112,12 @@ def queries_at_a_time(operands: Operands, sampling: Sampling, workspace_bytes: i
 
 
 def _row_len(sampling: Sampling, sample_len: int) -> int:
-    """Entries that there is room for in a row, whose vectors of four scores are aligned."""
+    """Entries of a row, for its sample or its list: even, so that vectors of four scores are aligned."""
     return max(sampling.capacity, sample_len // 2) + 1 & ~1
 
 
 def _bars_kernel(sample_len: int) -> tuple[CudaKernel, int]:
-    """And the threads of a block, of which there is one for each query. It is compiled for few lengths."""
+    """Return `put_bars`, compiled for few lengths, and the threads of a block, of which each query has one."""
     capacity = 1 << max(10, (sample_len - 1).bit_length())
     threads = min(1024, max(THREADS_FOR_BARS, capacity // _SCORES_EACH))
     defines = {"THREADS": threads, "CLUSTER": 1, "CAPACITY": capacity}
@@ -125,7 +125,7 @@ def _bars_kernel(sample_len: int) -> tuple[CudaKernel, int]:
 
 
 def _choice_kernel(capacity: int) -> tuple[CudaKernel, int]:
-    """And the threads of a block, of which there is one for each query."""
+    """Return `choose_best` and the threads of a block, of which each query has one."""
     threads = THREADS
     while threads < 1024 and capacity > _ENTRIES_EACH * threads:
         threads *= 2

@@ -1,11 +1,11 @@
 """Streaming top-k (StreamIndex): the best keys of every query without all scores in memory at once.
 
-Queries and keys go by in tiles; what of a tile is among its k best is merged with what was kept before. Since keys have
-one total order and a score the same bits in every tile, the result does not depend on the tiles, its order included.
+Queries and keys are scored in tiles; the k best of each tile are merged with those kept so far. Since keys have one
+total order and a score has the same bits in every tile, the result, its order included, does not depend on the tiles.
 
-Where the workspace holds all scores of some queries, their keys are not cut and nothing is merged: on a GPU that takes
-256 MiB for 256 queries of 256K keys. Then scoring is one launch and `topk` another. For many queries of many keys a GPU
-does not even write scores: see `contenders`.
+Where the workspace holds all scores of some queries, their keys are not cut and nothing is merged: on a GPU, 256 MiB
+hold those of 256 queries of 256K keys. Then scoring is one launch and `topk` another. For many queries of many keys, a
+GPU does not even write all scores: see `contenders`.
 """
 
 from collections.abc import Iterator
@@ -24,20 +24,20 @@ from csattn.lightning.topk.reference import SENTINEL, indices_of, order_keys
 from csattn.lightning.topk.select import top_k
 
 WORKSPACE_BYTES = 256 << 20
-_QUERIES = 64  # that are scored together at least: a GPU is full with them, as their keys are cut among programs
-_MANY_QUERIES = 4096  # whose programs fill a GPU a few times, though each goes through all keys of its queries
-_MOST_KEYS = 1 << 21  # of which a sample is chosen from in shared memory
-_CPU_KEYS = 16384  # that are scored together at most on the CPU, where they are widened to float32 first
-_COLUMNS = 128  # of whose multiples a tile's rows are: score kernels write whole tiles of theirs
+_QUERIES = 64  # scored together at least: they fill a GPU, since their keys are divided among programs
+_MANY_QUERIES = 4096  # which fill a GPU a few times, though a program goes through all keys of its queries
+_MOST_KEYS = 1 << 21  # for `contenders.cu`, where an index has 21 bits
+_CPU_KEYS = 16384  # scored together at most on the CPU, which converts them to float32 first
+_COLUMNS = 128  # rows of scores are padded to a multiple of this: score kernels write whole tiles
 _NOTHING = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries that go by together, and how many keys they are scored against at a time."""
+    """Queries that are scored together, and how many keys at a time."""
 
     queries: slice
-    num_keys: int  # that any of them may see
+    num_keys: int  # the most that any of them may see
     key_chunk: int
 
     @property
@@ -47,7 +47,7 @@ class Tile:
 
     @property
     def num_scores(self) -> int:
-        """That are in memory at the same time."""
+        """How many scores are in memory at the same time."""
         num_queries: int = self.queries.stop - self.queries.start
         return num_queries * _padded(min(self.key_chunk, self.num_keys))
 
@@ -57,13 +57,13 @@ def choose_keys(
     k: int,
     legal_len: Tensor,  # [num_queries] int32, see `operands.indexer.causal_lens`
     *,
-    workspace_bytes: int = WORKSPACE_BYTES,  # for scores; where they all fit, nothing is cut
-    tile: tuple[int, int] | None = None,  # queries and keys that are scored together, instead
+    workspace_bytes: int = WORKSPACE_BYTES,  # for scores; where they all fit, keys are not cut
+    tile: tuple[int, int] | None = None,  # numbers of queries and keys that are scored together, instead
 ) -> Tensor:
-    """Each query's k best legal keys, best first: indices [num_queries, k] int32, -1 padded.
+    """Return each query's k best legal keys, best first: indices [num_queries, k] int32, -1 padded.
 
-    Definition: `topk.reference.top_k_reference` of all scores. Those are summed in an order of the kernel's own, which
-    is the same in every tile. Raises ArrayError and ConfigError on arguments that do not fit.
+    Definition: `topk.reference.top_k_reference` of all scores. Each kernel sums scores in an order of its own, which is
+    the same in every tile. Raises ArrayError or ConfigError for arguments that do not fit.
     """
     _require(operands, legal_len)
     require_at_least("k", k, 1)
@@ -80,14 +80,14 @@ def choose_keys(
 
 
 def _contenders_pay(operands: Operands, k: int) -> bool:
-    """With fewer queries a GPU is not full of them; with fewer keys most would be contenders."""
+    """Whether contenders are faster: fewer queries do not fill a GPU, and of fewer keys most would be contenders."""
     if not operands.q.is_cuda or k > MAX_K or len(operands.k) > _MOST_KEYS or not hopper.suits(operands):
         return False
     return len(operands.q) >= _MANY_QUERIES and len(operands.k) >= 8 * k
 
 
 def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> Tensor:
-    """`choose_keys` by `contenders`; where they are too many, from all scores. lens: as in `choose_scored`."""
+    """`choose_keys` by `contenders`; for queries where these fail, from all scores. lens: as in `choose_scored`."""
     indices, unsure = choose_from_contenders(operands, k, lens, workspace_bytes)
     for first in range(0, len(unsure), _MANY_QUERIES):
         rows = unsure[first : first + _MANY_QUERIES]
@@ -96,7 +96,7 @@ def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_byt
 
 
 def choose_from_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Tensor, Tensor]:
-    """The choice from lists of contenders, and the queries whose lists cannot be trusted: [n] int64."""
+    """Return the choice from lists of contenders, and the queries for which it is invalid: [n] int64."""
     (num_queries, num_heads, _), num_keys, device = operands.q.shape, len(operands.k), operands.q.device
     sampling, query_tile = Sampling.of(num_keys, k), hopper.queries_of_tile(num_heads)
     filling, room = queries_at_a_time(operands, sampling, workspace_bytes)
@@ -115,9 +115,10 @@ def choose_from_contenders(operands: Operands, k: int, lens: Tensor, workspace_b
 
 
 def _cut_queries(num_queries: int, query_tile: int, filling: int, room: int) -> list[range]:
-    """Tiles of about equally many queries, the last first: of whole fillings of the device but for the first queries.
+    """Cut queries into tiles of about equal size, the last first, each a whole number of fillings of the device.
 
-    Those are the cheapest. While the dearest are scored the host prepares all other launches.
+    Only the tile of the first queries, the cheapest, may be smaller. While the dearest are scored, the host prepares
+    all other launches.
     """
     num_fillings, num_tiles = -(-num_queries // filling), -(-num_queries // room)
     step = max(1, -(-num_fillings // max(1, num_tiles))) * filling
@@ -128,7 +129,7 @@ def _cut_queries(num_queries: int, query_tile: int, filling: int, room: int) -> 
 def choose_scored(
     operands: Operands, k: int, lens: Tensor, workspace_bytes: int, tile: tuple[int, int] | None = None
 ) -> Tensor:
-    """`choose_keys` from all scores. lens: on the host, within 0..num_keys."""
+    """`choose_keys` from all scores. lens: legal lengths, on the host, within 0..num_keys."""
     device, num_queries = operands.q.device, len(operands.q)
     on_device = lens.to(device)
     indices = torch.full((num_queries, k), SENTINEL, dtype=torch.int32, device=device)
@@ -140,9 +141,9 @@ def choose_scored(
 
 
 def score_all(operands: Operands, legal_len: Tensor) -> Tensor:
-    """Every legal score, with the bits that `choose_keys` compares: [num_queries, num_keys] float32.
+    """Return every legal score, with the bits that `choose_keys` compares: [num_queries, num_keys] float32.
 
-    What is not legal holds anything. Raises ArrayError on arguments that do not fit.
+    Other entries are undefined. Raises ArrayError for arguments that do not fit.
     """
     _require(operands, legal_len)
     num_queries, num_keys = len(operands.q), len(operands.k)
@@ -157,7 +158,7 @@ def _require(operands: Operands, legal_len: Tensor) -> None:
 
 
 def cut(lens: Tensor, workspace_bytes: int, device: torch.device) -> Iterator[Tile]:
-    """Tiles whose scores fit the workspace: as many queries as it holds; where those are few, fewer keys at a time."""
+    """Yield tiles whose scores fit the workspace: as many queries as fit; where these are few, fewer keys at a time."""
     least_bytes = workspace_bytes // min(_QUERIES, max(1, len(lens)))
     most_keys = max(_COLUMNS, least_bytes // 4 // _COLUMNS * _COLUMNS)
     if device.type == "cpu":
@@ -176,14 +177,14 @@ def cut(lens: Tensor, workspace_bytes: int, device: torch.device) -> Iterator[Ti
 
 
 def cut_evenly(lens: Tensor, num_queries: int, num_keys: int) -> Iterator[Tile]:
-    """Tiles of a given size; keys that no query of a tile may see are left out."""
+    """Yield tiles of a given size, without keys that no query of the tile may see."""
     for first in range(0, len(lens), num_queries):
         queries = slice(first, min(first + num_queries, len(lens)))
         yield Tile(queries, int(lens[queries].max()), num_keys)
 
 
 def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out: Tensor) -> None:
-    """For the queries of one tile. All of `out` is padding before."""
+    """Choose for the queries of one tile. `out` must be filled with padding before."""
     ranges, k = tile.key_ranges, out.shape[1]
     kept: Tensor | None = None
     for keys in ranges:
@@ -204,18 +205,18 @@ def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out
 
 
 def score_into(
-    out: Tensor,  # [num_queries, width] float32, written; width: of whole tiles of 128, at least for all of the keys
+    out: Tensor,  # [num_queries, width] float32, written; width: whole tiles of 128, for all of the keys
     operands: Operands,
     keys: range,
-    lens: Tensor,  # [num_queries] int32, on the device; columns beyond hold anything
+    lens: Tensor,  # [num_queries] int32, on the device; later columns are undefined
 ) -> None:
-    """Scores of some keys, with the bits that `choose_keys` compares, on torch's current stream."""
+    """Write the scores of some keys, with the bits that `choose_keys` compares, on torch's current stream."""
     if not operands.q.is_cuda:
         cpu.score_tile(operands, keys, lens, out)
     elif hopper.suits(operands):
         hopper.write_scores(operands, keys, hopper.longest(lens, operands.q.shape[1]), out)
     else:
-        from csattn.lightning.paged.triton_kernels import score_side_by_side  # Triton is only where a GPU is
+        from csattn.lightning.paged.triton_kernels import score_side_by_side  # needs Triton: GPU only
 
         score_side_by_side(operands, keys, lens, out)
 

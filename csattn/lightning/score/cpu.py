@@ -13,17 +13,17 @@ from torch import Tensor
 from csattn.cpu.jit import exact_kernel, readonly
 from csattn.lightning.operands.indexer import Operands
 
-LANES = 64  # keys that are scored side by side
-_QUERIES = 16  # that are widened to float32 at a time
+LANES = 64  # keys that are scored at a time
+_QUERIES = 16  # converted to float32 at a time
 
 
 def score_tile(
     operands: Operands,
-    keys: range,  # of which the scores are wanted
-    legal_len: Tensor,  # [num_queries] int32; from there on a query's scores are not computed
+    keys: range,  # to be scored
+    legal_len: Tensor,  # [num_queries] int32; a query's keys from there on are not scored
     out: Tensor,  # [num_queries, at least len(keys)] float32, written
 ) -> None:
-    """Score some keys. Definition: `reference.score_keys`, but for the order of summation."""
+    """Score some keys. Definition: `reference.score_keys`, apart from the order of summation."""
     lanes = -(-len(keys) // LANES) * LANES
     columns = np.zeros((operands.k.shape[1], lanes), dtype=np.float32)
     columns[:, : len(keys)] = operands.k[keys.start : keys.stop].detach().float().numpy().T
@@ -60,7 +60,7 @@ def _score_rows(
                 weight = weights[row, head]
                 for lane in range(LANES):
                     product = products[lane]
-                    # asked this way round, NaN stays NaN
+                    # this comparison keeps NaN
                     scores[lane] += weight * (float32(0) if product < 0 else product)
             for lane in range(min(LANES, lens[row] - first)):
                 out[row, first + lane] = scores[lane] * scale[first + lane]

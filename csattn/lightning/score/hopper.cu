@@ -1,16 +1,16 @@
-// Scores on Hopper's matrix units: two warpgroups take turns at them, so that one weighs and sums up while the other
-// multiplies. What becomes of the sums waits until the group's next products are under way. A third group has one warp
-// that fetches: key tiles into a ring, and the next queries ahead of their turn.
+// Scores on Hopper's tensor cores, with warp specialization: two warpgroups alternate at wgmma, so that one weighs and
+// sums while the other multiplies. A group writes or lists its scores once its next products are in flight. The third
+// group has one producer warp, which loads key tiles into a ring buffer, and the next query tile early, by TMA.
 //
-// A block goes through query tiles, those that see most keys first, and of each through all tiles of its keys. A query
-// tile is COLUMNS pairs of a query and a head. `write_scores` writes what it has scored; `list_contenders` what reaches
-// its query's bar. A score's bits depend on neither, nor on where its key lies in a tile, nor on what is beside it.
+// A thread block takes query tiles, those that see most keys first, and for each all of its key tiles. A query tile is
+// COLUMNS pairs of a query and a head. `write_scores` writes scores; `list_contenders` lists those that reach their
+// query's bar, a threshold. A score has the same bits in both, wherever its key is in a tile and whatever is beside it.
 //
 // Compiled for DTYPE, HEAD_DIM, COLUMNS, HEADS, STAGES and THREADS.
 
 #include "warpgroups.cuh"
 
-// What a query tile needs besides its keys.
+// Loads what a query tile needs besides its keys.
 template <class Work>
 __device__ void fetch_item(Shared& s, const Operands& of, const Work& work, int query_tile, int at) {
     const int lane = threadIdx.x % 32, query = query_tile * QUERIES + lane;
@@ -38,7 +38,7 @@ __device__ void fetch_item(Shared& s, const Operands& of, const Work& work, int 
     }
 }
 
-// Waits until a query tile is scored, and says how many contenders it has.
+// Waits until a query tile is scored, and stores how many contenders its queries have.
 template <class Work> __device__ void close_item(Shared& s, const Operands& of, const Work& work, int item) {
     if (item < 0) return;
     const int at = item % 2;
@@ -51,7 +51,7 @@ template <class Work> __device__ void close_item(Shared& s, const Operands& of, 
 
 template <class Work> __device__ void fetch(Shared& s, const Operands& of, const Work& work) {
     int item = 0;
-    u32 number = 0;  // of a key tile, among all of the block
+    u32 number = 0;  // key tiles of the block so far
     for (int query_tile; (query_tile = query_tile_of(of, item)) >= 0; ++item) {
         close_item(s, of, work, item - 2);
         __syncwarp();
@@ -77,7 +77,7 @@ template <class Work> __device__ void fetch(Shared& s, const Operands& of, const
     close_item(s, of, work, item - 1);
 }
 
-// Multiplies and weighs a tile that has come, and meanwhile finishes the one before it.
+// Multiplies and weighs a key tile that has been loaded, and meanwhile finishes the one before it.
 template <class Work>
 __device__ __forceinline__ void score_tile(Shared& s, const Operands& of, const Work& work, const Mine& mine,
                                            const Owner& owner, Pending& pending, bool is_first, int group, int at,
@@ -104,7 +104,7 @@ __device__ __forceinline__ void score_tile(Shared& s, const Operands& of, const 
 
 template <class Work> __device__ void score(Shared& s, const Operands& of, const Work& work, int group) {
     const Owner owner;
-    u32 number = 0;  // of a key tile, among all of the block: even ones are the first group's
+    u32 number = 0;  // key tiles of the block so far: the first group takes the even ones
     if (group == 1) give_turn_to(0);
     for (int item = 0, query_tile; (query_tile = query_tile_of(of, item)) >= 0; ++item) {
         const int at = item % 2;
@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) list_contenders(
     const int* __restrict__ legal_len,     // [num_queries]
     const float* __restrict__ bar_scores,  // [num_queries]
     const int* __restrict__ bar_indices,   // [num_queries]
-    u64* __restrict__ lists,               // [num_queries, capacity]: a score's bits above an index
-    int* __restrict__ counts,              // [num_queries], of what has come to a list, read and written
+    u64* __restrict__ lists,               // [num_queries, capacity]: score bits << 32 | index
+    int* __restrict__ counts,              // [num_queries], of entries, even beyond capacity; read and written
     long long num_queries,
     long long num_keys,
     long long step,

@@ -1,15 +1,15 @@
-"""Scores on Hopper's matrix units, in CUDA C; shapes that do not suit them go to `paged.triton_kernels`.
+"""Scores on Hopper's tensor cores (wgmma), in CUDA C; other shapes go to `paged.triton_kernels`.
 
-A block has 256 pairs of a query and a head in shared memory (four queries of 64 heads), and tiles of 64 keys go by.
-Budget of a tile on an H200, in clocks of a multiprocessor: the products take 1024 in bfloat16, 512 in FP8; a warp
-scheduler weighs 128 x 32 of them with two instructions each, of which the comparison goes at half the rate, in about
-300; keys are 16 or 8 KB, 16 bytes a clock.
+A thread block keeps 256 pairs of a query and a head in shared memory (four queries of 64 heads) and streams tiles of 64
+keys past them. Budget of a tile on an H200, in clocks of a multiprocessor: the products take 1024 in bfloat16, 512 in
+FP8; a warp scheduler weighs (ReLU, weight, sum) 128 x 32 of them with two instructions each, of which the comparison
+runs at half rate, in about 300; keys are 16 or 8 KB, at 16 bytes a clock.
 
-Measured by clocks read within the kernel, where contenders are listed: 1216 and 937 a tile. Weighing holds up the
-products, whose sums are in registers too, and what counts is how many registers it writes: with a maximum for every
-product, which is one more, a tile took 1348 and 958; with an eighth of the weighing 1065 in bfloat16; thirty other
-instructions fewer gained nothing. And power is at its limit: in bfloat16 the clock falls from 1.8 to 1.54 GHz within
-150 ms, and torch's product, under the same limit, from 800 to 680 TFLOP/s.
+Measured by clocks read within `list_contenders`: 1216 and 937 a tile. Weighing delays the products, whose sums are in
+registers too, and what matters is how many registers it writes: with a maximum for every product, one more register, a
+tile took 1348 and 958; with an eighth of the weighing, 1065 in bfloat16; removing thirty other instructions gained
+nothing. Power is at its limit, too: in bfloat16 the clock falls from 1.8 to 1.54 GHz within 150 ms, and torch's
+product, under the same limit, from 800 to 680 TFLOP/s.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ _DTYPES = {torch.float16: 0, torch.bfloat16: 1, FP8: 2}
 
 
 def suits(operands: Operands) -> bool:
-    """Whether these kernels can score: on Hopper, rows of 128 or 256 bytes, 16, 32 or 64 heads."""
+    """Whether these kernels support the operands: on Hopper, rows of 128 or 256 bytes, 16, 32 or 64 heads."""
     _, num_heads, head_dim = operands.q.shape
     return (
         has_warpgroup_products(operands.q.device)
@@ -42,12 +42,12 @@ def suits(operands: Operands) -> bool:
 
 
 def queries_of_tile(num_heads: int) -> int:
-    """Queries that a block has at a time."""
+    """How many queries a query tile has: a thread block scores one tile at a time."""
     return COLUMNS // num_heads
 
 
 def longest(legal_len: Tensor, num_heads: int) -> Tensor:
-    """The most keys that one query of a tile may see: [num_queries] int32 -> [query tiles] int32."""
+    """The most keys that any query of a tile may see: [num_queries] int32 -> [query tiles] int32."""
     each = queries_of_tile(num_heads)
     missing = -len(legal_len) % each
     padded = torch.nn.functional.pad(legal_len, (0, missing)) if missing else legal_len
@@ -56,12 +56,12 @@ def longest(legal_len: Tensor, num_heads: int) -> Tensor:
 
 def write_scores(
     operands: Operands,
-    keys: range,  # of which the scores are wanted; its step is 1, or it begins at 0
-    longest: Tensor,  # [query tiles] int32, see above: what lies beyond is not scored
-    out: Tensor,  # [num_queries, width] float32, written; width: of whole tiles of 64, at least for all of the keys
+    keys: range,  # to be scored; its step is 1, or it begins at 0
+    longest: Tensor,  # [query tiles] int32, see `longest`: later keys are not scored
+    out: Tensor,  # [num_queries, width] float32, written; width: whole tiles of 64, for all of the keys
 ) -> None:
-    """Score every step-th key, on torch's current stream; for a step above 1, those of whole blocks of 64 * step."""
-    if not len(longest) or not len(operands.k):  # of which the driver makes no maps
+    """Score every step-th key, on torch's current stream; for a step above 1, only within whole blocks of 64 * step."""
+    if not len(longest) or not len(operands.k):  # the driver makes no tensor maps of empty arrays
         return
     sizes = out.stride(0), len(operands.q), len(operands.k), keys.start, keys.stop, keys.step
     maps = _query_map(operands), _key_map(operands, keys.step)
@@ -78,7 +78,7 @@ def list_contenders(
     lists: Tensor,  # [num_queries, capacity] int64, written
     counts: Tensor,  # [num_queries] int32, read and written
 ) -> None:
-    """Score what `write_scores` with that step has not, and list what reaches its query's bar."""
+    """Score the keys that `write_scores` with that step leaves out, and list those that reach their query's bar."""
     num_queries, capacity = lists.shape
     maps = _query_map(operands), _key_map(operands, 1), _key_map(operands, step)
     arrays = operands.weights, operands.key_scale, longest, legal_len, bar_scores, bar_indices, lists, counts
@@ -86,14 +86,14 @@ def list_contenders(
 
 
 def _query_map(operands: Operands) -> object:
-    """Of boxes of 256 pairs of a query and a head."""
+    """TMA tensor map of the queries, in boxes of 256 pairs of a query and a head."""
     return tensor_map(operands.q.flatten(0, 1), (COLUMNS, _ATOM_BYTES // operands.q.itemsize))
 
 
 def _key_map(operands: Operands, step: int) -> object:
-    """Of boxes of 64 keys, step apart; the last keys, of which there are fewer than step, have no place in it."""
+    """TMA tensor map of the keys, in boxes of 64 that are step apart; it leaves out the last num_keys % step keys."""
     rows = len(operands.k) // step
-    k = operands.k[: rows * step].view(rows, -1) if rows else operands.k  # with no row, no box is asked for
+    k = operands.k[: rows * step].view(rows, -1) if rows else operands.k  # with no row, no box is loaded
     return tensor_map(k, (KEYS, _ATOM_BYTES // k.itemsize))
 
 
@@ -103,7 +103,7 @@ def _launch(name: str, operands: Operands, longest: Tensor, *args: object) -> No
 
 
 def defines_for(dtype: torch.dtype, num_heads: int, head_dim: int) -> dict[str, int]:
-    """What the kernels are compiled for."""
+    """The macros that the kernels are compiled with."""
     return {
         "DTYPE": _DTYPES[dtype],
         "HEAD_DIM": head_dim,
@@ -116,6 +116,6 @@ def defines_for(dtype: torch.dtype, num_heads: int, head_dim: int) -> dict[str, 
 
 def _kernel(name: str, dtype: torch.dtype, num_heads: int, head_dim: int) -> CudaKernel:
     defines = defines_for(dtype, num_heads, head_dim)
-    # the first is for alignment, the last for weights, bars and barriers
+    # 1024 for alignment, 4096 for weights, bars and mbarriers
     shared_bytes = 1024 + (2 * COLUMNS + defines["STAGES"] * KEYS) * head_dim * dtype.itemsize + 4096
     return cuda_kernel(SOURCE, name, defines, shared_bytes, early_start=True, architecture="sm_90a")

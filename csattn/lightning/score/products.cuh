@@ -1,4 +1,4 @@
-// Products of a tile of keys by wgmma, and the TMA loads that feed them. An emulator brings its own version of this file.
+// Products of a tile of keys by wgmma, and the TMA loads that feed them. The CPU emulator replaces this file.
 #pragma once
 
 #include "../tensor_cores.cuh"
@@ -9,7 +9,7 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-// A copy behind the thread's back, whose bytes arrive at the barrier: 16 of a row at their place ^ row % 8.
+// Asynchronous TMA load of a box, counted by the mbarrier. Swizzle: a row's 16-byte unit u is stored at u ^ row % 8.
 __device__ __forceinline__ void load_box(void* to, const TensorMap* map, int column, int row, u64* barrier) {
     const u32 place = shared_address(to), arrival = shared_address(barrier);
     asm volatile(
@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_box(void* to, const TensorMap* map, int col
         : "memory");
 }
 
-// Two warpgroups take turns: each waits for its turn, and gives the other its turn.
+// Two warpgroups take turns, by named barriers: each waits for its turn, and gives the other its turn.
 __device__ __forceinline__ void wait_for_turn(int group) {
     asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
 }
@@ -56,8 +56,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[128], u64 a, u64 b, int 
         : "l"(a), "l"(b), "r"(add));
 }
 
-// Starts the products of a tile of keys and all columns, in two groups: the last two steps are the second. Of the result
-// a thread has, in d[4 i + 2 r + c], row 16 warp + lane / 4 + 8 r and column 8 i + 2 (lane % 4) + c.
+// Starts the products of a key tile with all columns, as two wgmma groups: the last two steps are the second. A thread
+// gets, in d[4 i + 2 r + c], row 16 warp + lane / 4 + 8 r and column 8 i + 2 (lane % 4) + c.
 __device__ __forceinline__ void multiply_tile(float (&d)[128], const u8* keys, const u8* columns) {
     constexpr int PARTS = ATOM_BYTES / 32, STEPS = ATOMS * PARTS, LAST = 2;
     begin_products();
@@ -71,8 +71,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[128], const u8* keys, c
     end_products();
 }
 
-// Adds relu(x) * weight, a finite weight. Where x is not above 0 nothing is added: a maximum would be one more register
-// to write for every product, and those writes hold up the matrix units.
+// Adds relu(x) * weight, for a finite weight. Predicated on x > 0 (or NaN), since a maximum would write one more
+// register for every product, and such writes delay wgmma.
 __device__ __forceinline__ void add_positive(float& sum, float x, float weight) {
     asm("{\n\t.reg .pred positive;\n\t"
         "setp.gtu.f32 positive, %1, 0f00000000;\n\t"

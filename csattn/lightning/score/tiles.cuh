@@ -1,4 +1,4 @@
-// What there is to score: query tiles, and which tiles of keys each of them has; and where they lie in shared memory.
+// The tiles to score: query tiles, the key tiles of each, and their layout in shared memory.
 //
 // Compiled for DTYPE: 0 float16, 1 bfloat16, 2 float8_e4m3fn; HEAD_DIM, COLUMNS, HEADS, STAGES.
 #pragma once
@@ -8,29 +8,30 @@
 struct TensorMap;  // of `products.cuh`
 
 constexpr int ELEMENT_BYTES = DTYPE == 2 ? 1 : 2;
-constexpr int ATOM_BYTES = 128;  // of a row, that lie together in shared memory
+constexpr int ATOM_BYTES = 128;  // of a row, contiguous in shared memory
 constexpr int ATOMS = HEAD_DIM * ELEMENT_BYTES / ATOM_BYTES;
-constexpr int KEYS = 64;  // of a tile: rows of one product
+constexpr int KEYS = 64;  // of a tile: the rows of one product
 static_assert(HEAD_DIM * ELEMENT_BYTES % ATOM_BYTES == 0 && COLUMNS == 256, "rows are whole atoms");
 
 constexpr int QUERIES = COLUMNS / HEADS;
 static_assert(QUERIES % 4 == 0 && QUERIES <= 32 && HEADS % 8 == 0, "four threads share out the queries of their keys");
 
 struct Operands {
-    const TensorMap *columns, *keys, *every_step_th;  // the last two differ in how far rows are apart
+    const TensorMap *columns, *keys, *every_step_th;  // the last two differ in the stride of rows
     const float *weights, *key_scale;                 // key_scale: may be null
     const int* longest;                               // [query tiles]
     int num_queries, num_keys;
 };
 
-// 64 keys, `step` apart.
+// A key tile: 64 keys, `step` apart.
 struct Tile {
     int first, step;
-    int row, column;  // in the map
+    int row, column;  // in the tensor map
     const TensorMap* map;
 };
 
-// The tiles of a range of keys, or of every step-th key: then only of blocks of 64 * step that are whole.
+// The work of `write_scores`: tiles of a range of keys or, for a step above 1, of every step-th key in whole blocks of
+// 64 * step.
 struct Written {
     static constexpr bool LISTED = false;
     float* out;
@@ -47,7 +48,8 @@ struct Written {
     }
 };
 
-// The tiles that `Written` leaves out: of whole blocks all but every step-th key, then what is left of the sequence.
+// The work of `list_contenders`: the keys that `Written` leaves out. These are all but every step-th key of the whole
+// blocks, then the rest of the sequence.
 struct Listed {
     static constexpr bool LISTED = true;
     const int *legal_len, *bar_indices;
@@ -73,21 +75,21 @@ struct Listed {
 
 __device__ __forceinline__ int num_query_tiles(const Operands& of) { return (of.num_queries + QUERIES - 1) / QUERIES; }
 
-// The last queries see the most keys: they begin. Negative: there are no more.
+// The last queries come first, since they see the most keys. Negative: there are no more.
 __device__ __forceinline__ int query_tile_of(const Operands& of, int item) {
     return num_query_tiles(of) - 1 - static_cast<int>(blockIdx.x) - item * static_cast<int>(gridDim.x);
 }
 
 constexpr u32 KEY_BYTES = KEYS * HEAD_DIM * ELEMENT_BYTES, COLUMN_BYTES = COLUMNS * HEAD_DIM * ELEMENT_BYTES;
 
-// What the fetching warp leaves for the others about a query tile.
+// What the producer warp passes to the others about a query tile.
 struct Item {
     int longest;  // keys that any of the queries may see
     int legal_len[QUERIES], bar_indices[QUERIES], counts[QUERIES];
     float bar_scores[QUERIES];
 };
 
-// And about a tile of keys: to work it out takes divisions.
+// And about a key tile, since computing it takes divisions.
 struct Place {
     int first, step, row;
 };

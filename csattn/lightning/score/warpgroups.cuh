@@ -1,16 +1,16 @@
-// What the three warpgroups of a block do (warp specialization): two score, and of the third one warp fetches.
-// The epilogue of a tile's products: they are weighed, summed over the heads, and written or listed.
+// Warp specialization: of a block's three warpgroups two score, and one warp of the third loads.
+// The epilogue of a tile's products: weighs them, sums them over heads, and writes or lists the scores.
 //
 // Compiled for what `tiles.cuh` is compiled for, and THREADS, which is 3 * 128.
 #pragma once
 
 #include "products.cuh"
 
-constexpr int OWNED = QUERIES / 4;  // queries, of each of a thread's two keys, that it has the sums of
+constexpr int OWNED = QUERIES / 4;  // queries whose sums a thread keeps, for each of its two keys
 constexpr int GROUP = 128;
 constexpr int NO_BAR = 0x7fffffff;
 
-// For the keys r of `multiply_tile`, each query's sum over the heads that the thread has, of products weighed here.
+// Weighs a thread's products and sums them, for each of its keys (r in `multiply_tile`) and queries, over its heads.
 typedef float Partial[QUERIES][2];
 __device__ __forceinline__ void weigh(const float (&products)[128], const float (&weights)[64], Partial& sums) {
     constexpr int EACH = HEADS / 8;
@@ -31,7 +31,7 @@ __device__ __forceinline__ void weigh(const float (&products)[128], const float 
                 }
 }
 
-// Four threads have the columns of a key among them; of their sums each keeps those of its queries, 4 i + lane % 4.
+// Completes the sums across the four threads that share a key's columns: each keeps those of queries 4 i + lane % 4.
 typedef float Sums[OWNED][2];
 __device__ __forceinline__ void sum_up(const Partial& mine, Sums& sums) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
@@ -49,9 +49,9 @@ __device__ __forceinline__ void sum_up(const Partial& mine, Sums& sums) {
         }
 }
 
-// A thread's two keys of a tile, and its queries.
+// A thread's two keys of a tile (8 rows apart), and its queries (4 apart).
 struct Owner {
-    int row, query;  // of the first
+    int row, query;  // the first ones
     __device__ __forceinline__ Owner()
         : row(static_cast<int>(threadIdx.x) % GROUP / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4),
           query(static_cast<int>(threadIdx.x) % 4) {}
@@ -60,10 +60,10 @@ struct Owner {
 struct Bar {
     int legal_len, index;
     float score;
-    u64* list;  // of what reaches it
+    u64* list;  // of the entries that reach it
 };
 
-// What a thread needs of a query tile: the weights of its columns, and where there are bars those of its queries.
+// What a thread needs of a query tile: the weights of its columns and, when listing, the bars of its queries.
 struct Mine {
     int query_tile;
     float weights[64];
@@ -86,7 +86,7 @@ struct Mine {
     }
 };
 
-// What is left to do of a tile while the next one is multiplied.
+// A tile's scores, which are written or listed while the next tile is multiplied.
 struct Pending {
     Sums sums;
     float scale[2];
@@ -98,7 +98,7 @@ __device__ __forceinline__ void keep(const Listed& work, const Operands&, const 
 #pragma unroll
     for (int i = 0; i < OWNED; ++i) {
         const Bar& bar = mine.bars[i];
-        // Most have none of both; NaN is not below a bar, and reaches it only where there is none: then all are kept.
+        // Mostly neither reaches it. NaN passes here, but is listed only where there is no bar: then all are listed.
         if ((sums[i][0] < bar.score) & (sums[i][1] < bar.score)) continue;
         const int query = 4 * i + owner.query;
 #pragma unroll
@@ -144,11 +144,11 @@ constexpr int FETCHING_REGISTERS = 40, SCORING_REGISTERS = 232;
 static_assert(STAGES % 2 == 0 && THREADS == 3 * GROUP, "a place in the ring belongs to one group");
 static_assert(2 * SCORING_REGISTERS + FETCHING_REGISTERS <= 3 * 168, "a block starts with 168 for each thread");
 
-// To be called when thread 0 has made the barriers. fetch(): one warp; score(group): two groups.
+// To be called once thread 0 has made the mbarriers. fetch() runs in one warp, score(group) in two warpgroups.
 template <class Fetch, class Score> __device__ __forceinline__ void divide_work(const Fetch& fetch, const Score& score) {
     __syncthreads();
     wait_then_let_next_start();
-    const int group = __shfl_sync(ALL_LANES, threadIdx.x / GROUP, 0);  // lets the compiler know that a warp has one
+    const int group = __shfl_sync(ALL_LANES, threadIdx.x / GROUP, 0);  // tells the compiler that a warp has one
     if (group == 2) {
         leave_registers<FETCHING_REGISTERS>();
         if (threadIdx.x % GROUP < 32) fetch();

@@ -1,4 +1,4 @@
-// What a block keeps of a row, and how it finds the k-th best of that: alone, or with the other blocks of the row.
+// A thread block's buffer of a row's entries, and how it finds their k-th best: alone, or with the row's other blocks.
 // Compiled for what `buffered.cu` is compiled for.
 #pragma once
 
@@ -10,7 +10,7 @@ static_assert(CAPACITY > TILE, "a tile fits");
 
 struct alignas(16) Shared {
     u64 entries[CAPACITY];
-    u32 bins[2][BINS];  // used in turn, so that other blocks may still read the one while the other is counted
+    u32 bins[2][BINS];  // double-buffered: other blocks may read one while the other is filled
     u64 lows[WARPS], highs[WARPS];
     u32 scratch[WARPS];
     Boundary boundary;
@@ -18,7 +18,7 @@ struct alignas(16) Shared {
     u32 num_entries;  // other blocks read it
 };
 
-// Where a thread may write that many entries, and how many there are when its warp has written. Whole warps call it.
+// Where a thread may write its entries, and how many there are once its warp has written. Whole warps call `reserve`.
 struct Place {
     u32 first, end_of_warp;
 };
@@ -30,7 +30,7 @@ __device__ __forceinline__ Place reserve(Shared& s, u32 count) {
     return {first + up_to - count, first + of_warp};
 }
 
-// The range of what the block's threads have seen, also left where other blocks read it.
+// Returns the range of all threads' low and high, and stores it where other blocks read it.
 __device__ EntryRange join_threads(Shared& s, u64 low, u64 high) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int step = 16; step > 0; step >>= 1) {
@@ -54,7 +54,7 @@ __device__ EntryRange find_range(Shared& s) {
     return join_threads(s, low, high);
 }
 
-// The same over all blocks of the row, and their number of entries.
+// Returns the range over all blocks of the row, and their number of entries.
 __device__ EntryRange join_ranges(Shared& s, u32& num_entries) {
     cluster_sync();
     u64 low = ~0ull, high = 0;
@@ -77,7 +77,7 @@ __device__ void count_entries(const Shared& s, const EntryRange& range, u32* bin
     }
 }
 
-// The bin of the wanted-th best entry that is counted in the bins: this block's, or of all blocks together.
+// Returns the bin of the wanted-th best entry counted in the bins: this block's, or those of all blocks together.
 template <bool OF_ROW> __device__ Boundary find_entry(Shared& s, const u32* bins, u32 wanted) {
     auto count_of = [&](int bin) {
         if (!OF_ROW) return bins[bin];
@@ -89,8 +89,8 @@ template <bool OF_ROW> __device__ Boundary find_entry(Shared& s, const u32* bins
     return find_bin(count_of, wanted, s.scratch, s.boundary);
 }
 
-// An entry that at least `wanted` and at most `most` entries reach, of this block or of the row. There are that many,
-// all in the range. A range of one entry ends the search at the latest.
+// Returns a threshold that at least `wanted` and at most `most` entries reach, of this block or of the row. There must
+// be at least `wanted`, all in the range. The search ends with a range of one entry at the latest.
 template <bool OF_ROW> __device__ u64 find_threshold(Shared& s, EntryRange range, u32 wanted, u32 most) {
     u32 above = 0;
     for (int round = 0;; ++round) {
@@ -107,7 +107,7 @@ template <bool OF_ROW> __device__ u64 find_threshold(Shared& s, EntryRange range
     }
 }
 
-// Drops the entries below the threshold. Those that stay move to the front: never beyond what has been read.
+// Drops the entries below the threshold. The others move to the front, never over entries that are still to be read.
 __device__ void drop_below(Shared& s, u64 threshold) {
     constexpr int EACH = 8;
     const u32 num_entries = s.num_entries;
@@ -131,7 +131,7 @@ __device__ void drop_below(Shared& s, u64 threshold) {
     __syncthreads();
 }
 
-// Makes room for a tile and returns the new floor. Not much more than k entries stay, which rarely takes two rounds.
+// Makes room for a tile and returns the new floor. Not much more than k entries stay; it rarely takes two rounds.
 __device__ u64 make_room(Shared& s, u32 k) {
     const u64 floor = find_threshold<false>(s, find_range(s), k, k + (ROOM_LIMIT - k) / 8);
     drop_below(s, floor);

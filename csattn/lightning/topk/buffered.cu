@@ -1,12 +1,12 @@
-// The k best scores of every row, exactly, reading each score once.
+// The exact top-k of every row, reading each score once.
 //
-// A cluster of CLUSTER blocks has a row, each of them some tiles of it, one after the other. A block keeps entries,
-// which may be among the k best, in shared memory. When the next tile might not fit, it drops those that are not
-// among its own k best, and from then on lets in only what is at least as good as the last that it kept. At the end
-// the blocks find the k-th best entry of the row together and drop what is worse. By position, each writes what it
-// has left behind what the blocks before it have; by score, the first block collects, sorts and writes. All entries
-// differ, since they contain their index, so there is one result; whatever the scores, no entry is lost, because
-// room is made first.
+// A cluster of CLUSTER thread blocks shares a row; each block reads a run of its tiles. A block buffers entries that
+// may be among the k best in shared memory. When the next tile might not fit, it finds a floor, a threshold that a
+// little more than k of them reach, drops those below, and from then on adds only entries that reach it. At the end the
+// blocks together find the k-th best entry of the row and drop all worse ones. By position, each block writes its
+// entries after those of the blocks before it; by score, the first block collects, sorts and writes. All entries
+// differ, since they contain their index, so the result is unique; whatever the scores, no entry is lost, because room
+// is made first.
 //
 // Compiled for THREADS, CLUSTER, VECTORS (of four scores that a thread has of a tile), CAPACITY (entries of a block),
 // BLOCKS_PER_SM, BY_POSITION.
@@ -38,7 +38,7 @@ __device__ __forceinline__ Tile load_tile(const float* scores, int end, bool ali
     return loaded;
 }
 
-// Adds what reaches the floor. True when another tile might not fit.
+// Adds the entries that reach the floor. Returns whether another tile might not fit.
 __device__ __forceinline__ bool add_tile(Shared& s, const Tile& tile, int start, int end, u64 floor) {
     u64 entries[4 * VECTORS];
     u32 mask = 0;
@@ -61,7 +61,7 @@ __device__ __forceinline__ bool add_tile(Shared& s, const Tile& tile, int start,
     return place.end_of_warp > ROOM_LIMIT;
 }
 
-// The first block takes over what the other blocks have kept. Returns how many entries there are.
+// The first block copies the other blocks' entries. Returns how many entries there are.
 __device__ int collect(Shared& s) {
     u32 count = s.num_entries;
     for (int rank = 1; rank < CLUSTER; ++rank) {
@@ -147,10 +147,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     EntryRange range = find_range(s);
     if (CLUSTER > 1) range = join_ranges(s, num_entries);
     if (num_entries > k) drop_below(s, find_threshold<true>(s, range, k, k));
-    if (CLUSTER > 1) cluster_sync();  // all have kept what is theirs
+    if (CLUSTER > 1) cluster_sync();  // all blocks have dropped theirs
     if (BY_POSITION)
         write_ascending(s, first, end, pages, page_size, chosen + count_before(s, rank));
     else if (rank == 0)
         write_best(s.entries, collect(s), k, pages, page_size, chosen, s.bins[0], s.scratch);
-    if (CLUSTER > 1) cluster_sync();  // a block that leaves takes its shared memory along
+    if (CLUSTER > 1) cluster_sync();  // other blocks read a block's shared memory until here
 }

@@ -1,7 +1,7 @@
-"""The exact k best of every row on a CUDA device, in one launch.
+"""The exact top-k of every row on a CUDA device, in one launch.
 
-A few rows, or short ones, are kept in registers while the k-th best is found digit by digit (`radix.cu`). Of many
-long ones each score is read once, and what may be among the best is kept (`buffered.cu`).
+Few rows, or short ones, are kept in registers while a radix select finds the k-th best (`radix.cu`). Of many long ones
+each score is read once, and those that may be among the best are buffered (`buffered.cu`).
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from csattn.cuda import CudaKernel, cuda_kernel, limits, num_multiprocessors
 HERE = Path(__file__).parent
 TILE_SOURCE, DIGIT_SOURCE = HERE / "buffered.cu", HERE / "radix.cu"
 MAX_K = 2048
-MAX_CLUSTER = 8  # blocks that work on one row; more are not portable
-# Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
-# multiprocessors (GPC) into another, and these have 14 to 18.
+MAX_CLUSTER = 8  # thread blocks that share a row; more are not portable
+# By cluster size, the share of all multiprocessors that clusters can occupy at a time: a cluster stays within one GPC,
+# which has 14 to 18 multiprocessors.
 CLUSTERED_SHARE = {2: 1.0, 4: 0.9, 8: 0.75}
 OTHER_SHARED_BYTES = 2 * 2048 * 4 + 1024  # of a block, besides its entries
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What a block is like that reads each score once."""
+    """A thread block of `buffered.cu`, which reads each score once."""
 
     threads: int
-    vectors: int  # of four scores, that a thread has of a tile
-    capacity: int  # entries that a block keeps: its k best, and room for a tile at least
-    per_sm: int  # blocks of a multiprocessor
+    vectors: int  # of four scores, that a thread reads of a tile
+    capacity: int  # entries that a block can buffer: at least its k best and a tile
+    per_sm: int  # blocks per multiprocessor
 
     @property
     def tile_len(self) -> int:
@@ -42,37 +42,37 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class DigitShape:
-    """What a block is like that keeps scores in registers."""
+    """A thread block of `radix.cu`, which keeps scores in registers."""
 
     threads: int
     vectors: int  # of four scores, that a thread keeps
-    per_sm: int  # blocks of a multiprocessor
+    per_sm: int  # blocks per multiprocessor
 
     @property
     def num_kept(self) -> int:
-        """Scores."""
+        """How many scores a block keeps."""
         return 4 * self.vectors * self.threads
 
     def shared_bytes(self, by_position: bool) -> int:
-        """A list of 128 entries for each warp; by score, also all that is chosen."""
+        """Bytes for lists of 128 entries per warp, for bins and, by score, for all chosen entries."""
         return 8 * 128 * self.threads // 32 + (0 if by_position else 8 * MAX_K) + OTHER_SHARED_BYTES
 
 
 MANY_ROWS = BlockShape(512, 2, 11264, per_sm=2)  # one block reads while the other selects
-MANY_ROWS_OF_SMALL = BlockShape(512, 2, 8192, per_sm=1)  # where a block has less memory than that
+MANY_ROWS_OF_SMALL = BlockShape(512, 2, 8192, per_sm=1)  # where a block has less shared memory
 FEW_ROWS = DigitShape(1024, 4, per_sm=1)
 SHORT_ROWS = DigitShape(512, 4, per_sm=2)
 
 
 def select_on_device(
-    scores: Tensor,  # [rows, length] float32; rows may be any number of scores apart
+    scores: Tensor,  # [rows, length] float32; rows may have any stride
     legal_len: Tensor | None,  # [rows] int32
     by_position: bool,
     pages: Tensor | None,  # [rows, num_pages] int32
     page_size: int,
     out: Tensor,  # [rows, k] int32, contiguous, written
 ) -> None:
-    """Enqueue on torch's current stream. Definition and meaning of the arguments: `select.top_k`."""
+    """Enqueue the selection on torch's current stream. Definition and arguments: `select.top_k`."""
     (rows, length), k = scores.shape, out.shape[1]
     if rows == 0:
         return
@@ -94,7 +94,7 @@ def select_on_device(
 
 
 def _choose_blocks(rows: int, length: int, num_sms: int) -> tuple[BlockShape | DigitShape, int]:
-    """Blocks, and how many for a row."""
+    """Return the shape of thread blocks, and how many share a row."""
     most = MAX_CLUSTER if limits().is_hopper else 1
     if length <= SHORT_ROWS.num_kept:
         return SHORT_ROWS, 1

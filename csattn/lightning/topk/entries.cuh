@@ -1,4 +1,4 @@
-// What the kernels that select have in common: how scores compare, bins, sorting. Compiled for THREADS.
+// Shared by the top-k kernels: the order of scores, histograms, sorting. Compiled for THREADS.
 #pragma once
 
 #include "../../cuda/warps.cuh"
@@ -6,14 +6,14 @@
 constexpr int BINS = 2048, BINS_EACH = BINS / THREADS;
 static_assert(BINS % THREADS == 0 && WARPS <= 32, "threads share out the bins");
 
-// Bits that compare as scores are chosen: -0 as 0, and all NaN as 0, which is below everything else.
+// Maps a score to a key that compares in the order of choice: -0 as 0; every NaN has key 0, below all other scores.
 __device__ __forceinline__ u32 order_of(float score) {
     u32 bits = __float_as_uint(score);
     bits = bits << 1 == 0 ? 0 : bits;
     return bits << 1 > 0xff000000u ? 0 : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// An entry compares as its score is chosen; of equal scores the lower index first.
+// An entry compares in the order of choice: by score, among equal scores the lower index first.
 __device__ __forceinline__ u64 join(u32 order, u32 index) {
     return static_cast<u64>(order) << 32 | (0xffffffffu - index);
 }
@@ -37,7 +37,8 @@ struct EntryRange {
 };
 static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits");
 
-// The bin of the wanted-th highest. count_of(bin) is asked once. scratch: [WARPS]; found: of the block.
+// Returns the bin of the wanted-th highest, also in `found`. count_of(bin) is called once a bin. scratch: [WARPS]. Both
+// are in shared memory.
 template <class Count>
 __device__ __forceinline__ Boundary find_bin(const Count& count_of, u32 wanted, u32* scratch, Boundary& found) {
     const int first = BINS - (threadIdx.x + 1) * BINS_EACH;  // thread 0 has the highest bins
@@ -51,11 +52,11 @@ __device__ __forceinline__ Boundary find_bin(const Count& count_of, u32 wanted, 
     return found;
 }
 
-// Of two entries the greater, or the less.
+// The greater or the lesser of two entries.
 __device__ __forceinline__ u64 pick(u64 a, u64 b, bool greater) { return (a > b) == greater ? a : b; }
 
-// A bitonic sort's steps over distances of 32 and less, in runs of first_size to last_size entries. A warp has 64
-// neighbours in registers: a lane's two are 32 apart.
+// The steps of a bitonic sort over distances of 32 and less, in runs of first_size to last_size entries. A warp has 64
+// neighbouring entries in registers: a lane's two are 32 apart.
 __device__ void sort_in_warps(u64* entries, int n, int first_size, int last_size) {
     const int lane = threadIdx.x % 32;
     for (int first = threadIdx.x / 32 * 64; first < n; first += WARPS * 64) {
@@ -77,7 +78,7 @@ __device__ void sort_in_warps(u64* entries, int n, int first_size, int last_size
     __syncthreads();
 }
 
-// Sorts n entries: a power of two, 64 at least.
+// Bitonic sort of n entries: n is a power of two, at least 64.
 __device__ void sort_descending(u64* entries, int n) {
     sort_in_warps(entries, n, 2, 64);
     for (int size = 128; size <= n; size *= 2) {
@@ -97,14 +98,14 @@ __device__ __forceinline__ int place_of(int position, const int* pages, int page
     return pages ? pages[position / page_size] * page_size + position % page_size : position;
 }
 
-// Of up to k scores all are chosen, in the order of their index. Each of so many blocks writes its share.
+// Chooses all of up to k scores, in the order of their index. Each of num_blocks thread blocks writes its share.
 __device__ __forceinline__ void choose_all(int num_scores, int k, int block, int num_blocks, const int* pages,
                                            int page_size, int* chosen) {
     for (int i = block * THREADS + threadIdx.x; i < k; i += num_blocks * THREADS)
         chosen[i] = i < num_scores ? place_of(i, pages, page_size) : -1;
 }
 
-// Writes the indices of entries in their order, and -1 behind them. There is room for as many as the next power of two.
+// Writes the indices of entries, best first, then -1. `entries` must have room for the next power of two.
 __device__ void write_sorted(u64* entries, int count, int k, const int* pages, int page_size, int* chosen) {
     int n = 64;
     while (n < count) n *= 2;
@@ -115,8 +116,9 @@ __device__ void write_sorted(u64* entries, int count, int k, const int* pages, i
         chosen[i] = i < count ? place_of(index_of(entries[i]), pages, page_size) : -1;
 }
 
-// The same for up to BINS entries. They go to bins of equal width, the best first, and find their place in a bin by
-// comparing with all of it; where a bin has too many for that, all are sorted. bins: [BINS]; scratch: [WARPS].
+// The same for up to BINS entries, by a counting sort into bins of equal width, the best first. An entry is ranked
+// within its bin by comparing it with all others there; if a bin has too many for that, all are sorted. bins: [BINS];
+// scratch: [WARPS].
 __device__ void write_best(u64* entries, int count, int k, const int* pages, int page_size, int* chosen, u32* bins,
                            u32* scratch) {
     constexpr u32 MANY = 64;

@@ -1,16 +1,17 @@
-// The k best scores of a row, exactly and in ascending order, where the best of groups of its scores are known.
+// The exact top-k of a row, in ascending order of index, given the best score of each group of its scores.
 //
-// Each block has a tile of neighbouring scores. From the groups' best it finds a floor that k scores of the row reach,
-// and lists what of its tile does: where the best scores lie scattered, little more than k of a row. All blocks of a
-// row find the same floor. The last one waits for the others' lists and chooses among them.
+// A thread block has a tile of neighbouring scores. From the groups' best it finds a floor, a threshold that k scores
+// of the row reach, and lists those of its tile that reach it: where the best scores are scattered, little more than k
+// of a row. All blocks of a row find the same floor. The last tile's block waits for the others' lists and chooses
+// among them.
 //
-// A tile has some slots, which were 0. Its block fills all of them, and never with 0: so the last block sees by each
-// slot whether it has come, and nothing else has to be waited for. A tile that lists more than it has slots for says so
-// in the first of them.
+// A tile has some slots, 0 at first. Its block fills all of them, and never with 0: so the last block sees by each slot
+// whether it has been written, and needs no other synchronization. A tile that lists more than it has slots for marks
+// the overflow in the first of them.
 //
 // `grouped_lists.cuh` has what all blocks do, `grouped_collect.cuh` what the last one does. Compiled for THREADS, SLOTS
-// (of a row), ENTRIES (that the last block has room for), MAX_TILES (of a row), MAX_GROUPS, MANY_GROUPS (that have a
-// digit in common: then the next one is looked at).
+// (of a row), ENTRIES (that the last block has room for), MAX_TILES (of a row), MAX_GROUPS, MANY_GROUPS (if more share
+// the k-th best's digit, the next digit is used, too).
 
 #include "grouped_collect.cuh"
 
@@ -18,11 +19,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
     const float* __restrict__ scores,   // rows `row_stride` apart
     long long row_stride, long long length,
     const int* __restrict__ legal_len,  // [rows]
-    const uint4* __restrict__ bests,    // [rows, MAX_GROUPS at most]: keys by fours
-    long long bests_stride, long long four_groups,  // the scores of four groups
+    const uint4* __restrict__ bests,    // [rows, MAX_GROUPS at most]: keys, in vectors of four
+    long long bests_stride, long long four_groups,  // how many scores four groups have
     const int* __restrict__ pages,      // [rows] lists `pages_stride` apart, or null
     long long pages_stride, long long page_shift,
-    u64* slots,                         // [rows, SLOTS]: 0
+    u64* slots,                         // [rows, SLOTS]: 0 on entry
     u64* listed,                        // [rows, num_tiles, CHUNK]
     int* __restrict__ chosen,           // [rows, k]
     long long num_chosen,
@@ -42,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
     Row row{scores, static_cast<int>(length), aligned, pages, static_cast<int>(page_shift)};
     prepare(s);
     wait_then_let_next_start();
-    // what does not depend on each other is loaded together, whether it is of use or not
+    // independent loads are issued together, whether they are needed or not
     const int legal = load_now(legal_len + row_number), page = row.load_page(first);
     Bests best;
 #pragma unroll

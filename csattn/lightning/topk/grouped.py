@@ -1,6 +1,6 @@
-"""The exact k best of a few long rows, ascending, where the best of groups of scores are known: `grouped.cu`.
+"""The exact top-k of a few long rows, in ascending order of index, given the best score of each group: `grouped.cu`.
 
-`paged.hopper` writes scores and groups' best together; one launch here makes a choice of them.
+`paged.hopper` writes scores and groups' best together; one launch here chooses from them.
 """
 
 from dataclasses import dataclass
@@ -13,40 +13,40 @@ from csattn.cuda import cuda_kernel
 
 SOURCE = Path(__file__).with_name("grouped.cu")
 THREADS = 1024
-SLOTS = 5 * THREADS  # of a row, for what its blocks list
-ENTRIES = 8192  # that one block chooses among in its shared memory
+SLOTS = 5 * THREADS  # of a row, for the scores that its blocks list
+ENTRIES = 8192  # that fit in the shared memory of the block that chooses
 MAX_TILES = 64  # of a row
 MIN_GROUPS, MAX_GROUPS = 4096, 8192
-MANY_GROUPS = 640  # whose best have a digit in common: then the next one is looked at
-MAX_ROWS = 2  # of more the blocks would be many, and the lists large
-PAGE_SIZE = 64  # of the pages that groups are of
+MANY_GROUPS = 640  # if the best of more share the k-th's digit, the next digit is used, too
+MAX_ROWS = 2  # more would take many blocks and large lists
+PAGE_SIZE = 64  # of the pages that have the groups
 MIN_GROUP_KEYS, MAX_GROUP_KEYS = 8, 32
 SHARED_BYTES = 8 * ENTRIES + 4 * 2048 + 4 * MAX_TILES + 1024  # at least `Shared` of the source
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBests:
-    """Of each row the best score of every group.
+    """The best score of every group of keys, for each row.
 
-    A group has 8 or 16 neighbouring keys of a page, or 16 at one place of each of some neighbouring pages.
+    A group has 8 or 16 neighbouring keys of a page, or 16 at the same place in each of several neighbouring pages.
     """
 
-    keys: Tensor  # [rows, num_groups] int32: as `order_of` has them in CUDA C, 0: no score
+    keys: Tensor  # [rows, num_groups] int32: scores mapped by `order_of` (CUDA C); 0: no score
     group_keys: int  # a power of two
-    slots: Tensor  # [rows, SLOTS] int64: 0, for one choice
+    slots: Tensor  # [rows, SLOTS] int64: set to 0 with the scores, used by one choice
 
     @classmethod
     def make(cls, block_table: Tensor, k: int) -> "GroupBests | None":
-        """For scores of these pages [rows, max_pages]; None where other ways to choose suit them better.
+        """Allocate for scores of these pages [rows, max_pages]; None if other ways to choose suit them better.
 
-        A row has from 4096 to 8192 groups, at least twice as many as are chosen: then a floor that k of them reach is
-        not far below the k-th best score.
+        A row has 4096 to 8192 groups, and at least 2 k: then a floor (threshold) that k of them reach is not far below
+        the k-th best score.
         """
         rows, max_pages = block_table.shape
         group_keys = MIN_GROUP_KEYS
         while max_pages * PAGE_SIZE >= 2 * MIN_GROUPS * group_keys and group_keys < MAX_GROUP_KEYS:
             group_keys *= 2
-        span = max(PAGE_SIZE, 4 * group_keys)  # of the pages that have groups in common
+        span = max(PAGE_SIZE, 4 * group_keys)  # keys of the pages that share groups
         num_groups = -(-max_pages * PAGE_SIZE // span) * span // group_keys
         if not 0 < rows <= MAX_ROWS or not max(2 * k, MIN_GROUPS) <= num_groups <= MAX_GROUPS:
             return None
@@ -60,11 +60,11 @@ def choose_listed(
     legal_len: Tensor,  # [rows] int32
     pages: Tensor | None,  # [rows, max_pages] int32
     out: Tensor,  # [rows, k] int32, contiguous, written
-    next_rows: tuple[Tensor, ...] = (),  # up to two, [num_rows, width]: read next, where the keys that are chosen lie
+    next_rows: tuple[Tensor, ...] = (),  # up to two arrays [num_rows, width] that are read next, at the chosen keys
 ) -> None:
-    """Enqueue on torch's current stream. Definition: `select.top_k` with order="position" and pages of 64.
+    """Enqueue the choice on torch's current stream. Definition: `select.top_k` with order="position" and pages of 64.
 
-    Of next_rows, those of keys that may be chosen are asked for, so that they are in the L2 cache when the choice ends.
+    Rows of next_rows at keys that may be chosen are prefetched, to be in the L2 cache when the choice ends.
     """
     rows, length = scores.shape
     num_tiles = -(-length // (4 * THREADS))
@@ -100,7 +100,7 @@ def choose_listed(
 
 
 def _asked_for(rows: tuple[Tensor, ...]) -> tuple[Tensor | int, ...]:
-    """Address, stride and length in bytes of two arrays' rows, 0 where the device cannot ask for them; their number."""
+    """Return address, stride and length in bytes of two arrays' rows, 0 if they cannot be prefetched; their number."""
     arguments: list[Tensor | int] = []
     for array in rows:
         stride, length = (array.itemsize * n for n in (array.stride(0), array.shape[1]))

@@ -1,9 +1,9 @@
-// How a row's last block chooses among what all of its blocks have listed: see `grouped.cu`.
+// How a row's last block chooses among the scores that all of its blocks have listed: see `grouped.cu`.
 #pragma once
 
 #include "grouped_lists.cuh"
 
-// The wanted-th best of a few entries. Each warp compares one of them with all.
+// Returns the wanted-th best of a few entries. Each warp compares one of them with all.
 __device__ __forceinline__ u64 find_last_of_few(Shared& s, u32 wanted, u32 number) {
     const int lane = threadIdx.x % 32;
     const u64 other = lane < number ? s.few[lane] : 0;
@@ -13,8 +13,8 @@ __device__ __forceinline__ u64 find_last_of_few(Shared& s, u32 wanted, u32 numbe
     return s.last;
 }
 
-// The k-th best entry, of those that for_each(use) hands over; whole blocks do, with 0 where a thread has none. It is
-// the wanted-th best in the range, which has so many inside.
+// Returns the k-th best of the entries that for_each(use) passes to `use`: in all threads at a time, 0 where a thread
+// has none. It is the wanted-th best in the range, which has `inside` entries.
 template <class Each>
 __device__ __forceinline__ u64 find_last(Shared& s, const Each& for_each, EntryRange range, u32 wanted, u32 inside) {
 #pragma unroll 1
@@ -37,7 +37,7 @@ __device__ __forceinline__ u64 find_last(Shared& s, const Each& for_each, EntryR
     return find_last_of_few(s, wanted, inside);
 }
 
-// Slots of a row as a block has them: a warp neighbours.
+// A row's slots, divided among the threads: a warp has neighbouring ones.
 constexpr int SLOTS_EACH = SLOTS / THREADS;
 struct Slots {
     u64 mine[SLOTS_EACH];
@@ -47,7 +47,7 @@ struct Slots {
     }
     __device__ __forceinline__ u64 entry(int i) const { return join(key_of(mine[i]), number(i)); }
 
-    // Waits until all have come.
+    // Polls until all slots are written.
     __device__ __forceinline__ void load(const u64* slots, int count) {
         const int there = count - number(0);
         slots += number(0);
@@ -61,7 +61,7 @@ struct Slots {
     }
 };
 
-// Writes the places of what is not worse than `last`, in the order of the index.
+// Writes the places of entries not worse than `last`, by ascending index.
 __device__ __forceinline__ void write_chosen(Shared& s, const Slots& slots, u64 last, int* chosen) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 lanes[SLOTS_EACH], count = 0;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void write_chosen(Shared& s, const Slots& slots, u64 
     }
 }
 
-// All that is listed, where a tile has listed more than it has slots for.
+// All listed scores, where a tile may have listed more than it has slots for.
 struct Collected {
     const Shared& s;
     const Lists& lists;
@@ -92,7 +92,7 @@ struct Collected {
         const bool is_long = s.starts[tile + 1] - s.starts[tile] > lists.tile_slots;
         return is_long ? lists.listed + static_cast<long long>(tile) * CHUNK : slots;
     }
-    // Calls use(entry, listed), in the order of the index; whole blocks do, with 0 where a thread has none.
+    // Calls use(entry, listed) by ascending index: in all threads at a time, with 0 where a thread has none.
     template <class Use> __device__ __forceinline__ void for_each(const Use& use) const {
         const int num_lists = is_here ? 1 : lists.num_tiles;
         for (int tile = 0; tile < num_lists; ++tile) {
@@ -108,7 +108,7 @@ struct Collected {
     }
 };
 
-// Of a tile, how many are listed.
+// How many scores a tile has listed.
 __device__ __forceinline__ u32 count_listed(const Lists& lists, int tile) {
     const u64* const slots = lists.slots + static_cast<long long>(tile) * lists.tile_slots;
     const u64 first = load_whole(slots), last = load_whole(slots + lists.tile_slots - 1);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void copy_lists(Shared& s, const Collected& all) {
     for (int tile = 0; tile < all.lists.num_tiles; ++tile) {
         const u32 start = s.starts[tile], count = s.starts[tile + 1] - start;
         const u64* const from = all.list_of(tile);
-        if (count > all.lists.tile_slots) {  // the block has it, or a warp
+        if (count > all.lists.tile_slots) {  // copied by the block; shorter ones by a warp each
 #pragma unroll 4
             for (u32 i = threadIdx.x; i < count; i += THREADS) s.listed[start + i] = __ldcg(from + i);
         } else if (tile % WARPS == warp) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void copy_lists(Shared& s, const Collected& all) {
     __syncthreads();
 }
 
-// Chooses where a tile has listed more than it has slots for.
+// Chooses where a tile has listed more than it has slots for, or many entries share the k-th best's bin.
 __device__ __noinline__ void choose_of_many(Shared& s, const Lists& lists, u32 floor, u32 k, int* chosen) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __threadfence();
@@ -161,7 +161,7 @@ __device__ __noinline__ void choose_of_many(Shared& s, const Lists& lists, u32 f
     });
 }
 
-// The first digit of what is listed: the k-th best is not much above the floor.
+// The first digit of listed keys, from the floor up: the k-th best is not much above it.
 struct Digit {
     u32 floor, shift;
 
@@ -170,7 +170,7 @@ struct Digit {
     __device__ __forceinline__ u64 first_of(u32 bin) const { return static_cast<u64>(floor + (bin << shift)) << 32; }
 };
 
-// Chooses among what all blocks have listed.
+// Chooses among the scores that all blocks have listed.
 __device__ __forceinline__ void choose(Shared& s, const Lists& lists, Floor floor, u32 k, int* chosen) {
     Slots slots;
     slots.load(lists.slots, lists.num_tiles * lists.tile_slots);

@@ -1,4 +1,4 @@
-// How a row's floor is found, and how a tile lists what reaches it: see `grouped.cu`.
+// How a row's floor is found, and how a tile lists the scores that reach it: see `grouped.cu`.
 #pragma once
 
 #include "entries.cuh"
@@ -9,13 +9,13 @@ constexpr int FLOOR_BINS = 1 << 13;  // of the groups' best, by their first digi
 constexpr u32 FEW = 32;              // entries that are compared one by one
 static_assert(MAX_TILES <= THREADS && MAX_GROUPS % CHUNK == 0, "a thread has a tile, and groups by fours");
 
-// What is listed of a key, in 64 bits: how its score compares, and where it lies. Of what all blocks have listed of a
-// row, an entry is the key with its number in the order of the index; so all entries differ.
+// A listed score, in 64 bits: its key (`order_of`), and the place of the indexer's key in the cache. The last block
+// makes an entry of the key and the number of the listed score in the row, by ascending index; so all entries differ.
 __device__ __forceinline__ u64 list_key(u32 key, u32 place) { return static_cast<u64>(key) << 32 | place; }
 __device__ __forceinline__ u32 key_of(u64 listed) { return listed >> 32; }
 __device__ __forceinline__ u32 place_of(u64 listed) { return static_cast<u32>(listed); }
 
-// In the first slot: so many are listed elsewhere. In slots behind the last: so many are listed here.
+// In the first slot: how many are listed outside of the slots. In slots after the last score: how many are listed.
 constexpr u32 OVERFLOW_KEY = 0xffffffffu, COUNT_MARK = 1u << 31;
 __device__ __forceinline__ u64 overflow_of(u32 count) { return list_key(OVERFLOW_KEY, count); }
 __device__ __forceinline__ u64 nothing_behind(u32 count) { return list_key(0, COUNT_MARK | count); }
@@ -25,8 +25,8 @@ struct alignas(16) Shared {
         u32 floor_bins[FLOOR_BINS];
         u64 listed[ENTRIES];
     };
-    u32 bins[BINS + 1];         // and one for what is not there
-    u32 starts[MAX_TILES + 1];  // of the tiles' lists among all that is listed
+    u32 bins[BINS + 1];         // the last one for empty slots
+    u32 starts[MAX_TILES + 1];  // prefix sums of the lengths of the tiles' lists
     u32 scratch[WARPS], of_warps[WARPS];
     u64 few[FEW], last;
     u32 num_few;
@@ -40,8 +40,8 @@ __device__ __forceinline__ void prepare(Shared& s) {
     __syncthreads();
 }
 
-// The bin of the wanted-th highest; bin 0 and nothing in it where there are not so many. Each warp adds up its share of
-// the bins, and the one that has the bin looks where it is.
+// Returns the bin of the wanted-th highest; bin 0 and nothing in it if there are not so many. Each warp adds up its
+// share of the bins, and the one that has the bin locates it.
 template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared& s, const u32* bins, u32 wanted) {
     constexpr int OF_LANE = NUM_BINS / THREADS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * OF_LANE;
@@ -63,7 +63,7 @@ template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared
 
 using Bests = uint4[BEST_VECTORS];  // of a thread: keys, 0 where there is no group
 
-// A key that at least k groups reach, and not many more; 1 if there are not so many. Never 0.
+// A threshold key that at least k groups reach, and not many more; 1 if there are not so many. Never 0.
 struct Floor {
     u32 key;
     int shift;  // of the digit that it was found by
@@ -97,10 +97,10 @@ __device__ __forceinline__ Floor find_floor(Shared& s, const Bests& bests, int n
     return {max(low, 1u), shift};
 }
 
-// What is listed of a row, by tiles.
+// A row's listed scores, by tiles.
 struct Lists {
     u64* slots;   // [num_tiles, tile_slots]
-    u64* listed;  // [num_tiles, CHUNK], of tiles that have more
+    u64* listed;  // [num_tiles, CHUNK], for tiles that list more
     int tile_slots, num_tiles;
 };
 
@@ -111,7 +111,7 @@ struct Row {
     const int* pages;
     int page_shift;
 
-    // Four scores; something where there is none.
+    // Four scores; any values where there are none.
     __device__ __forceinline__ float4 load(int at) const {
         if (aligned && at + 4 <= num_scores) return load_now(reinterpret_cast<const float4*>(scores + at));
         auto score = [&](int i) { return at + i < num_scores ? scores[at + i] : 0; };
@@ -119,19 +119,19 @@ struct Row {
     }
     // Their keys; 0 where there is no score.
     __device__ __forceinline__ uint4 keys_of(float4 four, int at) const {
-        auto key = [&](int i, float score) { return at + i < num_scores ? max(order_of(score), 1u) : 0; };  // NaN is there
+        auto key = [&](int i, float score) { return at + i < num_scores ? max(order_of(score), 1u) : 0; };  // NaN: 1
         return make_uint4(key(0, four.x), key(1, four.y), key(2, four.z), key(3, four.w));
     }
     __device__ __forceinline__ int load_page(int at) const {
         return pages && at < num_scores ? load_now(pages + (at >> page_shift)) : 0;
     }
-    // Where the key of a score lies, and those behind it up to a multiple of four.
+    // The place of a score's key in the cache; the next ones follow it, up to a multiple of four.
     __device__ __forceinline__ u32 place_of(int at, int page) const {
         return pages ? (page << page_shift) + (at & ((1 << page_shift) - 1)) : at;
     }
 };
 
-// Rows of another array, which are read next where the keys that are chosen lie.
+// Rows of another array, which are read next at the places of the chosen keys: to be prefetched.
 struct NextRows {
     const char* rows;  // or null
     long long stride;
@@ -142,8 +142,8 @@ struct NextRows {
     }
 };
 
-// Lists what of a tile reaches the floor, in the order of its index: a thread has four keys and the place of the first.
-// True if there are slots for all of it.
+// Lists a tile's scores that reach the floor, by ascending index: a thread has four keys and the place of the first.
+// Returns whether there are slots for all of them.
 __device__ __forceinline__ bool list_tile(Shared& s, const Lists& lists, int tile, uint4 keys, u32 place, u32 floor) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 of_keys[4] = {keys.x, keys.y, keys.z, keys.w};

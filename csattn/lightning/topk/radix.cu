@@ -1,20 +1,20 @@
-// The k best scores of every row, exactly, found digit by digit.
+// The exact top-k of every row, by radix select.
 //
-// A cluster of CLUSTER blocks has a row, each warp of it a run of neighbouring scores. A lane keeps its first ones in
-// registers, 4 * VECTORS of them, and reads what is beyond that again whenever it is asked for it. In each round the
-// blocks count the scores in question by their next 11 bits, add up their counts, and go on with those whose bits are
-// those of the k-th best. At the end what is above the last range is chosen, and what is in it as far as room is left,
-// the lowest index first. Nothing has to be set aside, so nothing can overflow, whatever the scores.
+// A cluster of CLUSTER thread blocks shares a row; each of its warps has a run of neighbouring scores. A lane keeps its
+// first 4 * VECTORS scores in registers and reads the others again in every round. In each round, the blocks make a
+// histogram of the scores in range by their next 11 bits, add up their histograms, and continue with the bin of the
+// k-th best. At the end, scores above the last range are chosen, and those in it while there is room, lowest index
+// first. Nothing is buffered, so nothing can overflow, whatever the scores.
 //
-// Of long rows only the best of every 16 scores of a lane are counted at first: the k-th best of those is not better
-// than the k-th best of all, and what is worse than it is not looked at again. A warp lists the rest if there is room;
-// if not, it goes on with all.
+// In long rows only the best of every 16 scores of a lane are counted at first: the k-th best of these is not better
+// than the k-th best of all, and scores below it are not considered again. A warp lists the remaining ones if there is
+// room; if not, it continues with all.
 //
 // Compiled for THREADS, CLUSTER, VECTORS (of four scores), BLOCKS_PER_SM, BY_POSITION, MAX_K.
 
 #include "radix_source.cuh"
 
-constexpr u32 FEW = 32;   // scores that are compared one by one: a lane has one
+constexpr u32 FEW = 32;   // scores that are compared one by one, with one in each lane
 constexpr int LONG = 32;  // times k: of longer rows the best of every 4 * AT_ONCE scores are counted first
 constexpr int SHARE = BINS / CLUSTER;
 static_assert(VECTORS % AT_ONCE == 0, "so many have one best score");
@@ -28,7 +28,7 @@ struct Counts {
 
 struct alignas(16) Shared {
     u64 lists[WARPS][LIST_LEN];            // entries, in the order of their index
-    u64 entries[BY_POSITION ? 2 : MAX_K];  // by score: all that is chosen of the row, in its first block
+    u64 entries[BY_POSITION ? 2 : MAX_K];  // by score: all chosen entries of the row, in its first block
     u32 bins[BINS];
     u32 totals[SHARE];  // of the row, for this block's share of the bins; other blocks read them
     Counts of_warp[WARPS];
@@ -42,7 +42,7 @@ struct alignas(16) Shared {
     Boundary boundary;
 };
 
-// The bin of the wanted-th best score of the row that is counted in the bins. All bins are cleared then.
+// Returns the bin of the wanted-th best of the row's scores that are counted in the bins, and clears the bins.
 __device__ Boundary find_digit(Shared& s, u32 wanted, Blocks& blocks) {
     Boundary found;
     if (CLUSTER == 1) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ Counts count_four(uint4 keys, const KeyRange& range) 
             inside(keys.x) + inside(keys.y) + inside(keys.z) + inside(keys.w)};
 }
 
-// A range that the k best scores of the row lie in: from about the k-th best of those that are counted, to the best.
+// Returns a range that contains the row's k best scores: from about the k-th best of the counted ones, to the best.
 __device__ KeyRange find_floor(Shared& s, const Source& source, const Kept& kept, u32 k, Blocks& blocks) {
     const KeyRange range = all_keys();
     const Run& run = source.run;
@@ -99,7 +99,7 @@ __device__ KeyRange find_floor(Shared& s, const Source& source, const Kept& kept
     return KeyRange(low, s.top_of_row - low);
 }
 
-// Lists what is in the range, and makes that the source, if there is room.
+// Lists the warp's scores in the range, and makes the list its source if there is room.
 __device__ __forceinline__ void list_inside(Shared& s, Source& source, const Kept& kept, const KeyRange& range) {
     u64* list = s.lists[threadIdx.x / 32];
     int number = 0;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void list_inside(Shared& s, Source& source, const Kep
     if (number <= LIST_LEN) source.list = list, source.list_len = number;
 }
 
-// The range that the k-th best score lies in, the smaller the better, and how many of it are among the k best.
+// Narrows the range around the k-th best score. quota: how many in it are among the k best; inside: how many are in it.
 __device__ KeyRange find_range(Shared& s, const Source& source, const Kept& kept, KeyRange range, u32 k, Blocks& blocks,
                             u32& quota, u32& inside) {
     for (quota = k;;) {
@@ -142,7 +142,7 @@ __device__ void gather_few(Shared& s, const KeyRange& range, uint4 keys, uint4 i
     add(keys.x, indices.x), add(keys.y, indices.y), add(keys.z, indices.z), add(keys.w, indices.w);
 }
 
-// How many scores before the warp's run lie above the range, and in it. What is in it is gathered, if it is few.
+// Returns how many scores before the warp's run are above the range, and in it. Gathers those in it, if they are few.
 __device__ Counts count_before(Shared& s, const Source& source, const Kept& kept, const KeyRange& range, bool is_few,
                                Blocks& blocks) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -169,7 +169,7 @@ __device__ Counts count_before(Shared& s, const Source& source, const Kept& kept
     return before;
 }
 
-// The entry of the row's last few that a lane has, 0 where there are not so many.
+// Returns the lane's entry of the few in the row's last range, or 0.
 __device__ u64 one_of_few(const Shared& s) {
     int at = threadIdx.x % 32;
     for (int other = 0; other < CLUSTER; ++other) {
@@ -180,7 +180,7 @@ __device__ u64 one_of_few(const Shared& s) {
     return 0;
 }
 
-// Narrows the range, which few are in, to the key of the last one that is chosen.
+// Narrows a range with few entries to the key of the last one that is chosen.
 __device__ void narrow(const Shared& s, const Run& run, KeyRange& range, u32& quota, Counts& before) {
     const u64 entry = one_of_few(s);
     u32 better = 0;
@@ -194,7 +194,7 @@ __device__ void narrow(const Shared& s, const Run& run, KeyRange& range, u32& qu
     range = KeyRange(last, 0);
 }
 
-// Calls put(place, index, key) for all that is chosen: places count up with the index.
+// Calls put(place, index, key) for every chosen score: places ascend with the index.
 template <class Put>
 __device__ __forceinline__ void for_each_chosen(const Source& source, const Kept& kept, const KeyRange& range,
                                                 u32 quota, Counts before, const Put& put) {
@@ -260,7 +260,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (BY_POSITION) {
         auto put = [&](u32 place, u32 index, u32) { chosen[place] = place_of(index, pages, page_size); };
         for_each_chosen(source, kept, range, quota, before, put);
-        if (CLUSTER > 1) blocks.sync();  // a block that leaves takes its shared memory along
+        if (CLUSTER > 1) blocks.sync();  // other blocks read a block's shared memory until here
         return;
     }
     u64* entries = CLUSTER > 1 ? in_block(s.entries, 0) : s.entries;

@@ -1,12 +1,12 @@
-// The scores of a row as a warp goes through them, again and again.
+// A warp's scores of a row, for repeated passes over them.
 // Compiled for VECTORS (of four scores) that a lane keeps.
 #pragma once
 
 #include "entries.cuh"
 
-constexpr int VECTOR_SCORES = 128;  // of a warp
-constexpr int AT_ONCE = 4;          // vectors that a lane reads at once, of those it does not keep
-constexpr int LIST_LEN = 128;       // of a warp
+constexpr int VECTOR_SCORES = 128;  // per warp
+constexpr int AT_ONCE = 4;          // vectors that a lane loads together, of those that it does not keep
+constexpr int LIST_LEN = 128;       // per warp
 using Kept = uint4[VECTORS];        // the keys of a lane's first scores
 
 // Keys from low to low + width, in bins of 2 ** shift.
@@ -25,13 +25,13 @@ struct KeyRange {
 static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits");
 __device__ __forceinline__ KeyRange all_keys() { return KeyRange(1, 0xfffffffeu); }
 
-// A warp's run of scores. What is not there has key 0.
+// A warp's run of scores. Missing scores have key 0.
 struct Run {
     const float* scores;
     int first, end;
     bool aligned;
 
-    __device__ __forceinline__ static u32 key_of(float score) { return max(order_of(score), 1u); }  // NaN is there
+    __device__ __forceinline__ static u32 key_of(float score) { return max(order_of(score), 1u); }  // NaN counts
     __device__ __forceinline__ bool has(int vector) const { return first + vector * VECTOR_SCORES < end; }
     // The index of this lane's first score of a vector.
     __device__ __forceinline__ int index(int vector) const {
@@ -48,14 +48,14 @@ struct Run {
     }
 };
 
-// What a warp looks at: its run, or what it has listed of it.
+// What a warp goes through: its run, or the scores that it has listed of it.
 struct Source {
     Run run;
     const u64* list;
     int list_len;  // -1: there is no list
 };
 
-// Calls use(vector, keys, indices) for all vectors of the source, in order; whole warps do.
+// Calls use(vector, keys, indices) for all vectors of the source, in order; called by whole warps.
 template <class Use>
 __device__ __forceinline__ void for_each(const Source& source, const Kept& kept, const Use& use) {
     const int lane = threadIdx.x % 32;

@@ -16,15 +16,15 @@ def order_keys(
     scores: Tensor,  # [..., n] float32
     indices: Tensor,  # [..., n] or [n], of keys, >= 0
 ) -> Tensor:
-    """Integers that compare as keys are chosen: [..., n] int64, all different, the larger the better.
+    """Return integers in the order of choice: [..., n] int64, all different, the larger the better.
 
-    The upper half is `orderable`, the lower half counts indices down.
+    The upper half is `orderable(scores)`; the lower half falls as the index rises.
     """
     return (orderable(scores).long() << 32) | (_INDEX_BITS - indices.long())
 
 
 def orderable(scores: Tensor) -> Tensor:
-    """Integers that compare as the scores do: float32 -> int32."""
+    """Return integers that compare as the scores do: float32 -> int32."""
     bits = scores.contiguous().view(torch.int32)
     bits = torch.where(scores == 0, 0, bits)
     bits = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)

@@ -1,7 +1,7 @@
-"""The exact k best of every row of scores, in the order of `reference`, on any device.
+"""The exact top-k of every row of scores, in the order of `reference`, on any device.
 
-On a GPU it is one launch (`device`). Elsewhere, and for a larger k than that takes, torch selects
-among 64-bit keys: all keys differ, so that too has one result only.
+On a GPU it is one launch (`device`). Elsewhere, and for a k above MAX_K, torch selects among 64-bit
+keys: all keys differ, so the result is unique there, too.
 """
 
 from typing import Literal
@@ -15,13 +15,13 @@ from csattn.lightning.topk.device import MAX_K, select_on_device
 from csattn.lightning.topk.grouped import PAGE_SIZE, GroupBests, choose_listed
 from csattn.lightning.topk.reference import SENTINEL, indices_of, order_keys
 
-KEYS_AT_ONCE = 1 << 24  # of 8 bytes, where torch selects
+KEYS_AT_ONCE = 1 << 24  # of 8 bytes each, where torch selects
 
 Order = Literal["score", "position"]
 
 
 def top_k(
-    scores: Tensor,  # [rows, length] float32; rows may be any number of scores apart
+    scores: Tensor,  # [rows, length] float32; rows may have any stride
     k: int,
     legal_len: Tensor | None = None,  # [rows] int32: keys 0..legal_len-1 of a row may be chosen; None: all
     *,
@@ -29,10 +29,10 @@ def top_k(
     pages: Tensor | None = None,  # [rows, num_pages] int32: where the keys of each row lie
     page_size: int = 1,
     out: Tensor | None = None,  # [rows, k] int32
-    bests: GroupBests | None = None,  # of these scores, for one choice: faster by position, in pages of 64
+    bests: GroupBests | None = None,  # of these scores, for this call only: faster by position, in pages of 64
     next_rows: tuple[Tensor, ...] = (),  # see `grouped.choose_listed`
 ) -> Tensor:
-    """Indices [rows, k] int32 of the k best legal scores of each row, -1 padded. Scores beyond legal_len are not read.
+    """Return indices [rows, k] int32 of each row's k best legal scores, -1 padded. Scores past legal_len are not read.
 
     Best first, of equal scores the lower index (definition: `top_k_reference`); with order="position" the
     same indices in ascending order, as a gather wants them. legal_len outside 0..length counts as the nearer of those.
@@ -64,7 +64,7 @@ def top_k(
 
 
 def _select(scores: Tensor, legal_len: Tensor, order: Order, out: Tensor) -> None:
-    """By torch, all rows at once."""
+    """Select by torch, in all rows at once."""
     length, k = scores.shape[1], out.shape[1]
     indices = torch.arange(length, device=scores.device)
     illegal = indices >= legal_len[:, None]

@@ -139,9 +139,11 @@ def alone_in(store: Path) -> Iterator[bool]:
     """
     with store_errors(f"look at {store}", store):
         descriptor = open_directory(store)
+    _held.add(descriptor)
     try:
         yield not _is_refused(descriptor, fcntl.LOCK_EX)
     finally:
+        _held.remove(descriptor)
         os.close(descriptor)
 
 

@@ -124,6 +124,8 @@ class CompressedWeights:
         self._check_rows("indexer.keys", of.keys)
         key_dim, ratio = of.keys.compressor.head_dim, self.rows.compressor.ratio
         require_at_least("the keys' ratio", of.keys.compressor.ratio, ratio, ratio)
+        if of.keys.compressor.overlap != self.rows.compressor.overlap:
+            raise ConfigError("only one of rows and indexer.keys overlaps; both pool the block before, or neither does")
         require_array("indexer.head_weights", of.head_weights, ("num_heads", hidden_size), dtype, like=like)
         require_array("indexer.q_b", of.q_b, (len(of.head_weights) * key_dim, len(self.q_norm)), dtype, like=like)
         require_at_least("top_k", of.top_k, 1)

@@ -1,5 +1,7 @@
 """A layer of compressed attention does what transformers' own does, in whatever pieces its tokens come."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -103,6 +105,13 @@ def test_what_is_no_such_layer_is_refused() -> None:
     weights = CompressedWeights.of(module, rotary)
     with pytest.raises(ArrayError, match=r"hidden has shape \[3, 47\]; wanted \[num_tokens, 48\]"):
         CompressedAttention(weights).append(torch.zeros(3, 47))
+    assert weights.indexer is not None
+    keys = weights.indexer.keys
+    own = slice(keys.compressor.head_dim)
+    bias = keys.compressor.position_bias[:, own].contiguous()
+    alone = replace(keys, compressor=replace(keys.compressor, position_bias=bias), kv=keys.kv[own], gate=keys.gate[own])
+    with pytest.raises(ConfigError, match=r"only one of rows and indexer\.keys overlaps"):
+        replace(weights, indexer=replace(weights.indexer, keys=alone)).check()
     rotary.compress_attention_scaling = 1.2
     with pytest.raises(ConfigError, match=r"multiplies this layer's rows by 1\.2"):
         CompressedWeights.of(module, rotary)

@@ -64,6 +64,7 @@ class StepPlan:
 
 
 def _of_heads(records: NDArray[np.void], first_head: int, num_heads: int) -> NDArray[np.void]:
+    assert not records["rest_at"].any(), "sums of the rest are not divided among workers"
     some = records.copy()
     some["first_head"] += first_head
     some["num_heads"] = num_heads

@@ -36,15 +36,13 @@ class TextStream:
         self._token_ids: list[int] = []  # the first and the last tokens; those between no longer affect new text
         self._told = 0  # characters of their text that have been passed on
         self._skipped = _silent_ids(tokenizer)
-        self._in_bytes = False  # in a run of byte tokens, which decoders convert as a whole
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
         self._token_ids.append(token_id)
-        self._in_bytes = bool(_BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""))
-        if self._in_bytes:
-            return ""
+        if _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
+            return ""  # decoders convert a run of byte tokens as a whole
         text = decode(self._tokenizer, self._token_ids)
         certain = len(text) - text.endswith(_UNFINISHED)
         piece, self._told = text[self._told : certain], certain

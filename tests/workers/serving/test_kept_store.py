@@ -4,7 +4,9 @@ import asyncio
 import errno
 import fcntl
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,22 @@ def test_a_store_has_many_users_or_one_who_is_alone_in_it(tmp_path: Path) -> Non
     assert begun.is_set()
     first.end()
     assert os.listdir(store) == [], "nothing is left of it"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_process_that_is_forked_does_not_stay_alone_in_a_store(tmp_path: Path) -> None:
+    with alone_in(tmp_path) as is_alone:
+        assert is_alone
+        child = os.fork()
+        if child == 0:
+            time.sleep(60.0)
+            os._exit(0)
+    try:
+        with alone_in(tmp_path) as is_alone:
+            assert is_alone
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("link", ["kept", "kept/0123", f"kept/{'0' * 32}"])

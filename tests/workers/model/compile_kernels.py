@@ -69,8 +69,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
             for parts in (1, 3)
         ],
     ),
-    (token_kernels.weigh_kernel, [{"BLOCK": 1024}]),
-    (token_kernels.norm_kernel, [{"BLOCK": 1024}]),
+    (token_kernels.norm_kernel, [{"BLOCK": 1024, "IS_WHOLE": is_whole} for is_whole in (True, False)]),
     (token_kernels.add_norms_kernel, [{"BLOCK": 1024}]),
     (remix_kernels.add_to_streams_kernel, [STREAMS | {"BLOCK": 64, "FIRST": first} for first in (False, True)]),
     (

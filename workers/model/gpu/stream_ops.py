@@ -13,7 +13,6 @@ from workers.model.gpu.token_kernels import (
     add_norms_kernel,
     begin_kernel,
     norm_kernel,
-    weigh_kernel,
 )
 from workers.model.ops import SQUARES_BLOCK, Exchange, Normed, Readers, Stream
 
@@ -48,9 +47,7 @@ class TritonStreamOps(Launches):
     """The part of `TritonOps` for the residual stream."""
 
     def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
-        num_rows, width = out.shape
-        block = triton.next_power_of_2(width)
-        norm_kernel[(num_rows,)](x, norm, out, width, eps, BLOCK=block, num_warps=8, **self._launch())
+        self._norm(x, norm, eps, out, is_whole=True)
 
     def begin(
         self,
@@ -85,16 +82,7 @@ class TritonStreamOps(Launches):
         self._add_parts(x, 1, norm, eps, multiplier, scale, stream, readers)
 
     def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
-        batch_size, hidden_size = out.shape
-        weigh_kernel[(batch_size,)](
-            stream.hidden,
-            norm,
-            out,
-            hidden_size,
-            BLOCK=triton.next_power_of_2(hidden_size),
-            num_warps=8,
-            **self._launch(),
-        )
+        self._norm(stream.hidden, norm, eps, out, is_whole=False)
         return Normed(out, stream.squares, eps)
 
     def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
@@ -110,6 +98,11 @@ class TritonStreamOps(Launches):
             num_warps=8,
             **self._launch(),
         )
+
+    def _norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, is_whole: bool) -> None:
+        num_rows, width = out.shape
+        block = triton.next_power_of_2(width)
+        norm_kernel[(num_rows,)](x, norm, out, width, eps, is_whole, BLOCK=block, num_warps=8, **self._launch())
 
     def _add_parts(
         self,

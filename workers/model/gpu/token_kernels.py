@@ -121,30 +121,13 @@ def add_normed_kernel(
 
 
 @triton.jit
-def weigh_kernel(
-    hidden,  # [num_rows, hidden_size]
-    norm,  # [hidden_size] float32
-    out,  # [num_rows, hidden_size] <- hidden * norm
-    hidden_size,
-    BLOCK: tl.constexpr,  # at least hidden_size
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0)
-    i = tl.arange(0, BLOCK)
-    inside = i < hidden_size
-    weight = tl.load(norm + i, mask=inside, other=0.0)
-    wait_for_earlier(PDL)
-    value = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * hidden_size + i, (value * weight).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def norm_kernel(
     x,  # [num_rows, width]
     norm,  # [width] float32
-    out,  # [num_rows, width] <- norm(x)
+    out,  # [num_rows, width] <- x * norm, divided by the root mean square of x when IS_WHOLE
     width,
     eps,
+    IS_WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,  # at least width
     PDL: tl.constexpr,
 ):
@@ -154,8 +137,9 @@ def norm_kernel(
     weight = tl.load(norm + i, mask=inside, other=0.0)
     wait_for_earlier(PDL)
     value = tl.load(x + row * width + i, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.math.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    tl.store(out + row * width + i, (value * scale * weight).to(out.dtype.element_ty), mask=inside)
+    if IS_WHOLE:
+        value *= tl.math.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    tl.store(out + row * width + i, (value * weight).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v as in `full_at
 # One row too many or too few changes the output over random values by far more than this.
 TOLERANCE = 0.02
 SPLITS = (4, 16, 64)
-HOPELESS, LAUNCH_US = 3, 500  # a way slower than HOPELESS times the best plus LAUNCH_US is not timed in a graph
+HOPELESS, LAUNCH_US = 3, 500  # a way that takes longer than HOPELESS * best + LAUNCH_US is not timed in a graph
 
 
 def full_attention_ways() -> dict[str, Attention]:
@@ -67,7 +67,7 @@ def fastest_full_attention(
     ways = full_attention_ways()
     for name, attend in ways.items():
         try:
-            with warnings.catch_warnings(action="ignore"):  # they say why a backend rejects the shape
+            with warnings.catch_warnings(action="ignore"):  # torch warns why a backend rejects the shape
                 off = relative_error(attend(q, k, v), want)
             if not off < TOLERANCE:
                 failures[name] = f"wrong: off by {off:.3f}"

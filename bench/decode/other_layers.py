@@ -1,4 +1,4 @@
-"""What a step reads besides searched layers and ordinary weights: windows, recurrent states, experts."""
+"""What a step reads besides searched layers and the weights of one token: windows, recurrent states, experts."""
 
 from math import prod
 

@@ -72,7 +72,7 @@ def streamed(work: Workload, options: Options) -> Prepared:
 
 
 def all_rows(work: Workload, options: Options) -> Prepared:
-    """Load all rows to the device and attend to them as the engine does for `full`, or where that is faster."""
+    """Load all rows to the device and attend to all, as the engine does for `full`, or where choosing is slower."""
     engine = replace(engine_shape(work, options, SketchConfig(), options.search), rest="none", attends_all=True)
     moved = work.num_contexts * engine.kv_bytes(work.context_len)
     require_memory(moved, "the KV of all contexts on the device")

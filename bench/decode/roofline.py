@@ -47,7 +47,7 @@ def search_bytes(
     """Return the bytes that a search reads of the index in one layer. Requests on one context may read its sketch once.
 
     Of lists, these are the ones of each query's nearest centroids. Heads of a group with the same centroid may read its
-    list once, so the true number can be less. num_contexts: default: as many as requests.
+    list once, so the true number can be less. num_contexts: default: batch_size.
     """
     if isinstance(config, SketchConfig):
         return (num_contexts or batch_size) * index_bytes(shape, config, context_len)

@@ -1,1 +1,1 @@
-"""How fast a step decodes on a GPU: `python -m bench.decode --help`."""
+"""How fast a decode step runs on a GPU: `python -m bench.decode --help`."""

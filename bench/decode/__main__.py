@@ -1,4 +1,4 @@
-"""How fast a step decodes on a GPU, over context lengths, batch sizes, placements and schedules.
+"""How fast a decode step runs on a GPU, over context lengths, batch sizes, placements and schedules.
 
     python -m bench.decode record [--recording FILE]             once, where the demo model is
     python -m bench.decode op  --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default] [--shared]
@@ -6,11 +6,12 @@
                                [--weights bf16,fp8,int4,mxfp4] [--schedules 'every step'] [--shape gpt-oss-20b]
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE]
 
-`op` is one layer's attention, `e2e` the whole model (`host+2`: with two search workers); with `--shared` all requests
-of a batch continue one context. `full` is torch's fastest way, `all` the engine's own; `kivi-2`, `kivi-4`,
-`turboquant-3.5` and `q4_0` read all rows in few bits (see low_bit_rows.py). What a file holds already is not measured
-again. Rows and queries are a small model's, recorded (see recording.py) and brought to the shape and length (see
-widened.py). `lists+moments`, `default+none`: another way to go about the rows that are not chosen.
+`op` times one layer's attention, `e2e` the whole model (`host+2`: with two search workers). With `--shared`, all
+requests of a batch continue one context. Variant `full` is torch's fastest full attention, `all` the engine's own;
+`kivi-2`, `kivi-4`, `turboquant-3.5` and `q4_0` read all rows in few bits (see low_bit_rows.py); `lists+moments` and
+`default+none` treat the rows that are not chosen in another way. Cases that a file already holds are not measured
+again. Rows and queries are recorded from a small model (see recording.py) and adapted to the shape and length (see
+widened.py).
 """
 
 import argparse
@@ -123,7 +124,7 @@ def _measure(arguments: argparse.Namespace) -> None:
             options = replace(options, shape=shape_named(name), shape_name=name)
         which = results, recording, options, arguments.contexts, arguments.batches
         run_end_to_end(*which, arguments.variants, arguments.placements, arguments.weights)
-    finish(results.content, None)  # the file has every case already, and the header of its last run
+    finish(results.content, None)  # the file already has every case, and the header of its last run
 
 
 def _show(arguments: argparse.Namespace) -> None:

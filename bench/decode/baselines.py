@@ -14,18 +14,18 @@ from bench.timing import gate
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v as in `full_attention_ways`, out like q
 
-# A row more or less changes the output of random values far more than this.
+# One row too many or too few changes the output over random values by far more than this.
 TOLERANCE = 0.02
 SPLITS = (4, 16, 64)
-HOPELESS, LAUNCH_US = 3, 500  # a way that is so many times slower than the best
+HOPELESS, LAUNCH_US = 3, 500  # a way that takes longer than HOPELESS * best + LAUNCH_US is not timed in a graph
 
 
 def full_attention_ways() -> dict[str, Attention]:
-    """Every way to attend to all rows that torch offers: name -> function.
+    """Return every way that torch offers to attend to all rows: name -> function.
 
     q: [batch_size, num_q_heads, 1, head_dim]; k, v: [batch_size, num_kv_heads, kv_len, head_dim], contiguous.
     "packed": the query heads of a group take the place of query rows, so that one pass over the KV serves them all.
-    "n splits": so many parts of the KV attended as if they were heads, then merged by their log-sum-exps.
+    "n splits": split-K (flash-decoding): n parts of the KV are treated as heads, then merged by their log-sum-exps.
     """
     backends = {
         "flash": SDPBackend.FLASH_ATTENTION,
@@ -53,10 +53,13 @@ class FullAttention:
 
 
 def fastest_full_attention(
-    inputs: list[tuple[Tensor, Tensor, Tensor]],  # sets of q, k, v that the calls go round
+    inputs: list[tuple[Tensor, Tensor, Tensor]],  # sets of q, k, v, used in turn
     seconds: float = 0.3,
 ) -> FullAttention:
-    """Try all ways, refuse what is wrong, time the fastest again for longer."""
+    """Time all ways, reject those with wrong results, and time the fastest again for longer.
+
+    Raises GateError if no way works.
+    """
     q, k, v = inputs[0]
     want = reference_attention(q, k, v)
     times: dict[str, float] = {}
@@ -64,17 +67,17 @@ def fastest_full_attention(
     ways = full_attention_ways()
     for name, attend in ways.items():
         try:
-            with warnings.catch_warnings(action="ignore"):  # why a backend does not take the shape
+            with warnings.catch_warnings(action="ignore"):  # torch warns why a backend rejects the shape
                 off = relative_error(attend(q, k, v), want)
             if not off < TOLERANCE:
                 failures[name] = f"wrong: off by {off:.3f}"
                 continue
             roughly = time_replays(_call(attend, *inputs[-1]), 1, seconds=0.0, least=2).p50_us
             calls = [_call(attend, *one) for one in inputs]
-            # without a graph, launches add their time, so only what is far behind is not tried in one
+            # outside a graph the launches add to the time, so only a way that is far behind is not timed in one
             is_far_behind = bool(times) and roughly > HOPELESS * min(times.values()) + LAUNCH_US
             times[name] = roughly if is_far_behind else time_graph(calls, seconds=0.05, least=5).p50_us
-        except RuntimeError as error:  # out of memory is one
+        except RuntimeError as error:  # out-of-memory errors too
             failures[name] = str(error).strip().splitlines()[0][:100]
             torch.cuda.empty_cache()
     gate(bool(times), f"no way to attend to all rows works: {failures}")
@@ -84,7 +87,7 @@ def fastest_full_attention(
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One request and KV head after the other, in float32: out like q."""
+    """Attend to all rows in float32, one request and KV head after the other: out like q."""
     group_size = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
     for request in range(q.shape[0]):

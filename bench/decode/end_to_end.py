@@ -1,4 +1,4 @@
-"""Whole steps of a model with random weights: every placement of ours, and full attention beside them."""
+"""Time whole steps of a model with random weights: csattn in every placement, full attention and other methods."""
 
 import gc
 import itertools
@@ -31,7 +31,7 @@ from csattn.models.weights import ModelWeights
 from workers.model import ModelRunner, StepAttention
 from workers.model.devices import Devices
 
-WARM_UP_STEPS, SLOW_STEPS = 48, 8  # a slot cache is filled while the steps warm up
+WARM_UP_STEPS, SLOW_STEPS = 48, 8  # warm-up steps also fill the slot cache
 PROFILED_STEPS = 4
 
 
@@ -42,10 +42,10 @@ def run_end_to_end(
     context_lens: list[int],
     batch_sizes: list[int],
     variants: list[str],  # "full", "all", "streamed", "window", `FORMATS`, other methods, or as `of_variant` reads them
-    placements: list[str],  # of the latter
-    formats: list[str],  # of weights: "bf16", or as `Few` has them
+    placements: list[str],  # of other methods and of what `of_variant` reads
+    formats: list[str],  # of weights: "bf16", or one of `FEW`
 ) -> None:
-    """Measure whatever the results do not hold yet, shortest contexts first."""
+    """Measure the cases that the results do not hold yet, in the order of the arguments."""
     for name in formats:
         if name not in ("bf16", *FEW):
             raise ConfigError(f"weights are bf16, {', '.join(FEW)}, not {name!r}")
@@ -87,7 +87,7 @@ def _run_with(
                     results.add({**key, "data": work.data, **case, "case_s": round(time.perf_counter() - started, 1)})
                 except (CsattnError, torch.OutOfMemoryError) as error:
                     results.add({**key, "refused": str(error).splitlines()[0]})
-                gc.collect()  # graphs and what they hold
+                gc.collect()  # frees graphs and what they hold
                 torch.cuda.empty_cache()
             key = _key(work, options) | ({} if few is None else {"weights": few})
             sampled.add_sampled(results, work, options, variants, key)
@@ -121,7 +121,7 @@ def _cases(
 
 
 def _key(work: Workload, options: Options) -> Case:
-    """What all cases of a batch have."""
+    """Return the fields that all cases of a batch share."""
     return {
         "kind": "shared" if work.is_shared else "e2e",
         **({"shape": options.shape_name} if options.shape_name else {}),
@@ -132,7 +132,7 @@ def _key(work: Workload, options: Options) -> Case:
 
 
 def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, options: Options) -> dict[str, Any]:
-    """Time per output token, and what it is made of."""
+    """Return the time per output token, its parts, and the bytes moved and allocated."""
     attention = RecordedQueries(prepared.attention, work)
     runner = make_runner(work, weights, with_other_layers(work, options, attention))
 
@@ -169,7 +169,7 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
 def roofline(
     work: Workload, weights: ModelWeights, prepared: Prepared, options: Options, facts: dict[str, Any]
 ) -> tuple[float, float]:
-    """Bytes of the device's memory that a step must read, and the µs that it takes at least: for them, or the link."""
+    """Return the bytes of device memory that a step must read, and its least µs: for these bytes, or for the link."""
     least = weights.streamed_bytes + prepared.step_bytes + other_bytes(work, options)
     link_us = facts.get("link_bytes", 0) / options.ceilings["h2d_gbps"] / 1e3
     return least, max(least / options.ceilings["read_gbps"] / 1e3, link_us)
@@ -178,7 +178,7 @@ def roofline(
 def make_runner(
     work: Workload, weights: ModelWeights, attention: StepAttention, devices: Devices | None = None
 ) -> ModelRunner:
-    """Every request in the middle of its tail."""
+    """Return a runner for the batch, in which every request has TAIL_LEN rows in its tail."""
     next_query = _next_query(work, weights, attention)
     runner = ModelRunner(weights, attention, [work.batch_size], next_query, devices=devices)
     requests = list(range(work.batch_size))
@@ -197,6 +197,7 @@ def _next_query(work: Workload, weights: ModelWeights, attention: StepAttention)
 
 
 def time_steps(step: Callable[[], None], num_steps: int) -> list[float]:
+    """Return the time of each step in µs, between CUDA events."""
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
     events[0].record()

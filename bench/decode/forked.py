@@ -1,4 +1,4 @@
-"""Search workers over indexes that a benchmark has made: forked, they find them in the memory of their parent."""
+"""Search workers over indexes that a benchmark made: forked processes, which inherit them in their memory."""
 
 import multiprocessing
 import threading
@@ -16,7 +16,7 @@ from workers.searchers.worker_searcher import WorkerSearcher
 
 
 class MadeContext:
-    """What searchers ask of an artifact."""
+    """The part of an artifact's interface that searchers use, over indexes in memory."""
 
     def __init__(self, shape: ModelSpec, layers: Sequence[LayerIndex | SketchIndex]) -> None:
         self.path, self._layers = Path("made"), layers
@@ -30,11 +30,11 @@ class MadeContext:
         return self._layers[layer_idx]
 
     def close(self) -> None:
-        """Its memory is the benchmark's."""
+        """Do nothing: the benchmark owns the memory."""
 
 
 class ForkedWorkers:
-    """Launches them, one after the other. All contexts that they are told to load are the one that was made."""
+    """Launches search workers, one at a time. Each loads the context given here, whatever it is asked for."""
 
     def __init__(self, context: Any) -> None:
         self._context, self._one_at_a_time = context, threading.Lock()
@@ -58,7 +58,7 @@ class ForkedWorker:
 
 
 def forked_searcher(context: Any, num_workers: int, num_contexts: int) -> WorkerSearcher:
-    """Workers that share out all CPUs, and have that context loaded under every number."""
+    """Return a searcher whose workers share all CPUs. The context is loaded under every id below `num_contexts`."""
     threads_each = max(1, available_cpus() // num_workers)
     cpus = choose_cpus(num_workers * threads_each)
     searcher = WorkerSearcher(num_workers, threads_per_worker=threads_each, cpus=cpus, launch=ForkedWorkers(context))

@@ -1,4 +1,4 @@
-"""Time on a GPU: captured graphs replayed between events, and what the machine's memories can do at best."""
+"""Timing on a GPU: CUDA graphs replayed between events, and the best rates of the machine's memories and link."""
 
 import subprocess
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.timing import machine as host_machine
 
-L2_BYTES = 60 << 20  # of the largest device that this is run on
+L2_BYTES = 60 << 20  # the largest L2 cache of the devices that this runs on
 PROBE_BYTES = 4 << 30
 WARM_UP_RUNS = 3
 
@@ -30,13 +30,13 @@ class Timing:
 
 
 def time_graph(
-    calls: Sequence[Callable[[], object]],  # captured one after the other; each on inputs of its own
+    calls: Sequence[Callable[[], object]],  # captured in this order, each with inputs of its own
     seconds: float = 0.3,
     least: int = 20,  # replays
 ) -> Timing:
-    """Capture the calls in one graph, replay it, and give the time of one call.
+    """Capture the calls in one graph, replay it, and return the time of one call.
 
-    Inputs of all calls together should not fit in the L2 cache: see `num_input_sets`.
+    The inputs of all calls together should not fit in the L2 cache: see `num_input_sets`.
     """
     graph = capture(calls)
     return time_replays(graph.replay, len(calls), seconds, least)
@@ -44,9 +44,9 @@ def time_graph(
 
 def capture(
     calls: Sequence[Callable[[], object]],
-    warm_up: Sequence[Callable[[], object]] = (),  # what runs them outside of the graph; they by themselves unless said
+    warm_up: Sequence[Callable[[], object]] = (),  # runs before the capture; default: `calls`
 ) -> torch.cuda.CUDAGraph:
-    """One graph of all calls, after they have run outside of it."""
+    """Capture all calls in one graph, after WARM_UP_RUNS runs outside it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -63,7 +63,7 @@ def capture(
 
 
 def time_replays(run: Callable[[], object], calls_per_run: int, seconds: float = 0.3, least: int = 20) -> Timing:
-    """Time of one call where `run` enqueues that many of them on the current stream."""
+    """Return the time of one call, of which `run` enqueues `calls_per_run` on the current stream."""
     run()
     first_ms = _elapsed_ms(run, 2) / 2
     num_runs = int(min(2000, max(least, seconds * 1e3 / max(first_ms, 1e-3))))
@@ -79,12 +79,12 @@ def time_replays(run: Callable[[], object], calls_per_run: int, seconds: float =
 
 
 def num_input_sets(bytes_per_call: int, most: int) -> int:
-    """How many input sets the calls of a graph go round, so that none is still in the cache when its turn comes."""
+    """Return how many input sets a graph needs so that none is still in the L2 cache when its turn comes again."""
     return int(min(most, max(1, -(-4 * L2_BYTES // max(1, bytes_per_call)))))
 
 
 def ceilings() -> dict[str, float]:
-    """The best rates in GB/s that plain operations reach: device copy (read + write), device read, host to device."""
+    """Return the best rates in GB/s of plain operations: device copy (read + write) and read, the link both ways."""
     source = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cuda").random_()
     half = PROBE_BYTES // 2
     copy_us = time_replays(lambda: source[half:].copy_(source[:half]), 1).p50_us
@@ -102,7 +102,7 @@ def ceilings() -> dict[str, float]:
 
 
 def device_machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine that the figures are measured on."""
     import triton
 
     properties = torch.cuda.get_device_properties(0)
@@ -122,7 +122,7 @@ def device_machine() -> dict[str, Any]:
 
 
 def _best_read(source: Tensor) -> Callable[[], object]:
-    """The fastest of a few ways to read all of it once."""
+    """Return the fastest of a few ways to read all of `source` once."""
     rows = source.view(torch.bfloat16).view(-1, 8192)
     vector = torch.ones(8192, dtype=torch.bfloat16, device=source.device)
     ways: list[Callable[[], object]] = [

@@ -1,4 +1,4 @@
-"""What the kernels of a captured step take, one by one, by torch's profiler."""
+"""Device time of each kernel of a step, from torch's profiler."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-# part of a kernel's name -> what it is for
+# part of a kernel's name -> the kernel's purpose
 PURPOSES = {
     "project_queries": "search",
     "score_codes": "search",
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 def kernel_times(run: Callable[[], object], num_runs: int) -> dict[str, float]:
-    """Kernel name -> µs of the device per run. Kernels side by side on two streams count in full, each."""
+    """Return kernel name -> µs of device time per run. Kernels that overlap on two streams each count in full."""
     run()
     torch.cuda.synchronize()
     with warnings.catch_warnings(action="ignore"), profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -62,8 +62,11 @@ def kernel_times(run: Callable[[], object], num_runs: int) -> dict[str, float]:
 
 
 def own_times(spans: list[Span]) -> dict[str, float]:
-    """Kernel name -> µs. A kernel that started while the one before it on its stream ran counts from that one's end:
-    until then it may have waited for it."""
+    """Return kernel name -> µs.
+
+    With programmatic dependent launch, a kernel may start while its predecessor on the stream is still running. It then
+    counts from the predecessor's end, because until then it may have waited for it.
+    """
     sums: dict[str, float] = {}
     ended: dict[int, float] = {}
     for span in sorted(spans, key=lambda span: span.end_us):
@@ -76,7 +79,7 @@ def own_times(spans: list[Span]) -> dict[str, float]:
 def times_by_purpose(
     times_us: dict[str, float], num_calls: int, purposes: Mapping[str, str] = PURPOSES
 ) -> dict[str, float]:
-    """Purpose -> µs, as far as there are such kernels, per call of those in a run."""
+    """Return purpose -> µs per call, without purposes that no kernel has. num_calls: calls in a run."""
     sums: dict[str, float] = {}
     for name, us in times_us.items():
         for part, purpose in purposes.items():

@@ -1,11 +1,11 @@
-// Full attention to rows in few bits: KIVI's, TurboQuant's and q4_0's, each decoded in the registers that tensor cores
-// multiply from. A tile is 32 rows of a KV head; all that is known of it lies side by side, as lanes take it.
+// Full attention (split-K) to rows in few bits: KIVI, TurboQuant and q4_0. Codes are decoded in the registers from which tensor
+// cores multiply. A tile is 32 rows of a KV head; its codes, scales and zero points are contiguous, in the order of the lanes.
 //
-// Compiled for HEAD_DIM, GROUP (query heads of a KV head, 8 at most), NUM_KV_HEADS, THREADS, STAGES (tiles of a warp on
-// their way, or attended to), NUM_SPLITS, BLOCKS_OF_MULTIPROCESSOR, and for a format: LEVELS (codes are of levels in a
-// table, 4 bits of the first half of the dimensions and 3 of the second; else they are numbers of BITS), BLOCK
-// (dimensions of a row that share a scale), BY_CHANNEL (keys' scales and zero points are each dimension's, for the tile,
-// and values have zero points too), MIDDLE (the code of zero).
+// Compiled for HEAD_DIM, GROUP (query heads of a KV head, at most 8), NUM_KV_HEADS, THREADS, STAGES (tiles in a warp's ring
+// buffer), NUM_SPLITS, BLOCKS_OF_MULTIPROCESSOR, and for a format: LEVELS (codes are indexes into a table of levels, 4 bits for
+// the first half of the dimensions and 3 for the second; otherwise they are numbers of BITS bits), BLOCK (dimensions of a row
+// that share a scale), BY_CHANNEL (a dimension's keys in a tile share a scale and a zero point, and values have zero points
+// too), MIDDLE (the code of zero).
 
 #include "../../csattn/cuda/warps.cuh"
 
@@ -14,15 +14,15 @@
 constexpr int STEPS = HEAD_DIM / 16;       // of 16 dimensions
 constexpr int BLOCKS = HEAD_DIM / BLOCK;
 constexpr int STEPS_OF_BLOCK = BLOCK / 16;
-constexpr int WORDS = LEVELS ? 7 : HEAD_DIM * BITS / 64;  // codes of 16 rows, of a lane
+constexpr int WORDS = LEVELS ? 7 : HEAD_DIM * BITS / 64;  // of codes that a lane holds for 16 rows
 constexpr int CODE_BYTES = 2 * WORDS * 32 * 4;            // of a tile's keys, or of its values
 constexpr int KEY_SCALE_BYTES = BY_CHANNEL ? 2 * HEAD_DIM : 64 * BLOCKS, VALUE_SCALE_BYTES = 64 * BLOCKS;
 constexpr int KEY_SCALES = CODE_BYTES, KEY_ZEROS = KEY_SCALES + KEY_SCALE_BYTES;
 constexpr int VALUES = KEY_ZEROS + (BY_CHANNEL ? KEY_SCALE_BYTES : 0);
 constexpr int VALUE_SCALES = VALUES + CODE_BYTES, VALUE_ZEROS = VALUE_SCALES + VALUE_SCALE_BYTES;
 constexpr int TILE_BYTES = VALUE_ZEROS + (BY_CHANNEL ? VALUE_SCALE_BYTES : 0);
-constexpr int PART = HEAD_DIM + 2;  // of a query: its output, unnormalised, the maximum of its logits, the sum of its weights
-// of two bfloat16 numbers side by side; a code in the last bits of 128 is that much more
+constexpr int PART = HEAD_DIM + 2;  // of a query head: its unnormalised output, the maximum of its logits, the sum of its weights
+// Pairs of bfloat16 numbers. A code put into the last bits of 128 adds its value.
 constexpr u32 ONE = 0x3f803f80u, HUNDRED_TWENTY_EIGHT = 0x43004300u;
 constexpr u32 MINUS_128 = 0xc300c300u, MINUS_MIDDLE = MINUS_128 + MIDDLE * 0x10001u;
 static_assert(GROUP <= 8 && HEAD_DIM % BLOCK == 0 && BLOCK % 16 == 0, "a column for each head, a scale for whole products");
@@ -31,7 +31,7 @@ static_assert(!LEVELS || (HEAD_DIM == 128 && BLOCK == 64), "words of levels are 
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// The codes that a lane has of 16 x HEAD_DIM numbers, in pairs: four for each step of 16, in the order of mma's operand a.
+// A lane's codes of 16 x HEAD_DIM numbers, in pairs: four for each step of 16, in the order of mma's operand a.
 struct Codes {
     u32 words[WORDS];
 
@@ -46,13 +46,13 @@ struct Codes {
         for (int i = WORDS / 4 * 4; i < WORDS; ++i) words[i] = reinterpret_cast<const u32*>(from)[i * 32 + lane];
     }
 
-    // 128 and a code.
+    // A pair of 128 + code.
     __device__ __forceinline__ u32 above_128(int pair) const {
         constexpr int PAIRS = 16 / BITS;  // of a word
         return and_or(words[pair / PAIRS] >> pair % PAIRS * BITS, 0x10001u * ((1 << BITS) - 1), HUNDRED_TWENTY_EIGHT);
     }
 
-    // Levels: eight entries of two bytes, low bytes apart from high ones.
+    // A pair of levels. The table has eight entries of two bytes, low bytes apart from high ones.
     __device__ __forceinline__ u32 levels_of(int pair, const uint4 (&table)[2]) const {
         const int half = pair / 16, four = pair % 16 / 2;
         const u32 *of = words + 4 * half, x = four < 6 ? of[four / 2]
@@ -61,7 +61,7 @@ struct Codes {
         const u32 low = __byte_perm(table[half].x, table[half].y, entries);
         const u32 high = __byte_perm(table[half].z, table[half].w, entries);
         const u32 both = __byte_perm(low, high, pair % 2 ? 0x7362 : 0x5140);
-        return half ? both : both ^ (of[3] << (15 - pair)) & 0x80008000u;  // four bits: a sign, and its level
+        return half ? both : both ^ (of[3] << (15 - pair)) & 0x80008000u;  // codes of four bits: a sign and a magnitude
     }
 
     __device__ __forceinline__ u32 numbers(int pair, const uint4 (&table)[2]) const {
@@ -75,19 +75,19 @@ struct Codes {
     }
 };
 
-// x: two numbers of row lane / 4, of columns 2 (lane % 4) and the next; returned of the transposed matrix.
+// x: the numbers of row lane / 4 in columns 2 (lane % 4) and the next. Returns those of the transposed matrix.
 __device__ __forceinline__ u32 transposed(u32 x) {
     const int lane = threadIdx.x % 32, from = lane % 4 * 8 + lane / 8;
     const u32 first = __shfl_sync(ALL_LANES, x, from), second = __shfl_sync(ALL_LANES, x, from + 4);
     return __byte_perm(first, second, lane / 4 % 2 ? 0x7632 : 0x5410);
 }
 
-// What a warp has added up. A lane has query heads 2 (lane % 4) and the next.
+// The running sums of a warp (online softmax). A lane accumulates query heads 2 (lane % 4) and the next.
 struct Attention {
     u32 q[STEPS][2];
-    float out[STEPS][4];  // dimensions 16 n + lane / 4, of both heads, and 8 further
-    float zero[4];        // weighted zero points of values, of block lane / 4
-    float max[2], sum[2];  // the sum is over the lane's own rows
+    float out[STEPS][4];  // dimension 16 n + lane / 4 of both heads, then the dimension 8 further
+    float zero[4];        // weighted zero points of values, for block lane / 4
+    float max[2], sum[2];  // of base-2 logits; sum is over the lane's own rows
 
     // heads: [GROUP, HEAD_DIM]
     __device__ __forceinline__ void begin(const u32* heads) {
@@ -102,14 +102,14 @@ struct Attention {
         for (int i = 0; i < 2; ++i) max[i] = MINUS_INFINITY, sum[i] = 0;
     }
 
-    // products: of row 16 half + lane / 4 with both heads, and of the row 8 further
+    // products: of row 16 half + lane / 4 with both heads, then of the row 8 further
     __device__ __forceinline__ void multiply_keys(const char* tile, float (&products)[2][4], const uint4 (&table)[2]) const {
         const int lane = threadIdx.x % 32;
         if constexpr (BY_CHANNEL != 0) {
             const uint2* scales = reinterpret_cast<const uint2*>(tile + KEY_SCALES) + lane % 4 * STEPS;
             const uint2* zeros = reinterpret_cast<const uint2*>(tile + KEY_ZEROS) + lane % 4 * STEPS;
             u32 scaled[STEPS][2];
-            float of_all[4] = {};  // what no code tells
+            float of_all[4] = {};  // what does not depend on codes: zero points, and -128 times the scales
 #pragma unroll
             for (int k = 0; k < STEPS; ++k) {
                 const uint2 scale = scales[k], zero_point = zeros[k];
@@ -223,14 +223,14 @@ struct Attention {
     }
 };
 
-// Each warp takes every so many-th tile, a block adds up what its warps have.
+// Each warp takes every (NUM_SPLITS * WARPS)-th tile; a block merges the sums of its warps.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_MULTIPROCESSOR) attend_low_bit_rows(
     const u32* q,         // [batch_size, NUM_KV_HEADS, GROUP, HEAD_DIM], bfloat16
     const char* rows,     // [batch_size, NUM_KV_HEADS, num_tiles] tiles
     const uint4* levels,  // [2], for LEVELS
     float* parts,         // [batch_size, NUM_KV_HEADS, NUM_SPLITS, GROUP, PART], written
     int num_tiles, float scale) {
-    extern __shared__ __align__(16) char shared[];  // [WARPS, STAGES] tiles; then what each warp has added up
+    extern __shared__ __align__(16) char shared[];  // [WARPS, STAGES] tiles; then each warp's sums
     __shared__ u64 has_come[WARPS][STAGES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int split = blockIdx.x, kv_head = blockIdx.y, slot = blockIdx.z * NUM_KV_HEADS + kv_head;
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_MULTIPROCESSOR) 
         __syncwarp();
         if (i + STAGES < count) ask_for(i + STAGES);
     }
-    __syncthreads();  // nobody reads a tile any more
+    __syncthreads();  // no warp reads a tile any more: their memory is reused
     float* const of_warps = reinterpret_cast<float*>(shared);  // [WARPS, GROUP, PART]
     float* const zeros = of_warps + WARPS * GROUP * PART;      // [WARPS, GROUP, BLOCKS]
     attention.store(of_warps + warp * GROUP * PART, zeros + warp * GROUP * BLOCKS);
@@ -283,9 +283,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_MULTIPROCESSOR) 
     }
 }
 
-// A block for each query, a thread for each dimension.
+// Merge the splits. A block for each query, a thread for each dimension.
 extern "C" __global__ void __launch_bounds__(THREADS) join_low_bit_parts(
-    const float* parts,  // as above
+    const float* parts,  // as attend_low_bit_rows writes them
     u16* out             // [batch_size, NUM_KV_HEADS, GROUP, HEAD_DIM], bfloat16
 ) {
     const int head = blockIdx.x, slot = blockIdx.y, d = threadIdx.x;

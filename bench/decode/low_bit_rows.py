@@ -1,9 +1,8 @@
-"""Full attention over KV in few bits on a device, which reads all of it: KIVI, TurboQuant and q4_0.
+"""Full attention on a device over KV in few bits, all of which it reads: KIVI, TurboQuant and q4_0.
 
-What rows are coded as is defined in `bench.accuracy.attending.low_bit`; attention to codes is a kernel of this folder
-(low_bit_rows.cu). What is left out is to their advantage: TurboQuant's rotation of queries and outputs, and each
-method's coding of new rows, whose attention in full precision is left out, too. Scales and zero points are bfloat16
-here, not float16: as many bytes, and only the time is measured.
+`bench.accuracy.attending.low_bit` defines the codes; low_bit_rows.cu attends to them. Left out, to the methods'
+advantage: TurboQuant's rotation of queries and outputs, the coding of new rows, and attention to new rows in full
+precision. Scales and zero points are bfloat16 here, not float16: as many bytes, and only the time is measured.
 """
 
 from collections.abc import Mapping
@@ -33,21 +32,21 @@ from workers.model.attention import StepAttention
 
 SOURCE = Path(__file__).with_name("low_bit_rows.cu")
 TILE_LEN = 32  # rows
-HEAD_DIM = 128  # for which the kernel was tried
+HEAD_DIM = 128  # the only one for which the kernel was tried
 NUM_WARPS, MAX_STAGES = 8, 4
-OTHER_BYTES = 2 << 10  # of shared memory, that a block has besides tiles
-TURNED_BITS = 4, 3  # of the two halves of the channels
+OTHER_BYTES = 2 << 10  # shared memory of a block besides tiles
+TURNED_BITS = 4, 3  # of codes in the first and second half of the channels: TurboQuant
 
 
 @dataclass(frozen=True, slots=True)
 class LowBitFormat:
-    """What rows are coded as. bits: of a code; None: TURNED_BITS."""
+    """How rows are coded. bits: of a code; None: TURNED_BITS."""
 
     bits: int | None
     block: int  # dimensions of a row that share a scale
-    by_channel: bool = False  # keys by dimension, and zero points
+    by_channel: bool = False  # keys have scales by dimension; keys and values have zero points
     middle: int = 0  # the code of zero
-    num_blocks: int = 2  # of a multiprocessor: what is fastest
+    num_blocks: int = 2  # of a multiprocessor: the fastest number
 
     def tile_bytes(self, head_dim: int) -> int:
         code_bits = sum(TURNED_BITS) / len(TURNED_BITS) if self.bits is None else self.bits
@@ -64,9 +63,10 @@ FORMATS: Mapping[str, LowBitFormat] = {
 
 
 def coded_tiles(rows: Tensor, of: LowBitFormat) -> Tensor:
-    """[num_kv_heads, num_tiles, tile_bytes] uint8, as the kernel takes them.
+    """Code rows into tiles [num_kv_heads, num_tiles, tile_bytes] uint8, as the kernel reads them.
 
-    rows: [num_kv_heads, context_len, 2, head_dim], whole tiles. TurboQuant's channels are in its own order, rotated.
+    rows: [num_kv_heads, context_len, 2, head_dim]; raises ConfigError if they do not fill whole tiles. TurboQuant's
+    channels are in its own order, rotated.
     """
     if rows.shape[1] % TILE_LEN:
         raise ConfigError(f"rows in few bits are measured in whole tiles of {TILE_LEN}, not {rows.shape[1]} rows")
@@ -82,9 +82,9 @@ def coded_tiles(rows: Tensor, of: LowBitFormat) -> Tensor:
 
 
 def _coded(rows: Tensor, of: LowBitFormat, by_channel: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes like rows, int32, and scales and zero points: [num_kv_heads, num_rows, num_blocks].
+    """Return codes like rows, int32, and their scales and zero points, [num_kv_heads, num_rows, num_blocks] each.
 
-    by_channel: [num_kv_heads, num_tiles, head_dim].
+    by_channel: scales and zero points are [num_kv_heads, num_tiles, head_dim].
     """
     if of.bits is None:
         halves = coded_turned(rows, largest_channels(rows), TURNED_BITS)
@@ -100,9 +100,9 @@ def _coded(rows: Tensor, of: LowBitFormat, by_channel: bool) -> tuple[Tensor, Te
 
 
 def _packed(tiles: Tensor, of: LowBitFormat, is_transposed: bool) -> Tensor:
-    """Codes in pairs, as a lane has them of operand `a` of mma.m16n8k16: [num_kv_heads, num_tiles, bytes].
+    """Pack codes in pairs, as a lane holds operand `a` of mma.m16n8k16: [num_kv_heads, num_tiles, bytes].
 
-    tiles: [num_kv_heads, num_tiles, TILE_LEN, head_dim]; is_transposed: the two last the other way round.
+    tiles: [num_kv_heads, num_tiles, TILE_LEN, head_dim]; is_transposed: the last two axes are swapped.
     """
     if is_transposed:  # 16 dimensions by 16 rows of half a tile
         steps = tiles.unflatten(2, (-1, 16)).unflatten(4, (2, 16)).permute(0, 1, 4, 2, 3, 5)
@@ -113,20 +113,20 @@ def _packed(tiles: Tensor, of: LowBitFormat, is_transposed: bool) -> Tensor:
     pairs = parts.permute(0, 1, 2, 5, 7, 3, 6, 4, 8).flatten(3, 4).flatten(4, 6)  # [..., 32 lanes, pairs, 2]
     words = _level_words(pairs) if of.bits is None else [_number_words(pairs, of.bits)]
     by_four = [part for word in words for part in word.split(4, dim=-1)]
-    whole = [part if part.shape[-1] == 4 else part.mT for part in by_four]  # four words of a lane side by side, or one
+    whole = [part if part.shape[-1] == 4 else part.mT for part in by_four]  # a lane's words: in fours, then singly
     return torch.cat([part.flatten(3) for part in whole], dim=3).flatten(2).contiguous().view(torch.uint8)
 
 
 def _number_words(pairs: Tensor, bits: int) -> Tensor:
-    """The pairs of a word from its lowest bits up: the first of each in the low half, the second in the high one."""
+    """Pack pairs into words, lowest bits first: a pair's first code in the low half, its second in the high half."""
     places = bits * torch.arange(16 // bits, device=pairs.device)[:, None] + 16 * torch.arange(2, device=pairs.device)
     return _as_words((pairs.unflatten(-2, (-1, 16 // bits)).long() << places).sum((-2, -1)))
 
 
 def _level_words(pairs: Tensor) -> list[Tensor]:
-    """Of the first half of the dimensions three words of levels' sizes and one of signs, of the second three of levels.
+    """Pack codes of levels: three words of magnitudes and one of signs for the first half of dimensions, then three.
 
-    Codes are in nibbles of three bits each; what three words have left over of their nibbles are eight codes more.
+    A code takes three bits of a nibble; the fourth bits of three words' nibbles hold eight more codes.
     """
     first, second = pairs.chunk(2, dim=-2)
     is_positive = first >= 8
@@ -144,22 +144,22 @@ def _three_bits(pairs: Tensor) -> Tensor:
 
 
 def _as_words(numbers: Tensor) -> Tensor:
-    """int32 with the bits of what fits into 32."""
+    """Return numbers below 2**32 as the int32 with the same bits."""
     return torch.where(numbers >= 2**31, numbers - 2**32, numbers).int()
 
 
 def _by_dimension(numbers: Tensor) -> Tensor:
-    """[num_kv_heads, num_tiles, head_dim]: a lane's of each step of 16 side by side."""
+    """Lay out [num_kv_heads, num_tiles, head_dim] so that a lane's numbers of all steps of 16 lie side by side."""
     return _as_bytes(numbers.unflatten(2, (-1, 2, 4, 2)).permute(0, 1, 4, 2, 3, 5))
 
 
 def _beside_keys(numbers: Tensor) -> Tensor:
-    """[num_kv_heads, num_rows, num_blocks]: for row lane / 4 of the tile each eighth row from there on."""
+    """Lay out [num_kv_heads, num_rows, num_blocks]: a lane reads those of each eighth row from lane / 4 on."""
     return _as_bytes(numbers.unflatten(1, (-1, 4, 8)).permute(0, 1, 3, 4, 2))
 
 
 def _beside_values(numbers: Tensor) -> Tensor:
-    """Likewise: for lane % 4 two rows of each eight."""
+    """Lay out [num_kv_heads, num_rows, num_blocks]: a lane reads two rows of each eight, from 2 (lane % 4)."""
     return _as_bytes(numbers.unflatten(1, (-1, 4, 4, 2)).permute(0, 1, 3, 5, 2, 4))
 
 
@@ -168,7 +168,7 @@ def _as_bytes(numbers: Tensor) -> Tensor:
 
 
 def level_table(device: torch.device) -> Tensor:
-    """[2, 4] int32, of the first and the second half: low bytes of eight bfloat16 levels, then high bytes."""
+    """Return the levels of both halves [2, 4] int32: the low bytes of eight bfloat16 levels, then the high bytes."""
     halves = [normal_levels(bits)[-8:].bfloat16().view(torch.int16).int() & 0xFFFF for bits in TURNED_BITS]
     table = [torch.stack([half & 0xFF, half >> 8]).to(torch.uint8).flatten().view(torch.int32) for half in halves]
     return torch.stack(table).to(device)
@@ -220,10 +220,10 @@ class LowBitAttention:
 
 
 class LowBitSteps(StepAttention):
-    """Of the tail it reads nothing."""
+    """Full attention to contexts in few bits. It does not read the tail."""
 
     def __init__(self, tails: Tensor, tiles: list[Tensor], attention: LowBitAttention) -> None:
-        """tiles: of each layer, as `LowBitAttention.attend` takes them."""
+        """tiles: for each layer, as `LowBitAttention.attend` takes them."""
         self.tails = tails
         self._tiles = tiles
         self._attention = attention
@@ -233,7 +233,7 @@ class LowBitSteps(StepAttention):
 
 
 def low_bit_rows(work: Workload, options: Options, name: str) -> Prepared:
-    """Every request's context on the device, in few bits."""
+    """Load every request's context to the device, in few bits. Raises ConfigError where this is not measured."""
     if work.is_shared:
         raise ConfigError(f"{name} is measured for requests with contexts of their own")
     of, heads = FORMATS[name], work.heads

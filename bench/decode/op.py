@@ -1,4 +1,4 @@
-"""One layer's attention of one step, by itself: full attention in its fastest form, the window alone, and ours."""
+"""Time one layer's attention in one step by itself: the fastest full attention, the window alone, and csattn."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def run_op_cases(
     batch_sizes: list[int],
     variants: list[str],  # "full", "streamed", "window", or as `variants.of_variant` reads them
 ) -> None:
-    """Measure whatever the results do not hold yet, shortest contexts first."""
+    """Measure the cases that the results do not hold yet, in the order of the arguments."""
     for context_len in context_lens:
         for batch_size in batch_sizes:
             work = Workload(recording, options.heads, context_len, batch_size, torch.device("cuda"), options.is_shared)
@@ -64,7 +64,7 @@ def _measure(work: Workload, options: Options, variant: str) -> dict[str, Any]:
 
 
 def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
-    """Every backend on the same rows, the fastest named."""
+    """Time every backend on the same rows, and name the fastest."""
     moved = work.num_contexts * full_bytes(options.shape, work.context_len)
     num_sets = max(1, min(num_input_sets(moved, 16), SET_BYTES // moved))
     kv = [work.separate_kv(i) for i in range(num_sets)]
@@ -80,7 +80,7 @@ def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
 
 
 def streamed_case(work: Workload, options: Options) -> dict[str, Any]:
-    """Full attention over KV that is copied from pinned host memory, each layer's during the layer before."""
+    """Check and time full attention over KV in pinned host memory. A layer's KV is copied during the layer before."""
     prepared = streamed(work, options.of_layers(STREAMED_LAYERS))
     attention, rows = prepared.attention, work.step_rows(0)
     kv = work.separate_kv(0)
@@ -106,7 +106,7 @@ def streamed_case(work: Workload, options: Options) -> dict[str, Any]:
 
 
 def window_case(work: Workload, options: Options) -> dict[str, Any]:
-    """The resident rows alone."""
+    """Time attention to the resident rows alone: sinks, window and tail."""
     window = window_only(work, options.of_layers(MOST_SETS))
     moved = window.step_bytes / MOST_SETS
     timing = time_graph(AskedSteps(window.attention, work).calls, options.seconds)
@@ -118,7 +118,7 @@ def window_case(work: Workload, options: Options) -> dict[str, Any]:
 
 
 def sparse_case(op: SparseOp, options: Options) -> dict[str, Any]:
-    """Search and attention on the device."""
+    """Check and time search and attention on the device."""
     op.check()
     steps = capture(op.calls)
     whole = time_replays(steps.replay, len(op.calls), options.seconds)

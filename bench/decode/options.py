@@ -1,4 +1,4 @@
-"""What all cases of a run have in common."""
+"""The options that all cases of a run share."""
 
 from dataclasses import dataclass, replace
 
@@ -7,29 +7,29 @@ from csattn.config import SearchConfig
 from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
 
-SLOTS = 0.14  # of a context: rows that a slot cache holds, and what is chosen at once with room to spare
+SLOTS = 0.14  # share of a context's rows that a slot cache holds: the rows chosen in a step, with room to spare
 EVERY_STEP, AHEAD = SCHEDULES = "every step", "one layer ahead"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of a run."""
+    """Options of a run."""
 
     shape: ModelSpec
-    shape_name: str = ""  # that cases tell, where a run has several shapes
+    shape_name: str = ""  # recorded in each case if a run has several shapes
     search: SearchConfig
     ceilings: dict[str, float]  # see `gpu_timing.ceilings`
-    seconds: float  # of measuring, per figure
-    num_steps: int = 192  # that are timed, of whole steps
-    schedules: tuple[str, ...] = SCHEDULES  # of ours, which are told by how they begin
-    slots: float | None = None  # of a context; None: SLOTS
-    kv_format: KvFormat | None = None  # of contexts' rows, in whole steps of ours
+    seconds: float  # measuring time per figure
+    num_steps: int = 192  # whole steps that are timed
+    schedules: tuple[str, ...] = SCHEDULES  # of csattn's cases: those whose names begin with one of these
+    slots: float | None = None  # share of a context's rows in the slot cache; None: SLOTS
+    kv_format: KvFormat | None = None  # of contexts' rows in whole steps, where the engine keeps them; None: not coded
     is_shared: bool = False  # one context for all requests of a batch
-    num_threads: int | None = None  # that search on the CPU, where threads do; None: one for each CPU
-    as_ampere: bool = False  # the GPU is taken for an older and smaller one: see tests/ampere.py
+    num_threads: int | None = None  # that search on the CPU if no workers do; None: one for each CPU
+    as_ampere: bool = False  # treat the GPU as an older and smaller one: see tests/ampere.py
 
     def of_layers(self, num_layers: int) -> "Options":
-        """The same of as many layers that are searched, and no others."""
+        """Return these options for a shape of `num_layers` copies of its first searched layer."""
         layer = self.shape.layers[self.shape.indexed_layers[0]]
         return replace(self, shape=replace(self.shape, layers=(layer,) * num_layers))
 
@@ -39,5 +39,5 @@ class Options:
 
     @property
     def num_layers(self) -> int:
-        """That are searched, or attend to everything."""
+        """The number of layers that are searched or attend to all rows."""
         return len(self.shape.indexed_layers)

@@ -1,14 +1,15 @@
-// The choice among scores of other methods: the one that csattn's lists have, with one more pass where many scores lie close
-// together. Of lists, most keys are in none. `combine` comes before, `write` after.
+// The choice among scores of other methods: that of csattn's lists, with one more radix-select pass where many scores lie close
+// together: lists leave keys out, but these methods score every key.
+// In order: sum_tiles, `combine` of the lists, refine_bins, count_ties, find_among_fine, `write` of the lists.
 //
-// Compiled for GROUP_SIZE (queries that are put together by their shares), THREADS, and CROWDED: keys in a bin that are too
-// many to be compared one by one.
+// Compiled for GROUP_SIZE (queries that are combined by their softmax shares), THREADS, and CROWDED: with more keys than that, a
+// bin is divided further; otherwise its keys are compared one by one.
 
 #include "../../csattn/search/device/boundary.cuh"
 
 static_assert(CROWDED <= MAX_CANDIDATES, "there is room for so many");
 
-// Before `combine`: what lists have when their scores are made.
+// Before `combine`: the statistics of tiles, which lists get from the kernel that makes their scores.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_tiles(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len, double softmax_scale,
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_tiles(
     }
 }
 
-// Where the top_k-th group score lies: a bin among those of `combine`, or among NUM_BINS of that one, and what lies in it.
+// Where the top_k-th group score lies: a bin of `combine`, or one of the NUM_BINS finer bins of that bin, and what lies in it.
 struct Place {
     Range range;
     Boundary boundary;
@@ -46,11 +47,11 @@ struct Place {
     }
 };
 
-// Between `combine` and `find`: counts what a crowded bin holds, in bins of its own.
+// If the bin of the top_k-th group score is crowded, makes a histogram of its keys in finer bins.
 extern "C" __global__ void __launch_bounds__(THREADS) refine_bins(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len, const uint4* group_scores, long long max_keys,
-    Choice* choices  // [2, batch_size, num_index_heads]: as combine leaves them; counted up
+    Choice* choices  // [2, batch_size, num_index_heads]: the first as `combine` leaves it; bins of the second are counted up
 ) {
     __shared__ u32 scratch[WARPS], bins[NUM_BINS];
     const int num_slots = gridDim.y * gridDim.z, slot = blockIdx.z * gridDim.y + blockIdx.y;
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) refine_bins(
         if (bins[i]) atomicAdd(&choices[slot + num_slots].bins[i], bins[i]);
 }
 
-// The place among the finer bins, where the first is crowded. wanted: keys in all.
+// The place of the wanted-th group score, among the finer bins if its first bin is crowded.
 __device__ __forceinline__ Place find_place(const Context& context, const Choice& coarse, const Choice& fine, u32 wanted,
                                             u32* scratch) {
     Place place(context, coarse, find_bin(coarse.bins, wanted, scratch));
@@ -83,12 +84,12 @@ __device__ __forceinline__ Place find_place(const Context& context, const Choice
     return place;
 }
 
-// What is still crowded counts as equal, and the first are taken: scores that tie, or differ by less than 16 units in the
-// last place where shares of a group are added up, of a single query by less than 2 ** -18 of their range. Counts those of each part.
+// In a finer bin that is still crowded, scores count as equal, and the first keys are taken. Such scores tie, or differ by less
+// than 16 units in the last place (sums of a group's shares) or 2 ** -15 of their range (a single query). Counts them by part.
 extern "C" __global__ void __launch_bounds__(THREADS) count_ties(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len, const uint4* group_scores, long long max_keys,
-    Choice* choices  // of the second set `above` is written
+    Choice* choices  // `above` of the second set is written
 ) {
     __shared__ u32 scratch[WARPS];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;

@@ -1,4 +1,4 @@
-"""Layers of a model that are not searched, beside those that a benchmark has filled: windows, states, experts."""
+"""What a step reads besides searched layers and the weights of one token: windows, recurrent states, experts."""
 
 from math import prod
 
@@ -16,7 +16,10 @@ from workers.model import StepAttention
 
 
 def with_other_layers(work: Workload, options: Options, searched: StepAttention) -> StepAttention:
-    """All layers of the shape, each of the others with random last rows of every context, or with an empty state."""
+    """Return the attention of all layers of the shape: `searched`, and the others.
+
+    The others have random last rows for every context, or an empty state.
+    """
     spec = options.shape
     if options.num_layers == spec.num_layers:
         return searched
@@ -36,9 +39,9 @@ def with_other_layers(work: Workload, options: Options, searched: StepAttention)
 
 
 def other_bytes(work: Workload, options: Options) -> float:
-    """What a step must read of such layers' rows and states, and write of the latter.
+    """Return the bytes of those layers' rows and states that a step must read, and of states that it writes.
 
-    Besides, for several requests, of experts that not all of them have chosen, if each chooses by lot.
+    For several requests, also the expected bytes of experts beyond one request's, if each chooses at random.
     """
     spec, total = options.shape, 0.0
     for layer in spec.layers:

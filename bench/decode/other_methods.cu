@@ -1,30 +1,30 @@
-// The scores by which other methods choose: Quest's bounds of pages, SparQ's products of a query's largest components,
+// The scores by which other methods choose: Quest's upper bounds for pages, SparQ's products of a query's largest components,
 // PQCache's sums of products with centroids.
 //
-// Compiled for GROUP_SIZE, NUM_HEADS, HEAD_DIM, THREADS and QUERY, of which keys are, too, and for what each kernel says.
-// Contexts are whole pages: a multiple of 16 keys. Behind the last key all scores are NOT_LISTED.
+// Compiled for GROUP_SIZE, NUM_HEADS, HEAD_DIM, THREADS, QUERY (the type of queries and keys), and the constants that a kernel
+// uses. Contexts are whole pages: a multiple of 16 keys. After the last key all scores are NOT_LISTED.
 
 #include "../../csattn/search/device/choice.cuh"
 
-constexpr int CHANNELS = 8;  // that are read at once: 16 bytes of 16-bit keys
+constexpr int CHANNELS = 8;  // read at once: 16 bytes of 16-bit keys
 
 struct alignas(16) Eight {
     QUERY values[CHANNELS];
 };
 
-// Where a context's parts of a layer's index lie.
+// The addresses of the parts of a context's index in a layer.
 struct Parts {
     const void *first, *second, *third, *fourth;
     long long length;  // keys, or pages
 };
 
-// What is left of a slot's step before: two sets of counts.
+// Clear the two sets of counts that a slot's last step left.
 __device__ __forceinline__ void clear_both(Choice* choices, int slot) {
     clear_counts(choices[slot], blockIdx.x, gridDim.x);
     clear_counts(choices[slot + gridDim.y * gridDim.z], blockIdx.x, gridDim.x);
 }
 
-// What blocks begin with that read queries: a slot's as floats, and its counts cleared. False: the row is idle.
+// How kernels that read queries begin: load a slot's queries as floats, and clear its counts. Returns false if the row is idle.
 __device__ __forceinline__ bool begin(const QUERY* q, const int* context_ids, int slot, Choice* choices,
                                       float (&queries)[GROUP_SIZE][HEAD_DIM]) {
     wait_then_let_next_start();
@@ -36,16 +36,16 @@ __device__ __forceinline__ bool begin(const QUERY* q, const int* context_ids, in
     return true;
 }
 
-// Quest: of each page the largest product that a key of it could have with a query. Lanes share out the channels.
+// Quest: for each page, the largest product that a key in it could have with a query. Lanes share the channels.
 extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     const QUERY* q,           // [batch_size, NUM_HEADS, GROUP_SIZE, HEAD_DIM]
-    const Parts* indexes,     // [num_contexts]: bounds [NUM_HEADS, num_pages, 2, HEAD_DIM], the least, then the largest
+    const Parts* indexes,     // [num_contexts], first: bounds [NUM_HEADS, num_pages, 2, HEAD_DIM], minima, then maxima
     const int* context_ids,   // [batch_size], -1: idle
     long long max_pages,      // whole chunks
     float* scores,            // [batch_size, NUM_HEADS, GROUP_SIZE, max_pages], written
     Choice* choices           // [2, batch_size, NUM_HEADS], cleared
 ) {
-    constexpr int LANES = HEAD_DIM / CHANNELS, PAGES = THREADS / LANES;  // of a page, of a block at a time
+    constexpr int LANES = HEAD_DIM / CHANNELS, PAGES = THREADS / LANES;  // lanes for a page; pages of a block at a time
     static_assert(32 % LANES == 0 && THREADS % 32 == 0, "lanes of a page are neighbours in a warp");
     __shared__ float queries[GROUP_SIZE][HEAD_DIM];
     const int head = blockIdx.y, slot = blockIdx.z * NUM_HEADS + head, id = context_ids[blockIdx.z];
@@ -92,10 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_of_pages(
         kv_indices[slot * max_top_k + i] = i < valid ? pages[slot * max_pages + i / PAGE_LEN] * PAGE_LEN + i % PAGE_LEN : -1;
 }
 
-// SparQ: the group's summed products of the COMPONENTS channels in which its queries are largest. A logit's temperature is
-// corrected by the share of |q| that these hold, which makes one vector of the group's.
+// SparQ: the sum over the group of products in the COMPONENTS channels in which its queries are largest. Each query's logits are
+// scaled by SparQ's temperature, from the share of |q| in these channels; so the queries of a group add up to one vector.
 extern "C" __global__ void __launch_bounds__(THREADS) score_components(
-    const QUERY* q, const Parts* indexes,  // keys [NUM_HEADS, HEAD_DIM, num_keys], 
+    const QUERY* q, const Parts* indexes,  // first: keys [NUM_HEADS, HEAD_DIM, num_keys]
     const int* context_ids,
     long long max_keys,                    // whole chunks
     float* scores,                         // [batch_size, NUM_HEADS, max_keys], written
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_components(
     }
 }
 
-// PQCache: products of a query's parts with CENTROIDS centroids of each of SUBSPACES, a warp for each centroid.
+// PQCache: products of a query's parts with the CENTROIDS centroids of each of SUBSPACES subspaces, a warp for each centroid.
 extern "C" __global__ void __launch_bounds__(THREADS) multiply_centroids(
     const QUERY* q, const Parts* indexes,  // second: centroids [NUM_HEADS, SUBSPACES, CENTROIDS, HEAD_DIM / SUBSPACES]
     const int* context_ids,
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) multiply_centroids(
     }
 }
 
-// PQCache: a key's score, the sum of its centroids' products.
+// PQCache: a key's score is the sum of its centroids' products.
 extern "C" __global__ void __launch_bounds__(THREADS) add_products(
     const Parts* indexes,   // first: codes [NUM_HEADS, num_keys, SUBSPACES] bytes
     const int* context_ids, const float* products,

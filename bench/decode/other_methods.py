@@ -1,9 +1,9 @@
-"""How other methods choose rows, on a device: for whole steps of theirs beside ours.
+"""How other methods choose rows on a device, for whole steps beside csattn's.
 
-Their scores are kernels of this folder (other_methods.cu), the choice among them is as csattn's lists have it
-(other_choice.cu): of scores in float32, query head by query head, which takes longer than `default`'s. Attention is
-csattn's own. What is left out is to their advantage: SparQ's mean value and its share, and the book that H2O keeps
-of attention received. Quest reads whole pages: up to 15 rows fewer than K. Definitions: `csattn.selectors`.
+other_methods.cu computes their scores. The choice among these is that of csattn's lists (other_choice.cu): among
+float32 scores, query head by query head, which takes longer than `default`'s. Attention is csattn's own. Left out, to
+the methods' advantage: SparQ's mean value and its share, and H2O's record of attention received. Quest reads whole
+pages: up to 15 rows fewer than K. Definitions: `csattn.selectors`.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,21 +26,21 @@ from workers.engine.on_device import StepSearch
 
 SCORES, CHOICE = (Path(__file__).with_name(name) for name in ("other_methods.cu", "other_choice.cu"))
 THREADS, BLOCKS_PER_MULTIPROCESSOR = 256, 8
-CROWDED = 512  # keys in a bin that are too many to be compared one by one
-# as `csattn.selectors` has them
+CROWDED = 512  # a bin with more keys is divided further; in others, keys are compared one by one
+# as in `csattn.selectors`
 PAGE_LEN = 16  # Quest's
 SUBSPACES, CENTROIDS, ITERATIONS, SEED = 2, 256, 15, 1234  # PQCache's
-CLUSTERED_KEYS = 4096  # of which centroids are made: a search takes as long, however good they are
+CLUSTERED_KEYS = 4096  # about so many, for k-means: the quality of centroids does not change a search's time
 
 
 def components(head_dim: int) -> int:
-    """That SparQ's scores are of."""
+    """Return the number of components of q that SparQ's scores use."""
     return max(1, head_dim // 4)
 
 
 @dataclass(frozen=True, slots=True)
 class MethodIndex:
-    """What a method's search reads of one layer of a context. As of `DeviceLists`, the table has four addresses."""
+    """What a method's search reads of one layer of a context: four tensors, for the four addresses of `DeviceLists`."""
 
     parts: tuple[Tensor, Tensor, Tensor, Tensor]
     length: int  # keys, or pages
@@ -52,19 +52,19 @@ def _padded(*parts: Tensor, length: int) -> MethodIndex:
 
 
 def quest_index(keys: Tensor) -> MethodIndex:
-    """Bounds of whole pages: [num_kv_heads, num_pages, 2, head_dim]. keys: [num_kv_heads, context_len, head_dim]."""
+    """Return bounds of pages [num_kv_heads, num_pages, 2, head_dim]. keys: [num_kv_heads, context_len, head_dim]."""
     num_pages = keys.shape[1] // PAGE_LEN
     pages = keys[:, : num_pages * PAGE_LEN].view(keys.shape[0], num_pages, PAGE_LEN, keys.shape[2])
     return _padded(torch.stack([pages.amin(2), pages.amax(2)], dim=2), length=num_pages)
 
 
 def sparq_index(keys: Tensor) -> MethodIndex:
-    """The keys' second copy, in which components lie together: [num_kv_heads, head_dim, context_len]."""
+    """Return a copy of the keys in which each component is contiguous: [num_kv_heads, head_dim, context_len]."""
     return _padded(keys.transpose(1, 2).contiguous(), length=keys.shape[1])
 
 
 def pqcache_index(keys: Tensor) -> MethodIndex:
-    """Codes [num_kv_heads, context_len, SUBSPACES] uint8, and centroids as wide as the keys."""
+    """Return codes [num_kv_heads, context_len, SUBSPACES] uint8, and centroids in the keys' dtype."""
     step = max(1, keys.shape[1] // CLUSTERED_KEYS)
     parts = split_parts(keys[:, ::step].float().cpu(), SUBSPACES).transpose(0, 1)
     centroids = kmeans(parts.flatten(0, 1), CENTROIDS, ITERATIONS, SEED)
@@ -75,7 +75,7 @@ def pqcache_index(keys: Tensor) -> MethodIndex:
 
 
 def h2o_index(keys: Tensor) -> MethodIndex:
-    """Nothing is searched."""
+    """Return a placeholder: H2O searches nothing."""
     return _padded(keys.new_zeros(16), length=keys.shape[1])
 
 
@@ -88,7 +88,7 @@ INDEXES: Mapping[str, Callable[[Tensor], MethodIndex]] = {
 
 
 def index_bytes(method: str, work: Workload) -> int:
-    """That a method holds of one layer and context beside the KV, and reads where it searches all of it."""
+    """Return the bytes that a method keeps besides the KV, for one layer of one context."""
     heads, item = work.heads, 2
     keys = heads.num_kv_heads * work.context_len
     return {
@@ -100,25 +100,25 @@ def index_bytes(method: str, work: Workload) -> int:
 
 
 def read_bytes(method: str, work: Workload) -> int:
-    """That a search reads of it."""
+    """Return the bytes that a search reads of the index of one layer of one context."""
     share = components(work.heads.head_dim) / work.heads.head_dim if method == "sparq" else 1.0
     return round(share * index_bytes(method, work))
 
 
 class MethodSearch(ListsPass):
-    """Chooses for a batch, as `DeviceSearch` does, by the scores of one of the methods."""
+    """Chooses rows for a batch by the scores of one of the methods, with the interface of `DeviceSearch`."""
 
     def __init__(self, method: str, work: Workload, dtype: torch.dtype) -> None:
         heads = work.heads
         self.method = method
-        # the group's queries are put together before the choice (Quest, PQCache: by their shares), or in the scores
+        # a group's queries are combined at the choice, by their shares (Quest, PQCache), or in the scores (SparQ)
         group_size = 1 if method == "sparq" else heads.group_size
         super().__init__(
             ListsShape(
                 num_index_heads=heads.num_kv_heads,
                 group_size=group_size,
                 head_dim=heads.head_dim,
-                num_subspaces=heads.head_dim // 8,  # of no interest: no list is searched
+                num_subspaces=heads.head_dim // 8,  # unused: no list is searched
                 num_centroids=1,
             ),
             batch_size=work.batch_size,
@@ -175,7 +175,7 @@ class MethodSearch(ListsPass):
         self._choice("sum_tiles").launch(self._grid, THREADS, *places, *statistics)
 
     def _mark(self, places: tuple[Tensor | int | None, ...], out: DeviceSelection) -> None:
-        """See `ListsPass._mark`: with passes over bins that are crowded."""
+        """See `ListsPass._mark`; here crowded bins are refined first."""
         scores = self._group_scores, self.max_keys
         for name in ("refine_bins", "count_ties"):
             self._choice(name).launch(self._choosing_grid, THREADS, *places, *scores, self._choices)
@@ -183,14 +183,14 @@ class MethodSearch(ListsPass):
         self._choice("find_among_fine").launch(self._choosing_grid, THREADS, *places, *scores, *marked)
 
     def _choice(self, name: str) -> CudaKernel:
-        """A kernel that knows of the choice alone: of scores of so many queries as are put together by it."""
+        """Return a kernel of other_choice.cu, for the number of queries that the choice combines."""
         if name not in self._own:
             defines = {**self._defines, "GROUP_SIZE": self.shape.group_size, "CROWDED": CROWDED}
             self._own[name] = cuda_kernel(CHOICE, name, defines, early_start=True)
         return self._own[name]
 
     def _score(self, name: str, num_threads: int, *args: Tensor | int) -> None:
-        """Enqueue a kernel of other_methods.cu, for each slot as many threads as there is work, or room for."""
+        """Enqueue a kernel of other_methods.cu, with `num_threads` for each slot, or as many as there is room for."""
         if name not in self._own:
             self._own[name] = cuda_kernel(SCORES, name, self._defines, early_start=True)
         heads = self.shape.num_index_heads
@@ -199,7 +199,7 @@ class MethodSearch(ListsPass):
 
 
 class PageSearch(MethodSearch):
-    """Chooses whole pages, as many as fit into K, and none that has resident rows."""
+    """Chooses whole pages: as many as fit into K rows, and none that has resident rows."""
 
     def __init__(self, work: Workload, dtype: torch.dtype, search: SearchConfig) -> None:
         super().__init__("quest", work, dtype)
@@ -228,7 +228,7 @@ class PageSearch(MethodSearch):
 
 
 class KeptRows:
-    """What H2O has kept: the same rows for all tokens, some that are not resident."""
+    """The rows that H2O has kept: the same for all tokens, here the first rows after the sinks."""
 
     def __init__(self, work: Workload, search: SearchConfig) -> None:
         self._rows = torch.arange(search.sink_len, search.sink_len + search.top_k(work.context_len))
@@ -243,7 +243,7 @@ class KeptRows:
         out: DeviceSelection,
         top_ks: Tensor | None = None,
     ) -> None:
-        """Written once, before a step is captured."""
+        """Write the rows to `out` once, before a step is captured."""
         if out.kv_indices.data_ptr() not in self._written:
             self._written.add(out.kv_indices.data_ptr())
             out.kv_indices.copy_(self._rows)
@@ -251,7 +251,7 @@ class KeptRows:
 
 
 def search_of(method: str, work: Workload, dtype: torch.dtype, search: SearchConfig) -> StepSearch:
-    """Who chooses for that batch."""
+    """Return the search by which a method chooses rows for the batch."""
     if method == "h2o":
         return KeptRows(work, search)
     return PageSearch(work, dtype, search) if method == "quest" else MethodSearch(method, work, dtype)

@@ -1,4 +1,4 @@
-"""Whole steps of other methods: their choice, and everything else as in ours."""
+"""Whole steps of other methods: rows are chosen their way, and everything else is csattn's."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,8 @@ from workers.engine.on_device import SearchOnDevice
 def by_other_method(work: Workload, options: Options, method: str, placement: str, search: SearchConfig) -> Prepared:
     """Load every request's context: all rows on the device, or in `hybrid` the index and a slot cache.
 
-    H2O's are all loaded, too, though it needs no more of them than it keeps.
+    All rows are loaded for H2O too, though it needs only those that it keeps. Raises ConfigError for a case that is not
+    measured.
     """
     if placement not in ("device", "hybrid") or search.lookahead or search.search_period > 1:
         raise ConfigError(f"{method} is measured in device and hybrid, chosen at every step; not in {placement}, ahead")
@@ -35,7 +36,7 @@ def by_other_method(work: Workload, options: Options, method: str, placement: st
     shape, search, share = options.shape, replace(search, rest="none"), slot_share(options, search)
     rows_bytes = round((1 if placement == "device" else share) * full_bytes(shape, work.context_len))
     require_memory(work.num_contexts * options.num_layers * (rows_bytes + index_bytes(method, work)), "rows and index")
-    # an index of addresses, and one choice for each KV head, as our lists have
+    # as csattn's lists: a table of addresses, and one choice for each KV head
     config = OUR_INDEXES["lists"]
     engine = engine_shape(work, options, config, search)
     far: DeviceRows | CachedRows = DeviceRows(engine, work.device)
@@ -68,7 +69,7 @@ def by_other_method(work: Workload, options: Options, method: str, placement: st
 
 
 def _clone(index: MethodIndex) -> MethodIndex:
-    """At other addresses."""
+    """Copy an index to other addresses."""
     copies = dict[int, Tensor]()
     for part in index.parts:
         copies.setdefault(part.data_ptr(), part.clone())

@@ -1,4 +1,4 @@
-"""Our own attention in whole steps: contexts of the workload, loaded in each placement."""
+"""csattn's attention in whole steps: a workload's contexts, loaded in each placement."""
 
 import statistics
 import time
@@ -36,19 +36,22 @@ from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.shape import EngineShape
 from workers.searchers.step_searches import StepSearches
 
-KV_BYTES = 16 << 30  # of different layers in pinned memory
-SEARCHED_STEPS = 4  # on the CPU, with no device beside it
+KV_BYTES = 16 << 30  # of distinct layers in pinned memory
+SEARCHED_STEPS = 4  # steps whose searches are timed on the CPU by themselves
 
 
 def schedules(search: SearchConfig, placement: str) -> list[tuple[str, SearchConfig]]:
-    """At every step by its own query, and ahead by a predicted one: the only one offered where the CPU searches."""
+    """Return a placement's schedules: choosing at every step by the layer's own query, or ahead by a predicted one.
+
+    Where the CPU searches, there is only the latter.
+    """
     period = f", at every {search.search_period}th token" if search.search_period > 1 else ""
     ahead = AHEAD + period, replace(search, lookahead=1)
     return [ahead] if placement.startswith("host") else [(EVERY_STEP + period, search), ahead]
 
 
 def placed(work: Workload, options: Options, variant: str, placement: str, search: SearchConfig) -> Prepared:
-    """Plan a placement and load every request's context into it. `host+2`: two search workers search, else threads."""
+    """Plan a placement and load every request's context. In `host+2` two workers search, in `host` threads."""
     name, _, num_workers = placement.partition("+")
     if num_workers:
         return _on_host(work, options, *of_variant(variant, search), int(num_workers))
@@ -57,7 +60,7 @@ def placed(work: Workload, options: Options, variant: str, placement: str, searc
 
 
 def streamed(work: Workload, options: Options) -> Prepared:
-    """All rows in host memory, copied layer by layer: what the engine does for the selector `full`."""
+    """Load all rows to host memory. They are copied layer by layer, as the engine does for the selector `full`."""
     engine = replace(engine_shape(work, options, SketchConfig(), options.search), rest="none", attends_all=True)
     require_memory(streamed_bytes(engine), "two layers of every context on the device")
     far, kv = StreamedRows(engine, work.device), host_rows(work, engine)
@@ -69,7 +72,7 @@ def streamed(work: Workload, options: Options) -> Prepared:
 
 
 def all_rows(work: Workload, options: Options) -> Prepared:
-    """All rows on the device: what the engine does for the selector `full`, and where that is faster than to choose."""
+    """Load all rows to the device and attend to all, as the engine does for `full`, or where choosing is slower."""
     engine = replace(engine_shape(work, options, SketchConfig(), options.search), rest="none", attends_all=True)
     moved = work.num_contexts * engine.kv_bytes(work.context_len)
     require_memory(moved, "the KV of all contexts on the device")
@@ -85,8 +88,8 @@ class DeviceSteps:
     """Steps over contexts that lie on the device."""
 
     steps: SearchOnDevice
-    kv: list[Tensor]  # of the first context, layer by layer; the others have the same
-    index: list[DeviceLayerIndex]  # likewise
+    kv: list[Tensor]  # of the first context, layer by layer; the others have equal rows
+    index: list[DeviceLayerIndex]  # of the first context, layer by layer; the others have equal ones
 
 
 def device_steps(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> DeviceSteps:
@@ -132,7 +135,7 @@ def _on_host(
 ) -> Prepared:
     shape, engine = options.shape, engine_shape(work, options, config, search)
     indexed = options.num_layers * index_bytes(shape, config, work.context_len)
-    codes = work.num_contexts * indexed * index_is_on_device(engine, "host")  # for the rest
+    codes = work.num_contexts * indexed * index_is_on_device(engine, "host")  # on the device, for attention to the rest
     share = slot_share(options, search)
     slots_bytes = round(share * full_bytes(shape, work.context_len)) * options.num_layers * work.num_contexts
     require_memory(slots_bytes + codes, "slot cache and codes on the device")
@@ -172,12 +175,12 @@ def _on_host(
 
 
 def slot_share(options: Options, search: SearchConfig) -> float:
-    """Rows of a context that a slot cache holds: a choice of 20 % for eight tokens stays on the device."""
+    """Return the share of a context's rows that a slot cache holds: even a choice of 20 % (for eight tokens) fits."""
     return max(options.slots or SLOTS, 1.25 * search.keep)
 
 
 def cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: int) -> dict[str, Any]:
-    """What the slot cache has done since its statistics were cleared."""
+    """Return the slot cache's hit rate and traffic since its statistics were cleared."""
     layers = far.cache.statistics()
     selected = sum(layer.num_selected for layer in layers)
     crossed = sum(layer.num_moved + layer.num_spilled for layer in layers)
@@ -193,7 +196,7 @@ def cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: in
 def cpu_search_us(
     work: Workload, index: list[LayerIndex | SketchIndex], pool: SearchPool, search: SearchConfig, softmax_scale: float
 ) -> float:
-    """How long the CPU searches a layer for the whole batch: the median over all layers of a few steps."""
+    """Return how many µs the CPU searches a layer for the whole batch: the median over all layers of a few steps."""
     rules = search.sink_len, search.window_len, softmax_scale
     searches = []
     for layer_idx, layer in enumerate(index):
@@ -209,19 +212,19 @@ def cpu_search_us(
 
 
 def layers_of(make: Callable[[int], Tensor], num_layers: int) -> list[Tensor]:
-    """Every layer's rows, at addresses of their own."""
+    """Make every layer's rows, each at addresses of its own."""
     first = [make(layer_idx) for layer_idx in range(min(NUM_WIDE_LAYERS, num_layers))]
     return first + [first[layer_idx % len(first)].clone() for layer_idx in range(len(first), num_layers)]
 
 
 def indexes_of(work: Workload, num_layers: int, config: IndexConfig) -> list[DeviceLayerIndex]:
-    """Every layer's index, likewise."""
+    """Build every layer's index, each at addresses of its own."""
     first = [work.index(layer_idx, config) for layer_idx in range(min(NUM_WIDE_LAYERS, num_layers))]
     return first + [clone_index(first[layer_idx % len(first)]) for layer_idx in range(len(first), num_layers)]
 
 
 def as_kept(rows: Tensor, engine: EngineShape) -> Tensor:
-    """A layer's rows on the device as its contexts keep them."""
+    """Return a layer's rows on the device as contexts keep them: coded if the engine has a `kv_format`."""
     if engine.kv_format is None:
         return rows
     (coded,) = context_layers(engine, [rows.cpu()])
@@ -229,10 +232,11 @@ def as_kept(rows: Tensor, engine: EngineShape) -> Tensor:
 
 
 def host_rows(work: Workload, engine: EngineShape) -> PinnedRows:
-    """A context's KV in pinned memory. Layers share some of it, as much as `KV_BYTES` allow: pinning takes its time.
+    """Load a context's KV into pinned memory. Layers share memory beyond `KV_BYTES`, because pinning is slow.
 
-    They, and the requests of a batch, ask for different rows at any one step, so a row does not come out of the host's
-    cache because somebody else has just had it. What rows hold does not steer a step: the index does.
+    Layers that share memory, and requests of a batch, need different rows at any one step, so a row is not in the
+    host's cache because another has just read it. The contents of rows do not change the course of a step: the index
+    chooses.
     """
     first, num_layers = as_kept(work.rows(0), engine), engine.num_layers
     num_distinct = max(1, min(NUM_WIDE_LAYERS, num_layers, KV_BYTES // first.nbytes))
@@ -243,7 +247,7 @@ def host_rows(work: Workload, engine: EngineShape) -> PinnedRows:
 
 
 def least_bytes(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> dict[str, int]:
-    """What search and attention must read of the device's memory in one layer for all requests."""
+    """Return the bytes of device memory that search and attention must read in one layer, for all requests."""
     shape, resident = options.shape, search.sink_len + search.window_len + TAIL_LEN
     moved = layer_bytes(shape, config, search, work.context_len, resident, work.batch_size, work.num_contexts)
     engine = engine_shape(work, options, config, search)
@@ -255,7 +259,7 @@ def _step_bytes(work: Workload, options: Options, config: IndexConfig, search: S
 
 
 def made_sinks(engine: EngineShape, device: torch.device, num_layers: int | None = None) -> Tensor | None:
-    """[num_layers, num_q_heads] float32, where the model has them; of those that are searched, unless said."""
+    """Return [num_layers, num_q_heads] float32 sink logits, if the model has any. Default: of the searched layers."""
     return torch.zeros(num_layers or engine.num_layers, engine.num_q_heads, device=device) if engine.has_sinks else None
 
 

@@ -1,4 +1,4 @@
-"""Attentions of whole steps, filled with contexts and ready to be stepped: the baselines."""
+"""The baselines in whole steps: attentions whose contexts are loaded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,19 +27,19 @@ class TooLargeError(CsattnError):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An attention, ready to be stepped, and what is known of it beforehand."""
+    """An attention whose contexts are loaded, and how it is measured."""
 
     attention: StepAttention
-    step_bytes: float  # of the device's memory that its part of a step must read, all layers
-    # more figures of so many steps since `start_counting`
+    step_bytes: float  # of device memory that attention must read in a step, all layers
+    # returns further figures of the steps since `start_counting`, given their number
     facts: Callable[[int], dict[str, Any]] = lambda num_steps: {}
     start_counting: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
-    is_slow: bool = False
+    is_slow: bool = False  # fewer steps are timed, and none is profiled
 
 
 def full_attention(work: Workload, options: Options) -> Prepared:
-    """All rows of the context on the device."""
+    """Load all rows of the contexts to the device, for torch's fastest full attention."""
     shape = options.shape
     moved = work.num_contexts * options.num_layers * full_bytes(shape, work.context_len)
     require_memory(moved, "the KV of full attention")
@@ -56,7 +56,7 @@ def full_attention(work: Workload, options: Options) -> Prepared:
 
 
 def window_only(work: Workload, options: Options) -> Prepared:
-    """Resident rows alone."""
+    """Attend to resident rows alone: random sinks, window and tail."""
     shape, search = options.shape, options.search
     num_resident = search.sink_len + search.window_len
     resident_shape = shape.num_kv_heads, num_resident, 2, shape.head_dim
@@ -70,14 +70,14 @@ def window_only(work: Workload, options: Options) -> Prepared:
 
 
 def make_tails(work: Workload, options: Options) -> Tensor:
-    """[num_layers, batch_size, num_kv_heads, TAIL_CAPACITY, 2, head_dim], random."""
+    """Return random tails: [num_layers, batch_size, num_kv_heads, TAIL_CAPACITY, 2, head_dim]."""
     shape = options.shape
     sizes = options.num_layers, work.batch_size, shape.num_kv_heads, TAIL_CAPACITY, 2, shape.head_dim
     return torch.randn(sizes, dtype=DTYPE, device=work.device)
 
 
 def require_memory(num_bytes: int, what: str) -> None:
-    """Refuse a case before any work, in words."""
+    """Raise TooLargeError unless the device has so much memory free, and SPARE_BYTES more."""
     free, total = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if num_bytes + SPARE_BYTES > free:

@@ -1,4 +1,4 @@
-"""A kernel that only reads: what a device's memory gives to whoever writes next to nothing."""
+"""A kernel that reads memory and writes next to nothing, to measure the read bandwidth of a device."""
 
 import torch
 import triton
@@ -20,7 +20,7 @@ def _read(source, out, num_words, block: tl.constexpr, blocks: tl.constexpr):  #
 
 
 def read_all(source: Tensor, out: Tensor) -> None:
-    """Raise out [1] int32 to the largest of source [num_words] int32."""
+    """Set out [1] int32 to the maximum of itself and of source [num_words] int32."""
     assert source.dtype == torch.int32 and out.dtype == torch.int32
     programs = -(-len(source) // (BLOCK * BLOCKS_PER_PROGRAM))
     _read[(programs,)](source, out, len(source), BLOCK, BLOCKS_PER_PROGRAM, num_warps=8)

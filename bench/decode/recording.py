@@ -1,11 +1,11 @@
-"""Real rows of a few layers of a small model in a file: what the benchmarks decode with.
+"""Rows and queries of a few layers of a small model, recorded in a file: what the benchmarks decode with.
 
     python -m bench.decode record [--recording FILE]
     python -m bench.accuracy long --texts manual --context-len 64K --stretch 8 --record FILE --layers 13
 
-The first has the demo model read a novel; the second records any text, up to 64K tokens. Keys and values are kept in 8
-bits, by the dimension's range: a layer of SmolLM2 takes 3 MB at 8K tokens and 25 MB at 64K. `widened.py` makes the
-heads of a larger shape out of them.
+The first has the demo model read a novel; the second records any text, up to 64K tokens. Keys and values are stored in
+8 bits, scaled by dimension: a layer of SmolLM2 takes 3 MB at 8K tokens and 25 MB at 64K. `widened.py` makes the heads
+of a larger shape out of them.
 """
 
 from dataclasses import dataclass, fields
@@ -30,13 +30,13 @@ class Recording:
 
     keys: NDArray[np.int8]  # [num_layers, num_kv_heads, context_len, head_dim], after RoPE
     key_steps: NDArray[np.float32]  # [num_layers, num_kv_heads, 1, head_dim]: a key is int8 times this
-    values: NDArray[np.int8]  # likewise
+    values: NDArray[np.int8]  # as `keys`
     value_steps: NDArray[np.float32]
     context_q: NDArray[np.float16]  # [num_layers, num_q_heads, num_sampled, head_dim], after RoPE
     own: NDArray[np.float16]  # [num_layers, num_q_heads, num_steps, head_dim], after RoPE
-    predicted: NDArray[np.float16]  # likewise, predicted from the input of the layer before
+    predicted: NDArray[np.float16]  # as `own`, predicted from the input of the layer before
     layer_ids: NDArray[np.int64]  # [num_layers], which layers of the model these are
-    stretch: float  # times the positions that the model has
+    stretch: float  # factor by which the model's positions were extended (YaRN)
     text_sha256: str
 
     @property
@@ -56,12 +56,12 @@ class Recording:
         return int(self.own.shape[2])
 
     def rows(self, layer: int) -> Tensor:
-        """K and V side by side of the layer of that number here: [num_kv_heads, context_len, 2, head_dim] float32."""
+        """Return K and V of one recorded layer side by side: [num_kv_heads, context_len, 2, head_dim] float32."""
         k, v = self.keys[layer] * self.key_steps[layer], self.values[layer] * self.value_steps[layer]
         return torch.stack([torch.from_numpy(k), torch.from_numpy(v)], dim=2)
 
     def describe(self) -> dict[str, Any]:
-        """For the header of a file of figures."""
+        """Describe the recording, for the header of a result file."""
         layers = [int(layer) for layer in self.layer_ids]
         return {"text": self.text_sha256, "context_len": self.context_len, "layers": layers, "stretch": self.stretch}
 
@@ -71,8 +71,8 @@ def default_path() -> Path:
 
 
 def record_demo(path: Path) -> None:
-    """Run the demo model and write the file: minutes on two cores."""
-    # a model is not needed where a recording is only read
+    """Run the demo model and write the file. This takes minutes on two cores."""
+    # imported here because reading a recording needs no model
     from bench.accuracy.attending.context import read_context
     from bench.accuracy.attending.recording import record
     from bench.accuracy.long import read_text
@@ -93,7 +93,7 @@ def save_recording(recording: Recording, path: Path) -> None:
 
 
 def load_recording(path: Path) -> Recording:
-    """Read what `save_recording` wrote."""
+    """Read a file of `save_recording`. Raises GateError if it is missing or lacks an array."""
     gate(path.exists(), f"there is no recording at {path}; make one with `python -m bench.decode record`")
     with np.load(path) as file:
         missing = [field.name for field in fields(Recording) if field.name not in file]

@@ -1,4 +1,4 @@
-"""Figures as Markdown tables."""
+"""Results of the decode benchmark as Markdown tables."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ NAMES = {
 
 
 def tables(content: dict[str, Any]) -> str:
-    """Every table that the cases give."""
+    """Return a description of the run and a table for each kind of case."""
     cases, parts = content["cases"], []
     titles = {
         "op": "One layer's attention, µs",
@@ -41,7 +41,7 @@ def tables(content: dict[str, Any]) -> str:
 
 
 def describe(content: dict[str, Any]) -> str:
-    """The machine and what was decoded with, in sentences."""
+    """Describe the machine and the recording in sentences."""
     machine, ceilings, rows = content["machine"], content["ceilings"], ""
     if recording := content.get("recording"):
         rows = f" {recording['context_len']} recorded rows, behind noisy copies of them where a context is longer."
@@ -54,7 +54,7 @@ def describe(content: dict[str, Any]) -> str:
 
 
 def op_table(cases: list[Case]) -> str:
-    """A line per context length, batch size and variant, with the ratio to full attention."""
+    """Return a table with a line per context length, batch size and variant, and the ratio to full attention."""
     lines = [
         "| context | batch | | p50 | p99 | × full | search | select | rest | attend | GB moved | of roofline | with |",
         "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
@@ -75,7 +75,7 @@ def op_table(cases: list[Case]) -> str:
 
 
 def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
-    """A line per context length, batch size, placement and variant."""
+    """Return a table with a line per context length, batch size, placement and variant."""
     lines = [
         "| context | batch | placement | | TPOT p50, ms | p99 | tokens/s | × full | of best | attention, µs a layer | "
         "search | select | rest | gather | attend | link MB a step | cache hits | HBM, GB |",
@@ -112,7 +112,7 @@ def length(context_len: int) -> str:
 
 
 def full_case(case: Case, cases: list[Case]) -> Case | None:
-    """Full attention of the same run, kind, length, batch and weights, if it was measured."""
+    """Return the case of full attention of the same kind, length, batch and weights, or None if it was not measured."""
     for other in cases:
         same = all(other.get(name) == case.get(name) for name in ("kind", "context_len", "batch_size", "weights"))
         if same and other["variant"] == "full" and "p50_us" in other:
@@ -126,7 +126,10 @@ def speedup(case: Case, cases: list[Case]) -> float | None:
 
 
 def best_speedup(case: Case, content: dict[str, Any]) -> float | None:
-    """What the roofline allows a whole step of that variant, of weights in 16 bits."""
+    """Return the speedup over full attention that the roofline allows a whole step of a case.
+
+    None for a variant without an index, a shared context, or weights in fewer than 16 bits.
+    """
     if case["variant"] not in INDEXES or case["kind"].startswith("shared") or case.get("weights"):
         return None
     config = INDEXES[case["variant"]]

@@ -1,4 +1,4 @@
-"""The figures of the decode benchmark, in files."""
+"""Files with the results of the decode benchmark."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.records import Records
 
-# what tells one case from another; whatever else a case holds was measured
+# the fields that identify a case; all other fields are measurements
 KEY = (
     *("kind", "shape", "context_len", "batch_size", "variant", "placement", "schedule"),
     *("weights", "keep", "slots", "kv_codec", "as_ampere"),
@@ -21,7 +21,7 @@ class Results(Records):
 
 
 def merge_files(paths: list[Path]) -> dict[str, Any]:
-    """The content of several files as one: the first one's header, of equal cases the last."""
+    """Merge the content of several files: the header of the first, and the last of cases that have the same key."""
     contents = [json.loads(path.read_text()) for path in paths]
     cases = {tuple(case.get(name) for name in KEY): case for content in contents for case in content["cases"]}
     return {**contents[0], "cases": list(cases.values())}

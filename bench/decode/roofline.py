@@ -1,4 +1,4 @@
-"""The fewest bytes that a step must read, and the best ratio over full attention that they allow."""
+"""The fewest bytes that a step must read, and the best speedup over full attention that they allow."""
 
 from bench.decode.variants import num_segments
 from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
@@ -10,27 +10,27 @@ ITEM_BYTES = 2  # of weights and KV: bfloat16
 
 
 def row_bytes(shape: ModelSpec) -> int:
-    """K and V of one token in one layer."""
+    """Return the bytes of K and V of one token in one layer."""
     return 2 * shape.heads.kv_width * ITEM_BYTES
 
 
 def full_bytes(shape: ModelSpec, kv_len: int) -> int:
-    """What full attention reads in one layer for one request."""
+    """Return the bytes that full attention reads in one layer for one request."""
     return row_bytes(shape) * kv_len
 
 
 def moments_bytes(shape: ModelSpec) -> int:
-    """What a selection's estimate of the other rows reads in one layer: a KV head's moments."""
+    """Return the bytes of one index head's moments in one layer, from which the rest is estimated."""
     return (2 + shape.head_dim) * 2 * shape.head_dim * ITEM_BYTES
 
 
 def selected_bytes(shape: ModelSpec, context_len: int, keep: float) -> int:
-    """K and V of the selected rows in one layer for one request."""
+    """Return the bytes of K and V of the selected rows in one layer for one request."""
     return row_bytes(shape) * max(1, round(keep * context_len))
 
 
 def index_bytes(shape: ModelSpec, config: IndexConfig, context_len: int) -> int:
-    """What the index of one layer and one context takes."""
+    """Return the bytes of the index of one layer of one context."""
     heads = num_index_heads(config, shape.num_q_heads, shape.num_kv_heads)
     if isinstance(config, SketchConfig):
         words = config.words(shape.head_dim)
@@ -44,10 +44,10 @@ def index_bytes(shape: ModelSpec, config: IndexConfig, context_len: int) -> int:
 def search_bytes(
     shape: ModelSpec, config: IndexConfig, context_len: int, batch_size: int, num_contexts: int = 0
 ) -> int:
-    """What a search reads of the index in one layer: requests of a context may read its sketch together.
+    """Return the bytes that a search reads of the index in one layer. Requests on one context may read its sketch once.
 
-    Of lists, those of each query's nearest centroids; heads of a group that have the same one may read it once, so it
-    can be less. num_contexts: as many as requests unless said.
+    Of lists, these are the ones of each query's nearest centroids. Heads of a group with the same centroid may read its
+    list once, so the true number can be less. num_contexts: default: batch_size.
     """
     if isinstance(config, SketchConfig):
         return (num_contexts or batch_size) * index_bytes(shape, config, context_len)
@@ -67,11 +67,11 @@ def layer_bytes(
     batch_size: int,
     num_contexts: int,
 ) -> dict[str, int]:
-    """What search and attention must read of the device's memory in one layer: of the index, and of rows."""
+    """Return the bytes of device memory that search and attention must read in one layer: of the index, and of rows."""
     heads = num_index_heads(config, shape.num_q_heads, shape.num_kv_heads)
     apart = search.rest == "sketch" and (search.lookahead or search.search_period > 1)
-    passes = 1 / search.search_period + apart  # the rest is asked for by another query, at every step
-    # heads that choose for themselves read for themselves
+    passes = 1 / search.search_period + apart  # a pass for the rest at every step, by its own query
+    # heads with a choice of their own read rows of their own
     selected = selected_bytes(shape, context_len, search.keep) * heads // shape.num_kv_heads
     moments = heads * moments_bytes(shape) if search.rest == "moments" else 0
     return {
@@ -81,15 +81,15 @@ def layer_bytes(
 
 
 def weight_bytes(shape: ModelSpec) -> int:
-    """All weights, the input embedding included."""
+    """Return the bytes of the weights that a token needs (of experts, the chosen ones), with the input embedding."""
     embedding = 0 if shape.tied_embedding else shape.vocab_size * shape.hidden_size
     return (shape.streamed_params + embedding) * ITEM_BYTES
 
 
 def best_ratio(shape: ModelSpec, config: IndexConfig, context_len: int, batch_size: int, keep: float) -> float:
-    """How much faster a whole step can at best be than with full attention, if both read at the same rate.
+    """Return how much faster than with full attention a whole step can be at best, if both read at the same rate.
 
-    As a step is usually counted: all weights once, the context's KV or the index and the kept share of it.
+    Counted as is usual for a step: the weights once, and the context's KV, or its index and the kept share of its KV.
     """
     full = weight_bytes(shape) + batch_size * len(shape.indexed_layers) * full_bytes(shape, context_len)
     selected = batch_size * selected_bytes(shape, context_len, keep)

@@ -1,9 +1,9 @@
-"""MagicPIG's step: it samples rows by hash tables in host memory, and the CPU attends to them.
+"""MagicPIG's step: hash tables in host memory sample rows, and the CPU attends to them.
 
-Put together from two parts of a run: the step of sinks and window alone, by the GPU, and what all CPUs take for a layer
-after the other, each of which needs both parts of the layer before. While the CPU is at work, the GPU attends to sinks,
-window and tail. All else counts nothing, to MagicPIG's advantage: hashing the queries, bringing them to the host and
-what comes of them back, starting the CPU's part and joining it with the GPU's, and hashing the rows of answers.
+The time of a step is put together from two measured parts: the GPU's step over sinks and window alone, and the time of
+all CPUs for one layer after another. Each layer needs both parts of the layer before. While the CPU works, the GPU
+attends to sinks, window and tail. All else counts as free, to MagicPIG's advantage: hashing the queries, copying them
+to the host and outputs back, starting the CPU's part, joining it with the GPU's, and hashing the rows of answers.
 """
 
 import time
@@ -31,23 +31,26 @@ from csattn.selectors.base import ContextView
 from csattn.selectors.magicpig import hash_codes, sampling_probability
 
 TABLES = {"magicpig": Tables(10, 150), "magicpig-300": Tables(11, 300)}
-ALIKE = "kind", "shape", "context_len", "batch_size", "weights"  # of cases of a batch
-NUM_STEPS = 40  # that are timed, of each layer
+ALIKE = "kind", "shape", "context_len", "batch_size", "weights"  # fields that the cases of a batch share
+NUM_STEPS = 40  # timed for each layer
 PROBE_BYTES, PROBES = 4 << 30, 5
-NUMBER_BYTES = 4  # of a row's number in a bucket, and of a key's norm
+NUMBER_BYTES = 4  # of a row id in a bucket, and of a key's norm
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Of a batch in a layer, for each timed step."""
+    """Figures of a batch in one layer, an entry for each timed step."""
 
-    us: NDArray[np.float64]  # that the CPU takes
-    rows: NDArray[np.int64]  # that are read: what any query head of a KV head's group samples counts once
-    met: NDArray[np.int64]  # entries of the buckets that query heads fall into, all tables
+    us: NDArray[np.float64]  # CPU time
+    rows: NDArray[np.int64]  # rows read; one that several query heads of a group sample counts once
+    met: NDArray[np.int64]  # entries in the buckets of all query heads, in all tables
 
 
 def add_sampled(results: Results, work: Workload, options: Options, variants: list[str], key: Case) -> None:
-    """Those that are asked for, of a batch. key: of its cases; that of sinks and window alone was measured."""
+    """Measure those of the variants that are MagicPIG's, for a batch.
+
+    key: the fields that the batch's cases share. Raises GateError if the variant `window` has not been measured before.
+    """
     for variant in (variant for variant in variants if variant in TABLES):
         wanted = {"variant": "window", **{name: key.get(name) for name in ALIKE}}
         alone = [case for case in results.cases if all(case.get(name) == value for name, value in wanted.items())]
@@ -62,7 +65,7 @@ def add_sampled(results: Results, work: Workload, options: Options, variants: li
 
 
 def sampled_case(work: Workload, options: Options, variant: str, window: Case) -> dict[str, Any]:
-    """A step of the batch. window: the case of sinks and window alone."""
+    """Return the figures of the batch's steps. window: the case of sinks and window alone."""
     tables, num_kv_heads = TABLES[variant], work.heads.num_kv_heads
     read_gbps = host_read_gbps()
     layers = sample(work, options, tables)
@@ -81,18 +84,18 @@ def sampled_case(work: Workload, options: Options, variant: str, window: Case) -
         "mean_us": round(mean, 1),
         "num_samples": len(times_us),
         "tokens_per_s": round(work.batch_size / mean * 1e6, 1),
-        "cpu_us": round(float(np.median(cpu_us)), 1),  # of a layer
+        "cpu_us": round(float(np.median(cpu_us)), 1),  # per layer
         "rows_share": round(float(rows.mean()) / (work.batch_size * num_kv_heads * work.context_len), 4),
         "host_bytes_read": round(step_bytes),
         "host_gbps": round(read_gbps, 1),
-        "of_bound": round(bound_us / float(np.median(cpu_us)), 3),  # of these bytes at that rate
+        "of_bound": round(bound_us / float(np.median(cpu_us)), 3),  # time of these bytes at that rate, over cpu_us
         "index_bytes": index_rows * NUMBER_BYTES * tables.number,
         "hbm_bytes": window["hbm_bytes"],
     }
 
 
 def sample(work: Workload, options: Options, tables: Tables) -> list[Sampled]:
-    """In the layers that differ, which are in memory one at a time."""
+    """Measure the distinct layers, which are in memory one at a time."""
     num_layers = min(NUM_WIDE_LAYERS, options.num_layers)
     with Team(available_cpus()) as team:
         others = OtherLayers(team)
@@ -123,7 +126,7 @@ def _of_layer(
 
 
 def _check(layer: HashedLayer, attention: SampledAttention, q: Tensor, view: ContextView) -> None:
-    """Refuse attention of the first request's first head that is not the definition's. q: [head_dim]."""
+    """Raise GateError if attention of the first request's first head is not the definition's. q: [head_dim]."""
     tables, rows, starts = layer.tables, layer.rows[0], layer.starts[0].tolist()
     codes = hash_codes(q, layer.projections, tables.number).tolist()
     buckets = [of[at[code] : at[code + 1]] for of, at, code in zip(rows, starts, codes, strict=True)]
@@ -134,13 +137,13 @@ def _check(layer: HashedLayer, attention: SampledAttention, q: Tensor, view: Con
     log_weights = -sampling_probability(cosines, tables.num_bits, tables.number).log().float()
     wanted = reference.attend(q[None, None, None], k[None, None], v[None, None], view.softmax_scale, None, log_weights)
     for got, want in zip((attention.out[0, 0], attention.lse[0, 0]), wanted, strict=True):
-        off = (got - want.view(got.shape)).nan_to_num().abs().max()  # of no rows, both are -inf
+        off = (got - want.view(got.shape)).nan_to_num().abs().max()  # for no rows, both lse are -inf
         gate(float(off) < 1e-3, f"attention to sampled rows is off by {float(off):.2e}")
 
 
 @cache
 def host_read_gbps() -> float:
-    """What all of this machine's CPUs together read of memory."""
+    """Return the best rate in GB/s at which all CPUs of this machine together read memory."""
     words = torch.ones(PROBE_BYTES // 8, dtype=torch.int64)
     rates = []
     for _ in range(PROBES):

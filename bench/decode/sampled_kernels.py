@@ -1,9 +1,10 @@
-"""What MagicPIG does on the CPU in a layer of a step, as stages: count meetings, attend to the rows that met twice.
+"""MagicPIG's work on the CPU in a layer of a step, as stages: count hash collisions, attend to rows that collide twice.
 
-`csattn.selectors.magicpig` is the definition. Pieces of the first stage are a query head's part of the tables: a thread
-counts in one byte a row, and leaves a bit of each row that met once there, and of each that met twice. Pieces of the
-second are a KV head's rows of a range, which its query heads attend to one after the other: a row that several of them
-have sampled comes from memory once, and is in a cache then. The third joins the ranges.
+`csattn.selectors.magicpig` is the definition. A row meets a query in each table in which both have the same code. A
+piece of the first stage is a part of a query head's tables: a thread counts meetings in one byte per row, and keeps a
+bit for each row that met at least once in this part, and one for each that met at least twice. A piece of the second
+stage is a range of a KV head's rows, to which its query heads attend one after the other, so that a row that several of
+them sample is read from memory once and then from a cache. The third stage joins the ranges.
 """
 
 from typing import Any
@@ -20,16 +21,16 @@ from csattn.cpu.lanes import larger, mask_at_least, population, smaller, trailin
 from csattn.cpu.simd import LANES, F32x16, Vector, fill, load, prefetch, prefetch_early, store
 
 U8x64 = Vector(types.uint8, 64)
-WORD = 64  # rows whose bits make a word
-NUM_PARTS = 2  # of the tables, so that pieces are many; of at most 255, which is what a byte counts
+WORD = 64  # rows for each word of bits
+NUM_PARTS = 2  # of a head's tables, for more pieces; a part has at most 255, because a byte counts
 RANGE_WORDS = 32
-STEPS = 8192  # of the table of log weights
-AHEAD = 8  # buckets that are asked for early
-EARLY_ROWS = 2 * LANES  # that are asked for early
+STEPS = 8192  # intervals in the table of log weights
+AHEAD = 8  # how many buckets ahead are prefetched
+EARLY_ROWS = 2 * LANES  # how far ahead rows are prefetched
 
 # "by context" is the address of an int64 array with an address for each context
 ARGUMENTS = (
-    "num_contexts",  # that requests have in turn
+    "num_contexts",  # request i continues context i % num_contexts
     "num_kv_heads",
     "group_size",
     "head_dim",
@@ -39,20 +40,20 @@ ARGUMENTS = (
     "num_tables",
     "num_codes",
     "kvs",  # by context: [num_kv_heads, context_len, 2, head_dim] bfloat16
-    "norms",  # by context: [num_kv_heads, context_len] float32, one over those of keys less their mean
+    "norms",  # by context: [num_kv_heads, context_len] float32, 1 / |key - mean key|
     "rows",  # by context: [num_kv_heads, num_tables, context_len] int32
     "starts",  # by context: [num_kv_heads, num_tables, num_codes + 1] int32
     "q",  # [batch_size, num_q_heads, head_dim] float32
     "codes",  # [batch_size, num_q_heads, num_tables] int16
-    "to_cosines",  # [batch_size, num_q_heads, 2] float32: (logit - the first) * the second * norm is the cosine
+    "to_cosines",  # [batch_size, num_q_heads, 2] float32: the cosine is (logit - first) * second * norm
     "softmax_scale",  # address of a float64
-    "log_weights",  # [STEPS + 2] float32: by 1 - cosine, in steps of 2 / STEPS
+    "log_weights",  # [STEPS + 2] float32, at each 1 - cosine in steps of 2 / STEPS
     "counters",  # [num_threads, num_words * WORD] uint8, zeros between pieces
-    "met",  # [batch_size, num_q_heads, NUM_PARTS, 2, num_words] uint64: bits of rows that met once, and twice
-    "num_ranges",  # of RANGE_WORDS
+    "met",  # [batch_size, num_q_heads, NUM_PARTS, 2, num_words] uint64: bits of rows that met at least once, and twice
+    "num_ranges",  # ranges of RANGE_WORDS words
     "parts",  # [batch_size, num_q_heads, num_ranges, head_dim + 2] float32
-    "entries_read",  # [batch_size * num_q_heads * NUM_PARTS] int64, written: of buckets
-    "rows_read",  # [batch_size * num_kv_heads * num_ranges] int64, written: that any head of the group samples
+    "entries_read",  # [batch_size * num_q_heads * NUM_PARTS] int64, written: bucket entries
+    "rows_read",  # [batch_size * num_kv_heads * num_ranges] int64, written: rows that any head of the group samples
     "out",  # [batch_size, num_q_heads, head_dim] float32
     "lse",  # [batch_size, num_q_heads] float32
 )
@@ -60,7 +61,7 @@ arguments_at = words_at(ARGUMENTS)
 
 
 def meet_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """A piece is a part of the tables of a query head: NUM_PARTS * num_q_heads a request."""
+    """Count meetings. A piece is a part of the tables of a query head: NUM_PARTS * num_q_heads for each request."""
     args = arguments_at(arguments)
     _count(args, piece, thread)
     _keep_bits(args, piece, thread)
@@ -68,13 +69,13 @@ def meet_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
 
 
 def attend_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """A piece is a range of a KV head: num_ranges * num_kv_heads a request."""
+    """Attend to sampled rows. A piece is a range of a KV head: num_ranges * num_kv_heads for each request."""
     _attend(arguments_at(arguments), piece, np.uint16(0))
     return 0
 
 
 def join_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """A piece is a query head of a request."""
+    """Join the ranges by their log-sum-exps. A piece is a query head of a request."""
     args = arguments_at(arguments)
     words = args.head_dim + 2
     parts = array_at(args.parts + 4 * piece * args.num_ranges * words, args.num_ranges * words, np.float32(0))
@@ -98,7 +99,7 @@ def _num_words(args: Any) -> int:
 
 @exact_kernel
 def _count(args: Any, piece: int, thread: int) -> None:
-    """Into the thread's counters."""
+    """Count meetings in the thread's counters."""
     head, part = piece // NUM_PARTS, piece % NUM_PARTS
     request, q_head = head // (args.num_kv_heads * args.group_size), head % (args.num_kv_heads * args.group_size)
     context, kv_head = request % args.num_contexts, q_head // args.group_size
@@ -130,7 +131,7 @@ def _count(args: Any, piece: int, thread: int) -> None:
 def _ask_for_bucket(
     starts: NDArray[np.int32], rows: NDArray[np.int32], table: int, code: int, num_codes: int, context_len: int
 ) -> None:
-    """The first line and the last, and what is between if it is much."""
+    """Prefetch the first and last cache line of a bucket, and those between if there are any."""
     at = table * (num_codes + 1) + code
     begin, end = table * context_len + starts[at], table * context_len + starts[at + 1]
     prefetch_early(rows, begin)
@@ -141,7 +142,7 @@ def _ask_for_bucket(
 
 @exact_kernel
 def _keep_bits(args: Any, piece: int, thread: int) -> None:
-    """Of the thread's counters, which become zeros."""
+    """Write the bits of rows that met at least once, and twice, and set the thread's counters to zero."""
     num_words = _num_words(args)
     counters = array_at(args.counters + thread * num_words * WORD, num_words * WORD, np.uint8(0))
     bits = array_at(args.met + 16 * piece * num_words, 2 * num_words, np.uint64(0))
@@ -179,7 +180,7 @@ def _attend(args: Any, piece: int, like: Any) -> None:
 
 @exact_kernel
 def _take(args: Any, kv_head: int, first_word: int, taken: NDArray[np.uint64]) -> int:
-    """taken: [group_size, words of the range], written: bits of the rows of each head. How many any of them takes."""
+    """Write each head's bits of sampled rows to taken [group_size, words of the range]; return how many any samples."""
     num_words, any_taken = _num_words(args), 0
     met = array_at(args.met + 16 * kv_head * len(taken) * NUM_PARTS * num_words, 0, np.uint64(0))
     for word in range(taken.shape[1]):
@@ -199,7 +200,7 @@ def _take(args: Any, kv_head: int, first_word: int, taken: NDArray[np.uint64]) -
 
 @exact_kernel
 def _inside(first: int, stop: int, begin: int) -> np.uint64:
-    """Bits of the rows of [first, stop), in the word that begins with row `begin`."""
+    """Return the bits of the rows [first, stop) in the word that begins with row `begin`."""
     low, high = max(first - begin, 0), min(stop - begin, WORD)
     if low >= high:
         return np.uint64(0)
@@ -216,9 +217,9 @@ def _list(
     rows: NDArray[np.int64],
     of_rows: NDArray[np.float32],
 ) -> int:
-    """Where the rows of a range lie, and the inverse norms of their keys, written; how many they are.
+    """Write the addresses of the taken rows and the inverse norms of their keys; return the number of rows.
 
-    Of whole lanes: behind the last row are copies of it.
+    Copies of the last row fill up the last LANES.
     """
     count = 0
     for word in range(len(taken)):
@@ -262,7 +263,7 @@ def _mix(
 
 @exact_kernel
 def _ask_for_halves(rows: NDArray[np.int64], first: int, room: int, start: int, width: int, like: Any) -> None:
-    """The keys or the values of the next rows: what begins there, and is that wide."""
+    """Prefetch the keys or the values of the next LANES rows: `width` elements of each, from `start`."""
     for i in range(first, min(first + LANES, room)):
         row = array_at(rows[i], start + width, like)
         for line in range(start, start + width, LINE_BYTES // 2):
@@ -273,7 +274,7 @@ def _ask_for_halves(rows: NDArray[np.int64], first: int, room: int, start: int, 
 def _add_log_weights(
     args: Any, q_head: int, of_rows: NDArray[np.float32], room: int, logits: NDArray[np.float32]
 ) -> None:
-    """logits -= log of how likely rows are sampled; straight between the table's steps. of_rows: overwritten."""
+    """Subtract the log of rows' sampling probabilities, interpolated linearly in the table. of_rows: overwritten."""
     table, to_cosine = floats_of(args.log_weights, 0, STEPS + 2), floats_of(args.to_cosines, q_head, 2)
     of_mean, factor = fill(F32x16, to_cosine[0]), fill(F32x16, to_cosine[1])
     zero, one, two, steps = fill(F32x16, 0), fill(F32x16, 1), fill(F32x16, 2), fill(F32x16, STEPS / 2)
@@ -288,7 +289,7 @@ def _add_log_weights(
 
 @exact_kernel
 def _join(part: NDArray[np.float32], other: NDArray[np.float32]) -> None:
-    """Attention to the rows of both, in the first: [head_dim + 2], a sum, the largest logit, the sum of weights."""
+    """Merge `other` into `part`: [head_dim + 2] each, weighted sum of values, largest logit, sum of weights."""
     head_dim = len(part) - 2
     top = max(part[head_dim], other[head_dim])
     ours, others = np.float32(np.exp(part[head_dim] - top)), np.float32(np.exp(other[head_dim] - top))

@@ -1,4 +1,4 @@
-"""A layer of contexts hashed by MagicPIG in host memory, and attention to the rows that queries sample of it."""
+"""A layer of contexts in host memory, hashed by MagicPIG, and attention to the rows that queries sample."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,25 +30,25 @@ from offload.host_memory import copy_rows
 
 KEYS_PER_BLOCK = 2048
 LEAST_NORM = 1e-8
-READ_BYTES = 1 << 18  # a piece
+READ_BYTES = 1 << 18  # of a piece
 MOST_BYTES = 1 << 30  # far more than any cache
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Of hashes, as published."""
+    """Size of the hash tables, as published."""
 
-    num_bits: int
-    number: int  # at most 255 * NUM_PARTS
+    num_bits: int  # K
+    number: int  # L, at most 255 * NUM_PARTS
 
 
 @dataclass(frozen=True, slots=True)
 class HashedLayer:
-    """Of one context, in host memory."""
+    """A layer of one context and its hash tables, in host memory."""
 
     tables: Tables
     kv: Tensor  # [num_kv_heads, context_len, 2, head_dim] bfloat16
-    norms: Tensor  # [num_kv_heads, context_len] float32: one over those of keys less their mean
+    norms: Tensor  # [num_kv_heads, context_len] float32: 1 / |key - mean key|
     rows: Tensor  # [num_kv_heads, num_tables, context_len] int32: see `PreparedMagicpig`
     starts: Tensor  # [num_kv_heads, num_tables, 2**num_bits + 1] int32
     key_mean: Tensor  # [num_kv_heads, head_dim] float32
@@ -56,12 +56,15 @@ class HashedLayer:
 
     @property
     def arrays(self) -> list[Tensor]:
-        """That a step reads."""
+        """The arrays that a step reads."""
         return [self.kv, self.norms, self.rows, self.starts]
 
 
 def hash_layer(rows: Tensor, tables: Tables) -> HashedLayer:
-    """rows: [num_kv_heads, context_len, 2, head_dim]. Keys are hashed where they are, tables are made by all CPUs."""
+    """Hash keys on the device where they are, and make their tables on all CPUs.
+
+    rows: [num_kv_heads, context_len, 2, head_dim].
+    """
     num_kv_heads, context_len, _, head_dim = rows.shape
     projections = make_projections(head_dim, tables.num_bits, tables.number)
     there = projections.to(rows.device)
@@ -83,7 +86,7 @@ def hash_layer(rows: Tensor, tables: Tables) -> HashedLayer:
 
 @exact_kernel
 def file_rows(codes: NDArray[np.int16], starts: NDArray[np.int32], rows: NDArray[np.int32]) -> None:
-    """A hash table: rows by code and then ascending, those of code c are rows[starts[c] : starts[c + 1]].
+    """Fill a hash table by counting sort: rows by code, then ascending; code c has rows[starts[c] : starts[c + 1]].
 
     codes: [context_len], from 0; starts: [num_codes + 1] and rows: [context_len], written.
     """
@@ -99,7 +102,7 @@ def file_rows(codes: NDArray[np.int16], starts: NDArray[np.int32], rows: NDArray
 
 
 class SampledAttention:
-    """Attention of a batch to the rows that it samples of a layer, between sinks and window, by all threads of a team.
+    """Attention of a batch to the rows that it samples in a layer, except sinks and window, by all threads of a team.
 
     After `attend`: out [batch_size, num_q_heads, head_dim] and lse [batch_size, num_q_heads], float32; lse is -inf, and
     out zeros, where a head samples nothing.
@@ -108,7 +111,7 @@ class SampledAttention:
     def __init__(
         self, team: Team, layer: HashedLayer, num_contexts: int, batch_size: int, num_q_heads: int, view: ContextView
     ) -> None:
-        """num_contexts: copies of the layer, in memory of their own; requests have them in turn."""
+        """num_contexts: copies of the layer, each in its own memory; request i continues copy i % num_contexts."""
         assert layer.tables.number <= 255 * NUM_PARTS, "a byte counts no further"
         num_kv_heads, context_len, _, head_dim = layer.kv.shape
         self._team, self._layer, self._scale = team, layer, view.softmax_scale
@@ -148,7 +151,7 @@ class SampledAttention:
             "out": self.out,
             "lse": self.lse,
         }
-        self._values = values  # which stages read
+        self._values = values  # keeps alive what the stages read
         arguments = words_of(ARGUMENTS, values)
         self._tape = Tape()
         self._tape.add(meet_stage, arguments, len(self._entries_read))
@@ -156,7 +159,7 @@ class SampledAttention:
         self._tape.add(join_stage, arguments, heads)
 
     def ask(self, q: Tensor) -> None:
-        """q: [batch_size, num_q_heads, head_dim]: hash them, for `attend`."""
+        """Hash queries for the next `attend`. q: [batch_size, num_q_heads, head_dim]."""
         q, means = q.float().cpu(), self._layer.key_mean
         group_size = q.shape[1] // len(means)
         self._q.copy_(q)
@@ -169,17 +172,17 @@ class SampledAttention:
 
     @property
     def num_rows(self) -> int:
-        """That the last `attend` read, of all requests and KV heads; once if several heads of a group sample them."""
+        """Rows that the last `attend` read, of all requests and KV heads. Rows that a group shares count once."""
         return int(self._rows_read.sum())
 
     @property
     def num_met(self) -> int:
-        """Entries of buckets that it read."""
+        """Bucket entries that the last `attend` read."""
         return int(self._entries_read.sum())
 
 
 class OtherLayers:
-    """Memory that is read between two steps of a layer, as the other layers of a step would be."""
+    """Memory that is read between two steps of a layer, in place of the other layers of a step."""
 
     def __init__(self, team: Team) -> None:
         self._team, self._memory = team, np.ones(MOST_BYTES, np.uint8)
@@ -187,21 +190,21 @@ class OtherLayers:
         self._tape.add(read_stage, np.array([self._memory.ctypes.data]))
 
     def read(self, num_bytes: int) -> None:
-        """As many, or enough to leave nothing else in any cache."""
+        """Read about so many bytes, at most MOST_BYTES, after which no cache holds anything else."""
         self._tape.pieces[0] = min(num_bytes, MOST_BYTES) // READ_BYTES
         self._team.run(self._tape)
 
 
 def read_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """Read a piece of memory, READ_BYTES of it; its sum, for which it has to be read. arguments: where it begins."""
+    """Read a piece of READ_BYTES. Returns its sum, to which every byte contributes. arguments: the memory's address."""
     memory = array_at(array_at(arguments, 1, np.int64(0))[0] + piece * READ_BYTES, READ_BYTES // 8, np.int64(0))
     return memory.sum()
 
 
 def log_weights(tables: Tables) -> Tensor:
-    """What is added to a logit by 1 - cosine: [STEPS + 2] float32.
+    """Return what is added to a logit, at each 1 - cosine in steps of 2 / STEPS: [STEPS + 2] float32.
 
-    Straight lines between them are within 1e-6, but near a cosine of -1, where nothing is sampled.
+    Linear interpolation is within 1e-6, except near a cosine of -1, where nothing is sampled.
     """
     distances = torch.arange(STEPS + 2, dtype=torch.float64) * 2 / STEPS
     return -sampling_probability(1 - distances, tables.num_bits, tables.number).log().float()

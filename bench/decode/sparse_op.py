@@ -1,4 +1,4 @@
-"""Our attention on the device, by itself: steps of a batch in one layer after another, as an engine takes them."""
+"""csattn's attention on the device by itself: a batch's steps in layer after layer, as an engine runs them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,15 +26,15 @@ from csattn.sketch import SketchIndex, reference
 from csattn.sketch.codes import FINE_CODES
 from workers.model import StepAttention
 
-SET_BYTES = 48 << 30  # device memory that input sets may take
+SET_BYTES = 48 << 30  # device memory for input sets
 MOST_SETS = 64
-LEAST_CALLS = 8  # steps in one graph
+LEAST_CALLS = 8  # calls in one graph, at least
 
 Rest = tuple[Tensor, Tensor]  # out [head_dim] and lse
 
 
 class SparseOp:
-    """What a variant takes for a layer. Layers are sets of inputs, so many that they leave the L2 cache."""
+    """A variant's search and attention, ready to be timed. Layers are input sets, more than the L2 cache holds."""
 
     def __init__(self, work: Workload, options: Options, variant: str) -> None:
         config, search = of_variant(variant, options.search)
@@ -52,14 +52,14 @@ class SparseOp:
         self.calls, self.out = self._asked.calls, self._asked.out
 
     def check(self) -> None:
-        """Refuse selections of the wrong number or order, and attention that is off."""
+        """Raise GateError if selections have the wrong number or order, or if attention is off."""
         self.calls[0]()
         for request, head in ((0, 0), (self.work.batch_size - 1, self.shape.num_q_heads - 1)):
             error = relative_error(self.out[request, head], self._wanted(request, head))
             gate(error < TOLERANCE, f"attention to the selected rows is off by {error:.3f} in head {head}")
 
     def _wanted(self, request: int, head: int) -> Tensor:
-        """What a query head should get of the first call, [head_dim]; every context has the same rows."""
+        """Return the expected output of a query head in the first call, [head_dim]. All contexts have equal rows."""
         selection = self.steps.chosen(0, self._asked.rows)
         index_head = head * selection.valid_len.shape[1] // self.shape.num_q_heads
         kv_head = head * self.shape.num_kv_heads // self.shape.num_q_heads
@@ -78,7 +78,7 @@ class SparseOp:
         return out if rest is None else merge_state(out, lse, *(x.to(out.device) for x in rest))[0]
 
     def _rest(self, q: Tensor, kv_head: int, middle: slice, chosen: Tensor) -> Rest | None:
-        """What the rows that are not selected add, by definition."""
+        """Return attention to the rows that are not selected, by definition, or None if they are dropped."""
         scale = self.shape.softmax_scale
         if self.search.rest == "sketch":
             is_rest = np.zeros((1, self.work.context_len), np.bool_)
@@ -98,7 +98,7 @@ class SparseOp:
 
 
 class AskedSteps:
-    """Calls of an attention's layers in turn, each with a step's recorded queries."""
+    """Calls to the layers of an attention in turn, each with the recorded queries of one step."""
 
     def __init__(self, attention: StepAttention, work: Workload) -> None:
         num_layers = len(attention.tails)
@@ -118,7 +118,7 @@ class AskedSteps:
 
 
 def on_host(index: DeviceSketch, context_len: int, head: int) -> SketchIndex:
-    """One head's part, as the definition reads it."""
+    """Return one head's part of an index, as the definition reads it."""
 
     def of_head(part: Tensor) -> NDArray[Any]:
         return part[head, None].cpu().numpy()

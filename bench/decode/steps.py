@@ -1,4 +1,4 @@
-"""Attentions for whole steps: recorded queries put in place of a model's, and the baselines in the loop's terms."""
+"""Attentions for whole steps: recorded queries in place of a model's, and the baselines as `StepAttention`."""
 
 from collections.abc import Callable
 
@@ -14,15 +14,15 @@ from csattn.batch import StepRows, make_device_selection
 from workers.model import ModelRunner
 from workers.model.attention import StepAttention
 
-STEPS_BETWEEN_LAYERS = 61  # layers that come from the same wide layer are that far apart in the recorded steps
+STEPS_BETWEEN_LAYERS = 61  # offset in the recorded steps between layers from the same wide layer
 
 
 class RecordedQueries(StepAttention):
-    """Passes every call on, with the recorded queries of the next step instead of those that come in.
+    """Passes every call on to an attention, with the recorded queries of the next step instead of those it gets.
 
-    Weights that are random make queries that mean nothing; which rows a step selects, and how many of them the last
-    step selected too, must be real. The step is counted on the device, in a call of its first layer: a captured graph
-    goes through them all, and nothing is launched beside it.
+    Random weights make meaningless queries, but which rows a step selects, and how many of them the last step selected
+    too, must be realistic. The device counts the steps, in a call of the first layer: a captured graph goes through all
+    recorded steps, and nothing is launched beside it.
     """
 
     def __init__(self, attention: StepAttention, work: Workload) -> None:
@@ -54,14 +54,14 @@ class RecordedQueries(StepAttention):
         self._inner.end_step(rows)
 
     def _go_on(self) -> None:
-        """To the queries of the next step."""
+        """Advance to the queries of the next step."""
         torch.index_select(self._own, 0, self._step, out=self._own_now)
         if self.lookahead:
             torch.index_select(self._predicted, 0, self._step, out=self._predicted_now)
         self._step.add_(1).remainder_(len(self._own))
 
     def _recorded(self, work: Workload, which: Which) -> Tensor:
-        """[num_steps, num_layers, batch_size, num_q_heads, head_dim]."""
+        """Return all recorded queries: [num_steps, num_layers, batch_size, num_q_heads, head_dim]."""
         wide = [work.queries(layer_idx, which) for layer_idx in range(NUM_WIDE_LAYERS)]
         rounds = [divmod(layer_idx, NUM_WIDE_LAYERS) for layer_idx in range(len(self.tails))]
         layers = [wide[wide_idx].roll(-STEPS_BETWEEN_LAYERS * before, dims=0) for before, wide_idx in rounds]
@@ -69,10 +69,10 @@ class RecordedQueries(StepAttention):
 
 
 class FullAttentionSteps(StepAttention):
-    """Full attention over the context on the device. Of the tail it reads nothing, which is to its advantage."""
+    """Full attention over contexts on the device. It does not read the tail, which is to its advantage."""
 
     def __init__(self, tails: Tensor, kv: list[tuple[Tensor, Tensor]], attend: Attention) -> None:
-        """kv: of each layer k, v [num_contexts, num_kv_heads, context_len, head_dim]."""
+        """kv: for each layer, k and v [num_contexts, num_kv_heads, context_len, head_dim]."""
         self.tails = tails
         self._kv = kv
         self._attend = attend
@@ -83,12 +83,12 @@ class FullAttentionSteps(StepAttention):
 
 
 class WindowSteps(StepAttention):
-    """Attention to sinks, window and tail, and to nothing else of the context."""
+    """Attention to sinks, window and tail only."""
 
     def __init__(
         self, tails: Tensor, resident: list[list[Tensor]], batch_size: int, num_q_heads: int, softmax_scale: float
     ) -> None:
-        """resident: of each layer and context [num_kv_heads, num_resident, 2, head_dim]."""
+        """resident: for each layer and context [num_kv_heads, num_resident, 2, head_dim]."""
         num_kv_heads, tail_capacity, _, head_dim = tails.shape[2:]
         device = tails.device
         self.tails = tails
@@ -114,8 +114,10 @@ class WindowSteps(StepAttention):
 
 
 def fed_step(runner: ModelRunner, batch_size: int) -> Callable[[], None]:
-    """A function that runs a step and feeds each row its likeliest token, one position and one row of its tail further;
-    the host waits for nothing."""
+    """Return a function that runs a step and then feeds each row its argmax token, at the next position and tail row.
+
+    The host does not wait for the device.
+    """
     rows, next_ids = runner.rows(batch_size), runner.step(batch_size).next_ids
 
     def feed() -> None:
@@ -134,7 +136,7 @@ def fed_step(runner: ModelRunner, batch_size: int) -> Callable[[], None]:
 
 
 def together(q: Tensor, k: Tensor) -> Tensor:
-    """Queries as full attention takes them: where one context serves all requests, as heads of one of them.
+    """Return queries as full attention takes them. If all requests share one context, they become heads of one request.
 
     q: [batch_size, num_q_heads, head_dim]; k: [num_contexts, num_kv_heads, ...].
     """
@@ -145,16 +147,16 @@ def together(q: Tensor, k: Tensor) -> Tensor:
 
 
 def apart(out: Tensor, batch_size: int, k: Tensor) -> Tensor:
-    """What `together` has put together: [batch_size, num_q_heads, head_dim]."""
+    """Undo `together` for its output: [batch_size, num_q_heads, head_dim]."""
     if len(k) == batch_size:
         return out[:, :, 0]
     return out.view(k.shape[1], batch_size, -1, out.shape[3]).transpose(0, 1).reshape(batch_size, -1, out.shape[3])
 
 
 def attention_only(attention: StepAttention, rows: StepRows, q: Tensor) -> Callable[[], None]:
-    """A function that runs one step's attention, all layers, without a model around it.
+    """Return a function that runs the attention of one step, all layers, without a model around it.
 
-    q: [batch_size, num_q_heads, head_dim], what every layer is asked with; `RecordedQueries` overrides it.
+    q: [batch_size, num_q_heads, head_dim], passed to every layer; `RecordedQueries` replaces it.
     """
     num_layers = len(attention.tails)
     out = torch.empty_like(q)

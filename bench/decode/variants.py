@@ -1,4 +1,4 @@
-"""What is measured: named indexes, and how a search in them goes about the rows that are not chosen."""
+"""The measured variants: named indexes, and what a search does about the rows that are not chosen."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from csattn.selectors import resolve_rest
 
 
 def lists_by_torch(name: str) -> ListConfig:
-    """That preset, of lists, by torch's k-means, which runs where the benchmark does."""
+    """Return a preset of lists with torch's k-means, which runs on the benchmark's device."""
     config = preset(name)
     assert isinstance(config, ListConfig)
     return replace(config, kmeans="torch")
@@ -21,13 +21,16 @@ INDEXES: dict[str, IndexConfig] = {
 
 
 def of_variant(variant: str, search: SearchConfig) -> tuple[IndexConfig, SearchConfig]:
-    """`lists` is searched as suits lists, `lists+moments` with the rest by its moments, `default+none` without it."""
+    """Return the index and search configurations of a variant.
+
+    `lists` uses the `rest` that suits lists, `lists+moments` estimates the rest by moments, `default+none` drops it.
+    """
     name, _, rest = variant.partition("+")
     config = INDEXES[name]
-    asked = replace(search, rest=rest or None)  # type: ignore[arg-type]  # which it checks
+    asked = replace(search, rest=rest or None)  # type: ignore[arg-type]  # SearchConfig checks it
     return config, replace(asked, rest=resolve_rest(asked, "csattn", config.layout))
 
 
 def num_segments(config: IndexConfig, context_len: int) -> int:
-    """Of a sketch."""
+    """Return the number of segments of a sketch, 0 for lists."""
     return len(config.segment_starts(context_len)) if isinstance(config, SketchConfig) else 0

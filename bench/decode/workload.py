@@ -1,4 +1,4 @@
-"""Contexts on the device, of any length, for a batch of requests that continue one each, or all the same."""
+"""Contexts of any length on the device, for a batch of requests: one context each, or one for all."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from index_build.layer import index_arrays
 from offload.host_memory import copy_rows
 
 DTYPE = torch.bfloat16
-STEPS_BETWEEN_REQUESTS = 37  # requests of a batch are that far apart in the recorded steps
+STEPS_BETWEEN_REQUESTS = 37  # offset in the recorded steps between neighbouring requests of a batch
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Makes what a benchmark decodes with. Every call returns memory of its own."""
+    """Makes the rows, indexes and queries that a benchmark decodes with. Every call returns new memory."""
 
     recording: Recording
-    heads: Heads  # of every layer that is searched
+    heads: Heads  # of each searched layer
     context_len: int
     batch_size: int
     device: torch.device
@@ -39,16 +39,16 @@ class Workload:
 
     @property
     def data(self) -> str:
-        """What the rows are, for a result."""
+        """A description of the rows, for the results."""
         recorded_len = self.recording.context_len
         if self.context_len <= recorded_len:
             return f"the last {self.context_len} of {recorded_len} recorded rows"
         return f"{recorded_len} recorded rows behind copies of them with noise"
 
     def rows(self, layer_idx: int) -> Tensor:
-        """One context's K and V side by side: [num_kv_heads, context_len, 2, head_dim].
+        """Return one context's K and V side by side: [num_kv_heads, context_len, 2, head_dim].
 
-        Layers that come from the same wide layer are equal.
+        Layers made from the same wide layer have equal rows.
         """
         wide_idx = layer_idx % NUM_WIDE_LAYERS
         rows = wide_rows(self.recording, wide_idx, self.heads).to(self.device)
@@ -62,12 +62,12 @@ class Workload:
         return self.rows(layer_idx)[:, :, 1].contiguous()
 
     def separate_kv(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """All contexts' k and v, apart: [num_contexts, num_kv_heads, context_len, head_dim] each."""
+        """Return k and v of all contexts: [num_contexts, num_kv_heads, context_len, head_dim] each."""
         k, v = (t[None].expand(self.num_contexts, -1, -1, -1) for t in self.rows(layer_idx).unbind(2))
         return k.contiguous(), v.contiguous()
 
     def index(self, layer_idx: int, config: IndexConfig) -> DeviceLayerIndex:
-        """One context's index in one layer, as searches on the device read it."""
+        """Build one context's index in one layer, as searches on the device read it."""
         arrays = self._index_arrays(layer_idx, config)
         if isinstance(config, SketchConfig):
             return DeviceSketch(
@@ -82,7 +82,10 @@ class Workload:
         return DeviceLists(arrays["codebooks"], arrays["scores"], arrays["listed"].view(torch.int32), arrays["starts"])
 
     def host_indexes(self, num_layers: int, config: IndexConfig) -> list[LayerIndex | SketchIndex]:
-        """A context's index in host memory, every layer's at addresses of its own: no two searches read the same."""
+        """Build one context's index in host memory, without layers that have none.
+
+        Every layer has addresses of its own, so no two searches read the same memory.
+        """
         num_distinct = min(NUM_WIDE_LAYERS, num_layers)
         distinct = [
             {name: array.cpu() for name, array in self._index_arrays(layer_idx, config).items()}
@@ -94,19 +97,19 @@ class Workload:
         return [index for index in made if not isinstance(index, NoIndex)]
 
     def _index_arrays(self, layer_idx: int, config: IndexConfig) -> dict[str, Tensor]:
-        """What `index_build` makes of a layer's rows and the recorded context's queries."""
+        """Build a layer's index arrays from its rows and the recorded context's queries, as `index_build` does."""
         q = wide_context_queries(self.recording, layer_idx % NUM_WIDE_LAYERS, self.heads).to(self.device)
         with ThreadPoolExecutor(available_cpus()) as threads:
             return index_arrays(q, self.rows(layer_idx), config, threads)
 
     def queries(self, layer_idx: int, which: Which = "own") -> Tensor:
-        """What the batch brings at each recorded step: [num_steps, batch_size, num_q_heads, head_dim]."""
+        """Return the batch's queries at each recorded step: [num_steps, batch_size, num_q_heads, head_dim]."""
         q = wide_queries(self.recording, layer_idx % NUM_WIDE_LAYERS, self.heads, which).to(self.device, DTYPE)
         requests = range(self.batch_size)
         return torch.stack([q.roll(-STEPS_BETWEEN_REQUESTS * request, dims=0) for request in requests], dim=1)
 
     def step_rows(self, tail_len: int) -> StepRows:
-        """A step of all requests, each with so many rows of its own."""
+        """Return the rows of a step of all requests, each with `tail_len` rows in its tail."""
         rows = make_step_rows(self.batch_size, self.device)
         requests = torch.arange(self.batch_size, dtype=torch.int32, device=self.device)
         rows.context_ids.copy_(requests % self.num_contexts)
@@ -116,6 +119,6 @@ class Workload:
 
 
 def clone_index(index: DeviceLayerIndex) -> DeviceLayerIndex:
-    """The same index at other addresses: another request's, as far as the memory can tell."""
+    """Copy an index to other addresses, so that the caches see another request's index."""
     parts = (part.clone() for part in index.parts)
     return DeviceSketch(*parts) if isinstance(index, DeviceSketch) else DeviceLists(*parts)

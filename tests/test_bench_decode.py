@@ -400,5 +400,5 @@ def test_steps_of_models_with_other_layers(kernels, recording, monkeypatch, kind
     assert torch.isfinite(logits[0]).all() and logits[0].std() > 0
     torch.testing.assert_close(logits[1], logits[0])
     assert SparseOp(work, options, "default").shape.indexed_layers
-    assert options.num_layers < options.shape.num_layers and other_bytes(work, options) > 0
-    assert other_bytes(Workload(recording, options.heads, 300, 4, DEVICE), options) > other_bytes(work, options)
+    assert options.num_layers < options.shape.num_layers and other_bytes(work, weights) > 0
+    assert other_bytes(Workload(recording, options.heads, 300, 4, DEVICE), weights) > other_bytes(work, weights)

@@ -170,7 +170,7 @@ def roofline(
     work: Workload, weights: ModelWeights, prepared: Prepared, options: Options, facts: dict[str, Any]
 ) -> tuple[float, float]:
     """Return the bytes of device memory that a step must read, and its least µs: for these bytes, or for the link."""
-    least = weights.streamed_bytes + prepared.step_bytes + other_bytes(work, options)
+    least = weights.streamed_bytes + prepared.step_bytes + other_bytes(work, weights)
     link_us = facts.get("link_bytes", 0) / options.ceilings["h2d_gbps"] / 1e3
     return least, max(least / options.ceilings["read_gbps"] / 1e3, link_us)
 

@@ -10,7 +10,7 @@ from bench.decode.placements import engine_shape, made_sinks
 from bench.decode.roofline import ITEM_BYTES, row_bytes
 from bench.decode.workload import Workload
 from csattn.config import SketchConfig
-from csattn.models.spec import ModelSpec
+from csattn.models.weights import ModelWeights
 from workers.engine.local_layers import LocalLayers
 from workers.model import StepAttention
 
@@ -38,24 +38,27 @@ def with_other_layers(work: Workload, options: Options, searched: StepAttention)
     return layers
 
 
-def other_bytes(work: Workload, options: Options) -> float:
+def other_bytes(work: Workload, weights: ModelWeights) -> float:
     """Return the bytes of those layers' rows and states that a step must read, and of states that it writes.
 
     For several requests, also the expected bytes of experts beyond one request's, if each chooses at random.
     """
-    spec, total = options.shape, 0.0
+    spec, total = weights.spec, 0.0
     for layer in spec.layers:
         if (reach := layer.attention.reach) is not None:
             total += work.batch_size * row_bytes(spec) * min(reach.num_rows, work.context_len)
         if layer.delta is not None:
             total += work.batch_size * 2 * 4 * sum(prod(part) for part in layer.delta.parts)
-    return total + _bytes_of_more_experts(spec, work.batch_size)
+    return total + _bytes_of_more_experts(weights, work.batch_size)
 
 
-def _bytes_of_more_experts(spec: ModelSpec, batch_size: int) -> float:
-    num_params = 0.0
-    for layer in spec.layers:
-        for of in layer.experts:
+def _bytes_of_more_experts(weights: ModelWeights, batch_size: int) -> float:
+    total = 0.0
+    for layer, of_layer in zip(weights.layers, weights.spec.layers, strict=True):
+        for experts, of in zip(layer.experts, of_layer.experts, strict=True):
             num_read = of.num_experts * (1 - (1 - of.num_chosen / of.num_experts) ** batch_size)
-            num_params += (num_read - of.num_chosen) * 3 * of.intermediate_size * spec.hidden_size
-    return num_params * ITEM_BYTES
+            matrices = experts.gates, experts.ups, experts.down
+            plain_bytes = sum(matrix.numel() * ITEM_BYTES for matrix in matrices)
+            num_bytes = plain_bytes if experts.quantized is None else experts.quantized.nbytes
+            total += (num_read - of.num_chosen) / of.num_experts * num_bytes
+    return total

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bench.decode.options import Options
 from bench.decode.other_methods import INDEXES, PAGE_LEN, MethodIndex, index_bytes, read_bytes, search_of
-from bench.decode.placements import cache_facts, engine_shape, host_rows, layers_of, made_sinks, slot_share
+from bench.decode.placements import as_kept, cache_facts, engine_shape, host_rows, layers_of, made_sinks, slot_share
 from bench.decode.prepared import TAIL_LEN, Prepared, require_memory
 from bench.decode.roofline import full_bytes, row_bytes
 from bench.decode.variants import INDEXES as OUR_INDEXES
@@ -54,7 +54,7 @@ def by_other_method(work: Workload, options: Options, method: str, placement: st
     host = host_rows(work, engine) if isinstance(far, CachedRows) else None
     for context_id in range(work.num_contexts):
         index = [_clone(layers[i % len(layers)]) for i in range(options.num_layers)]
-        kv = layers_of(work.rows, options.num_layers) if host is None else host.layers
+        kv = layers_of(lambda i: as_kept(work.rows(i), engine), options.num_layers) if host is None else host.layers
         if isinstance(far, DeviceRows):
             far.load(context_id, kv)
         elif host is not None:

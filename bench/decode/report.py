@@ -112,9 +112,10 @@ def length(context_len: int) -> str:
 
 
 def full_case(case: Case, cases: list[Case]) -> Case | None:
-    """Return the case of full attention of the same kind, length, batch and weights, or None if it was not measured."""
+    """Return the case of full attention that a case is compared with, or None if it was not measured."""
+    names = "kind", "shape", "context_len", "batch_size", "weights", "as_ampere"
     for other in cases:
-        same = all(other.get(name) == case.get(name) for name in ("kind", "context_len", "batch_size", "weights"))
+        same = all(other.get(name) == case.get(name) for name in names)
         if same and other["variant"] == "full" and "p50_us" in other:
             return other
     return None

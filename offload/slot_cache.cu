@@ -3,8 +3,8 @@
 //
 // A thread block cluster of CLUSTER blocks serves one KV head of one loaded context, for all rows of the batch that
 // continue it. Rows that are selected and cached stay. Missing rows evict the least recently used slots, lower ones
-// first on ties; the nth missing row, in the order (batch row, index head, position in its list), takes the nth of these
-// slots by number. A row that gets no slot stays on the host ("spilled"), and its entry in `ids` says so.
+// first on ties. The nth missing row, in the order (batch row, index head, position in its list), takes the nth slot,
+// in slot order. A row that gets no slot stays on the host ("spilled"), and its entry in `ids` says so.
 //
 // Most writes to global memory come at the end, because a cluster barrier waits until earlier writes are visible.
 //

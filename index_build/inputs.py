@@ -71,7 +71,7 @@ def _way_to_text(data: bytes, *, is_utf8: bool) -> str:
 
 
 def _utf16_order(data: bytes) -> str | None:
-    """Return iconv's suffix of UTF-16: "" with a byte-order mark; BE or LE if most even or odd bytes are 0; else None."""
+    """Return iconv's suffix of UTF-16: "" with a byte-order mark; BE or LE if most even or odd bytes are 0; or None."""
     if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         return ""
     zeros = [half.count(0) / max(1, len(half)) for half in (data[:4096:2], data[1:4096:2])]

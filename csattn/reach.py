@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Reach:
     """How far back a token of a local layer attends: to a window that ends with it, or to the start of its chunk."""
 
-    num_rows: int  # of the window, the token's own row included; or of a chunk
+    num_rows: int  # rows of the window, the token's own included, or of a chunk
     chunked: bool = False
 
     def first_seen(self, position: int) -> int:

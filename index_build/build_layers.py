@@ -130,7 +130,7 @@ class _CheckpointClock:
 
 
 def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> Fit:
-    """Return the fit of the next layer's query predictor, if it has one: either done, or to run beside the index.
+    """Return a function that fits the next layer's query predictor, if it has one; the fit may be done already.
 
     On a CPU it is left to one thread if the other threads take at least as long for the index, as with small models or
     long contexts. On a GPU it is done here: prefill lends the model the same weights, which two threads must not do at

@@ -52,7 +52,7 @@ class HostStore:
 
 
 def distinct(layers: Iterable[Tensor]) -> list[Tensor]:
-    """Return the layers without repeats of the same memory: layers may share their rows."""
+    """Return the layers that are in different memory: several layers may share their rows."""
     return list({layer.data_ptr(): layer for layer in layers}.values())
 
 

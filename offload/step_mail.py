@@ -47,7 +47,7 @@ class RowMail:
 
     @staticmethod
     def num_bytes(num_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """What it takes of the memory."""
+        """Return the bytes that it takes of the shared memory."""
         return piece_bytes((num_rows, *row_shape), dtype) + piece_bytes((num_rows,), torch.int64)
 
     def post(self, rows: Tensor, clock: StepClock, flag_of_step: int) -> None:
@@ -79,7 +79,7 @@ class SelectionMail:
 
     @staticmethod
     def num_bytes(num_rows: int, num_heads: int, max_top_k: int) -> int:
-        """What it takes of the memory."""
+        """Return the bytes that it takes of the shared memory."""
         small = piece_bytes((num_rows, num_heads), torch.int32) + piece_bytes((num_rows,), torch.int32)
         flags = piece_bytes((num_rows, num_heads), torch.int64)
         return piece_bytes((num_rows, num_heads * max_top_k), torch.int32) + small + flags

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from csattn.bits import pack_bits, unpack_bits
 
 CHUNK_KEYS = 1024
-SCORE_UNIT = 16  # a list's scores are padded to a multiple of it, and read in such vectors
+SCORE_UNIT = 16  # a list's scores are padded to a multiple of it, and read in vectors of it
 LARGEST_SCORE = 65504.0  # the largest float16: scores beyond it are clipped to it
 
 

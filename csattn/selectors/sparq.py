@@ -28,7 +28,7 @@ class PreparedSparq:
 
     @property
     def index_bytes(self) -> int:
-        """The bytes of the values' sum, and of the paper's second copy of the keys, in which components are contiguous."""
+        """The bytes of the values' sum, and of the paper's second copy of the keys, with contiguous components."""
         return self.keys.nbytes + self.value_sum.nbytes
 
     def selector(self, view: ContextView) -> "SparqSelector":

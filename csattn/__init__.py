@@ -7,8 +7,8 @@ on-disk artifact. It starts no process and moves no memory between devices; `ind
 
 import os
 
-# libgomp reads this once, when it is loaded: its default spins, and a fork-join beside a busy neighbour
-# then costs milliseconds instead of microseconds. It must be set before torch, faiss or numba come in.
+# libgomp reads this once, when it is loaded. By default its threads spin while they wait, and next to another busy
+# process a fork-join then costs milliseconds instead of microseconds. Set it before torch, faiss or numba is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.2.0"

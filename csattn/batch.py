@@ -1,8 +1,8 @@
-"""What one decode step of a batch works on: one token per row, everything at fixed device addresses.
+"""The inputs of one decode step of a batch on a GPU: one token per row, all tensors at fixed device addresses.
 
-A captured CUDA graph reads these tensors anew at every replay; between steps their contents change, never the
-tensors. Rows may continue different contexts of different lengths, and several rows may belong to one request
-(the tokens of a question): they share its tail and see different lengths of it.
+A captured CUDA graph reads these tensors again at every replay. Between steps their contents change, but never their
+addresses. Rows may continue different contexts of different lengths. Several rows may belong to one request (the tokens
+of a question): they share its tail and see different lengths of it.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ class StepRows:
     token_ids: Tensor  # [batch_size] int64
     positions: Tensor  # [batch_size] int64, in the sequence
     context_ids: Tensor  # [batch_size] int32: which of the loaded contexts the row continues; -1: none
-    tail_ids: Tensor  # [batch_size] int32: which tail holds the row's own request
+    tail_ids: Tensor  # [batch_size] int32: the tail of the row's request
     tail_lens: Tensor  # [batch_size] int32: rows of that tail that the row sees, its own included; 0: the row is idle
-    # [batch_size] int32: so many of those rows, the first, are segments of the request's own: see `csattn.sketch.own`
+    # [batch_size] int32: the first so many rows of the tail are in the request's own segments: see `csattn.sketch.own`
     own_lens: Tensor
-    # [batch_size] int32: so many of these again, the first, lie elsewhere; the tail begins with the row behind them
+    # [batch_size] int32, at most own_lens: the first so many rows are stored elsewhere; tail memory begins after them
     tail_starts: Tensor
-    top_ks: Tensor  # [batch_size] int32: K, where it is less than what steps are planned for; ANY_TOP_K: it is not
-    # of whatever step is captured of these rows, whenever it runs
+    top_ks: Tensor  # [batch_size] int32: the row's K if it is below the step's max_top_k, else ANY_TOP_K
+    # these two are constants of every step that is captured with these rows
     any_own: bool = True  # False: own_lens are zeros
-    reads_all: bool = False  # all rows of contexts and tails are attended to; own_lens are zeros, too
+    reads_all: bool = False  # attend to all rows of contexts and tails; own_lens are zeros
 
     @property
     def batch_size(self) -> int:
@@ -45,7 +45,7 @@ class DeviceSelection:
 
 
 def make_step_rows(batch_size: int, device: torch.device) -> StepRows:
-    """Rows that are all idle."""
+    """Make a step whose rows are all idle."""
     zeros = torch.zeros(batch_size, dtype=torch.int64, device=device)
     return StepRows(
         token_ids=zeros.clone(),
@@ -62,7 +62,7 @@ def make_step_rows(batch_size: int, device: torch.device) -> StepRows:
 def make_device_selection(
     batch_size: int, num_index_heads: int, max_top_k: int, device: torch.device
 ) -> DeviceSelection:
-    """A selection of nothing."""
+    """Make an empty selection: all padding."""
     return DeviceSelection(
         torch.full((batch_size, num_index_heads, max_top_k), -1, dtype=torch.int32, device=device),
         torch.zeros((batch_size, num_index_heads), dtype=torch.int32, device=device),

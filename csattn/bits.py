@@ -1,4 +1,4 @@
-"""A bit for each key, in words of 32: key 32 * w + i is bit i of word w."""
+"""Bit masks over keys, in words of 32 bits: key 32 * w + i is bit i of word w."""
 
 import numpy as np
 from numpy.typing import NDArray

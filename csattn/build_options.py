@@ -1,4 +1,4 @@
-"""How a context becomes an artifact, as a user may say it: the defaults of the command line and of the service."""
+"""The options of a build that a user may set, with the defaults of the command line and of the service."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,15 +11,15 @@ _INDEX_OPTIONS = (*COUNTS, "list_len", "kmeans")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """Options of `csattn build` that say what is built; None leaves an option to the preset, or the model to the demo.
+    """The options of `csattn build` that determine what is built. None means the preset's value, or the demo model.
 
-    A line of a list of contexts may give any of these by its name.
+    A line of a list of contexts may set any of these by its name.
     """
 
     model: str | None = None
     preset: str = "default"
     dtype: str = "float32"
-    weights: str | None = None  # that those of the model are rounded to: see `load_model`
+    weights: str | None = None  # the format that the model's weights are rounded to: see `load_model`
     chat: bool = True
     num_fine: int | None = None
     num_coarse: int | None = None
@@ -34,12 +34,12 @@ class BuildOptions:
 
     @property
     def index_changes(self) -> dict[str, Any]:
-        """What differs from the preset."""
+        """The options of the index by name; None where the preset decides."""
         return {name: getattr(self, name) for name in _INDEX_OPTIONS}
 
     @property
     def flags(self) -> list[str]:
-        """The same as arguments of `csattn build`."""
+        """All options as arguments of `csattn build`."""
         given = [(field.name.replace("_", "-"), getattr(self, field.name)) for field in fields(self)]
         switches = [f"--{name}" if value else f"--no-{name}" for name, value in given if isinstance(value, bool)]
         values = [(f"--{name}", str(value)) for name, value in given if not isinstance(value, bool | None)]

@@ -1,9 +1,9 @@
-"""Where this project keeps what can be made again."""
+"""The directory of files that can be made again."""
 
 import os
 from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """$CSATTN_CACHE, else ~/.cache/csattn; it need not exist yet."""
+    """Return $CSATTN_CACHE, or else ~/.cache/csattn; the directory need not exist."""
     return Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()

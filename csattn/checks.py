@@ -1,4 +1,4 @@
-"""Values that enter are of their kind, or refused with a sentence."""
+"""Checks of incoming values: each `require_` raises ConfigError with a sentence for the user."""
 
 from numbers import Integral, Real
 from pathlib import Path
@@ -27,7 +27,10 @@ def require_share(name: str, value: float) -> None:
 
 
 def require_text(name: str, value: object, otherwise: str = "") -> None:
-    """otherwise: what else may be given than one that is not empty."""
+    """Raise ConfigError unless the value is a str that has UTF-8 bytes and is not blank.
+
+    otherwise: ends the message, with what else may be given.
+    """
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be text, got a value of type {type(value).__name__}; give a str")
     if (half := lone_surrogate(value)) is not None:
@@ -40,7 +43,7 @@ def require_text(name: str, value: object, otherwise: str = "") -> None:
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Where half a surrogate pair is, which is no text and has no bytes."""
+    """Return where the text has half a surrogate pair, which cannot be encoded as UTF-8; None if nowhere."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -49,7 +52,7 @@ def lone_surrogate(text: str) -> int | None:
 
 
 def require_model_name(value: object) -> None:
-    """None: the demo model. An empty one is a variable of a shell that is not set, and means another model."""
+    """Raise ConfigError for what is no name. A blank one is an unset shell variable; the demo model is None."""
     if value is not None and (not isinstance(value, str | Path) or not str(value).strip()):
         raise ConfigError(
             f"a model is a directory, a .gguf file or a hub id, got {value!r}; give one, or leave it out for the demo "

@@ -1,4 +1,4 @@
-"""How a process comes into a Ray cluster."""
+"""Connect this process to a Ray cluster."""
 
 import socket
 from typing import Any
@@ -10,13 +10,16 @@ _CONNECT_S = 5.0
 
 def join(
     ray: Any,
-    address: str | None,  # None, "auto" and "local": nowhere in particular
+    address: str | None,  # None, "auto" and "local" name no host to probe
     /,
     **options: Any,  # of `ray.init`
 ) -> None:
-    """Raises OSError, RuntimeError or ValueError where there is none, and SystemExit with code 143 for a SIGTERM that
-    comes meanwhile, which Ray takes for itself. Signals are handled afterwards as before."""
-    if address not in (None, "auto", "local"):  # knock before Ray does, which would go on knocking for many minutes
+    """Call `ray.init`, and restore the signal handlers that it replaces.
+
+    Raises OSError, RuntimeError or ValueError if no cluster can be reached, and SystemExit with code 143 for a SIGTERM
+    that arrives meanwhile, which Ray's own handler takes.
+    """
+    if address not in (None, "auto", "local"):  # probe first: Ray itself would retry for many minutes
         host, _, port = address.rpartition("://")[2].rpartition(":")
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     with own_handlers(undo=ray.shutdown):

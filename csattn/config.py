@@ -1,4 +1,4 @@
-"""How an index is made and how it is searched: frozen values, checked once, where they enter."""
+"""Configuration of the index and of its search: frozen values, checked once, where they enter."""
 
 import sys
 from dataclasses import asdict, dataclass, fields
@@ -10,7 +10,7 @@ from csattn.errors import ConfigError
 Kmeans = Literal["faiss", "torch"]
 RestKind = Literal["sketch", "moments", "none"]
 
-# where no GPU places centroids; on macOS, FAISS and torch bring an OpenMP each, and two of them crash the process
+# k-means without a GPU. On macOS, FAISS and torch each load their own OpenMP, and two of them crash the process
 KMEANS_ON_CPU: Kmeans = "torch" if sys.platform == "darwin" else "faiss"
 
 SEGMENT_STEP = 1024  # segments of a sketch begin at multiples of this many rows
@@ -20,9 +20,9 @@ SEGMENT_STEP = 1024  # segments of a sketch begin at multiples of this many rows
 class SketchConfig:
     """A sketch of every key: see `csattn.sketch`."""
 
-    num_fine: int = 2  # words of 4-bit codes for each 64 dimensions of a key
-    num_coarse: int = 2  # words of 2-bit codes, likewise: at 2 and 2, three quarters of the coordinates are kept
-    segment_len: int = 8192  # rows that share a transform, about
+    num_fine: int = 2  # 32-bit words of 4-bit codes for each 64 dimensions of a key
+    num_coarse: int = 2  # words of 2-bit codes for each 64 dimensions: 2 and 2 keep three quarters of the coordinates
+    segment_len: int = 8192  # approximate number of rows that share a transform
     layout: Literal["sketch"] = "sketch"
 
     def __post_init__(self) -> None:
@@ -36,18 +36,18 @@ class SketchConfig:
             )
 
     def require_head_dim(self, head_dim: int) -> None:
-        """Refuse heads that are too narrow, or so wide that codes would depend on the order of sums."""
+        """Raise ConfigError for heads that are too narrow, or so wide that codes would depend on the order of sums."""
         if not 8 <= head_dim <= 512:
             raise ConfigError(f"a sketch needs heads of 8 to 512 dimensions, got {head_dim}; use the preset lists")
 
     def words(self, head_dim: int) -> tuple[int, int]:
-        """Fine and coarse words of a key: at least one, and no more than there are dimensions for."""
+        """Return how many fine and coarse words a key takes: at least one fine, and no more than head_dim fills."""
         self.require_head_dim(head_dim)
         num_fine = max(1, self.num_fine * head_dim // 64)
         return num_fine, min(self.num_coarse * head_dim // 64, (head_dim - 8 * num_fine) // 16)
 
     def segment_starts(self, context_len: int) -> list[int]:
-        """Segments of about segment_len rows, all but the last whole multiples of SEGMENT_STEP."""
+        """Return where segments of about segment_len rows begin: at multiples of SEGMENT_STEP."""
         num_segments = max(1, round(context_len / self.segment_len))
         return sorted({context_len * i // num_segments // SEGMENT_STEP * SEGMENT_STEP for i in range(num_segments)})
 
@@ -57,17 +57,17 @@ class SketchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListConfig:
-    """Query centroids, and for each the keys that it scores highest: the published method and its refinements."""
+    """Lists of the keys that each query centroid scores highest: the published method and its refinements."""
 
     num_subspaces: int = 8  # m: slices of head_dim, all of one width
     num_centroids: int = 128  # C: per subspace
     list_len: float = 0.25  # L as a share of the context
-    center_keys: bool = True  # subtract mean(k): softmax does not see it, ranking by parts does
-    weigh_by_norm: bool = True  # weigh subspace b by the norm of the query in it, instead of by 1
+    center_keys: bool = True  # subtract mean(k): it does not change the softmax, but it changes rankings by subspace
+    weigh_by_norm: bool = True  # weight each subspace by the norm of the query in it, instead of by 1
     share_group: bool = True  # one codebook, table and selection per KV head instead of one per query head
     num_iterations: int = 10  # of k-means
     seed: int = 1234  # of k-means
-    kmeans: Kmeans = KMEANS_ON_CPU  # which program places the centroids: they differ, so it is part of what an index is
+    kmeans: Kmeans = KMEANS_ON_CPU  # the k-means implementation: results differ, so it is part of the configuration
     layout: Literal["lists"] = "lists"
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class ListConfig:
         require_share("list_len", self.list_len)
 
     def require_head_dim(self, head_dim: int) -> None:
-        """Refuse heads that cannot be split."""
+        """Raise ConfigError for heads that cannot be split into equal subspaces."""
         if head_dim % self.num_subspaces:
             raise ConfigError(
                 f"head_dim={head_dim} cannot be split into {self.num_subspaces} equal subspaces; choose a divisor with "
@@ -87,7 +87,7 @@ class ListConfig:
             )
 
     def list_entries(self, context_len: int) -> int:
-        """L, the entries kept per centroid of a context of that length."""
+        """Return L, the number of entries that each centroid's list has in a context of that length."""
         return max(1, round(self.list_len * context_len))
 
     def to_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ IndexConfig = SketchConfig | ListConfig
 
 
 def num_index_heads(config: IndexConfig, num_q_heads: int, num_kv_heads: int) -> int:
-    """That choose rows, in a layer: KV heads, or query heads each for itself."""
+    """Return how many heads of a layer choose rows: KV heads, or query heads if a group does not share."""
     own = isinstance(config, ListConfig) and not config.share_group
     return num_q_heads if own else num_kv_heads
 
@@ -117,15 +117,15 @@ def index_config_from_json(data: dict[str, Any]) -> IndexConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConfig:
-    """What is read of the context at each step."""
+    """Which rows of the context each step reads."""
 
     keep: float = 0.02  # share of the context fetched for each KV head, besides the resident rows
     sink_len: int = 4  # first rows of the context, always attended
     window_len: int = 256  # last rows of the context, and last rows of the tail, always attended
     lookahead: int = 0  # 1: search with the query predicted from the previous layer's input
-    search_period: int = 1  # search at every N-th token of a request; those between read what it chose
+    search_period: int = 1  # search at every N-th token of a request; the tokens between reuse its choice
     # how rows that are neither resident nor chosen are attended to: by their codes in the sketch, by an estimate from
-    # the context's moments, or not at all; None: as suits the index, see `csattn.selectors.resolve_rest`
+    # the context's moments, or not at all; None: the index's default, see `csattn.selectors.resolve_rest`
     rest: RestKind | None = None
 
     def __post_init__(self) -> None:
@@ -137,15 +137,15 @@ class SearchConfig:
         require_one_of("rest", self.rest, (*get_args(RestKind), None))
 
     def top_k(self, context_len: int) -> int:
-        """K, the rows fetched per KV head from a context of that length."""
+        """Return K, the number of rows fetched per KV head from a context of that length."""
         return max(1, round(self.keep * context_len))
 
 
 def preset(name: str) -> IndexConfig:
-    """The named index configuration.
+    """Return the index configuration of that name; raise ConfigError for an unknown one.
 
-    `default` is the sketch; `lists` is what measures best among lists, `paper` the published method to the letter (see
-    bench/log.md).
+    `default` is the sketch, `lists` the best of the lists by measurement, `paper` the published method to the letter
+    (see bench/log.md).
     """
     if name == "default":
         return SketchConfig()

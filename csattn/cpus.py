@@ -1,10 +1,10 @@
-"""How many CPUs this process may use."""
+"""The number of CPUs that this process may use."""
 
 import os
 
 
 def available_cpus() -> int:
-    """The CPUs that the process is allowed to run on, where the system tells; all of them elsewhere (macOS)."""
+    """Return how many CPUs the process's affinity mask allows; all CPUs on systems without masks (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What can go wrong, as seen from outside: every message says what came, what was wanted, and what to do."""
+"""Errors that callers may see. Every message says what came, what was wanted, and what to do."""
 
 
 class CsattnError(Exception):
@@ -30,7 +30,7 @@ class ArtifactError(CsattnError):
 
 
 class ArtifactNotFoundError(ArtifactError):
-    """There is no finished artifact at the given place."""
+    """The given place has no finished artifact."""
 
 
 class ArtifactCorruptError(ArtifactError):
@@ -42,7 +42,7 @@ class ArtifactMismatchError(ArtifactError):
 
 
 class ArtifactRoomError(ArtifactError):
-    """This process may not open or map another artifact's files, which may be sound."""
+    """This process cannot open or map more files; the artifact itself may be sound."""
 
 
 class StoreFullError(ArtifactError):
@@ -50,7 +50,7 @@ class StoreFullError(ArtifactError):
 
 
 class SearchLostError(CsattnError):
-    """A search worker does not start or does not answer, and nobody could search in its place."""
+    """A search worker does not start or does not answer, and no other could take over its searches."""
 
 
 class DevicesError(CsattnError):

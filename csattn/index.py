@@ -1,4 +1,4 @@
-"""The index of one layer: how queries are split and matched, and the table their centroids look up."""
+"""The index of one layer by lists: codebooks to match queries with, and the table of their centroids' lists."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +13,15 @@ _LANES = 16
 
 @dataclass(frozen=True)
 class LayerIndex:
-    """Everything that a search in one layer reads. Arrays may be read-only memory maps, shared by all requests."""
+    """All arrays that a search in one layer reads. They may be read-only memory maps; all requests share them."""
 
     codebooks: NDArray[np.float32]  # [num_index_heads, num_subspaces, num_centroids, subspace_dim], unit rows
     key_mean: NDArray[np.float32]  # [num_index_heads, head_dim]; zero when keys are not centred
     table: ListTable
-    weigh_by_norm: bool  # subspace weight: the query's norm in it, or 1
-    # [num_q_heads, head_dim + 1, head_dim]: the next layer's query before RoPE is about [early, 1] @ next_query[h],
-    # where early is what the next layer would project from this layer's input. None where that has no index.
+    weigh_by_norm: bool  # whether a subspace's weight is the query's norm in it, instead of 1
+    # [num_q_heads, head_dim + 1, head_dim]: predicts head h's query in the next layer, before RoPE, as
+    # [early, 1] @ next_query[h], where early is the next layer's query projection applied to this layer's input.
+    # None if the next layer has no index.
     next_query: NDArray[np.float32] | None = None
 
     @property
@@ -41,7 +42,7 @@ class LayerIndex:
 
     @cached_property
     def codebook_columns(self) -> NDArray[np.float32]:
-        """The codebooks as a search on the CPU reads them: centroids side by side, zeros behind them to whole lanes.
+        """The codebooks transposed for the search on the CPU, with centroids innermost, padded with zeros.
 
         [num_index_heads, num_subspaces, subspace_dim, num_centroids rounded up to 16].
         """
@@ -53,6 +54,6 @@ class LayerIndex:
 
 @dataclass(frozen=True)
 class NoIndex:
-    """Of a layer that keeps a context's last rows alone: nothing is searched."""
+    """The index of a layer that keeps only the last rows of a context: it is never searched."""
 
-    next_query: NDArray[np.float32] | None = None  # as of `LayerIndex`: where the next layer has an index
+    next_query: NDArray[np.float32] | None = None  # as in `LayerIndex`

@@ -1,15 +1,15 @@
-"""Layers that do not attend to everything: how far back their tokens see."""
+"""The reach of local layers, which attend to a sliding window or to a chunk instead of all rows."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """How far back a token of a local layer sees: all rows of a window that ends with it, or those of its chunk."""
+    """How far back a token of a local layer attends: to a window that ends with it, or to the start of its chunk."""
 
-    num_rows: int  # the window's, the token's own included; or the chunk's
+    num_rows: int  # rows of the window, the token's own included, or of a chunk
     chunked: bool = False
 
     def first_seen(self, position: int) -> int:
-        """The first position that the token at that position sees."""
+        """Return the first position that the token at `position` attends to."""
         return position - position % self.num_rows if self.chunked else max(0, position + 1 - self.num_rows)

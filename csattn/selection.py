@@ -1,4 +1,4 @@
-"""Which context rows a step attends to besides the resident ones: a few kilobytes, whatever the context length."""
+"""The result of a search: which rows a step attends to besides the resident ones. It takes a few kilobytes."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """An estimate of what attention to the rows that were not selected would give."""
+    """An estimate of attention over the rows that were not selected."""
 
     out: NDArray[np.float32]  # [num_q_heads, head_dim]
     share: NDArray[np.float32]  # [num_q_heads], in [0, 1]: the softmax weight of those rows
@@ -16,10 +16,11 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The rows to fetch in one layer. `num_index_heads` is num_kv_heads, or num_q_heads when a group does not share.
+    """The rows to fetch in one layer. `num_index_heads` is num_kv_heads, or num_q_heads if a group does not share.
 
-    Rows at and above context_len are rows of the tail that have left its window. A step attends to resident and
-    selected rows, whose logits `log_weights` shift; with a `rest` it then gives (1 - share) * out + share * rest.out.
+    Indices from context_len on are rows of the tail that have left its window. A step attends to resident and selected
+    rows and adds `log_weights` to the logits of the selected ones. With a `rest`, the result is
+    (1 - share) * out + share * rest.out.
     """
 
     kv_indices: NDArray[np.int32]  # [num_index_heads, top_k], ascending, unique, -1 padded
@@ -29,12 +30,12 @@ class Selection:
 
     @property
     def num_rows(self) -> int:
-        """Rows fetched over all heads."""
+        """The number of rows fetched, summed over all heads."""
         return int(self.valid_len.sum())
 
 
 def join_choices(of_context: Selection, of_tail: Selection, context_len: int) -> Selection:
-    """One selection of both; of_tail: rows of the tail, counted from its first."""
+    """Concatenate two selections. of_tail: its indices count from the first row of the tail."""
     width = of_context.kv_indices.shape[1] + of_tail.kv_indices.shape[1]
     kv_indices = np.full((len(of_context.valid_len), width), -1, np.int32)
     for head, (first, second) in enumerate(zip(of_context.valid_len, of_tail.valid_len, strict=True)):

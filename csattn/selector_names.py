@@ -1,6 +1,6 @@
-"""The selectors there are: for the command line, the service and their documentation. Loads no heavy library.
+"""The names of all selectors, for the command line, the service and their documentation. Loads no heavy library.
 
-Names and types are of those that are part of csattn; `ABOUT` has also what `csattn.selectors.register` was given.
+`SelectorName` has those that are part of csattn; `ABOUT` also has those added by `csattn.selectors.register`.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ SELECTOR_NAMES: tuple[SelectorName, ...] = get_args(SelectorName)
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a selector is."""
+    """The description of a selector."""
 
     summary: str
-    source: str  # where it was published; empty: nowhere
-    keeps_top_k: bool  # it selects `keep` of the context, so keeping everything is full attention
+    source: str  # where it was published; empty if nowhere
+    keeps_top_k: bool  # it selects the share `keep` of the context, so keeping everything is full attention
 
 
 ABOUT: dict[str, About] = {
@@ -39,12 +39,12 @@ ABOUT: dict[str, About] = {
 
 
 def selector_named(name: str) -> SelectorName:
-    """Raises ConfigError when there is none of that name."""
+    """Return the name as a SelectorName; raise ConfigError if no selector has it."""
     if name in ABOUT:
         return cast(SelectorName, name)
     raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(ABOUT)}")
 
 
 def described() -> str:
-    """All names with what they are, as one sentence."""
+    """Return all names and their summaries as one line of text."""
     return "; ".join(f"{name}: {ABOUT[name].summary}" for name in ABOUT)

@@ -1,4 +1,4 @@
-"""Signals that end a service, and those that a library takes for itself when it starts."""
+"""Signals that end a service, and protection of their handlers from a library that replaces them when it starts."""
 
 import signal
 import threading
@@ -9,26 +9,29 @@ TERMINATED = 128 + signal.SIGTERM  # the exit code
 
 
 def ending_signals() -> list[signal.Signals]:
-    """That tell a service to end. The end of its terminal is one, unless nobody is to heed it, as below nohup."""
+    """Return the signals that end a service: SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under nohup."""
     heeded = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *heeded]
 
 
 @contextmanager
 def own_handlers(undo: Callable[[], object]) -> Iterator[None]:
-    """SIGTERM and SIGINT are handled behind the block as before it. Where an exit leaves it, undo is called; one by the
-    library's own handler of SIGTERM, as Ray has it, has the code that shells give that signal. Where SIGHUP has a
-    handler, which is called behind the block at the latest, it does nothing to processes that are started within: a
-    terminal sends it to them too, and this one ends them."""
-    # without a handler it ends this process at once, so that it has to end what is started as well
+    """Restore the handlers of SIGTERM and SIGINT after the block.
+
+    If SystemExit leaves the block, `undo` is called. An exit by the library's own handler of SIGTERM, as Ray has one,
+    gets the exit code that shells give that signal.
+    If SIGHUP has a handler, the signal is blocked in the block and in processes started there, and delivered to this
+    process after it at the latest: a terminal sends SIGHUP to those processes too, but this process ends them.
+    """
+    # without a handler, SIGHUP ends this process at once, so it has to end the processes that it started, too
     blocked = [signal.SIGHUP] if callable(signal.getsignal(signal.SIGHUP)) else []
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # processes inherit it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # child processes inherit it
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         try:
             yield
         finally:
-            if threading.current_thread() is threading.main_thread():  # no other may, nor has the library
+            if threading.current_thread() is threading.main_thread():  # no other may set handlers, and none was set
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,4 +1,4 @@
-"""torch by one of many threads: its sums, and those of the libraries below it, depend on how many there are."""
+"""torch on a fixed number of threads: its sums, and those of the libraries below it, depend on that number."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Map = Callable[..., Any]  # the builtin, or a pool's
 
-_had_many: int | None = None  # the process
+_had_many: int | None = None  # id of the process that used several threads
 
 
 def require_threads() -> None:
-    """A process that is forked has none of its parent's threads, and torch waits for them without end: refused."""
+    """Raise ConfigError in a process forked after torch used its threads: it has none of them, and torch would hang."""
     global _had_many
     if torch.get_num_threads() == 1:
         return
@@ -32,8 +32,10 @@ def require_threads() -> None:
 
 @contextmanager
 def threads_kept() -> Iterator[None]:
-    """Afterwards the calling thread has as many threads as before, and so have those that begin later: they are told
-    what any thread said last."""
+    """Restore torch's number of threads after the block, for the calling thread and for threads that start later.
+
+    A new thread takes the number that any thread set last.
+    """
     num_threads = torch.get_num_threads()
     try:
         yield
@@ -43,14 +45,14 @@ def threads_kept() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """What the calling thread asks of torch, it computes by itself."""
+    """Run torch on the calling thread alone within the block."""
     with threads_kept():
         torch.set_num_threads(1)
         yield
 
 
 def alone(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`work` by one thread, without gradients. Whoever has the threads of a pool do it waits in `threads_kept`."""
+    """Wrap `work` to run on one thread, without gradients. Submit it to a pool, and wait for it, in `threads_kept`."""
 
     @wraps(work)
     def by_itself(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-import csattn  # noqa: F401  # first, because it sets OpenMP's waiting policy before torch comes in
+import csattn  # noqa: F401  # first, because it sets OpenMP's waiting policy before torch is imported
 
 if TYPE_CHECKING:
     from index_build.pipeline import BuildReport, build_context
@@ -11,7 +11,7 @@ __all__ = ["BuildReport", "build_context"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the build when it is asked for: `csattn --help` should not wait for torch."""
+    """Import the build on first use: `csattn --help` should not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module 'index_build' has no attribute {name!r}")
     from index_build import pipeline
@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With what is not loaded yet: completion asks for it."""
+    """Include names that are not imported yet, for completion."""
     return sorted({*globals(), *__all__})

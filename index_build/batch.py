@@ -1,6 +1,6 @@
-"""Many contexts in one go: what becomes of each, and building them one after the other in this process.
+"""Build a batch of contexts, one after another, in this process; the results and reports of any batch.
 
-A model is loaded once. Failed jobs do not stop the batch; they are reported at the end.
+Each model is loaded once. Failed jobs do not stop the batch; they are reported at the end.
 """
 
 import time
@@ -26,21 +26,21 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of one job."""
+    """The result of one job."""
 
     job: Job
     outcome: Outcome
     seconds: float
     artifact_id: str | None = None
-    path: Path | str | None = None  # or its URL
+    path: Path | str | None = None  # a str is a URL
     context_len: int = 0
-    error: str | None = None  # a sentence, when it failed
-    attempts: int = 1  # more than 1 when workers died over it
-    num_built: int = 0  # layers, in this run
+    error: str | None = None  # a sentence if it failed
+    attempts: int = 1  # more than 1 if workers died during the job
+    num_built: int = 0  # layers built in this run
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None where nothing was built from the first layer on."""
+        """Context tokens per second of the build; None unless this run built all layers."""
         return self.context_len / self.seconds if self.outcome == "built" and self.seconds > 0 else None
 
     def to_json(self) -> dict[str, Any]:
@@ -61,13 +61,13 @@ class JobResult:
         }
 
 
-OnJobProgress = Callable[[int, BuildState], None]  # by the job's position in the list
+OnJobProgress = Callable[[int, BuildState], None]  # called with the job's index in the list
 OnJobResult = Callable[[int, JobResult], None]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What became of all jobs, in the list's order."""
+    """The results of all jobs, in the list's order."""
 
     results: tuple[JobResult, ...]
     seconds: float
@@ -93,9 +93,9 @@ def run_batch(
     on_progress: OnJobProgress = lambda job_idx, state: None,
     on_result: OnJobResult = lambda job_idx, result: None,
 ) -> BatchReport:
-    """Build all jobs one after the other, those of one model together; whatever fails is in the report.
+    """Build all jobs one after another, those of one model together; the report includes failures.
 
-    require_room: called before a model is loaded; raises where memory has no room for it.
+    require_room: called before a model is loaded; raises if memory has no room for it.
     """
     started = time.perf_counter()
     device = choose_device(device)
@@ -106,7 +106,7 @@ def run_batch(
 
 
 def by_model(jobs: Sequence[Job]) -> list[list[int]]:
-    """The positions of the jobs of each model, in the order in which models first appear."""
+    """Group the jobs' indices by model, in the order in which models first appear."""
     groups: dict[tuple[str | None, str, str | None], list[int]] = {}
     for idx, job in enumerate(jobs):
         groups.setdefault((job.options.model, job.options.dtype, job.options.weights), []).append(idx)
@@ -114,12 +114,12 @@ def by_model(jobs: Sequence[Job]) -> list[list[int]]:
 
 
 def plan_job(job: Job, loaded: LoadedModel) -> Plan:
-    """Read the job's context."""
+    """Read the job's context and plan its artifact."""
     return plan_text(read_text(str(job.context)), job.context.name, job.options, loaded, loaded.device.type)
 
 
 def sentence(error: Exception) -> str:
-    """An error on one line; the project's own are sentences already."""
+    """Format an error as one line; the project's own messages are sentences already."""
     lines = str(error).strip().splitlines()
     if isinstance(error, CsattnError):
         return " ".join(lines)
@@ -127,7 +127,7 @@ def sentence(error: Exception) -> str:
 
 
 def model_for_builds(options: BuildOptions, device: str) -> LoadedModel:
-    """As `load_model`; it has no few bits."""
+    """Load a model as `load_model` does, without the low-bit copies of its weights: prefill uses the decoded ones."""
     loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_lend=True)
     drop_few_bits(loaded.model)
     return loaded
@@ -143,7 +143,7 @@ def _run_group(
     on_progress: OnJobProgress,
     on_result: OnJobResult,
 ) -> Iterator[tuple[int, JobResult]]:
-    """Build the jobs of one model, which is gone from memory afterwards; last, those that another process builds."""
+    """Build the jobs of one model, and free it afterwards. Jobs that another process builds come last."""
     options = jobs[group[0]].options
     loaded: LoadedModel | None = None
     fault = ""
@@ -165,7 +165,7 @@ def _run_group(
                     result = build_job(job, loaded, plan, store, num_threads, on_state, may_wait)
             except BuiltElsewhereError:
                 continue
-            except Exception as error:  # one context must not end the others, whatever is wrong with it
+            except Exception as error:  # a faulty context must not end the batch
                 result = JobResult(job, "failed", time.perf_counter() - started, error=sentence(error))
             del left[idx]
             on_result(idx, result)
@@ -186,7 +186,7 @@ def build_job(
     may_wait: bool,
     **options: Any,  # of `build_plan`
 ) -> JobResult:
-    """Build a job's context. Raises BuiltElsewhereError where another process does, unless this may wait for that."""
+    """Build a job's context. If another process is building it, wait if `may_wait`, else raise BuiltElsewhereError."""
     started, context_len = time.perf_counter(), plan.spec.context_len
     first_share: float | None = None
 

@@ -1,4 +1,4 @@
-"""How far a build is. In a file of its own: the process that keeps the board needs neither torch nor transformers."""
+"""The progress of builds. A module of its own, because the board's process needs neither torch nor transformers."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -8,31 +8,31 @@ Outcome = Literal["built", "resumed", "reused", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class BuildProgress:
-    """Where a build is. `done` and `total` count rows of prefill."""
+    """The progress of a build. `done` and `total` count rows of the current layer's prefill."""
 
     layer_idx: int
     num_layers: int
-    phase: str  # "prefill", "index", or "write": the layer is written, or on its way to be
+    phase: str  # "prefill", "index" or "write": the layer is written or queued for writing
     done: int
     total: int
 
     @property
     def share(self) -> float:
-        """Of all layers' prefill, 0 to 1."""
+        """The share of the prefill of all layers that is done, 0 to 1."""
         return (self.layer_idx * self.total + self.done) / (self.num_layers * self.total)
 
 
 class BuildState(NamedTuple):
-    """How far a build of a batch is."""
+    """The progress of a build in a batch."""
 
     context_len: int
-    first_share: float  # of the context, where this run began: more than 0 when an earlier one was interrupted
-    share: float  # of the context, in all layers
+    first_share: float  # the share that was done when this run began: more than 0 if an earlier run was interrupted
+    share: float  # see `BuildProgress.share`
     where: str  # "layer 3/30 index"
 
 
 class Board:
-    """An actor that keeps how far each job is until it is asked for."""
+    """A Ray actor that keeps each job's latest progress until it is taken."""
 
     def __init__(self) -> None:
         self._latest: dict[int, BuildState] = {}

@@ -1,4 +1,4 @@
-"""The layers of a build: each is prefilled, indexed and written. What is there is left alone."""
+"""Build the layers of an artifact: each is prefilled, indexed and written. Finished layers are kept."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,24 +26,24 @@ from index_build.outbox import make_outbox
 from index_build.plan import Plan
 from index_build.predictor import fit_predictor, sample_rows
 
-if TYPE_CHECKING:  # transformers comes with it, which takes seconds: an index is made without
+if TYPE_CHECKING:  # it imports transformers, which takes seconds and is not needed to make an index
     from index_build.capture import LayerCapture
 
-# On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
+# On a GPU a layer takes less time than writing its hidden states does, so not every layer gets a checkpoint.
 _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
-# of a fit, in the time that an index takes for each number of its keys, each by one thread
+# multiply-adds of a predictor's fit in the time in which the index processes one element of a key, by one thread each
 _PRODUCTS_BESIDE = 1000
 
-Fit = Callable[[], dict[str, Tensor]]  # what `_fit_query` gives, or nothing
+Fit = Callable[[], dict[str, Tensor]]  # returns the result of `_fit_query`, or an empty dict
 
 
 OnProgress = Callable[[BuildProgress], None]
 
 
 class PhaseTimes:
-    """How long each part of a build took, checkpoints apart.
+    """The seconds that each phase of a build took, without checkpoints.
 
-    On a GPU all go on beside each other, and some layers are written at once.
+    On a GPU the phases overlap, and several layers are written concurrently.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def make_layers(
     on_progress: OnProgress,
     times: PhaseTimes,
 ) -> None:
-    """Make the layers that are not there, from the last checkpoint on."""
+    """Build the missing layers, from the last checkpoint on."""
     from index_build.capture import may_begin, prefill
 
     spec, num_layers = plan.spec, plan.spec.model.num_layers
@@ -116,7 +116,7 @@ def make_layers(
 
 
 class _CheckpointClock:
-    """Says when hidden states should be kept."""
+    """Decides when hidden states are saved as a checkpoint."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._every_s = _CHECKPOINT_EVERY_S_ON_GPU if on_gpu else _CHECKPOINT_EVERY_S
@@ -130,10 +130,11 @@ class _CheckpointClock:
 
 
 def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> Fit:
-    """How the next layer's query is predicted, where it is: fitted already, or to be fitted beside the index.
+    """Return a function that fits the next layer's query predictor, if it has one; the fit may be done already.
 
-    A CPU leaves it to one thread where the others take as long for the index: of small models, or of long contexts. A
-    GPU does not: prefill lends the model the same weights, which two threads must not do at once.
+    On a CPU it is left to one thread if the other threads take at least as long for the index, as with small models or
+    long contexts. On a GPU it is done here: prefill lends the model the same weights, which two threads must not do at
+    once.
     """
     if not loaded.geometry.is_predicted(capture.layer_idx + 1):
         return dict
@@ -149,14 +150,14 @@ def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Ten
 
 
 def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor]:
-    """`next_query`: how that layer's query is predicted, from samples of what enters the layer before and leaves it."""
+    """Fit `next_query`, the predictor of the layer's queries, to samples of the previous layer's input and output."""
     with torch.inference_mode(), lent(model, layer_idx, PROJECTS_QUERIES) as layer:
         early, own = (queries_before_rope(layer, hidden) for hidden in samples)
         return {"next_query": fit_predictor(early, own)}
 
 
 def index_beside(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
-    """The arrays of a layer's index, and what is fitted beside it."""
+    """Make the arrays of a layer's index and, on another thread, the fit."""
     with threads_kept():
         fitted = threads.submit(fit)
         return index_arrays(capture.q, capture.kv, config, threads) | fitted.result()
@@ -165,13 +166,13 @@ def index_beside(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads
 def _make(
     capture: "LayerCapture", spec: ArtifactSpec, fit: Fit, index_threads: Executor, times: PhaseTimes
 ) -> Mapping[str, Tensor]:
-    """The arrays of the index, or the state of a layer without rows; and what is fitted."""
+    """Make the arrays of the index, or of the state of a layer without an index, and those of the fit."""
     with times.timed("index"):
         if capture.layer_idx not in spec.model.indexed_layers:
             return (capture.state or {}) | fit()
         arrays = index_beside(fit, capture, spec.index_config, index_threads)
         if capture.q.is_cuda:
-            torch.cuda.current_stream().synchronize()  # for the clock's sake
+            torch.cuda.current_stream().synchronize()  # so that the phase is timed correctly
         return arrays
 
 
@@ -179,7 +180,7 @@ def _write(
     work: WorkDir,
     layer_idx: int,
     times: PhaseTimes,
-    arrays: Mapping[str, Tensor],  # KV, and what `_make` made
+    arrays: Mapping[str, Tensor],  # KV, and the arrays of `_make`
 ) -> None:
     with times.timed("write"):
         name, *_ = layer_files(work.spec, layer_idx)

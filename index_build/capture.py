@@ -1,8 +1,8 @@
-"""Prefill layer by layer: every layer's post-RoPE queries, keys and values, one layer in memory, on a GPU two.
+"""Layer-major prefill: capture each layer's queries, keys and values after RoPE, one layer in memory, on a GPU two.
 
 The hidden states of the whole context pass through layer 0, then through layer 1, and so on, in chunks of rows.
-So memory holds as much of q, k and v whatever the depth, and a build can resume at any layer from the hidden
-states that enter it. Everything is held where the model is; layers that are not there are lent to it in their turn.
+So the memory of q, k and v does not depend on the model's depth, and a build can resume at any layer from the hidden
+states that enter it. All arrays are on the model's device; layers in host memory are lent to it one by one.
 """
 
 from collections.abc import Callable, Generator
@@ -34,24 +34,24 @@ from index_build.latent_capture import LatentLayer
 
 CHUNK_LEN = 1024
 CHUNK_LEN_ON_GPU = 8192
-_WIDEST_FUSED = 256  # dimensions of a head
+_WIDEST_FUSED = 256  # the largest head_dim that torch's fused attention kernels take
 
 
 @dataclass(slots=True)
 class LayerCapture:
-    """One layer's view of the context, in arrays that are used again."""
+    """What is captured of the context in one layer. Later layers reuse the arrays q and kv."""
 
     layer_idx: int
-    q: Tensor  # [num_q_heads, context_len, head_dim]; of latents no rows
-    kv: Tensor  # [num_kv_heads, context_len, 2, head_dim]: K and V of one key side by side
-    hidden_in: Tensor  # [context_len, hidden_size], what entered the layer
-    is_reused_at_once: bool  # the arrays, by the next layer; else by the next but one, where a GPU has room for it
-    # of a layer that keeps neither: what became of the context, see `Artifact.states`; then q and kv are of another
+    q: Tensor  # [num_q_heads, context_len, head_dim]; without rows if no layer has an index, as with latents
+    kv: Tensor  # [num_kv_heads, context_len, 2, head_dim]: K and V of one key are adjacent
+    hidden_in: Tensor  # [context_len, hidden_size], the layer's input
+    is_reused_at_once: bool  # whether the next layer overwrites q and kv; else the one after it (double buffering)
+    # of a layer without rows, the state after the context: see `Artifact.states`; q and kv then belong to another layer
     state: dict[str, Tensor] | None = None
 
 
 class _CapturingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """A layer of a cache, and what it gives for keys and values: keeps these, and attends to those that are seen."""
+    """A cache layer of transformers that stands for its keys and values: stores them, and computes attention."""
 
     def __init__(self, capture: LayerCapture, spec: AttentionSpec, sinks: Tensor | None):
         super().__init__()
@@ -60,7 +60,7 @@ class _CapturingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         self._num_rows = 0
 
     def to(self, device: torch.device) -> Self:
-        """Where it is, as layers that attend to rows of others ask in some versions of transformers."""
+        """Return itself: some versions of transformers call `to` in layers that attend to another layer's rows."""
         return self
 
     def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Self, Self]:
@@ -74,7 +74,7 @@ class _CapturingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         return self._num_rows
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
-        if self._spec.rows_of is not None:  # whose rows are all there
+        if self._spec.rows_of is not None:  # another layer's rows, which are all stored already
             self._num_rows += q.shape[2]
         rows, tokens = self._capture.kv[:, : self._num_rows], range(self._num_rows - q.shape[2], self._num_rows)
         self._capture.q[:, tokens.start : tokens.stop] = q[0]
@@ -93,14 +93,14 @@ def prefill(
     model: Any,  # transformers causal LM of a supported family
     token_ids: Tensor,  # [context_len] int64
     *,
-    # a layer, and the hidden states [context_len, hidden_size] entering it, of several streams side by side
+    # the layer to start at, and the hidden states [context_len, hidden_size] that enter it, streams concatenated
     resume: tuple[int, Tensor] | None = None,
     chunk_len: int | None = None,
     on_chunk: Callable[[int, int], None] = lambda layer_idx, num_rows: None,
 ) -> Generator[tuple[LayerCapture, Tensor]]:
-    """Yield each layer's capture, with the hidden states that leave the layer.
+    """Yield each layer's capture, and its output hidden states.
 
-    Raises CaptureError when a layer produces NaN, infinity or numbers that no index takes.
+    Raises CaptureError if a layer produces NaN, infinity or numbers that are too large for an index.
     """
     body, config = model.model, model.config
     context_len = token_ids.shape[0]
@@ -111,7 +111,7 @@ def prefill(
     plain = plain and all(layer.latent is None and layer.compressed is None for layer in spec.layers)
     chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda and plain else CHUNK_LEN)
     positions = torch.arange(context_len, device=hidden.device)[None]
-    embeddings: list[Any] = [None] * spec.num_layers  # of layers that turn by themselves
+    embeddings: list[Any] = [None] * spec.num_layers  # None: the layer computes its own RoPE
     if spec.streams is None:
         embeddings = position_embeddings(body, hidden[None], positions)
     token_ids, arrays = token_ids.to(hidden.device), _Arrays(spec, context_len, hidden)
@@ -134,7 +134,7 @@ def prefill(
                     kept = _CapturingLayer(capture, of_layer.attention, sinks)
                     if "shared_kv_states" in signature(layer.forward).parameters:
                         more["shared_kv_states"] = {layer_type(config, layer_idx): (kept, kept)}
-                cache = Cache(layers=[kept] * (layer_idx + 1))  # of this layer, whatever its number
+                cache = Cache(layers=[kept] * (layer_idx + 1))  # this layer's cache, at any layer_idx
                 if of_layer.latent is not None:
                     of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0].interleaved
                     latent = LatentLayer(layer, *of_latents, kv.view(context_len, -1), chosen)
@@ -168,13 +168,13 @@ def prefill(
 
 
 def _embedded(model: Any, token_ids: Tensor, spec: ModelSpec) -> Tensor:
-    """What enters the first layer: [context_len, hidden_size], of several streams side by side."""
+    """Return the input of the first layer: [context_len, hidden_size], streams concatenated."""
     hidden = embed(model, token_ids)
     return hidden.clone() if spec.streams is None else hidden.repeat(1, spec.streams.num)
 
 
 class _Arrays:
-    """Layers' queries and rows: in the same memory, but for rows to which later layers attend, which stay."""
+    """Memory for q and kv that layers take turns with, except the rows that later layers attend to, which are kept."""
 
     def __init__(self, spec: ModelSpec, context_len: int, like: Tensor) -> None:
         self._spec, self._context_len, self._like = spec, context_len, like
@@ -191,7 +191,7 @@ class _Arrays:
         return len(self._room) == 1
 
     def of(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """q and kv, as `LayerCapture` has them."""
+        """Return the layer's q and kv, as in `LayerCapture`."""
         heads, (q, kv) = self._spec.heads_of(layer_idx), self._room[layer_idx % len(self._room)]
         q_sizes = heads.num_q_heads, self._num_queries, heads.head_dim
         kv_sizes = heads.num_kv_heads, self._context_len, 2, heads.head_dim
@@ -203,15 +203,17 @@ class _Arrays:
 
 
 def _has_room_for_another(arrays: tuple[Tensor, ...]) -> bool:
-    """On a GPU, next to what passes through a layer and what its index takes while it is made."""
+    """Whether a GPU has room for a second pair of arrays, besides a layer's activations and the making of its index."""
     if not arrays[0].is_cuda:
         return False
     return 4 * sum(array.nbytes for array in arrays) <= free_device_bytes(arrays[0].device)
 
 
 def may_begin(model: Any, layer_idx: int) -> bool:
-    """Whether a prefill can go on at that layer: not where it attends to what a layer before it has chosen, nor behind
-    one to whose rows others attend."""
+    """Return whether a prefill can resume at that layer.
+
+    It cannot at a layer that reuses the rows chosen by an earlier one, or after a layer whose rows others attend to.
+    """
     spec = describe(model.config)
     latent = spec.layers[layer_idx].latent
     chooses = latent is None or latent.indexer is not None or latent.top_k is None
@@ -224,21 +226,21 @@ def attend_chunk_on_gpu(
     v: Tensor,
     softmax_scale: float,
 ) -> Tensor:
-    """`attend_chunk` by the fused kernels that torch has for GPUs: [num_q_heads, chunk_len, head_dim].
+    """Compute `attend_chunk` with torch's fused kernels for GPUs: [num_q_heads, chunk_len, head_dim].
 
-    Of wider heads than these take, logits are in memory, of one KV head at a time.
+    For heads that are too wide for these, logits are materialised for one KV head at a time.
     """
     if q.shape[2] > _WIDEST_FUSED:
         by_head = zip(*(rows.chunk(len(k)) for rows in (q, k, v)), strict=True)
         return torch.cat([attend_chunk(own_q, own_k, own_v, softmax_scale) for own_q, own_k, own_v in by_head])
     if _cudnn_is_faster(q, k, v):
-        before = k.shape[1] - q.shape[1]  # rows that all of the chunk sees; cuDNN's triangle begins at the first
+        before = k.shape[1] - q.shape[1]  # rows that the whole chunk sees; cuDNN's causal mask is aligned top left
         own = _attend_by_cudnn(q, k[:, before:], v[:, before:], softmax_scale, is_causal=True)
         if before == 0:
             return own[0]
         return merge_state(*own, *_attend_by_cudnn(q, k[:, :before], v[:, :before], softmax_scale, is_causal=False))[0]
     grouped = q.dtype != torch.float32
-    if not grouped:  # the kernel that takes float32 knows no groups
+    if not grouped:  # the float32 kernel has no GQA
         k, v = (rows.repeat_interleave(len(q) // len(rows), dim=0) for rows in (k, v))
     mask = causal_lower_right(q.shape[1], k.shape[1])
     return scaled_dot_product_attention(
@@ -247,7 +249,7 @@ def attend_chunk_on_gpu(
 
 
 def _cudnn_is_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """On an H100, by almost twice; from that architecture on. What it can take is known to torch."""
+    """Whether to use cuDNN: on Hopper or later (on an H100 it is almost twice as fast), if torch says it can."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device) < (9, 0):
         return False
     return can_use_cudnn_attention(SDPAParams(q[None], k[None], v[None], None, 0.0, False, True))
@@ -256,7 +258,7 @@ def _cudnn_is_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _attend_by_cudnn(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """out [num_q_heads, num_tokens, head_dim] and lse [num_q_heads, num_tokens]."""
+    """Return out [num_q_heads, num_tokens, head_dim] and its log-sum-exp [num_q_heads, num_tokens]."""
     out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q[None], k[None], v[None], None, True, 0.0, is_causal, scale=softmax_scale
     )[:2]
@@ -264,16 +266,16 @@ def _attend_by_cudnn(
 
 
 def _state_arrays(state: LinearAttentionLayer) -> dict[str, Tensor]:
-    """conv [channels, conv_len - 1] and memory [num_v_heads, k_dim, v_dim], float32."""
+    """Return conv [channels, conv_len - 1] and memory [num_v_heads, k_dim, v_dim], float32."""
     conv, memory = state.conv_states[0][0, :, 1:], state.recurrent_states[0][0]
     return {"conv": conv.float().contiguous(), "memory": memory.float().contiguous()}
 
 
 def _require_sound(capture: LayerCapture) -> None:
-    if capture.kv.is_cuda:  # to wait for a number would keep the thread that makes indexes from the driver
+    if capture.kv.is_cuda:  # first: waiting in `float(...)` below would lock the indexing thread out of the driver
         torch.cuda.current_stream(capture.kv.device).synchronize()
     made = {"queries": capture.q, "keys and values": capture.kv} if capture.state is None else capture.state
-    limit = LARGEST_NUMBER if capture.state is None else inf  # of a state no index is made
+    limit = LARGEST_NUMBER if capture.state is None else inf  # a state is not indexed
     for name, array in made.items():
         fault = _fault_of(array, limit)
         if fault is not None:
@@ -286,7 +288,7 @@ def _require_sound(capture: LayerCapture) -> None:
 def _fault_of(array: Tensor, limit: float) -> str | None:
     if not array.numel():
         return None
-    least, most = torch.aminmax(array)  # NaN is both
+    least, most = torch.aminmax(array)  # both are NaN if any element is
     largest = float(torch.maximum(-least, most))
     if not isfinite(largest):
         return "NaN or infinity"

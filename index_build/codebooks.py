@@ -1,4 +1,4 @@
-"""The centroids of every head and subspace, by FAISS or by the batched program."""
+"""The centroids of every head and subspace, by FAISS or by the batched k-means in torch."""
 
 from concurrent.futures import Executor
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from index_build.kmeans_torch import sample_points, spherical_kmeans_batch
 
 
 def kmeans_version(config: IndexConfig) -> dict[str, Any]:
-    """What the manifest records of a library that places centroids. Raises ConfigError where it is not installed."""
+    """Return what the manifest records of the k-means library. Raises ConfigError if it is not installed."""
     if not isinstance(config, ListConfig) or config.kmeans == "torch":
         return {}
     if KMEANS_ON_CPU == "torch":
@@ -24,7 +24,7 @@ def kmeans_version(config: IndexConfig) -> dict[str, Any]:
         raise ConfigError(
             "k-means by FAISS needs faiss, which is not installed; install faiss-cpu, or use --kmeans torch"
         )
-    from index_build.kmeans import faiss_version  # what does without FAISS does not load its OpenMP either
+    from index_build.kmeans import faiss_version  # only here, so that builds without FAISS do not load its OpenMP
 
     return faiss_version()
 
@@ -33,9 +33,12 @@ def make_codebooks(
     queries: Tensor,  # [num_index_heads, num_queries, head_dim]
     config: ListConfig,
     threads: Executor,  # runs FAISS on the subspaces side by side
-    on_gpu: bool | None = None,  # FAISS; see `spherical_kmeans`
+    on_gpu: bool | None = None,  # whether FAISS uses a GPU: see `spherical_kmeans`
 ) -> Tensor:
-    """Unit centroids [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32 of the queries' parts."""
+    """Cluster the queries' parts by subspace.
+
+    Returns unit centroids [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32.
+    """
     num_heads, num_queries, head_dim = queries.shape
     shape = (num_heads, config.num_subspaces, config.num_centroids, head_dim // config.num_subspaces)
     if config.kmeans == "torch":

@@ -1,4 +1,4 @@
-"""Prefill of a layer whose rows stand for several tokens, by what csattn decodes with: memory is bounded."""
+"""Prefill of a layer of compressed rows (DeepSeek-V4) with csattn's own decoding attention, in bounded memory."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from csattn.models.streams import mixed_streams
 
 
 class CompressedLayer:
-    """A decoder layer of `transformers`, of several residual streams, over a context, chunk by chunk.
+    """Runs a decoder layer of `transformers` with several residual streams over a context, chunk by chunk.
 
-    All but attention is its own.
+    Everything except attention is the layer's own.
     """
 
     def __init__(self, layer: Any, rotary: Any, hidden_size: int) -> None:
@@ -20,7 +20,10 @@ class CompressedLayer:
         self._attention = CompressedAttention(CompressedWeights.of(layer.self_attn, rotary))
 
     def __call__(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """What leaves it, like hidden: [num_tokens, num_streams * hidden_size]. token_ids: [num_tokens] int64."""
+        """Return the layer's output for the next tokens.
+
+        hidden, and the result: [num_tokens, num_streams * hidden_size]. token_ids: [num_tokens] int64.
+        """
         layer, streams = self._layer, hidden.view(1, len(hidden), -1, self._hidden_size)
         post, comb, collapsed = layer.attn_hc(streams)
         attended = self._attention.append(layer.input_layernorm(collapsed)[0].to(hidden.dtype))
@@ -30,11 +33,11 @@ class CompressedLayer:
         return _mixed(streams, given, post, comb).view(hidden.shape)
 
     def state(self) -> dict[str, Tensor]:
-        """What the context's tokens have left: the arrays of `CompressedState`."""
+        """Return the state after all tokens so far: the arrays of `CompressedState`."""
         state = self._attention.state
         return {name: getattr(state, name).contiguous() for name in ("window", "rows", "keys", "pending")}
 
 
 def _mixed(streams: Tensor, given: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """In the streams' dtype, as `DeepseekV4DecoderLayer` does it."""
+    """Mix the streams in their own dtype, as `DeepseekV4DecoderLayer` does."""
     return mixed_streams(streams, given, post.to(streams.dtype), comb.to(streams.dtype))

@@ -1,4 +1,4 @@
-"""What a build is made from: the context's text, the options, the device; checked before a model is loaded."""
+"""The inputs of a build, checked before a model is loaded: the context's text, the options, the device."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ConfigError, ContextError
 
 DEVICES = ("auto", "cpu", "cuda")
-# what files of other programs begin with, and what to do with them
+# magic bytes of files that are not text, and what to do with them
 _DOCUMENTS = {
     b"%PDF-": "it is a PDF: take the text out of it, by pdftotext",
     b"PK\x03\x04": "it is a ZIP archive, as DOCX, ODT and EPUB are: save it as plain text in UTF-8",
@@ -33,9 +33,9 @@ _TO_KANJI = b"\x1b$B", b"\x1b$@"  # of ISO-2022-JP, all of whose bytes are ASCII
 
 
 def read_text(context: str) -> str:
-    """The contents of a UTF-8 file, or of standard input for `-`; lines end with \\n.
+    """Read a UTF-8 file, or standard input for `-`; lines end with \\n.
 
-    Raises ContextError when there is no text.
+    Raises ContextError if it is not text, or blank.
     """
     name = "standard input" if context == "-" else context
     try:
@@ -48,7 +48,7 @@ def read_text(context: str) -> str:
             f"{name} is not UTF-8 text (byte {error.start}); {_way_to_text(data, is_utf8=False)}, and give what comes"
         ) from error
     is_document = data.removeprefix(BOM_UTF8).startswith(tuple(_DOCUMENTS))
-    if is_document or "\0" in text or any(mark in data for mark in _TO_KANJI):  # all ASCII, perhaps, and yet no text
+    if is_document or "\0" in text or any(mark in data for mark in _TO_KANJI):  # valid UTF-8, but not text
         raise ContextError(f"{name} is no plain text; {_way_to_text(data, is_utf8=True)}, and give what comes")
     if not text.strip():
         raise ContextError(f"{name} holds no text; give a text that is not empty")
@@ -56,7 +56,7 @@ def read_text(context: str) -> str:
 
 
 def _way_to_text(data: bytes, *, is_utf8: bool) -> str:
-    """What makes UTF-8 text of a file that is none. is_utf8: but for what it begins with, or NULs in it."""
+    """Return advice on making UTF-8 text of a file. is_utf8: it decodes, but has magic bytes, NULs or escapes."""
     for begins, way in _DOCUMENTS.items():
         if data.removeprefix(BOM_UTF8).startswith(begins):
             return way
@@ -71,7 +71,7 @@ def _way_to_text(data: bytes, *, is_utf8: bool) -> str:
 
 
 def _utf16_order(data: bytes) -> str | None:
-    """What iconv calls the order of its bytes, by its mark or by nearly every second byte being 0; None: no UTF-16."""
+    """Return iconv's suffix of UTF-16: "" with a byte-order mark; BE or LE if most even or odd bytes are 0; or None."""
     if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         return ""
     zeros = [half.count(0) / max(1, len(half)) for half in (data[:4096:2], data[1:4096:2])]
@@ -79,7 +79,7 @@ def _utf16_order(data: bytes) -> str | None:
 
 
 def read_tokens(path: Path) -> NDArray[np.int32]:
-    """A context's token ids, a list of numbers in JSON: [num_tokens]. Raises ContextError where it is none."""
+    """Read a context's token ids [num_tokens] from a JSON list of numbers. Raises ContextError for anything else."""
     try:
         ids = json.loads(path.read_bytes())
         if not isinstance(ids, list) or not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
@@ -92,10 +92,10 @@ def read_tokens(path: Path) -> NDArray[np.int32]:
 
 
 def given_prompt(value: str) -> str:
-    """The text that --prompt gives, or standard input for `-`.
+    """Return the text of --prompt, or standard input for `-`.
 
-    Raises ConfigError or ContextError where there is none, or where the shell's bytes were no text: they come as
-    halves of characters.
+    Raises ConfigError or ContextError for blank text, or for bytes from the shell that are not UTF-8: Python passes
+    them on as lone surrogates.
     """
     if value == "-":
         return read_text(value)
@@ -104,9 +104,9 @@ def given_prompt(value: str) -> str:
 
 
 def make_config(preset_name: str, changes: dict[str, Any], device: str) -> IndexConfig:
-    """The preset with the options that were given; None leaves an option to the preset.
+    """Return the preset with the given changes; None leaves an option to the preset.
 
-    On a GPU, k-means is the batched program unless another was asked for: it is much faster there.
+    On a GPU, the default of `kmeans` is the batched k-means in torch, which is much faster there.
     """
     config = preset(preset_name)
     given = {name: value for name, value in changes.items() if value is not None}
@@ -119,7 +119,7 @@ def make_config(preset_name: str, changes: dict[str, Any], device: str) -> Index
 
 
 def choose_device(device: str) -> str:
-    """`cpu` or `cuda`; `auto` is a GPU where there is one."""
+    """Resolve --device to `cpu` or `cuda`; `auto` means a GPU if there is one. Raises ConfigError."""
     if device not in DEVICES:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A list of contexts to build, one JSON object per line: read and checked as a whole before any work."""
+"""Lists of contexts to build, one JSON object per line: read and checked as a whole before any work."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from index_build.inputs import make_config, read_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One context to build, as its line said; paths are absolute."""
+    """One context to build, from one line of the list; paths are absolute."""
 
     line: int  # in the list, from 1
     context: Path
@@ -30,18 +30,18 @@ _DEFAULTS = BuildOptions()
 
 
 def read_jobs(path: Path, defaults: BuildOptions = _DEFAULTS) -> list[Job]:
-    """The jobs of a JSON-lines file; paths in it are relative to it. Blank lines are skipped.
+    """Read the jobs of a JSON-lines file; paths in it are relative to its directory. Blank lines are skipped.
 
-    `-` is standard input. In it, and in a pipe or an open file's number, which lie nowhere, paths are relative to the
+    `-` is standard input. In it, and in a pipe or a /dev/fd file, which have no directory, paths are relative to the
     current directory.
-    Raises ConfigError that names every bad line at once, with what is wrong in it.
+    Raises one ConfigError that names every bad line and its fault.
     """
     base = path.absolute().parent
     if not path.is_file() or re.match("/dev(/fd)?$|/proc/", str(base)):
         base = Path.cwd()
     try:
         data = sys.stdin.buffer.read() if path == Path("-") else path.read_bytes()
-        lines = re.split("\r\n?|\n", data.decode("utf-8-sig"))  # whatever else ends a line may stand in a string
+        lines = re.split("\r\n?|\n", data.decode("utf-8-sig"))  # other line breaks may be in strings
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a file with one JSON object per line") from error
     except UnicodeDecodeError as error:
@@ -105,8 +105,8 @@ def _read_options(given: dict[str, Any], base: Path, defaults: BuildOptions) -> 
     if options.preset not in PRESET_NAMES:
         raise ConfigError(f"unknown preset {options.preset!r}; choose one of {', '.join(PRESET_NAMES)}")
     require_numbers(options.dtype, options.weights)
-    make_config(options.preset, options.index_changes, "cpu")  # refuses what does not go together
-    # a model that the line names may lie beside the list; one from the command line is as the shell sees it
+    make_config(options.preset, options.index_changes, "cpu")  # raises for options that the preset does not have
+    # a path of a model in the line is relative to the list; one from the command line to the current directory
     return replace(options, model=_locate(options.model, base if given.get("model") else Path.cwd()))
 
 
@@ -124,11 +124,11 @@ def _require_type(name: str, value: object) -> None:
 
 
 def _locate(model: str | None, base: Path) -> str | None:
-    """An absolute path for a model on disk; anything else is a hub id, or the name of the demo model."""
+    """Return the absolute path of a model on disk, or a hub id or the demo model's name unchanged."""
     if model is None:
         return None
     path = base / os.path.expanduser(model)
-    if os.path.exists(path):  # not so for what is too long for a name
+    if os.path.exists(path):  # False also for names that are too long
         return str(path)
     if model.startswith(("/", ".", "~")) or model.endswith(".gguf"):
         raise ConfigError(f"there is no model at {path}; give a directory, a .gguf file, or a hub id like owner/name")

@@ -1,8 +1,8 @@
-"""Many contexts over a Ray cluster, each built by one process; these stay, and keep their model.
+"""Build a batch of contexts on a Ray cluster, each in one process. The processes are reused and keep their model.
 
-Context files, models and the store lie where every node sees them, under the same paths. Finished layers are files in
-the store, and what is there is not made again: a task whose worker or node died is begun again elsewhere, a batch that
-was interrupted goes on where it stopped.
+Context files, models and the store must be visible on every node under the same paths. Finished layers are files in the
+store and are not built again: a task whose worker or node died is restarted elsewhere, and an interrupted batch resumes
+where it stopped.
 """
 
 import os
@@ -33,10 +33,10 @@ from index_build.job_list import Job
 from index_build.needs import TaskNeeds, choose_needs
 from index_build.tasks import Builder, upload
 
-NO_ROOM_S = 600.0  # how long a cluster may be without a node for a task
+NO_ROOM_S = 600.0  # how long a cluster may have no node for a task before the batch fails
 _POLL_S = 0.1
-_MOST_LOST = 20  # processes, in a row
-MAX_ATTEMPTS = 5  # from where a build begins: nodes may be lent for minutes
+_MOST_LOST = 20  # consecutive processes that may die while starting
+MAX_ATTEMPTS = 5  # of a job from one starting layer: nodes may be lent for only minutes
 
 
 def run_on_ray(
@@ -49,13 +49,13 @@ def run_on_ray(
     on_progress: OnJobProgress = lambda job_idx, state: None,
     on_result: OnJobResult = lambda job_idx, result: None,
 ) -> BatchReport:
-    """Build all jobs on a cluster; whatever fails is in the report.
+    """Build all jobs on a cluster; the report includes failures.
 
-    address: of the cluster; `auto` finds the one this process belongs to, `local` starts one on this machine for as
-    long as the batch takes. Where this process is connected already, that connection is used.
-    num_threads: CPUs of each task. [default: the smallest node's, on a GPU its share of them, at most 8]
-    Raises ConfigError when there is no ray, no such cluster, or no node in it that a task fits on, and SystemExit with
-    code 143 for a SIGTERM that comes while Ray starts, which takes it for itself.
+    address: of the cluster; `auto` finds the one this process belongs to, `local` starts one on this machine for the
+    duration of the batch. If this process is connected already, that connection is used.
+    num_threads: CPUs of each task. Default: all of the smallest node, for a GPU its share of the node's, at most 8.
+    Raises ConfigError if ray is not installed, if the cluster cannot be reached, or if no node fits a task, and
+    SystemExit with code 143 for a SIGTERM that arrives while Ray starts, which Ray's own handler takes.
     """
     started = time.perf_counter()
     with _connected(address) as ray:
@@ -73,9 +73,9 @@ def run_on_ray(
 
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """The module ray, connected; what this connected it also parts again."""
+    """Yield the module ray, connected to the cluster; disconnect afterwards if this connected it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address == "local":  # its ports are open to the network
+    if address == "local":  # its ports are reachable from the network
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
@@ -102,28 +102,28 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _nodes(ray: Any) -> list[dict[str, float]]:
-    """The resources of each node that is alive."""
+    """Return the resources of each node that is alive."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 @dataclass(slots=True)
 class _Build:
-    """What is known of one job."""
+    """The state of one job."""
 
     job: Job
     is_elsewhere: bool = False  # another process was building it
     started_s: float | None = None
-    begun: float = 0.0  # the share of the context that was there when its task began
-    losses: Counter[float] = field(default_factory=Counter)  # of workers, by where they had begun
-    num_again: int = 0  # how often it was begun again for a lost worker
-    made: JobResult | None = None  # on its way to a URL
+    begun: float = 0.0  # the share that was done when its task began
+    losses: Counter[float] = field(default_factory=Counter)  # dead workers, by the `begun` of their task
+    num_again: int = 0  # restarts after a worker's death
+    made: JobResult | None = None  # built, and being uploaded to a URL
     result: JobResult | None = None
 
 
 class _Dispatch:
-    """Keeps as many builds in flight as the cluster has room for, until every job ended.
+    """Keeps as many builds in flight as the cluster has room for, until every job has ended.
 
-    Those of one model follow each other; last come those that another process builds.
+    Jobs of one model are started one after another; those that another process builds come last.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class _Dispatch:
         self._ray, self._store, self._marker, self._needs = ray, store, marker, needs
         self._on_progress, self._on_result = on_progress, on_result
         self._board = ray.remote(Board).options(num_cpus=0, max_restarts=-1).remote()
-        self._news: Any = None  # what the board was asked for
+        self._news: Any = None  # the pending reply of the board
         self._builds = [_Build(job) for job in jobs]
         self._waiting = [idx for group in by_model(jobs) for idx in group]
-        # Retries are counted here and not by Ray, which begins a task that needs too much memory again without end.
+        # Retries are counted here and not by Ray, which restarts a task that runs out of memory without end.
         self._upload = ray.remote(num_cpus=0, max_retries=0)(upload).remote
-        self._running: dict[Any, int] = {}  # jobs, by what is running
+        self._running: dict[Any, int] = {}  # jobs, by the ref of their build or upload
         self._builders = _Builders(ray, needs)
         self._had_room = time.monotonic()
 
@@ -164,7 +164,7 @@ class _Dispatch:
         return tuple(build.result for build in self._builds if build.result is not None)
 
     def _wait(self) -> list[Any]:
-        """What has ended, as soon as there is something or a process is there, or after a while."""
+        """Wait until a task ends or a process has started, at most _POLL_S; return the refs of tasks that ended."""
         refs = [*self._running, *self._builders.asked]
         if not refs:
             time.sleep(_POLL_S)
@@ -197,7 +197,7 @@ class _Dispatch:
                 self._ray.cancel(ref, force=True)
 
     def _give_up(self, reason: str) -> None:
-        """Fail what is left."""
+        """Fail all jobs that have not ended."""
         for ref in self._running:
             self._cancel(ref)
         left, self._running, self._waiting = [*self._running.values(), *self._waiting], {}, []
@@ -205,7 +205,7 @@ class _Dispatch:
             self._fail(job_idx, reason)
 
     def _settle(self, ref: Any) -> None:
-        """Take a result, or have it done again when its worker died."""
+        """Take a task's result, or restart it if its worker died."""
         job_idx = self._running.pop(ref)
         build, (value, died) = self._builds[job_idx], self._outcome_of(ref)
         self._builders.settle(ref, value, died)
@@ -237,7 +237,7 @@ class _Dispatch:
         self._running[self._upload(self._store, artifact)] = job_idx
 
     def _outcome_of(self, ref: Any) -> tuple[Any, bool]:
-        """What a task returned or what it ran into, and whether that was its worker's end."""
+        """Return a task's result or its error, and whether the error is the death of its worker."""
         try:
             return self._ray.get(ref), False
         except self._ray.exceptions.RayTaskError as error:
@@ -255,7 +255,7 @@ class _Dispatch:
         self._on_result(job_idx, build.result)
 
     def _pass_on_progress(self) -> None:
-        """Show how far contexts are, of which the board knows; it may be on a node that dies."""
+        """Report progress from the board, which may be on a node that dies."""
         if self._news is None:
             self._news = self._board.take.remote()
         if self._ray.wait([self._news], timeout=0)[0]:
@@ -268,24 +268,24 @@ class _Dispatch:
 
 
 class _Builders:
-    """Actors that have a GPU each, or CPUs. Only those that have said that they are there get something to do."""
+    """A pool of actors that have a GPU or CPUs each. Only those that have answered `ready` are given jobs."""
 
     def __init__(self, ray: Any, needs: TaskNeeds):
         self._ray = ray
         on_gpu = needs.device == "cuda"
         self._make = ray.remote(num_gpus=int(on_gpu), num_cpus=0 if on_gpu else needs.num_threads)(Builder).remote
-        self.asked: dict[Any, Any] = {}  # actors that have not answered yet, by their answer
-        self.why_lost = ""  # when too many were
-        self._num_lost = 0  # in a row, before they answered
+        self.asked: dict[Any, Any] = {}  # actors that are starting, by the ref of their answer
+        self.why_lost = ""  # the last error, after _MOST_LOST consecutive actors died while starting
+        self._num_lost = 0  # consecutive actors that died while starting
         self._idle: list[Any] = []
-        self._busy: dict[Any, Any] = {}  # by what is running
+        self._busy: dict[Any, Any] = {}  # by the ref of their job
 
     @property
     def has_idle(self) -> bool:
         return bool(self._idle)
 
     def look(self, num_wanted: int) -> None:
-        """See who is there; start actors until there are as many, or end those that are idle beyond."""
+        """Collect actors that have started; then start missing ones, or end idle ones beyond `num_wanted`."""
         for ref in self._ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
             builder = self.asked.pop(ref)
             try:
@@ -311,11 +311,11 @@ class _Builders:
         return ref
 
     def settle(self, ref: Any, value: Any, died: bool) -> None:
-        """Keep an actor that did what it should; what else it ran into may have broken its GPU's context for good."""
+        """Keep an actor after a result or an error of csattn; any other may have broken its CUDA context for good."""
         builder = self._busy.pop(ref, None)
         if builder is None:
             return
-        if died:  # and others with it, if it was a node: they would each cost a context an attempt
+        if died:  # if its node died, so did others: each would cost a job an attempt
             for other in self._idle:
                 self._ray.kill(other)
             self._idle.clear()
@@ -325,7 +325,7 @@ class _Builders:
             self._idle.append(builder)
 
     def drop(self, ref: Any) -> bool:
-        """End the actor that is busy with it, if there is one."""
+        """Kill the actor that runs this job; return whether there was one."""
         builder = self._busy.pop(ref, None)
         if builder is not None:
             self._ray.kill(builder)

@@ -1,4 +1,4 @@
-"""Spherical k-means by FAISS, which is the definition: the only file that knows FAISS."""
+"""Spherical k-means by FAISS, the definition of k-means here. No other file imports FAISS."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from csattn.cpus import available_cpus
 from index_build.kmeans_torch import SMALLEST_NORM
 
-_gpu_turn = Lock()  # of the threads, for the one GPU memory
-_CPUS_AS_FAST = 7  # side by side, as FAISS is on an H100, one problem after the other
-_GPU_BYTES = 2**28  # of a problem's distances
+_gpu_turn = Lock()  # threads take turns with the one pool of GPU memory
+_CPUS_AS_FAST = 7  # so many CPUs in parallel are as fast as FAISS on an H100, which takes one problem at a time
+_GPU_BYTES = 2**28  # for the distances of a problem
 
 
 def spherical_kmeans(
@@ -23,13 +23,12 @@ def spherical_kmeans(
     num_centroids: int,
     num_iterations: int,
     seed: int,
-    on_gpu: bool | None = None,  # not set: `uses_gpu`
+    on_gpu: bool | None = None,  # default: `uses_gpu()`
 ) -> NDArray[np.float32]:
-    """Unit centroids [num_centroids, subspace_dim] of the points' directions; k-means++ seeds.
+    """Cluster the points' directions, from k-means++ seeds: unit centroids [num_centroids, subspace_dim].
 
-    Points of norm zero have no direction and are left out. With fewer points than centroids the points
-    themselves are the centroids, repeated. Deterministic for a seed. On the CPU by one thread: callers have problems
-    side by side.
+    Points of norm zero have no direction and are left out. With no more points than centroids, the points themselves
+    are the centroids, repeated. Deterministic for a seed. Uses one thread on the CPU: callers run problems in parallel.
     """
     norms = np.linalg.norm(points, axis=1)
     directions = points[norms > SMALLEST_NORM] / norms[norms > SMALLEST_NORM, None]
@@ -51,7 +50,7 @@ def spherical_kmeans(
         try:
             kmeans.train(np.ascontiguousarray(directions, dtype=np.float32))
         finally:
-            kmeans.index = None  # it gives its memory back in this thread's turn
+            kmeans.index = None  # frees its memory while this thread holds the lock
     centroids: NDArray[np.float32] = kmeans.centroids.copy()
     lost = ~np.isclose(np.linalg.norm(centroids, axis=1), 1.0, atol=1e-3)  # empty, or a mean of opposite points
     centroids[lost] = directions[:: max(1, len(directions) // num_centroids)][: lost.sum()]
@@ -60,7 +59,7 @@ def spherical_kmeans(
 
 @cache
 def _gpu_memory() -> Any:
-    """Device memory that FAISS keeps for the life of the process: to reserve it takes longer than a k-means does."""
+    """Return FAISS's device memory, kept for the life of the process: reserving it takes longer than a k-means."""
     resources = faiss.StandardGpuResources()
     resources.setTempMemory(_GPU_BYTES)
     return resources
@@ -68,7 +67,7 @@ def _gpu_memory() -> Any:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """FAISS and torch may share OpenMP: what it is told would hold for what the calling thread does afterwards."""
+    """Run FAISS on one thread, then restore the setting, which torch shares on this thread if both use one OpenMP."""
     num_threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:
@@ -78,7 +77,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def faiss_version() -> dict[str, Any]:
-    """What the manifest records of it."""
+    """Return what the manifest records of FAISS."""
     return {
         "faiss": faiss.__version__,
         "faiss_options": faiss.get_compile_options().strip(),
@@ -87,12 +86,12 @@ def faiss_version() -> dict[str, Any]:
 
 
 def uses_gpu() -> bool:
-    """Whether centroids are placed on a GPU unless told otherwise: where FAISS finds one, and few CPUs are at hand."""
+    """Return the default of `on_gpu`: whether FAISS finds a GPU, and fewer than _CPUS_AS_FAST CPUs are available."""
     return num_gpus() > 0 and available_cpus() < _CPUS_AS_FAST
 
 
 def num_gpus() -> int:
-    """GPUs that FAISS can use: a build for the CPU says 0, or does not know the question."""
+    """Return the number of GPUs that FAISS can use; a CPU build says 0, or lacks the function."""
     return int(getattr(faiss, "get_num_gpus", lambda: 0)())
 
 

@@ -1,24 +1,24 @@
-"""Spherical k-means of many problems at once, as one torch program: what a GPU needs.
+"""Batched spherical k-means in torch, which solves many problems at once, as a GPU needs it.
 
-A layer of an 8B model has 128 problems of half a million points. Like FAISS, this one works on a sample of them,
-a larger one. Nothing here adds floats in an order that changes between runs.
+A layer of an 8B model has 128 problems of half a million points. Like FAISS, this works on a sample of the points, but
+on a larger one. Nothing here adds floats in an order that changes between runs.
 """
 
 import torch
 from torch import Tensor
 
 POINTS_PER_CENTROID = 1024  # of the sample; FAISS takes 256
-_SEED_POINTS_PER_CENTROID = 32  # of the sample's start, on which the seeds are chosen
+_SEED_POINTS_PER_CENTROID = 32  # at the start of the sample, from which the seeds are chosen
 _SEED_CANDIDATES = 4  # tried for every seed
 _CHUNK = 1024  # points that one matrix product sums over
-_SCORE_ELEMENTS, _SCORE_ELEMENTS_ON_GPU = 1 << 24, 1 << 28  # problems share a pass up to this
+_SCORE_ELEMENTS, _SCORE_ELEMENTS_ON_GPU = 1 << 24, 1 << 28  # the most scores of problems that share a pass
 # Below this norm the direction of a query part is rounding error: it is not clustered.
 SMALLEST_NORM = 1e-12
-_NUDGE = 1e-3  # between the two centroids that share a cluster which is split
+_NUDGE = 1e-3  # scale of the offset between the two centroids of a cluster that is split
 
 
 def sample_points(num_points: int, num_centroids: int, seed: int) -> Tensor:
-    """Which points are clustered [num_sampled] int64, in random order: all of them when there are few."""
+    """Return the indices of the points to cluster [num_sampled] int64, in random order: all points if they are few."""
     order = torch.randperm(num_points, generator=torch.Generator().manual_seed(seed))
     return order[: POINTS_PER_CENTROID * num_centroids]
 
@@ -29,10 +29,10 @@ def spherical_kmeans_batch(
     num_iterations: int,
     seed: int,
 ) -> Tensor:
-    """Unit centroids [num_problems, num_centroids, subspace_dim] of each problem's directions.
+    """Cluster the directions of each problem's points: unit centroids [num_problems, num_centroids, subspace_dim].
 
     Points of norm zero have no direction and are left out. With fewer directions than centroids, some centroids
-    lie side by side. Deterministic for a seed on one kind of device; another may round differently.
+    nearly coincide. Deterministic for a seed on one kind of device; another may round differently.
     """
     num_elements = _SCORE_ELEMENTS_ON_GPU if points.is_cuda else _SCORE_ELEMENTS
     problems_at_once = max(1, num_elements // (points.shape[1] * num_centroids))
@@ -57,13 +57,13 @@ def _cluster(points: Tensor, num_centroids: int, num_iterations: int, seed: int)
 
 
 def _choose_seeds(directions: Tensor, counts: Tensor, num_centroids: int, generator: torch.Generator) -> Tensor:
-    """Greedy k-means++: each seed the best of some drawn in proportion to their squared distance to the seeds before.
+    """Greedy k-means++: each seed is the best of some candidates, drawn by their squared distance to the seeds before.
 
-    The least of exponential variables over their rates is such a draw; it needs no cumulative sum.
+    A draw is the argmin of exponential variables divided by their rates, the distances; it needs no prefix sum.
     """
     num_problems, num_points, width = directions.shape
     transposed = directions.mT.contiguous()
-    distances = 2.0 * counts[:, None, :, 0]  # [num_problems, 1, num_points] to the nearest seed, squared, over 2
+    distances = 2.0 * counts[:, None, :, 0]  # [num_problems, 1, num_points]: squared, to the nearest seed, halved
     seeds = directions.new_empty(num_problems, num_centroids, width)
     for chosen in range(num_centroids):
         draws = torch.empty(_SEED_CANDIDATES, num_points).exponential_(generator=generator).to(directions.device)
@@ -84,14 +84,14 @@ class _Chunks:
         padded = directions.new_zeros(num_problems, -(-num_points // _CHUNK) * _CHUNK, width + 2)
         padded[:, :num_points, :width] = directions
         padded[:, :num_points, width : width + 1] = counts
-        # the last two columns: whether the point counts, and how far it is from its centroid
+        # the last two columns: whether the point counts, and its distance from its centroid
         self._rows = padded.view(num_problems, -1, _CHUNK, width + 2)
         self._columns = self._rows[..., :width].mT.contiguous()
 
     def sum_clusters(self, centroids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each cluster: the sum of its directions [..., subspace_dim], their number, and their summed distance.
+        """Return each cluster's sum of directions [..., subspace_dim], their number, and the sum of their distances.
 
-        centroids: [num_problems, num_centroids, subspace_dim]; results float32 [num_problems, num_centroids, ...].
+        centroids: [num_problems, num_centroids, subspace_dim]; results: [num_problems, num_centroids, ...] float32.
         """
         num_centroids, width = centroids.shape[1:]
         scores = centroids[:, None].expand(-1, self._rows.shape[1], -1, -1) @ self._columns
@@ -104,7 +104,7 @@ class _Chunks:
 
 
 def _split_for_empty(sums: Tensor, sizes: Tensor, losses: Tensor, nudges: Tensor) -> Tensor:
-    """Give every empty cluster a centroid beside that of a cluster which loses much, the worst to the first."""
+    """Move every empty cluster's centroid next to that of a cluster with a large summed distance, the largest first."""
     empty = sizes < 0.5
     worst_first = losses.masked_fill(empty, -1.0).argsort(dim=1, descending=True, stable=True)
     num_full = (~empty).sum(1, keepdim=True).clamp_min(1)
@@ -115,7 +115,7 @@ def _split_for_empty(sums: Tensor, sizes: Tensor, losses: Tensor, nudges: Tensor
 
 
 def _normalised(vectors: Tensor) -> Tensor:
-    """Unit vectors; the first axis for what has no direction (a mean of opposite points, or no points at all)."""
+    """Normalise to unit vectors; to the first axis for zero vectors (a mean of opposite points, or of no points)."""
     norms = vectors.norm(dim=2, keepdim=True)
     first_axis = torch.eye(1, vectors.shape[2], device=vectors.device)
     return torch.where(norms > SMALLEST_NORM, vectors / norms.clamp_min(SMALLEST_NORM), first_axis)

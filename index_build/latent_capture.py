@@ -1,4 +1,4 @@
-"""Prefill of a layer whose rows are latents, by what csattn decodes with: no scores of a whole chunk in memory."""
+"""Prefill of an MLA layer with csattn's own decoding attention, which holds no scores of a whole chunk in memory."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from csattn.models.weights import Linear, latent_weights
 
 
 class LatentLayer:
-    """A decoder layer of `transformers` over a context, chunk by chunk. Norms and MLP are its own."""
+    """Runs a decoder layer of `transformers` over a context, chunk by chunk. Norms and MLP are the layer's own."""
 
     def __init__(
         self,
@@ -29,14 +29,17 @@ class LatentLayer:
         softmax_scale: float,
         interleaved: bool,
         rows: Tensor,  # [context_len, width], written
-        chosen: Tensor | None,  # [context_len, top_k] int32: by the layer before; written where this one chooses
+        chosen: Tensor | None,  # [context_len, top_k] int32: the previous layer's choice; written if this layer chooses
     ) -> None:
         self._layer, self._spec, self._scale, self._interleaved = layer, spec, softmax_scale, interleaved
         self._weights = latent_weights(layer.self_attn, spec)
         self._rows, self._chosen = rows, chosen
 
     def __call__(self, hidden: Tensor, tokens: slice, cos: Tensor, sin: Tensor) -> Tensor:
-        """What leaves it. hidden: [num_tokens, hidden_size], of these tokens; cos, sin: [num_tokens, rope_dim]."""
+        """Return the layer's output for these tokens, like hidden.
+
+        hidden: [num_tokens, hidden_size]; cos, sin: [num_tokens, rope_dim].
+        """
         spec, weights, layer = self._spec, self._weights, self._layer
         half = spec.rope_dim // 2
         turn = Turn(cos[:, :half], sin[:, :half], self._interleaved)
@@ -59,7 +62,7 @@ class LatentLayer:
 
 
 def _products(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:
-    """Side by side, float32."""
+    """Return the products of x with all weights, concatenated, float32."""
     return torch.cat(
         [functional.linear(x.to(each.weight.dtype), each.weight, each.bias).float() for each in linears], dim=-1
     )

@@ -1,4 +1,4 @@
-"""From one layer's captured queries and keys to its index."""
+"""Make the index of one layer from its captured queries and keys."""
 
 from concurrent.futures import Executor
 
@@ -14,7 +14,7 @@ from csattn.torch_threads import alone, threads_kept
 from index_build.codebooks import make_codebooks
 
 _TYPES = {"listed": torch.uint32, "starts": torch.int32, "scores": torch.float16, "least": torch.float16}
-_SUMS, _SUMS_ON_GPU = 1 << 17, 1 << 25  # under way at a time: on a CPU they stay in the cache
+_SUMS, _SUMS_ON_GPU = 1 << 17, 1 << 25  # partial sums held at a time: on a CPU they stay in the cache
 
 
 @torch.inference_mode()
@@ -24,14 +24,14 @@ def index_arrays(
     config: IndexConfig,
     threads: Executor,  # for what runs on the CPU
 ) -> dict[str, Tensor]:
-    """The arrays of a layer's index by name (`csattn.artifact.layout.index_from_arrays`), on the device of q and kv."""
+    """Make a layer's index: its arrays by name (`csattn.artifact.layout.index_from_arrays`), on q's and kv's device."""
     if isinstance(config, SketchConfig):
         return sketch_arrays(q, kv, config, threads.map)
     return _list_arrays(q, kv, config, threads)
 
 
 def _list_arrays(q: Tensor, kv: Tensor, config: ListConfig, threads: Executor) -> dict[str, Tensor]:
-    """Split, cluster, score, keep."""
+    """Cluster the queries in each subspace, score all keys by the centroids, and keep the best ones of each."""
     num_q_heads, _, head_dim = q.shape
     num_kv_heads, context_len = kv.shape[:2]
     num_heads = num_kv_heads if config.share_group else num_q_heads
@@ -41,7 +41,7 @@ def _list_arrays(q: Tensor, kv: Tensor, config: ListConfig, threads: Executor) -
     if num_heads != num_kv_heads:  # every query head has an index of its own
         keys, means = (array.repeat_interleave(num_heads // num_kv_heads, dim=0) for array in (keys, means))
     codebooks = make_codebooks(q.reshape(num_heads, -1, head_dim), config, threads)
-    keys = keys.mT.contiguous()  # [num_heads, head_dim, context_len]: a subspace's keys lie together
+    keys = keys.mT.contiguous()  # [num_heads, head_dim, context_len]: a subspace is contiguous
     lists = make_list_table(codebooks, keys, config.list_entries(context_len), threads)
     return lists | {"codebooks": codebooks, "key_mean": means}
 
@@ -52,7 +52,7 @@ def make_list_table(
     list_len: int,
     threads: Executor,  # for tensors on the CPU
 ) -> dict[str, Tensor]:
-    """The `list_len` best keys of every centroid, of equal ones the first: the arrays of a `ListTable` by name."""
+    """List the `list_len` best keys of every centroid, the first ones on ties: the arrays of a `ListTable` by name."""
     lists, of_list = codebooks.shape[:3], list_shapes(list_len, keys.shape[2])
     table = {name: keys.new_empty(*lists, *shape, dtype=_TYPES[name]) for name, shape in of_list.items()}
 
@@ -74,10 +74,10 @@ def centroid_scores(
     codebook: Tensor,  # [num_centroids, subspace_dim] float32
     keys: Tensor,  # [subspace_dim, context_len] float32
 ) -> Tensor:
-    """c_j . k_i for all pairs: [num_centroids, context_len] float32, rounded once.
+    """Return c_j . k_i for all pairs: [num_centroids, context_len] float32, rounded once.
 
-    To the bit the same on every machine, device and number of threads: the product of two float32 is exact in float64,
-    and sums are taken in the order of the dimensions, whether or not multiplication and addition are fused.
+    Bit-identical on every machine, device and number of threads: the product of two float32 is exact in float64, so
+    fused multiply-add makes no difference, and sums are taken in the order of the dimensions.
     """
     at_once = max(1, (_SUMS_ON_GPU if keys.is_cuda else _SUMS) // len(codebook))
     scores, weights = keys.new_empty(len(codebook), keys.shape[1]), codebook.double().mT.contiguous()
@@ -91,7 +91,7 @@ def centroid_scores(
 
 
 def best_of_rows(rows: Tensor, list_len: int) -> dict[str, Tensor]:
-    """Of scores [num_rows, num_keys] float32 on the CPU each row's list."""
+    """Make each row's list from scores [num_rows, num_keys] float32 on the CPU: the arrays of a `ListTable` by name."""
     scores = rows.clamp(-LARGEST_SCORE, LARGEST_SCORE).half().numpy()
     bits = scores.view(np.int16)
     bits[bits == np.iinfo(np.int16).min] = 0  # -0.0
@@ -105,7 +105,7 @@ def best_of_rows(rows: Tensor, list_len: int) -> dict[str, Tensor]:
 
 
 def best_on_gpu(rows: Tensor, list_len: int) -> dict[str, Tensor]:
-    """`best_of_rows` in torch."""
+    """Do `best_of_rows` in torch."""
     num_rows, num_keys = rows.shape
     scores = rows.clamp(-LARGEST_SCORE, LARGEST_SCORE).half() + 0.0  # no -0.0
     order = ordinals(scores.view(torch.int16))

@@ -1,4 +1,4 @@
-"""What the build of a context gets of its node, and how many a cluster has room for."""
+"""The resources of a build on a Ray cluster, and how many builds the cluster has room for."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,19 @@ MAX_DEFAULT_THREADS = 8  # larger nodes build several contexts at a time
 
 @dataclass(frozen=True, slots=True)
 class TaskNeeds:
-    """What one task gets of its node."""
+    """The resources that one task takes on its node."""
 
     device: str  # "cpu" or "cuda"
     num_threads: int
 
     def room(self, nodes: list[dict[str, float]]) -> int:
-        """How many tasks run at once on nodes with these resources. One on a GPU asks for no CPUs."""
+        """Return how many tasks fit on nodes with these resources at once. A task on a GPU reserves no CPUs."""
         kind, count = ("GPU", 1) if self.device == "cuda" else ("CPU", self.num_threads)
         return sum(int(node.get(kind, 0) // count) for node in nodes)
 
 
 def choose_needs(nodes: list[dict[str, float]], device: str, num_threads: int | None) -> TaskNeeds:
-    """What the build of a context asks of a cluster whose nodes have these resources: a GPU where there are any."""
+    """Choose the resources of a task for nodes with these resources: a GPU if any node has one. Raises ConfigError."""
     if device not in DEVICES:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
     if num_threads is not None and num_threads < 1:

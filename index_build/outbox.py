@@ -1,4 +1,4 @@
-"""A layer's way to the disk: at once, or from a GPU in the background, beside the next layers' prefill."""
+"""Index a layer and write it to disk: at once, or from a GPU in the background, beside the next layers' prefill."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 Arrays = Mapping[str, Tensor]
-Make = Callable[[], Arrays]  # the arrays of a layer's index, from what was captured of it
-Write = Callable[[Arrays], None]  # takes arrays in host memory, which it may not keep
+Make = Callable[[], Arrays]  # makes the arrays of a layer's index from its capture
+Write = Callable[[Arrays], None]  # writes arrays in host memory, which are reused after it returns
 Then = Callable[[], None]
 
-# A file is hashed and written by one thread: it takes as long as some layers of a short context are prefilled.
+# One thread hashes and writes a file, which takes as long as the prefill of several layers of a short context.
 _FEWEST_WRITERS, _MOST_WRITERS = 3, 6
-_LOCKED_BYTES = 1 << 30  # of memory, for layers on their way; more only for as many as the fewest writers want
+_LOCKED_BYTES = 1 << 30  # page-locked memory for layers in flight; more only if _FEWEST_WRITERS need it
 
 
 def make_outbox(device: torch.device, layer_bytes: int) -> "Outbox":
-    """For layers that are on that device, which take about so much."""
+    """Make the outbox for layers on that device, of about `layer_bytes` each."""
     if device.type != "cuda":
         return Outbox()
     num_writers = _LOCKED_BYTES // max(1, layer_bytes) - 1
@@ -26,42 +26,42 @@ def make_outbox(device: torch.device, layer_bytes: int) -> "Outbox":
 
 
 class Outbox:
-    """Takes each layer's KV, and how its index is made, as soon as the layer is there; used as a context manager.
+    """Takes each layer's KV, and a function that makes its index, when the layer is captured. A context manager.
 
-    Makes and writes at once, from the memory in which the arrays are.
+    This class makes and writes synchronously, from the arrays' own memory.
     """
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no layer is pending."""
 
     def send(self, kv: Tensor, make: Make, write: Write, then: Then | None = None) -> None:
-        """Have a layer's index made, and it and the layer's KV, under the name `kv`, written.
+        """Have a layer's index made, then the index and the layer's KV, under the name `kv`, written.
 
-        kv: [num_kv_heads, num_kept, 2, head_dim]. It, and what `make` reads, stay as they are until the next `send`, or
-        `settle`, has returned. `then` is called when this layer and all before it are written. Earlier errors may be
-        raised here.
+        kv: [num_kv_heads, num_kept, 2, head_dim]. Do not change it, or what `make` reads, before the next `send` or
+        `settle` has returned. `then` is called when this layer and all earlier ones are written. May raise errors of
+        earlier layers.
         """
         write({"kv": kv, **make()})
         self.settle(then)
 
     def settle(self, then: Then | None = None) -> None:
-        """Return when what was sent last may change; `then` as above."""
+        """Return when the arrays that were sent last may change; `then`: as in `send`."""
         if then is not None:
             then()
 
 
 class DeviceOutbox(Outbox):
-    """Makes indexes by a thread on a stream of its own, copies to page-locked memory, writes from there by threads."""
+    """Makes indexes on a thread and a stream of its own, copies them to page-locked memory, and writes in threads."""
 
     def __init__(self, device: torch.device, num_writers: int = _FEWEST_WRITERS) -> None:
-        # torch loads what it needs for this once, and not when two threads ask for it at the same time
+        # initialises torch's linear algebra here, because its lazy initialisation fails if two threads race for it
         torch.linalg.inv(torch.eye(1, device=device))
         self._index_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # of layers that may be between the device and the disk; that of the last is the last
+        # a ring of slots for layers between the device and the disk; the latest layer's is last
         self._slots = [_Slot(copy_stream) for _ in range(num_writers + 1)]
         self._indexer = ThreadPoolExecutor(1, thread_name_prefix="csattn-index")
         self._writers = ThreadPoolExecutor(num_writers, thread_name_prefix="csattn-write")
@@ -95,7 +95,10 @@ class DeviceOutbox(Outbox):
             last.written = self._writers.submit(_wait_and_call, written, then)
 
     def _make(self, slot: "_Slot", captured: torch.cuda.Event, kv: Tensor, make: Make) -> "list[torch.cuda.Event]":
-        """Events after which the layer's own arrays have been read; with the last all that is written is copied."""
+        """Copy KV and index to the slot; return events after which the captured arrays have been read.
+
+        After the last event, everything that is to be written has been copied.
+        """
         with torch.cuda.stream(self._index_stream):
             self._index_stream.wait_event(captured)
             slot.arrays.clear()
@@ -107,20 +110,20 @@ class _Slot:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        # by name and sizes, kept from layer to layer: locking memory is slow
+        # by name and shape, reused by later layers: page-locking is slow
         self._buffers: dict[tuple[str, torch.Size], Tensor] = {}
-        self.arrays: dict[str, Tensor] = {}  # of the layer at hand
-        # of the layer that was here last
+        self.arrays: dict[str, Tensor] = {}  # of the current layer
+        # of the layer that used the slot last
         self.made: Future[list[torch.cuda.Event]] | None = None
         self.written: Future[None] | None = None
 
     def raise_error(self) -> None:
-        """Wait until the last layer has been written, and raise what went wrong with it."""
+        """Wait until the slot's last layer has been written, and raise its error if it failed."""
         if self.written is not None:
             self.written.result()
 
     def copy(self, arrays: Arrays) -> torch.cuda.Event:
-        """Start copying what the current stream computes up to here; the event has passed when it is done."""
+        """Start to copy arrays once the current stream has computed them; return an event that marks the copy's end."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for name, array in arrays.items():

@@ -1,4 +1,4 @@
-"""Builds in this process: one context, layer by layer, on the device that the model is on."""
+"""Build one context in this process, layer by layer, on the model's device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from index_build.plan import Plan, make_plan, plan_text
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What a build did."""
+    """The result of a build."""
 
     artifact_id: str
     path: Path
-    reused: bool  # the artifact was there already
-    resumed_at: int  # first layer of this run; more than 0 when an earlier run was interrupted
+    reused: bool  # the artifact existed already
+    resumed_at: int  # the first layer of this run; more than 0 if an earlier run was interrupted
     seconds: dict[str, float]  # by phase, see `PhaseTimes`
-    url: str | None = None  # when the store is a URL; then `path` is the copy on this machine, or where it would be
+    url: str | None = None  # if the store is a URL; then `path` is the local copy, or where it would be
 
     @property
     def outcome(self) -> Outcome:
@@ -38,7 +38,7 @@ class BuildReport:
 
     @property
     def place(self) -> Path | str:
-        """What `open_artifact` takes."""
+        """The artifact's URL or path, for `open_artifact`."""
         return self.url or self.path
 
 
@@ -50,12 +50,12 @@ def build_context(
     preset: str = "default",
     chat: bool = True,  # wrap the text by the model's chat template, so that `Session.ask` continues it
     source: str = "a text",  # its name, for the manifest
-    on_progress: OnProgress = lambda progress: None,  # is told where the build is, some times a layer
+    on_progress: OnProgress = lambda progress: None,  # called several times a layer
 ) -> BuildReport:
-    """What `csattn build` makes of a text, on the device that the model is on; `report.place` is for `csattn_session`.
+    """Build the artifact of a text on the model's device, as `csattn build` does; open `place` with `csattn_session`.
 
-    Raises ConfigError for what is no text, no model or no store, ContextError for a text that is too short or too long,
-    ArtifactError or StoreFullError when the store cannot be written.
+    Raises ConfigError for an invalid text, model or store, ContextError for a text that is too short or too long,
+    ArtifactError or StoreFullError if the store cannot be written.
     """
     require_text("a context", text)
     require_loaded(loaded)
@@ -73,10 +73,10 @@ def build_artifact(
     notes: dict[str, Any] | None = None,  # JSON, kept in the manifest
     **options: Any,  # of `build_plan`
 ) -> BuildReport:
-    """Prefill the context and write its KV and index to the store; go on where an interrupted build stopped.
+    """Prefill the context and write its KV and index to the store; resume an interrupted build.
 
-    Raises ContextError for a context that is too short or too long, CaptureError for NaN and numbers that no index
-    takes, ArtifactError or StoreFullError when the store cannot be written.
+    Raises ContextError for a context that is too short or too long, CaptureError for NaN and numbers that are too large
+    for an index, ArtifactError or StoreFullError if the store cannot be written.
     """
     return build_plan(loaded, make_plan(loaded, token_ids, config, notes or {}), store, **options)
 
@@ -87,12 +87,12 @@ def build_plan(
     store: Path | str,
     *,
     on_progress: OnProgress = lambda progress: None,
-    on_wait: Callable[[], None] = lambda: None,  # another process is building the same artifact
-    num_threads: int | None = None,
-    here: Path | None = None,  # where it is made for a store behind a URL; None: where this machine's copies are
+    on_wait: Callable[[], None] = lambda: None,  # called before waiting for another process that builds the artifact
+    num_threads: int | None = None,  # default: all available CPUs
+    here: Path | None = None,  # local directory of the build for a store behind a URL; None: that of local copies
     uploads: bool = True,
 ) -> BuildReport:
-    """The same for a plan. An error leaves what was done for the next build."""
+    """Build a planned artifact: see `build_artifact`. After an error, the next build resumes from what was done."""
     remote, spec, times = remote_store(store), plan.spec, PhaseTimes()
     place = local_path(store) if remote is None else here or cache_store()
     told = times.seconds, None if remote is None else f"{remote.url}/{spec.artifact_id}"

@@ -1,4 +1,4 @@
-"""What a context's artifact will be: its token ids, its spec, and what its manifest will say."""
+"""Plan a context's artifact: its token ids, its spec, and the notes of its manifest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from index_build.inputs import make_config
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an artifact will be, and what its manifest will say."""
+    """An artifact to be built, and what its manifest will record."""
 
     spec: ArtifactSpec
     token_ids: NDArray[np.int32]  # [context_len]
@@ -31,10 +31,10 @@ class Plan:
 
 
 def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig, notes: Mapping[str, Any]) -> Plan:
-    """The artifact of these tokens.
+    """Plan the artifact of these tokens.
 
-    Raises ContextError where there can be none, ModelError where the model has changed since it was loaded, ConfigError
-    without the library that its index wants.
+    Raises ContextError if they cannot be indexed, ModelError if the model has changed since it was loaded, ConfigError
+    if a library that the index needs is not installed.
     """
     loaded.require_unchanged()
     require_indexable(token_ids, config, loaded)
@@ -54,7 +54,7 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
 
 
 def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:
-    """The artifact of a text. source: the text's name, for the manifest; index_device: where the index is made."""
+    """Plan the artifact of a text. source: the text's name, for the manifest; index_device: where the index is made."""
     config = make_config(options.preset, options.index_changes, index_device)
     require_not_far_too_long(text, loaded)
     wrapping = choose_wrapping(loaded.tokenizer, options.chat)
@@ -63,7 +63,7 @@ def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel
 
 
 def plan_tokens(token_ids: NDArray[np.int32], options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:
-    """The artifact of the beginning of a prompt, whatever it was written by."""
+    """Plan the artifact of a prompt's first tokens, taken as they are."""
     config = make_config(options.preset, options.index_changes, index_device)
     notes = {"wrapping": "none", "preset": options.preset, "source": "the beginning of a prompt"}
     return make_plan(loaded, token_ids, config, notes)

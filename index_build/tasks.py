@@ -1,4 +1,4 @@
-"""What Ray's workers run: the build of a context. Thin: the work is in `pipeline.py`."""
+"""The tasks of Ray's workers: the build of a context, and an upload. The work itself is in `pipeline.py`."""
 
 import time
 from math import inf
@@ -22,14 +22,17 @@ _loaded: dict[tuple[str | None, str, str, str | None], LoadedModel] = {}
 def run_job(
     job: Job,
     store: Path | str,
-    marker: Path,  # a file that whoever began the batch keeps where artifacts are made
+    marker: Path,  # a file that the process that runs the batch keeps in the directory where artifacts are built
     device: str,  # the model's
     num_threads: int,
     job_idx: int,
-    may_wait: bool,  # for another process that builds the same
+    may_wait: bool,  # for another process that builds the same artifact
     board: Any,
 ) -> JobResult:
-    """Build a job's context, but for the way to a store behind a URL."""
+    """Build a job's context, without the upload to a store behind a URL.
+
+    Raises ArtifactError if this node does not see the marker.
+    """
     if not marker.exists():
         raise ArtifactError(
             f"{marker.parent} is not there on this node; give a store that every node sees under the same path"
@@ -48,24 +51,24 @@ def run_job(
 
 
 def upload(url: str, artifact: Path) -> None:
-    """Put a finished artifact into a store behind a URL."""
+    """Upload a finished artifact to a store behind a URL."""
     RemoteStore(url).upload(artifact)
 
 
 class Builder:
-    """An actor that has a GPU or CPUs, and the model that it built with last, for as long as the batch takes."""
+    """An actor that keeps a GPU or CPUs, and the model that it used last, for the duration of the batch."""
 
     def ready(self) -> None:
-        """Answers when there is room for it, and it is there."""
+        """Return once the actor has been placed and started."""
 
     def run_job(self, *arguments: Any) -> JobResult:
         return run_job(*arguments)
 
 
 def _model(options: BuildOptions, device: str) -> LoadedModel:
-    """The model that this process loaded last: tasks of one model follow each other."""
+    """Return the model, which this process keeps until it needs another: jobs of one model follow each other."""
     key = options.model, options.dtype, device, options.weights
     if key not in _loaded:
-        _loaded.clear()  # first: there is room for one
+        _loaded.clear()  # before loading: memory may have room for only one model
         _loaded[key] = model_for_builds(options, device)
     return _loaded[key]

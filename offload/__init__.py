@@ -1,1 +1,1 @@
-"""Memory and movement: where KV rows live and how the chosen ones get to where they are attended."""
+"""Memory and movement: where KV rows are stored, and how chosen rows get to the device that attends to them."""

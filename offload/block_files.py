@@ -1,8 +1,8 @@
-"""Blocks of bytes in files of one directory, within a budget: each there as a whole, or not found.
+"""A store of byte blocks as files of one directory, within a budget: a block is found whole, or not at all.
 
-Several processes may share the directory. What was used least recently goes first, and a file's time says when it was
-used. A file is not flushed to the disk by itself: a process that is killed loses nothing of it, a machine that loses
-power may. Either way it is read with its checksum, and what is not as it was written is not found.
+Several processes may share the directory. The least recently used files are removed first; a file's mtime is the time
+of its last use. Files are not fsynced: they survive a killed process, but maybe not a power loss. Every read checks the
+block's checksum, and an altered block counts as not found.
 """
 
 import hashlib
@@ -20,26 +20,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 SUFFIX, PARTIAL = ".block", ".partial"
-_HEAD = struct.Struct("<8sIQ32s12x")  # what this is, bytes of the label and of the data, SHA-256 of all that follows
+_HEAD = struct.Struct("<8sIQ32s12x")  # magic, bytes of the label and of the data, SHA-256 of all that follows
 _MAGIC = b"csblock1"
-_STALE_S = 3600.0  # a file that nobody has finished in so long never will be
-_AHEAD_S = 86400.0  # that another machine's clock may be
-_SILENT_S = 600.0  # from one line of the log on what the disk does not take to the next
-_ROOM = 0.9  # of the budget, that is kept when something has to go: so that not every write looks at all files
+_STALE_S = 3600.0  # a partial file of this age was abandoned
+_AHEAD_S = 86400.0  # how far another machine's clock may be ahead
+_SILENT_S = 600.0  # between two log lines on refused writes
+_ROOM = 0.9  # share of the budget that an eviction keeps in use, so that not every write scans the directory
 _log = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 
 
 class BlockFiles:
-    """Any thread may read; one writes."""
+    """A directory of blocks. Any thread may read; only one may write."""
 
     def __init__(self, directory: Path, find_budget: Callable[[int], int]) -> None:
-        """find_budget: what all may take together, while they take so much."""
+        """find_budget: returns the bytes that all files may take, given the bytes that they take."""
         self._directory, self._find_budget = directory, find_budget
-        self._sizes: dict[Path, int] = {}  # as last looked at, and what was written since
-        self.num_refused = 0  # blocks that the disk did not take
-        self._told_at = -math.inf  # when the log was told of one
+        self._sizes: dict[Path, int] = {}  # from the last scan, and from writes since
+        self.num_refused = 0  # blocks that could not be written
+        self._told_at = -math.inf  # when a refused write was logged last
         self._look()
 
     def __repr__(self) -> str:
@@ -54,7 +54,7 @@ class BlockFiles:
         return sum(list(self._sizes.values()))
 
     def holds(self, key: str, label: bytes) -> bool:
-        """Whether there is a file of that block, by its head; a key may be another block's as well."""
+        """Return whether the block's file exists, by its header and label: two blocks may have the same key."""
         try:
             with self._path(key).open("rb") as file:
                 magic, label_len, data_len, _ = _HEAD.unpack(file.read(_HEAD.size))
@@ -67,8 +67,10 @@ class BlockFiles:
             return False
 
     def read(self, key: str, label: bytes) -> Bytes | None:
-        """The block's bytes, if they are there and as they were written. A file that was altered is removed, but not
-        one that memory has no room for."""
+        """Return the block's bytes, or None if it is missing or altered.
+
+        An altered file is removed, but not one that did not fit into memory.
+        """
         path = self._path(key)
         try:
             data = np.fromfile(path, np.uint8)
@@ -78,10 +80,10 @@ class BlockFiles:
         if fault is None:
             label_start = _HEAD.size + _HEAD.unpack(data[: _HEAD.size].tobytes())[2]
             if data[label_start:].tobytes() != label:
-                return None  # another block's
+                return None  # another block with the same key
             with suppress(OSError):
                 os.utime(path)
-            return data[_HEAD.size : label_start].copy()  # not a view, which would hold on to the label
+            return data[_HEAD.size : label_start].copy()  # a view would keep the label in memory
         _log.warning("%s %s: it is removed, and made anew when it is wanted", path, fault)
         with suppress(OSError):
             path.unlink()
@@ -89,7 +91,7 @@ class BlockFiles:
         return None
 
     def write(self, key: str, label: bytes, data: Bytes) -> bool:
-        """Whether it is there now. Nothing is half there, whatever the disk or this process comes to."""
+        """Write a block, and return whether it is stored. The write is atomic: a failure leaves no partial block."""
         path = self._path(key)
         num_bytes = _HEAD.size + len(label) + data.nbytes
         if num_bytes > (budget_bytes := self._find_budget(self.num_bytes)):
@@ -123,7 +125,7 @@ class BlockFiles:
         return self._directory / f"{key}{SUFFIX}"
 
     def _make_room(self, num_bytes: int, budget_bytes: int) -> None:
-        """Remove what was used least recently, by whichever process."""
+        """Remove the least recently used files, of any process."""
         used_at = self._look()
         left = self.num_bytes
         for path in sorted(self._sizes, key=lambda path: used_at.get(path, 0.0)):
@@ -131,10 +133,13 @@ class BlockFiles:
                 return
             with suppress(OSError):
                 path.unlink()
-            left -= self._sizes.pop(path, 0)  # a reader may have removed it meanwhile
+            left -= self._sizes.pop(path, 0)  # a reader may have removed it
 
     def _look(self) -> dict[Path, float]:
-        """What is there, and when it was used last; not at all where the clock has been set back since."""
+        """Scan the directory, remove stale partial files, and return when each block was used last.
+
+        A block whose time is in the future, because the clock was set back, is left out: it is removed first.
+        """
         used_at: dict[Path, float] = {}
         sizes: dict[Path, int] = {}
         with suppress(OSError), os.scandir(self._directory) as entries:
@@ -152,7 +157,7 @@ class BlockFiles:
 
 
 def fault_of(data: Bytes) -> str | None:
-    """What is wrong with a file's bytes, if anything is."""
+    """Return what is wrong with a file's bytes, or None."""
     if len(data) < _HEAD.size:
         return "is cut off"
     magic, label_len, data_len, digest = _HEAD.unpack(data[: _HEAD.size].tobytes())

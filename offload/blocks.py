@@ -1,7 +1,7 @@
-"""Blocks of bytes that are kept and found again by what they are: in memory within a budget, then in files.
+"""A two-level, content-addressed cache of byte blocks: in memory within a budget (LRU), then in files.
 
-A block has a key, under which it is looked for, and a label, which says to the byte what it is: where two blocks should
-have one key, the second is not kept, and neither is taken for the other.
+A block has a key, under which it is looked up, and a label, which identifies it exactly. If the keys of two blocks
+collide, the second is not kept, and neither is taken for the other.
 """
 
 import logging
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class Label:
-    """What a block is, to the byte: all that the block before it is, which they share, and what is its own."""
+    """Identifies a block exactly: the label of the preceding block, which is shared, and the block's own bytes."""
 
     __slots__ = ("before", "own")
 
@@ -33,22 +33,22 @@ class Label:
         return b"".join([label.own, *reversed(parts)])
 
     def is_same(self, other: "Label") -> bool:
-        """Looks at all before them up to what they share."""
+        """Compare two chains of labels, back to the first label object that they share."""
         one: Label | None = self
         two: Label | None = other
         while one is not two:
             if one is None or two is None or one.own != two.own:
                 return False
             one, two = one.before, two.before
-        self.before = other.before  # which is the same: who asks of the next block need not look at these again
+        self.before = other.before  # equal: sharing it lets the comparison of the next block stop here
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class BlockName:
-    """Where a block is looked for, and what it has to be."""
+    """The key under which a block is looked up, and the label that it must have."""
 
-    key: str  # of letters and digits
+    key: str  # letters and digits
     label: Label
 
 
@@ -56,29 +56,29 @@ class BlockName:
 class _Held:
     label: Label
     data: Bytes
-    num_users: int = 0  # readers, and the writer until it is in its file
+    num_users: int = 0  # readers, and the writer until the block is in its file; a block in use is not evicted
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """What is kept now, and what came of it."""
+    """How many blocks and bytes are kept, and how many blocks were refused."""
 
     memory_blocks: int
     memory_bytes: int
     disk_blocks: int
     disk_bytes: int
-    refused: int  # blocks that found no room, or that the disk did not take
+    refused: int  # blocks for which memory had no room, or that could not be written
 
 
 class Blocks:
-    """Owns the memory, and a thread that writes behind. Any thread may ask.
+    """Owns the blocks in memory, and a write-behind thread for the files. Thread-safe.
 
-    In memory is never more than the budget, what is being read and what waits to be written included: a block that
-    finds no room is not kept.
+    Memory never exceeds the budget, blocks in use and blocks that wait to be written included: a block for which there
+    is no room is not kept.
     """
 
     def __init__(self, memory_bytes: int, files: BlockFiles | None) -> None:
-        """files: None keeps nothing beyond this process."""
+        """files: None keeps blocks in memory only."""
         self._budget_bytes, self._files = memory_bytes, files
         self._held: OrderedDict[str, _Held] = OrderedDict()  # the least recently used first
         self._num_bytes = self._num_refused = 0
@@ -89,7 +89,7 @@ class Blocks:
         return f"<Blocks {len(self._held)} of {self._num_bytes:,}/{self._budget_bytes:,} bytes, and {self._files!r}>"
 
     def holds(self, name: BlockName) -> bool:
-        """Whether the block is there, in memory or by its file's head."""
+        """Return whether the block is in memory, or in a file, by the file's header and label."""
         with self._lock:
             held = self._held.get(name.key)
             if held is not None:
@@ -97,7 +97,7 @@ class Blocks:
         return self._files is not None and self._files.holds(name.key, bytes(name.label))
 
     def put(self, name: BlockName, data: Bytes) -> bool:
-        """Keep a block, which is the caller's no more; whether that could be. It is written to its file behind."""
+        """Keep a block and own its data; return whether it is kept. Its file is written in the background."""
         with self._lock:
             if name.key in self._held:
                 return self._held[name.key].label.is_same(name.label)
@@ -112,8 +112,10 @@ class Blocks:
 
     @contextmanager
     def hold(self, names: Iterable[BlockName]) -> Iterator[list[Bytes]]:
-        """The first of these blocks, up to the first that is not there as it was written; in memory until the block
-        ends. Those that only files have are read, and checked, here."""
+        """Yield the data of the longest prefix of these blocks that is found; none is evicted within the `with` block.
+
+        Blocks that are only in files are read, and checked, here.
+        """
         found: list[tuple[_Held | None, Bytes]] = []
         try:
             for name in names:
@@ -128,11 +130,11 @@ class Blocks:
                         held.num_users -= 1
 
     def flush(self) -> None:
-        """Wait until all that was put is in its file, or refused."""
+        """Wait until every block that was put is in its file, or refused."""
         self._writer.submit(int).result()
 
     def close(self) -> None:
-        """Write what still waits."""
+        """Write the blocks that still wait, and end the thread."""
         self._writer.shutdown()
 
     @property
@@ -148,7 +150,7 @@ class Blocks:
             )
 
     def _take(self, name: BlockName) -> tuple[_Held | None, Bytes] | None:
-        """In use from now on; None: it is not there. A block that finds no room in memory is read all the same."""
+        """Find a block and mark it as in use; None if it is missing. Without room in memory it is read uncached."""
         with self._lock:
             held = self._held.get(name.key)
             if held is not None:
@@ -161,7 +163,7 @@ class Blocks:
         if data is None:
             return None
         with self._lock:
-            held = self._held.get(name.key)  # another thread may have read it meanwhile
+            held = self._held.get(name.key)  # another thread may have read it in the meantime
             if held is None:
                 held = self._enter(name, data)
             if held is None or not held.label.is_same(name.label):
@@ -170,7 +172,7 @@ class Blocks:
             return held, held.data
 
     def _enter(self, name: BlockName, data: Bytes) -> _Held | None:
-        """Among those in memory, for which others have to go; None: there is no room. Under the lock."""
+        """Add a block to those in memory, evicting unused ones; None if there is no room. The caller holds the lock."""
         room = self._budget_bytes - self._num_bytes
         going = []
         for key, held in self._held.items():

@@ -1,4 +1,4 @@
-"""Is there memory for what is planned? Asked before any work, so that nothing fails in the middle of a decode."""
+"""Memory plans and what the machine has available: checked before any work, so that no decode fails midway."""
 
 import os
 import resource
@@ -12,17 +12,17 @@ from csattn.cuda import free_device_bytes
 from offload.errors import MemoryPlanError
 
 GIB = 1 << 30
-SPARE_BYTES = 384 << 20  # of host memory, for steps and answers and whatever else is small: 320 MiB have been seen
+SPARE_BYTES = 384 << 20  # of host memory, for steps, answers and other small things: up to 320 MiB were measured
 _REMEDIES = "choose a smaller slot cache, another placement, a shorter context or fewer concurrent requests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """What one part of an engine takes."""
+    """The memory that one part of an engine takes."""
 
     name: str  # as it reads in a sentence: "the slot cache"
     device_bytes: int = 0
-    pinned_bytes: int = 0  # of host memory, on top of what is allocated already
+    pinned_bytes: int = 0  # of host memory, in addition to what is allocated already
 
     def __post_init__(self) -> None:
         assert self.device_bytes >= 0 and self.pinned_bytes >= 0, f"{self.name} takes a negative number of bytes"
@@ -30,7 +30,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvailableMemory:
-    """What a machine has left."""
+    """The free memory of a machine."""
 
     device_bytes: int
     host_bytes: int
@@ -38,10 +38,10 @@ class AvailableMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All parts of an engine."""
+    """The memory of all parts of an engine."""
 
     parts: tuple[MemoryPart, ...]
-    max_context_len: int  # rows of the longest context that the parts are made for
+    max_context_len: int  # rows of the longest context that the parts are sized for
 
     @property
     def device_bytes(self) -> int:
@@ -58,7 +58,7 @@ class MemoryPlan:
         )
 
     def require(self, available: AvailableMemory) -> None:
-        """Raise MemoryPlanError if a part of the machine has less than is needed."""
+        """Raise MemoryPlanError if the device or the host has less memory than the plan needs."""
         needed = [(part.name, part.device_bytes) for part in self.parts]
         _require("device memory", needed, available.device_bytes)
         needed = [(part.name, part.pinned_bytes) for part in self.parts]
@@ -81,12 +81,12 @@ def _amount(num_bytes: int) -> str:
 
 
 def available_memory(device: torch.device) -> AvailableMemory:
-    """What this machine has left now."""
+    """Return the free memory of this machine."""
     return AvailableMemory(device_bytes=free_device_bytes(device), host_bytes=host_memory_bytes())
 
 
 def require_host_memory(what: str, needed_bytes: int, remedy: str) -> None:
-    """Raise MemoryPlanError unless this process may have so much more, and something for its work besides."""
+    """Raise MemoryPlanError unless `needed_bytes` and SPARE_BYTES of host memory are available to this process."""
     available_bytes = host_memory_bytes()
     if needed_bytes + SPARE_BYTES > available_bytes:
         raise MemoryPlanError(
@@ -96,9 +96,9 @@ def require_host_memory(what: str, needed_bytes: int, remedy: str) -> None:
 
 
 def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that this process can still have, by the system's and its container's account."""
+    """Return the host memory that this process can still allocate, by MemAvailable and its control groups' limits."""
     meminfo = proc / "meminfo"
-    if not meminfo.exists():  # no Linux: all there is
+    if not meminfo.exists():  # not Linux: all physical memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     system_bytes = int(lines["MemAvailable"].split()[0]) * 1024
@@ -107,23 +107,23 @@ def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """What the files of a control group are called."""
+    """The names of a control group's memory files."""
 
     limit: str
     used: str
-    files: tuple[str, ...]  # in memory.stat: page cache, which is given up when memory is wanted
+    files: tuple[str, ...]  # keys of memory.stat: page cache, which the system reclaims when memory is needed
 
 
 _ACCOUNTS = {
-    "": _Account("memory.max", "memory.current", ("inactive_file", "active_file")),  # of the second version
+    "": _Account("memory.max", "memory.current", ("inactive_file", "active_file")),  # cgroup v2
     "memory": _Account("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 
 
 def _control_groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Account]]:
-    """Those that this process is in, each below the next: any of them may have a limit.
+    """Yield this process's control groups, from its own up to the root: any of them may have a limit.
 
-    In a container paths may be the host's, which are not there: its own group is then the root.
+    In a container, the paths may be those of the host, which do not exist there: its own group is then the root.
     """
     listed = proc / "self" / "cgroup"
     lines = listed.read_text().splitlines() if listed.exists() else []
@@ -139,7 +139,7 @@ def _left_bytes(group: Path, account: _Account) -> int:
         limit = (group / account.limit).read_text().strip()
         used = int((group / account.used).read_text())
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:  # it is not there, or has no limit
+    except OSError:  # the group does not exist here, or has no limit
         return 1 << 62
     if limit == "max":
         return 1 << 62
@@ -147,6 +147,6 @@ def _left_bytes(group: Path, account: _Account) -> int:
 
 
 def locked_limit_bytes() -> int:
-    """RLIMIT_MEMLOCK. CUDA's page locks are not counted against it everywhere, so it explains and does not decide."""
+    """Return RLIMIT_MEMLOCK. Not every system counts CUDA's page locks against it, so use it only in messages."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return 1 << 62 if limit == resource.RLIM_INFINITY else limit

@@ -1,4 +1,4 @@
-"""The context's KV in host memory in fewer bytes: encoded once, decoded while rows are gathered."""
+"""The context's KV in host memory in a compact format: encoded once, decoded as rows are gathered."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,16 @@ from offload.codecs.formats import KvFormat
 from offload.codecs.layers import encode_layer
 from offload.host_store import HostStore, distinct, row_numbers
 
-_STREAM_ROWS = 4096  # of a piece that is decoded and attended to at once
+_STREAM_ROWS = 4096  # rows of a piece that is decoded and attended to at once
 
 
 def coded_bytes(kv: Sequence[Tensor], form: KvFormat) -> int:
-    """What a `CodedStore` of these rows will own. Raises CodecError for rows that the format cannot keep."""
+    """Return the bytes that a `CodedStore` of these rows will own. Raises CodecError if head_dim does not fit."""
     return sum(layer.shape[:2].numel() for layer in distinct(kv)) * form.row_bytes(kv[0].shape[-1])
 
 
 class CodedStore(HostStore):
-    """Owns the coded KV of all layers. Rows leave as float32, whatever they were."""
+    """Owns the coded KV of all layers. Returns rows as float32, whatever dtype they were encoded from."""
 
     def __init__(self, kv: Sequence[Tensor], form: KvFormat) -> None:
         """kv: per layer [num_kv_heads, context_len, 2, head_dim] of any float dtype, read once, layer by layer.
@@ -41,11 +41,11 @@ class CodedStore(HostStore):
         return sum(layer.nbytes for layer in distinct(self.layers))
 
     def rows(self, layer_idx: int, rows: slice) -> Tensor:
-        """A contiguous range of rows, decoded: [num_kv_heads, num_rows, 2, head_dim] float32."""
+        """Decode a contiguous range of rows: [num_kv_heads, num_rows, 2, head_dim] float32."""
         return torch.from_numpy(self.codec.decode(self.layers[layer_idx][:, rows].numpy()))
 
     def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
-        """As `KvStore.gather`."""
+        """See `KvStore.gather`; the result is float32."""
         layer = self.layers[layer_idx]
         numbers = row_numbers(layer.shape, kv_indices).flatten()
         rows = self.codec.gather(layer.numpy(), numbers.numpy())

@@ -1,4 +1,4 @@
-"""Page-locked host memory, by CuPy, which clears the error that a refused registration leaves, before it raises."""
+"""Page-locking of host memory through CuPy, which clears CUDA's last error when a registration fails."""
 
 from offload.errors import PinningError
 
@@ -7,7 +7,7 @@ _READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 def host_register(address: int, num_bytes: int, read_only: bool = False) -> None:
-    """Page-lock host memory and map it for the device, at the same address; PinningError says why not."""
+    """Page-lock host memory and map it for the device at the same address. Raises PinningError."""
     import cupy
 
     runtime = cupy.cuda.runtime

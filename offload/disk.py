@@ -1,4 +1,4 @@
-"""Files read at an offset, past the system's page cache where the file system allows it (O_DIRECT)."""
+"""Reads of files at an offset, bypassing the page cache (O_DIRECT) where the file system allows it."""
 
 import errno
 import mmap
@@ -14,20 +14,19 @@ BLOCK_BYTES = 4096  # offsets, lengths and memory of direct reads are multiples 
 
 
 def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory of its own that direct reads may go to; it costs nothing until it is touched."""
+    """Allocate page-aligned memory for direct reads; it takes no physical memory until it is touched."""
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, np.uint8, count=num_bytes)
 
 
 class DiskFile:
-    """An open file. `direct` says whether it is read past the page cache; if not, the system may keep what was read
-    in memory that it takes back when it wants.
+    """An open file for reads by any number of threads.
 
-    Several threads may read at the same time.
+    `direct`: whether reads bypass the page cache. If not, the system may cache what was read in reclaimable memory.
     """
 
     def __init__(self, path: Path):
-        """Open it for reading."""
+        """Open the file for reading. Raises DiskError."""
         self._path = path
         try:
             self._fd, self.direct = _open(path)
@@ -39,7 +38,10 @@ class DiskFile:
         return f"<DiskFile {self._path}, {state}>"
 
     def read(self, into: NDArray[np.uint8], offset: int, at_least: int | None = None) -> None:
-        """Fill memory from the file; whole blocks. The end of the file may come after `at_least` bytes of it."""
+        """Fill `into` from `offset` on, both multiples of BLOCK_BYTES. Raises DiskError.
+
+        The file must have `at_least` of these bytes. Default: all.
+        """
         wanted, done = len(into) if at_least is None else at_least, 0
         while done < wanted:
             try:
@@ -54,14 +56,14 @@ class DiskFile:
                 )
 
     def close(self) -> None:
-        """No read may be under way."""
+        """Close the file. No read may be in progress."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Directly where that works: some file systems refuse at opening, others at the first read."""
+    """Open with O_DIRECT if it works: some file systems refuse it at `open`, others at the first read."""
     flags, direct = os.O_RDONLY | os.O_CLOEXEC, getattr(os, "O_DIRECT", 0)
     if direct:
         try:
@@ -80,7 +82,7 @@ def _open(path: Path) -> tuple[int, bool]:
                 return fd, True
     fd = os.open(path, flags)
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead that nobody asked for
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # turns the system's read-ahead off
     return fd, False
 
 

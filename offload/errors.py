@@ -1,4 +1,4 @@
-"""What can go wrong with memory and movement: every message says what came, what was wanted, and what to do."""
+"""Errors of memory and movement. Every message says what came, what was wanted, and what to do."""
 
 import errno
 
@@ -6,7 +6,7 @@ from csattn.errors import CsattnError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is about memory that could not be had: of numpy, of torch on the CPU or a GPU, of a memory map."""
+    """Return whether an error is a failed allocation: by numpy, by torch on the CPU or a GPU, or of a memory map."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     message = str(error).lower() if isinstance(error, RuntimeError) else ""
@@ -18,7 +18,7 @@ class OffloadError(CsattnError):
 
 
 class MemoryPlanError(OffloadError):
-    """The plan needs more memory than there is, or a context is longer than it was planned for."""
+    """The plan needs more memory than is available, or a context is longer than planned for."""
 
 
 class PinningError(OffloadError):
@@ -26,11 +26,11 @@ class PinningError(OffloadError):
 
 
 class NoDeviceError(OffloadError):
-    """This machine has no CUDA device, or a library that it is used through is missing."""
+    """This machine has no CUDA device, or lacks a library to use it with."""
 
 
 class TierError(OffloadError):
-    """A tier cannot be made as wanted: its budget is too small, or no size at all."""
+    """A tier cannot be made as requested: its budget is too small, or is not a size."""
 
 
 class DiskError(OffloadError):
@@ -38,4 +38,4 @@ class DiskError(OffloadError):
 
 
 class CodecError(OffloadError):
-    """Rows cannot be kept in the format that was asked for, or there is no such format."""
+    """Rows cannot be kept in the requested format, or no such format exists."""

@@ -1,14 +1,14 @@
-// Copies rows between memories that the device can address: listed rows of pinned host memory into device slots.
+// Gathers listed rows from any memory that the device can address, such as pinned host memory, into device slots.
 //
-// Compiled for THREADS, ROW_BYTES (a multiple of 16), MAX_LISTS, IN_FLIGHT (loads that a thread issues before it stores the
-// first).
+// Compiled for THREADS, ROW_BYTES (a multiple of 16), MAX_LISTS, IN_FLIGHT (loads that a thread issues before its first
+// store).
 
 #include "../csattn/cuda/warps.cuh"
 
-constexpr unsigned kPieces = ROW_BYTES / 16;  // of a row; consecutive lanes take consecutive pieces
+constexpr unsigned kPieces = ROW_BYTES / 16;  // 16-byte pieces of a row; consecutive lanes copy consecutive pieces
 constexpr unsigned kTile = 32 * IN_FLIGHT;  // pieces that a warp has in flight
 
-// first[i] becomes the number of rows in the lists before list i. Called by one whole warp.
+// Exclusive prefix sum of the lists' lengths: first[i] is the number of rows in lists before i. Called by one warp.
 __device__ void sum_up_counts(const int* counts, unsigned num_lists, unsigned* first) {
     const unsigned lane = threadIdx.x % 32;
     unsigned before = 0;
@@ -21,7 +21,7 @@ __device__ void sum_up_counts(const int* counts, unsigned num_lists, unsigned* f
     if (lane == 0) first[0] = 0;
 }
 
-// For each list, rows from_rows[list][i] at from[list] go to rows to_rows[list][i] at to[list], i < counts[list].
+// For each list and i < counts[list], copies row from_rows[list][i] at from[list] to row to_rows[list][i] at to[list].
 extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
     const int* __restrict__ counts,                 // [num_lists]
     const unsigned long long* __restrict__ from,    // [num_lists] address of row 0
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
 
     const u64 num_pieces = (u64)first[num_lists] * kPieces;
     const unsigned warp = blockIdx.x * WARPS + threadIdx.x / 32;
-    unsigned list = 0;  // only grows, for the pieces of a thread only grow
+    unsigned list = 0;  // only increases, because a thread takes its pieces in ascending order
     for (u64 tile = warp * kTile; tile < num_pieces; tile += gridDim.x * WARPS * kTile) {
         unsigned long long source[IN_FLIGHT], target[IN_FLIGHT];
         uint4 piece[IN_FLIGHT];

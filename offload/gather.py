@@ -1,4 +1,4 @@
-"""Copies listed rows between memories that the device can address, without the host and without a copy engine."""
+"""Gathers listed rows between memories that the device can address, by a kernel: no host calls, no copy engine."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from torch import Tensor
 from csattn.cuda import cuda_kernel
 from offload.errors import OffloadError
 
-PIECE_BYTES = 16  # what a thread copies at once
-_NUM_BLOCKS, _THREADS = 16, 512  # few blocks saturate the link
-_IN_FLIGHT = 4  # loads of a thread at the same time
+PIECE_BYTES = 16  # one load of a thread
+_NUM_BLOCKS, _THREADS = 16, 512  # few thread blocks saturate the link
+_IN_FLIGHT = 4  # outstanding loads of a thread
 _SOURCE = Path(__file__).with_name("gather.cu")
 
 
@@ -19,8 +19,8 @@ class RowLists(NamedTuple):
     """Rows to copy, all on the device: row `from_rows[l, i]` of memory `from_addresses[l]` goes to row
     `to_rows[l, i]` of memory `to_addresses[l]`, for every list l and every i below `counts[l]`.
 
-    An address is that of the memory's row 0, a multiple of 16, and one that the device can read or write: its own
-    memory, or host memory that is pinned. What rows hold makes no difference: coded ones stay as they are.
+    An address is that of the memory's row 0, a multiple of 16, in device memory or pinned host memory. Rows are copied
+    as bytes, whatever their format.
     """
 
     counts: Tensor  # [num_lists] int32
@@ -31,7 +31,7 @@ class RowLists(NamedTuple):
 
 
 def make_row_lists(num_lists: int, capacity: int, device: torch.device) -> RowLists:
-    """Lists that are all empty."""
+    """Make lists that are all empty."""
     return RowLists(
         counts=torch.zeros(num_lists, dtype=torch.int32, device=device),
         from_addresses=torch.zeros(num_lists, dtype=torch.int64, device=device),
@@ -42,7 +42,7 @@ def make_row_lists(num_lists: int, capacity: int, device: torch.device) -> RowLi
 
 
 class RowGather:
-    """A kernel for rows of one size. It takes few multiprocessors from others."""
+    """The gather kernel for rows of one size. It occupies few multiprocessors (SMs)."""
 
     def __init__(self, row_bytes: int, max_lists: int) -> None:
         if row_bytes <= 0 or row_bytes % PIECE_BYTES:
@@ -59,7 +59,7 @@ class RowGather:
         return f"<RowGather {self.row_bytes}-byte rows of up to {self._max_lists} lists>"
 
     def launch(self, lists: RowLists) -> None:
-        """Enqueue the copy on torch's current stream. No row may be written that another list entry reads."""
+        """Enqueue the copy on torch's current stream. It must not write a row that another list entry reads."""
         num_lists, capacity = lists.from_rows.shape
         assert num_lists <= self._max_lists, f"{num_lists} lists for {self!r}"
         assert num_lists * capacity < 1 << 32, "the kernel counts rows in 32 bits"

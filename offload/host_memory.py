@@ -1,4 +1,4 @@
-"""Large host memory: pages of its own, touched by several threads so that the system maps them quickly."""
+"""Large allocations of host memory as anonymous mappings, touched by several threads to fault pages in quickly."""
 
 import mmap
 import os
@@ -11,19 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_PIECE_BYTES = 64 << 20  # that a thread fills at once
+_PIECE_BYTES = 64 << 20  # bytes that a thread fills at a time
 _MAX_THREADS = 16
 
 
 def allocate_rows(num_layers: int, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Zeros, per layer of that shape; each layer begins a page."""
+    """Allocate zeros of that shape for each layer; every layer is page-aligned."""
     layers = [_map_pages(torch.Size(shape).numel() * dtype.itemsize) for _ in range(num_layers)]
     _in_pieces(lambda layer, begin, end: layer[begin:end].fill(0), layers)
     return [torch.from_numpy(layer).view(dtype).view(*shape) for layer in layers]
 
 
 def copy_rows(layers: Sequence[Tensor]) -> list[Tensor]:
-    """The same values in memory of their own; the sources may be read-only memory maps."""
+    """Copy layers into newly mapped memory; the sources may be read-only memory maps."""
     sources = [layer.reshape(-1).view(torch.uint8).numpy() for layer in layers]
     copies = [_map_pages(len(source)) for source in sources]
     source_of = {copy.ctypes.data: source for copy, source in zip(copies, sources, strict=True)}
@@ -36,12 +36,12 @@ def copy_rows(layers: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sparse_zeros(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros that cost memory where they are written, 4 KiB at a time: numpy's cost 2 MiB for each byte among them."""
+    """Allocate zeros that take 4 KiB of memory per page written; numpy's take a huge page of 2 MiB."""
     return _map_pages(num_bytes, "MADV_NOHUGEPAGE")
 
 
 def _map_pages(num_bytes: int, advice: str = "MADV_HUGEPAGE") -> NDArray[np.uint8]:
-    # private: shared ones, the default, never become huge pages
+    # private, because shared mappings, mmap's default, never get huge pages
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, advice):
         with suppress(OSError):  # a kernel without huge pages refuses both
@@ -50,7 +50,7 @@ def _map_pages(num_bytes: int, advice: str = "MADV_HUGEPAGE") -> NDArray[np.uint
 
 
 def _in_pieces(fill: Callable[[NDArray[np.uint8], int, int], None], layers: Sequence[NDArray[np.uint8]]) -> None:
-    """numpy's copies leave the GIL to others, and unlike torch's do not start threads of their own."""
+    """Call `fill` on all pieces in threads. numpy's copies release the GIL and, unlike torch's, start no threads."""
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         pieces = [
             pool.submit(fill, layer, begin, min(begin + _PIECE_BYTES, len(layer)))

@@ -1,4 +1,4 @@
-"""The context's KV in host memory, and the gather of chosen rows out of it."""
+"""The context's KV in host memory, and the gather of chosen rows from it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,11 +9,11 @@ from offload.kv_store import pieces_of
 
 
 class HostStore:
-    """Owns the context KV of all layers; never changed, shared by all requests. A `KvStore`.
+    """Owns the context KV of all layers; read-only, shared by all requests. A `KvStore`.
 
     kv: per layer [num_kv_heads, context_len, 2, head_dim], K at [..., 0, :] and V at [..., 1, :]; may be
-    memory-mapped. With K and V of one key side by side, one row is one read.
-    stream_rows: of the pieces that `stream` gives; all rows at once unless said.
+    memory-mapped. With K and V of one key adjacent, one row is one read.
+    stream_rows: rows in each piece of `stream`. Default: all rows at once.
     """
 
     def __init__(self, kv: Sequence[Tensor], stream_rows: int | None = None):
@@ -27,17 +27,17 @@ class HostStore:
         return f"<HostStore {len(self._kv)} layers x {num_kv_heads} heads x {context_len} rows x {head_dim}>"
 
     def rows(self, layer_idx: int, rows: slice) -> Tensor:
-        """A contiguous range of rows, without a copy: [num_kv_heads, num_rows, 2, head_dim]."""
+        """Return a contiguous range of rows without a copy: [num_kv_heads, num_rows, 2, head_dim]."""
         return self._kv[layer_idx][:, rows]
 
     def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
-        """As `KvStore.gather`."""
+        """See `KvStore.gather`."""
         kv = self._kv[layer_idx]
         rows = kv.view(-1, kv.shape[2:].numel()).index_select(0, row_numbers(kv.shape, kv_indices).flatten())
         return rows.view(*kv_indices.shape, *kv.shape[2:])
 
     def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
-        """A range of rows piece after piece."""
+        """Yield a range of rows piece by piece."""
         if self._stream_rows is None:
             yield self.rows(layer_idx, rows)
             return
@@ -45,21 +45,21 @@ class HostStore:
             yield self.rows(layer_idx, piece)
 
     def prefetch(self, layer_idx: int, kv_indices: Tensor) -> None:
-        """Nothing is nearer than host memory."""
+        """Do nothing: the rows are in host memory already."""
 
     def close(self) -> None:
-        """The rows go with the store, or belong to the caller that made them."""
+        """Do nothing: the rows are freed with the store, or belong to the caller."""
 
 
 def distinct(layers: Iterable[Tensor]) -> list[Tensor]:
-    """Those that lie in different places: layers may have the same rows."""
+    """Return the layers that are in different memory: several layers may share their rows."""
     return list({layer.data_ptr(): layer for layer in layers}.values())
 
 
 def row_numbers(shape: Sequence[int], kv_indices: Tensor) -> Tensor:
-    """Which rows of a layer, counted over all its heads, a selection names; padding becomes some row of its head.
+    """Map a selection to row numbers in [num_kv_heads * context_len]; padding becomes some row of its head.
 
-    shape: num_kv_heads, context_len, ...; kv_indices: [..., num_index_heads, top_k], and so is what returns.
+    shape: num_kv_heads, context_len, ...; kv_indices and the result: [..., num_index_heads, top_k].
     """
     num_kv_heads, context_len = shape[:2]
     num_index_heads = kv_indices.shape[-2]

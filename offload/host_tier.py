@@ -1,4 +1,4 @@
-"""The host tier of what lies in files: the pages used last, in memory within a budget, filled by the first reader."""
+"""The host-memory tier over files: a page cache (LRU) within a budget, whose pages are filled by their first reader."""
 
 import threading
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from offload.row_files import Bytes, Numbers, RowFiles
 from offload.tier import NOWHERE, Tier
 
 _LOADING, _READY, _FAILED = np.uint8(0), np.uint8(1), np.uint8(2)
-NUM_SCRATCHES = 2  # reads at the same time: a step's and a prefetch
+NUM_SCRATCHES = 2  # scratch buffers for concurrent reads: a step's and a prefetch's
 
 
 class HostTier:
-    """Owns the memory of `num_slots` pages, and which of them are being read. Any thread may ask.
+    """Owns the memory of `num_slots` pages and the state of each. Thread-safe.
 
-    A page that is read or filled is pinned and never replaced. What is decided is decided under one lock, the
-    disk is read outside it, and a thread that wants a page that another fills waits for it.
+    A page that is being read or filled is pinned and never evicted. Decisions are made under one lock; the disk is read
+    outside it. A thread that needs a page that another thread is filling waits for it.
     """
 
     def __init__(self, files: RowFiles, num_pages: int, num_slots: int, page_bytes: int, scratch_bytes: int):
@@ -39,7 +39,7 @@ class HostTier:
 
     @staticmethod
     def slot_bytes(page_bytes: int) -> int:
-        """Memory that a slot takes, with all that is kept of it."""
+        """Return the memory that a slot takes, with its bookkeeping."""
         return page_bytes + Tier.BYTES_PER_SLOT + 1
 
     @property
@@ -48,9 +48,10 @@ class HostTier:
 
     @contextmanager
     def hold(self, layer_idx: int, pages: Numbers, starts: Numbers, evict: bool = True) -> Iterator[Numbers]:
-        """Slots of pages whose bytes are there until the block ends; NOWHERE for those that found no room.
+        """Yield the slots of these pages, filled and pinned within the `with` block; NOWHERE for pages without a slot.
 
-        pages: distinct, and starts: where they begin in the layer's file; both ascending.
+        A page has none if no slot is free or may be evicted, or if another thread failed to read it. pages: distinct;
+        starts: their offsets in the layer's array, in bytes; both ascending. evict: whether other pages may be evicted.
         """
         with self._changed:
             slots, fresh = self._claim(pages, evict)
@@ -67,7 +68,7 @@ class HostTier:
                 self._release(slots, fresh)
 
     def read(self, layer_idx: int, starts: Numbers, out: Bytes, places: Numbers) -> None:
-        """From the file, past the tier: out[places[i]] = the bytes from starts[i] on."""
+        """Read from the file, bypassing the tier: out[places[i]] = the bytes from starts[i] on."""
         scratch = self._scratch.get()
         try:
             num_bytes = self._files.read(layer_idx, starts, out, places, scratch)
@@ -77,15 +78,15 @@ class HostTier:
             self.bytes_read += num_bytes
 
     def close(self) -> None:
-        """Let the memory go. No page may be in use."""
+        """Free the memory. No page may be in use."""
         self.memory = self.memory[:0]
         self._scratch = SimpleQueue()
 
     def _claim(self, pages: Numbers, evict: bool) -> tuple[Numbers, NDArray[np.bool_]]:
-        """Pin what is there, and room for what is not: slots, and which of them the caller has to fill."""
+        """Pin the cached pages, and assign and pin slots for the others; return all slots, and which ones to fill."""
         slots = self._tier.look_up(pages)
         missing = slots < 0
-        failed = ~missing & (self._states[slots] == _FAILED)  # goes when its last user goes; nobody fills it again
+        failed = ~missing & (self._states[slots] == _FAILED)  # its last user drops it; it is not filled again
         slots[failed] = NOWHERE
         self._tier.pin(slots[slots >= 0])
         slots[missing] = self._tier.put(pages[missing], evict)
@@ -98,7 +99,7 @@ class HostTier:
         return slots, fresh
 
     def _fill(self, layer_idx: int, slots: Numbers, starts: Numbers) -> None:
-        """Read what this caller has claimed, and wake the threads that wait for it."""
+        """Read the pages that this caller has claimed, and wake the threads that wait for them."""
         if not len(slots):
             return
         self.read(layer_idx, starts, self.memory, slots)
@@ -107,7 +108,7 @@ class HostTier:
             self._changed.notify_all()
 
     def _release(self, slots: Numbers, fresh: NDArray[np.bool_]) -> None:
-        """Unpin, and give up what could not be read: threads that wait for it read it past the tier."""
+        """Unpin, and mark pages that could not be read as failed: threads that wait for them then bypass the tier."""
         unread = slots[fresh][self._states[slots[fresh]] == _LOADING]
         if len(unread):
             self._states[unread] = _FAILED

@@ -1,4 +1,4 @@
-"""Context KV in host memory that the device reads by itself: page-locked and mapped at its own address."""
+"""Context KV in page-locked (pinned) host memory, mapped for the device at the same address."""
 
 import mmap
 import weakref
@@ -13,28 +13,28 @@ from offload.cuda import host_register, host_unregister
 from offload.errors import PinningError
 from offload.host_memory import copy_rows
 
-MAX_CHUNK_BYTES = 16 << 30  # one registration of 512 GiB fails; 64 GiB and less are known to work
+MAX_CHUNK_BYTES = 16 << 30  # of one registration: 512 GiB fail, up to 64 GiB are known to work
 _PAGE = mmap.PAGESIZE
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 class Register(Protocol):
-    """Makes host memory readable for the device; raises PinningError and leaves nothing pending if it cannot."""
+    """Makes host memory readable for the device; on failure raises PinningError and leaves no CUDA error pending."""
 
     def __call__(self, address: int, num_bytes: int, read_only: bool = False) -> None: ...
 
 
 class PinnedRows:
-    """Owns the context KV of all layers, and its page locks until `close`. Never changed, shared by all requests.
+    """Owns the context KV of all layers, and its page locks until `close`. Read-only, shared by all requests.
 
-    CUDA copies nothing that lies partly in a registration: each layer has one of its own, without anybody else's pages.
-    When the memory cannot be pinned, `pinned` is False, `how` says why, and only the host can read the rows.
+    CUDA cannot copy memory that is only partly registered, so a layer's registration covers whole pages that it shares
+    with nothing else. If the memory cannot be pinned, `pinned` is False, `how` says why, and only the host can read it.
     """
 
     def __init__(
         self,
-        layers: Sequence[Tensor],  # per layer [num_kv_heads, context_len, 2, head_dim], contiguous; memory maps as well
+        layers: Sequence[Tensor],  # per layer [num_kv_heads, context_len, 2, head_dim], contiguous; may be memory maps
         *,
         chunk_bytes: int = MAX_CHUNK_BYTES,  # of one registration; progress is reported after each
         progress: Progress | None = None,
@@ -47,7 +47,7 @@ class PinnedRows:
         self._chunks: list[tuple[int, int]] = []
         tell = progress or (lambda done, total: None)
         self.how = self._pin(partial(_register_all, chunk_bytes, tell, register, unregister))
-        # the locks go before the memory does, also when nobody calls `close`
+        # releases the locks before the memory is freed, even if `close` is never called
         self._release = weakref.finalize(self, _release, self._chunks, unregister, self.layers)
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ class PinnedRows:
 
     @property
     def addresses(self) -> list[int]:
-        """Where the device finds row 0 of each layer."""
+        """The device address of row 0 of each layer. Raises PinningError if the rows are not pinned."""
         if not self.pinned:
             raise PinningError(
                 f"the device cannot read {self!r}; raise the limit of locked memory (`ulimit -l`), or choose the "
@@ -70,11 +70,11 @@ class PinnedRows:
         return [layer.data_ptr() for layer in self.layers]
 
     def close(self) -> None:
-        """Give the page locks back. No work that reads the rows may be under way."""
+        """Release the page locks. No device work that reads the rows may be in progress."""
         self._release()
 
     def _pin(self, register_all: Callable[[Sequence[Tensor], bool], list[tuple[int, int]]]) -> str:
-        """Where the rows are if that can be, else a copy of them; returns how it went."""
+        """Pin the rows in place if possible, else a copy of them; return how it was done, or why it failed."""
         refusals = []
         for how, read_only in (("in place", False), ("in place, read only", True)):
             try:
@@ -105,8 +105,8 @@ def _register_all(
     layers: Sequence[Tensor],
     read_only: bool,
 ) -> list[tuple[int, int]]:
-    """The registered chunks as half-open ranges of addresses: all that the layers lie in, or PinningError and none."""
-    ranges = _merge(_span(layer) for layer in layers)  # the same layer may be there twice, its pages only once
+    """Register all pages of the layers, or none and raise PinningError. Returns chunks as half-open address ranges."""
+    ranges = _merge(_span(layer) for layer in layers)  # a layer may occur twice, but its pages are registered once
     total = sum(end - begin for begin, end in ranges)
     chunks: list[tuple[int, int]] = []
     try:
@@ -128,7 +128,7 @@ def _release(chunks: list[tuple[int, int]], unregister: Callable[[int], None], *
 
 
 def _span(layer: Tensor) -> tuple[int, int]:
-    """The whole pages that a layer lies in."""
+    """Return the address range of the pages that a layer lies in."""
     begin, end = layer.data_ptr(), layer.data_ptr() + layer.nbytes
     return begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
 

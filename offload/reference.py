@@ -1,13 +1,13 @@
-"""The slot cache in plain Python: the definition that the device's version agrees with, entry by entry."""
+"""The definition of the slot cache in plain Python: the device's version agrees with it entry by entry."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-_OLDEST = 124  # steps unused; longer is equally old
+_OLDEST = 124  # steps unused at which ages saturate: longer counts as equally old
 
 
 class ReferenceSlotCache:
-    """One layer. Slots of a context and KV head: which key is in each, and how many steps ago it was used."""
+    """The slot cache of one layer: for each context and KV head, the key in each slot, and when it was last used."""
 
     def __init__(self, num_contexts: int, num_kv_heads: int, num_slots: int) -> None:
         heads = [(context, head) for context in range(num_contexts) for head in range(num_kv_heads)]
@@ -22,7 +22,7 @@ class ReferenceSlotCache:
         valid_len: NDArray[np.int32],  # [batch, num_index_heads]
         context_ids: NDArray[np.int32],  # [batch], -1: idle
     ) -> tuple[NDArray[np.int32], dict[tuple[int, int], list[tuple[int, int]]]]:
-        """What `SlotCache.look_up` yields: ids of the same shape, and (key, slot) moved per context and KV head."""
+        """Do `SlotCache.look_up`: return ids like kv_indices, and the (key, slot) moves of each context and KV head."""
         ids = np.full_like(kv_indices, -1)
         moved = {}
         group = kv_indices.shape[1] // self.num_kv_heads
@@ -38,7 +38,7 @@ class ReferenceSlotCache:
         return ids, moved
 
     def _place(self, context: int, head: int, wanted: list[int]) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Where each wanted key is after this step, and which (key, slot) have moved for it."""
+        """Return the slot of each cached key after this step, and the (key, slot) pairs that were moved in."""
         keys, unused_for = self.key_of_slot[context, head], self.unused_for[context, head]
         slot_of = {key: slot for slot, key in enumerate(keys) if key >= 0}
         missing = [key for key in dict.fromkeys(wanted) if key not in slot_of]

@@ -1,4 +1,4 @@
-"""Rows of KV read from files, many at a time: what lies close together in one read, several reads at once."""
+"""Batched reads of KV rows from files: neighbouring rows are coalesced into one read, and reads run in parallel."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,13 +15,13 @@ from offload.errors import DiskError
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 
-_NUM_READERS = 8  # reads under way at once: disks answer many in the time of one
-_GAP_BYTES = 2 * BLOCK_BYTES  # that is read and thrown away rather than begin another read
+_NUM_READERS = 8  # reads in flight: disks complete many in the time of one
+_GAP_BYTES = 2 * BLOCK_BYTES  # gaps up to this are read and discarded instead of starting another read
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Where an array lies."""
+    """The place of an array in a file."""
 
     path: Path
     offset: int  # of its first byte
@@ -29,10 +29,10 @@ class FileSpan:
 
 
 class RowFiles:
-    """Arrays of bytes in files, one per layer. Owns the open files and the threads that read. Any thread may ask."""
+    """Arrays of bytes in files, one per layer. Owns the open files and the reader threads. Thread-safe."""
 
     def __init__(self, layers: Sequence[FileSpan]):
-        """Raises DiskError for files that cannot be read or are too short, and where there are no threads to read."""
+        """Raises DiskError if a file cannot be read or is too short, or if the reader threads cannot be started."""
         self._layers = list(layers)
         self._files: list[DiskFile] = []
         try:
@@ -54,21 +54,21 @@ class RowFiles:
 
     @staticmethod
     def least_scratch_bytes(num_bytes: int) -> int:
-        """What `read` needs for pieces of that size."""
+        """Return the least scratch memory that `read` needs for pieces of `num_bytes`."""
         return (-(-num_bytes // BLOCK_BYTES) + 4) * BLOCK_BYTES
 
     def read(self, layer_idx: int, starts: Numbers, out: Bytes, places: Numbers, scratch: Bytes) -> int:
-        """Pieces of a layer's array: out[places[i]] = the bytes from starts[i] on. Returns how many bytes were read.
+        """Read pieces of a layer's array: out[places[i]] = the bytes from starts[i] on. Returns the bytes read.
 
-        starts: [num_pieces], ascending. out: [..., piece_bytes]; of a piece that reaches behind the array, what lies
-        there is undefined. scratch: from `aligned_bytes`, at least `least_scratch_bytes`; nobody else's meanwhile.
-        Raises DiskError; some pieces may have been filled then.
+        starts: [num_pieces], ascending. out: [..., piece_bytes]; bytes of a piece beyond the end of the array are
+        undefined. scratch: from `aligned_bytes`, at least `least_scratch_bytes`, not shared with a concurrent call.
+        Raises DiskError, possibly after some pieces have been filled.
         """
         piece_bytes, span, total = out.shape[1], self._layers[layer_idx], 0
         begins = starts + span.offset
         ends = np.minimum(begins + piece_bytes, span.offset + span.num_bytes)
         runs = plan_runs(begins, ends, len(scratch) - self.least_scratch_bytes(piece_bytes) + BLOCK_BYTES)
-        for first, last in runs.rounds(len(scratch) - BLOCK_BYTES):  # a small piece may reach behind the array
+        for first, last in runs.rounds(len(scratch) - BLOCK_BYTES):  # one block to spare: small pieces may overrun
             chosen = slice(first, last)
             total += self._read_runs(self._files[layer_idx], runs, chosen, scratch)
             pieces = slice(runs.pieces[first], runs.pieces[last])
@@ -77,7 +77,7 @@ class RowFiles:
         return total
 
     def close(self) -> None:
-        """No read may be under way."""
+        """End the threads and close the files. No read may be in progress."""
         self._readers.shutdown()
         self._close_files()
 
@@ -95,7 +95,7 @@ class RowFiles:
         try:
             read(shares[0])
         finally:
-            wait(others)  # scratch is used again when this returns
+            wait(others)  # the caller reuses scratch when this returns
         for other in others:
             other.result()
         return int(sum(ends) - sum(begins))
@@ -106,8 +106,11 @@ class RowFiles:
 
 
 def _start_readers() -> ThreadPoolExecutor:
-    """All threads at once: where one cannot be started for a read, what was handed over before goes on behind its back,
-    in scratch memory that others use by then."""
+    """Start all reader threads now; raise DiskError if the system refuses one.
+
+    If a thread failed to start in the middle of a read, the read would fail while reads submitted before it still wrote
+    to scratch memory that others use by then.
+    """
     readers, all_there = ThreadPoolExecutor(_NUM_READERS, "csattn-disk"), Barrier(_NUM_READERS)
     try:
         for _ in range(_NUM_READERS):
@@ -126,15 +129,15 @@ def _start_readers() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Reads of whole blocks, ascending, each for some pieces that follow each other."""
+    """Coalesced reads of whole blocks, ascending, each for consecutive pieces."""
 
     begins: Numbers  # [num_runs] offsets in the file
     ends: Numbers
-    needed: Numbers  # up to where the file has to go on
+    needed: Numbers  # the file must reach up to here: the end of the run's last piece
     pieces: Numbers  # [num_runs + 1]: run i is for pieces [pieces[i], pieces[i + 1])
 
     def rounds(self, scratch_bytes: int) -> list[tuple[int, int]]:
-        """Half-open ranges of runs that fit into scratch memory together."""
+        """Split the runs into half-open ranges that fit into scratch memory together."""
         upto, rounds, first = np.concatenate([[0], np.cumsum(self.ends - self.begins)]), [], 0
         while first < len(self.begins):
             last = int(np.searchsorted(upto, upto[first] + scratch_bytes, side="right")) - 1
@@ -144,15 +147,15 @@ class Runs:
         return rounds
 
     def places(self, chosen: slice) -> Numbers:
-        """Where in scratch memory each run of a round goes."""
+        """Return the offset in scratch memory of each run of a round."""
         lengths = self.ends[chosen] - self.begins[chosen]
         return np.asarray(np.cumsum(lengths) - lengths)
 
 
 def plan_runs(begins: Numbers, ends: Numbers, most_bytes: int) -> Runs:
-    """Put pieces together whose blocks are the same or near. begins, ends: [num_pieces] offsets in a file, ascending.
+    """Coalesce pieces whose blocks are the same or near. begins, ends: [num_pieces] offsets in a file, ascending.
 
-    Pieces of one run begin within `most_bytes`, rounded down to blocks and at least one.
+    All pieces of a run begin in the same aligned cell of `most_bytes`, rounded down to whole blocks, at least one.
     """
     if not len(begins):
         return Runs(begins, ends, ends, np.zeros(1, np.int64))
@@ -166,7 +169,7 @@ def plan_runs(begins: Numbers, ends: Numbers, most_bytes: int) -> Runs:
 
 
 def _copy(scratch: Bytes, begins: Numbers, ends: Numbers, out: Bytes, places: Numbers) -> None:
-    """Small pieces all at once, which takes a second copy of them for a moment; large ones one by one."""
+    """Copy pieces out of scratch memory: small ones all at once, through a temporary copy; large ones one by one."""
     if out.shape[1] < BLOCK_BYTES:
         out[places] = np.lib.stride_tricks.sliding_window_view(scratch, out.shape[1])[begins]
         return

@@ -1,4 +1,4 @@
-"""Memory that several processes map, and a device reads and writes where it lies."""
+"""Shared memory that several processes map, and that a device reads and writes in place."""
 
 import mmap
 import os
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from offload.cuda import host_register, host_unregister
 
-ALIGNMENT = 64  # bytes: what two sides write lies in different cache lines
-# Memory that the device uses, until it is closed. Giving it back waits for the device, which may itself be waiting for
-# a thread of the host: that must not happen wherever the garbage collector happens to run.
+ALIGNMENT = 64  # bytes: pieces that different sides write are in different cache lines
+# Memory registered for the device, kept here until it is closed. Unregistering waits for the device, which may itself
+# wait for a host thread, so it must not be left to the garbage collector, which may run on any thread.
 _of_device: dict[int, NDArray[np.uint8]] = {}
 
 
 class SharedMemory:
-    """Zeroed memory, given out piece by piece from its start; what was given stays where it is.
+    """Zeroed shared memory with a bump allocator: pieces are allocated from its start and never move.
 
-    Other processes map what `fd` names, until `close`; it is let go with the last array over it.
+    Other processes can map the descriptor `fd` until `close`. The memory is freed with the last array over it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Raises OSError where there is not so much memory, PinningError where the device cannot use it."""
+        """Raises OSError if there is not enough memory, PinningError if the device cannot map it."""
         self.fd = create_memory(num_bytes)
         self._close_descriptor = weakref.finalize(self, os.close, self.fd)
         self.array = map_memory(self.fd)
@@ -40,14 +40,14 @@ class SharedMemory:
         return f"<SharedMemory {self._end:,} of {len(self.array):,} bytes>"
 
     def close(self) -> None:
-        """No more processes may map it, and no step of the device may use it. What was given out may still be read."""
+        """End new mappings and use by the device; no step may be in progress. Allocated pieces stay readable."""
         self._close_descriptor()
         if _of_device.pop(self._address, None) is not None:
             host_unregister(self._address)
 
     @property
     def is_open(self) -> bool:
-        """Whether more processes may map it."""
+        """Whether other processes can still map it."""
         return self._close_descriptor.alive
 
     @property
@@ -55,24 +55,24 @@ class SharedMemory:
         return int(self.array.ctypes.data)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next piece."""
+        """Allocate the next piece."""
         begin, num_bytes = self._end, prod(shape) * dtype.itemsize
         assert begin + num_bytes <= len(self.array), f"{self!r} has no room for {num_bytes:,} bytes more"
         self._end += piece_bytes(shape, dtype)
         return torch.from_numpy(self.array[begin : begin + num_bytes]).view(dtype).view(shape)
 
     def place_of(self, piece: Tensor) -> int:
-        """Where a piece begins, in bytes."""
+        """Return the offset of a piece, in bytes."""
         return piece.data_ptr() - self._address
 
 
 def piece_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """What `SharedMemory.zeros` takes."""
+    """Return the bytes that `SharedMemory.zeros` takes for such a piece."""
     return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def array_in(memory: NDArray[np.uint8], at: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """The array at that byte of the memory."""
+    """Return a view of the array at byte `at` of the memory."""
     num_bytes = prod(shape) * np.dtype(dtype).itemsize
     assert at + num_bytes <= len(memory), f"an array ends at byte {at + num_bytes} of {len(memory)}"
     array: NDArray[Any] = memory[at : at + num_bytes].view(dtype).reshape(shape)
@@ -80,7 +80,7 @@ def array_in(memory: NDArray[np.uint8], at: int, shape: tuple[int, ...], dtype: 
 
 
 def create_memory(num_bytes: int) -> int:
-    """A file descriptor of zeroed memory that has no name: it is gone with the last process that holds it."""
+    """Create anonymous zeroed memory; return its file descriptor. It is freed with the last process that holds it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("csattn", os.MFD_CLOEXEC)
     else:
@@ -88,7 +88,7 @@ def create_memory(num_bytes: int) -> int:
             fd = os.dup(file.fileno())
     try:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, num_bytes)  # an error here and now, where touching what is not there would kill
+            os.posix_fallocate(fd, 0, num_bytes)  # fails here instead of by SIGBUS at the first access
         else:
             os.ftruncate(fd, num_bytes)
     except BaseException:
@@ -98,5 +98,5 @@ def create_memory(num_bytes: int) -> int:
 
 
 def map_memory(fd: int) -> NDArray[np.uint8]:
-    """The memory of that descriptor, which may be closed afterwards. It is let go with the last array over it."""
+    """Map the memory of a descriptor, which may be closed afterwards. It is unmapped with the last array over it."""
     return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parse sizes in bytes as people write them."""
 
 import re
 
@@ -10,7 +10,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes: 64MiB, 1.5 GiB, 200MB, 4096. Raises TierError for anything else, and for nothing."""
+    """Return the bytes of 64MiB, 1.5 GiB, 200MB or 4096. Raises TierError for anything else, and for sizes below 1."""
     found = _SIZE.fullmatch(text.strip().lower())
     num_bytes = float(found[1]) * _UNITS[found[2]] if found and found[2] in _UNITS else 0.0
     if not 1 <= num_bytes < 2**63:

@@ -1,7 +1,8 @@
-// What the blocks that decide about one KV head share, and which of its slots go when rows want them.
+// Eviction in the slot cache: the data that the thread blocks of one KV head share, and the choice of its oldest slots.
 //
-// An age is a byte: 0 no slot (padding), 1 used by this step, n: n - 1 steps ago, 126 or longer, 127 never used.
-// Time goes by instructions issued here, not by bytes: little work is spread over many threads.
+// An age is a byte: 0: no slot (padding); 1: used by this step; n: last used n - 1 steps ago; 126: 125 steps ago or
+// more; 127: never used. The kernel is bound by instruction issue, not by bandwidth, so the little work is spread over
+// many threads.
 #pragma once
 
 #include "../csattn/cuda/warps.cuh"
@@ -9,14 +10,14 @@
 constexpr int kAges = 128;
 constexpr unsigned kUsedNow = 1;
 
-// What a thread holds of its warp's slots and entries: every 32nd. Loops go over them in rounds; few rounds are
-// unrolled, so that what a thread holds stays in registers.
+// A thread holds every 32nd of its warp's slots and entries, and loops over them in rounds. Loops of few rounds are
+// unrolled, so that a thread's data stays in registers.
 constexpr int kFewRounds = 16;
 constexpr int kWarpSlots = BLOCK_SLOTS / WARPS;
 constexpr int kSlotRounds = kWarpSlots / 32;
 constexpr int kUnrolledSlots = kSlotRounds <= kFewRounds ? kSlotRounds : 4;
 
-// The number of a slot. One block alone has few slots, and less memory.
+// The index of a slot: 16 bits if a block works alone (no clusters), because it has fewer slots and less shared memory.
 template <bool ALONE> struct Number {
     typedef int Type;
 };
@@ -27,22 +28,22 @@ typedef Number<CLUSTER == 1>::Type SlotNumber;
 static_assert(CLUSTER > 1 || BLOCK_SLOTS <= 65536, "slots are numbered in 16 bits");
 
 struct Shared {
-    alignas(16) unsigned num_of_age[kAges];  // slots of this block; other blocks read it
-    int num_takers;                          // entries of this block whose rows want slots; other blocks read it
+    alignas(16) unsigned num_of_age[kAges];  // histogram of this block's slots; other blocks read it
+    int num_takers;                          // entries of this block whose rows need slots; other blocks read it
     uint4 all_ages[CLUSTER][kAges / 4];      // `num_of_age` of all blocks
-    int takers[CLUSTER], older[CLUSTER], equal[CLUSTER];         // of all blocks
-    int takers_of[WARPS], older_of[WARPS], equal_of[WARPS];  // of this block's warps
-    int of_warp[kAges / 32];
-    int threshold, equal_quota;  // replaced: every slot older than the threshold, and so many of that age
-    int rows[BATCH], num_rows;   // of the batch that continue this context
-    int num_found, num_missing, num_served;  // of this block's entries, for the statistics
+    int takers[CLUSTER], older[CLUSTER], equal[CLUSTER];         // counts of all blocks
+    int takers_of[WARPS], older_of[WARPS], equal_of[WARPS];  // counts of this block's warps
+    int of_warp[kAges / 32];     // partial sums of the prefix sum over ages
+    int threshold, equal_quota;  // evicted: every slot older than the threshold, and so many of that age
+    int rows[BATCH], num_rows;   // the batch's rows that continue this context
+    int num_found, num_missing, num_served;  // counts of this block's entries, for the statistics
 };
 
 // The block's dynamic shared memory.
 struct alignas(16) Slots {
     unsigned ages[BLOCK_SLOTS / 4];             // four in a word
-    unsigned used[CLUSTER * BLOCK_SLOTS / 32];  // a bit for every slot of the head: this block's entries use it
-    SlotNumber replaced[BLOCK_SLOTS];  // the slots that go, by number: the nth is in block n % CLUSTER at n / CLUSTER
+    unsigned used[CLUSTER * BLOCK_SLOTS / 32];  // a bit for every slot of the head: whether this block's entries use it
+    SlotNumber replaced[BLOCK_SLOTS];  // the evicted slots in order: the nth is in block n % CLUSTER at n / CLUSTER
 
     __device__ __forceinline__ void replace(unsigned nth, int slot) {
         if (CLUSTER == 1)
@@ -59,19 +60,20 @@ struct Place {
     unsigned rank, warp, lane;
 };
 
-// Starts to load the ages of this block's slots; they are there after `wait_for_all_copies` and a barrier.
+// Starts asynchronous copies (cp.async) of this block's ages to shared memory. They are complete after
+// `wait_for_all_copies` and a barrier.
 __device__ __forceinline__ void load_ages(const uint4* slot_ages, Slots& slots) {
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < BLOCK_SLOTS / 16; i += THREADS)
         start_copy(slots.ages + 4 * i, slot_ages + i);
 }
 
-// Four ages, a step later: those from 1 to 125 grow.
+// Increments four packed ages, those from 1 to 125.
 __device__ __forceinline__ unsigned older(unsigned ages) {
     return ages + ((ages + 0x7f7f7f7fu & ~(ages + 0x02020202u)) >> 7 & 0x01010101u);
 }
 
-// A step later all slots are older, but for those that some block's entries use. Counts the ages of the others.
+// Ages all slots by a step, except those that some block's entries use, and makes the histogram of the others' ages.
 __device__ __forceinline__ void age_slots(const Place& at, Shared& s, Slots& slots) {
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < BLOCK_SLOTS / 4; i += THREADS) {
@@ -94,7 +96,8 @@ __device__ __forceinline__ void age_slots(const Place& at, Shared& s, Slots& slo
     }
 }
 
-// Which slots go when all takers of the cluster want one; returns how many get one: all, if so many slots are unused.
+// Finds the age threshold above which slots are evicted, so that every taker of the cluster gets one, by a prefix sum
+// over the histogram of ages. Returns how many takers get a slot: all, if enough slots are unused by this step.
 __device__ __forceinline__ int find_threshold(const Place& at, Shared& s) {
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < CLUSTER * (kAges / 4); i += THREADS) {
@@ -126,11 +129,11 @@ __device__ __forceinline__ int find_threshold(const Place& at, Shared& s) {
     return num_moved;
 }
 
-// Each block's slots older than the threshold, and of its age.
+// Counts each block's slots that are older than the threshold, and those of that age.
 __device__ __forceinline__ void count_replaced(const Place& at, Shared& s) {
     for (unsigned rank = at.warp; rank < CLUSTER; rank += WARPS) {
         const uint4 num = s.all_ages[rank][at.lane];
-        const int over = s.threshold - 4 * (int)at.lane;  // the threshold's place among this lane's four ages
+        const int over = s.threshold - 4 * (int)at.lane;  // the threshold's index among this lane's four ages
         const unsigned older = (over < 0 ? num.x : 0) + (over < 1 ? num.y : 0) + (over < 2 ? num.z : 0) +
                                (over < 3 ? num.w : 0);
         const unsigned sum = __reduce_add_sync(ALL_LANES, older);
@@ -139,7 +142,8 @@ __device__ __forceinline__ void count_replaced(const Place& at, Shared& s) {
     }
 }
 
-// Lists the slots that go; the list is complete after a barrier. Of the keys in this thread's slots, leaves theirs.
+// Lists the slots to evict; the list is complete after a cluster barrier. old_key: the keys in this thread's slots;
+// those of slots that stay become -1.
 __device__ __forceinline__ void replace_slots(const Place& at, Shared& s, Slots& slots, int (&old_key)[kSlotRounds]) {
     unsigned char* ages = (unsigned char*)slots.ages + at.warp * kWarpSlots + at.lane;
     const int threshold = s.threshold, quota = s.equal_quota;

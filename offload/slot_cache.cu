@@ -1,38 +1,39 @@
-// Which rows of a step are on the device already, which move, and which rows they replace: decided without the host.
+// The lookup of an LRU slot cache, without the host: which selected rows are on the device, which are moved there, and
+// which rows they evict.
 //
-// A cluster of CLUSTER blocks decides for one KV head of one loaded context, for all rows of the batch that
-// continue it. Rows selected before stay. A row that is missing gets the slot whose row was not used for the
-// longest time, equally old slots by number; missing rows are taken in the order (batch row, index head, place in
-// its list). What finds no slot is left where it is ("spilled"), and its place in `ids` says so.
+// A thread block cluster of CLUSTER blocks serves one KV head of one loaded context, for all rows of the batch that
+// continue it. Rows that are selected and cached stay. Missing rows evict the least recently used slots, lower ones
+// first on ties. The nth missing row, in the order (batch row, index head, position in its list), takes the nth slot,
+// in slot order. A row that gets no slot stays on the host ("spilled"), and its entry in `ids` says so.
 //
-// Little is written to global memory before the end: a cluster's barrier waits until what was written is seen.
+// Most writes to global memory come at the end, because a cluster barrier waits until earlier writes are visible.
 //
 // Compiled for THREADS, CLUSTER, NUM_KV_HEADS, HEADS_PER_KV (index heads), MAX_TOP_K, NUM_SLOTS, CAPACITY (rows of
 // the longest context), ROW_BYTES, BATCH, BLOCK_SLOTS (slots of a block: a multiple of THREADS).
 
 #include "slot_ages.cuh"
 
-constexpr int kClaim = -2147483647 - 1;  // kClaim + entry stands in slot_of_key while an entry's row awaits a slot
-constexpr int kLists = BATCH * HEADS_PER_KV;  // several lists may want the same row
+constexpr int kClaim = -2147483647 - 1;  // slot_of_key is kClaim + entry while that entry's row waits for a slot
+constexpr int kLists = BATCH * HEADS_PER_KV;  // several lists may select the same row
 
-// An entry is a place in the lists of all rows of the context, one after the other.
+// An entry is a position in the concatenated lists of all batch rows of the context.
 constexpr int kShare = (kLists * MAX_TOP_K + CLUSTER * THREADS - 1) / (CLUSTER * THREADS);
-constexpr int kGroup = kShare < 4 ? kShare : 4;  // rounds whose loads are under way at the same time
+constexpr int kGroup = kShare < 4 ? kShare : 4;  // rounds whose loads are in flight at the same time
 constexpr int kRounds = (kShare + kGroup - 1) / kGroup * kGroup;
 constexpr int kUnrolledGroups = kRounds <= kFewRounds ? kRounds / kGroup : 1;
 
 struct Head {
-    int* slot_of_key;  // [CAPACITY], -1: not on the device
-    int* key_of_slot;  // [NUM_SLOTS], -1: empty
+    int* slot_of_key;  // [CAPACITY]; -1: not on the device
+    int* key_of_slot;  // [NUM_SLOTS]; -1: empty
     int begin, end;    // this warp's entries
     Place at;
 };
 
 struct Entry {
-    int list_place;  // in kv_indices and ids
-    int id;          // first the key, in the end the slot, as `ids` has it
-    int slot;        // on its way from memory
-    int nth;         // of the rows that move; -1: this entry moves none
+    int list_place;  // index in kv_indices and ids
+    int id;          // first the key, finally the value of `ids`
+    int slot;        // being loaded
+    int nth;         // which of the moved rows it is; -1: this entry moves none
 };
 
 __device__ void find_rows(Shared& s, const int* context_ids, int batch, int context) {
@@ -48,7 +49,7 @@ __device__ void find_rows(Shared& s, const int* context_ids, int batch, int cont
     if (lane == 0) s.num_rows = found;
 }
 
-// run(entry, its number) for every round that this warp has entries for, by groups; a lane may be past the end.
+// Calls run(entry, its number) for every round in which this warp has entries, by groups; a lane may be past the end.
 template <typename Run>
 __device__ __forceinline__ void for_entries(const Head& h, Entry (&entries)[kRounds], const Run& run) {
 #pragma unroll kUnrolledGroups
@@ -59,7 +60,7 @@ __device__ __forceinline__ void for_entries(const Head& h, Entry (&entries)[kRou
                 run(entries[round], h.begin + 32 * round + (int)h.at.lane);
 }
 
-// The wanted keys, -1 where there is none.
+// Loads the selected keys; -1 for padding.
 __device__ __forceinline__ void load_keys(const Head& h, const Shared& s, const int* kv_indices, const int* valid_len,
                                           Entry (&entries)[kRounds]) {
     for_entries(h, entries, [&](Entry& entry, int number) {
@@ -74,7 +75,7 @@ __device__ __forceinline__ void load_keys(const Head& h, const Shared& s, const 
     });
 }
 
-// Each key becomes its row's slot, or -2 - key when the row is missing.
+// Replaces each key by its row's slot, or by -2 - key if the row is missing.
 __device__ __forceinline__ void find_slots(const Head& h, Entry (&entries)[kRounds]) {
     for_entries(h, entries, [&](Entry& entry, int) {
         if (entry.id >= 0) entry.slot = __ldcg(h.slot_of_key + entry.id);
@@ -84,7 +85,7 @@ __device__ __forceinline__ void find_slots(const Head& h, Entry (&entries)[kRoun
     });
 }
 
-// Marks the rows that are here. Of lists that miss the same row, the first entry's claim on it wins.
+// Marks the slots in use. If several entries miss the same row, the first one's claim wins (atomicMin).
 __device__ __forceinline__ void use_slots(const Head& h, Shared& s, Slots& slots, Entry (&entries)[kRounds]) {
     int num_found = 0, num_missing = 0;
     for_entries(h, entries, [&](const Entry& entry, int number) {
@@ -98,7 +99,7 @@ __device__ __forceinline__ void use_slots(const Head& h, Shared& s, Slots& slots
     atomicAdd(&s.num_missing, num_missing);
 }
 
-// An entry takes a slot, if one is left, when its row is missing and it is the first that wants it: then nth becomes 0.
+// Marks takers with nth = 0: entries whose row is missing and that claimed it first. They get slots while any are left.
 __device__ __forceinline__ void find_takers(const Head& h, Shared& s, Entry (&entries)[kRounds]) {
     int num_takers = 0;
     for_entries(h, entries, [&](Entry& entry, int number) {
@@ -110,7 +111,7 @@ __device__ __forceinline__ void find_takers(const Head& h, Shared& s, Entry (&en
     atomicAdd(&s.num_takers, num_takers);
 }
 
-// The rows that take slots take them in order; those that find none are no longer claimed.
+// Assigns slots to takers in order; gives up the claims of those that get none.
 __device__ __forceinline__ void assign_slots(const Head& h, Shared& s, const Slots& slots, int num_moved,
                                              int* from_rows, int* to_rows, Entry (&entries)[kRounds]) {
     int taken = sum_of_first(s.takers, h.at.rank, h.at.lane) + sum_of_first(s.takers_of, h.at.warp, h.at.lane);
@@ -136,7 +137,7 @@ __device__ __forceinline__ void assign_slots(const Head& h, Shared& s, const Slo
     });
 }
 
-// Entries whose row another entry has fetched.
+// Gives entries the slot of their row if another entry has moved it.
 __device__ __forceinline__ void share_slots(const Head& h, Shared& s, Entry (&entries)[kRounds]) {
     int num_served = 0;
     for_entries(h, entries, [&](Entry& entry, int) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void share_slots(const Head& h, Shared& s, Entry (&en
     if (h.at.lane == 0) atomicAdd(&s.num_served, num_served);
 }
 
-// Loads what is in this thread's slots; stores that what goes is no longer there.
+// The first loads the keys in this thread's slots; the second stores that evicted ones are no longer on the device.
 __device__ __forceinline__ void load_old_keys(const Head& h, int (&old_key)[kSlotRounds]) {
     const int first = h.at.rank * BLOCK_SLOTS + h.at.warp * kWarpSlots + h.at.lane;
 #pragma unroll kUnrolledSlots
@@ -179,7 +180,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     int* counts, unsigned long long* from, unsigned long long* to,  // [BATCH, NUM_KV_HEADS] lists of rows to move
     int* from_rows, int* to_rows,         // [BATCH, NUM_KV_HEADS, NUM_SLOTS]
     unsigned long long* statistics) {     // [4] entries, found, moved, spilled
-    extern __shared__ Slots slots[];      // this block's
+    extern __shared__ Slots slots[];      // one, this block's
     __shared__ Shared s;
     const int list = blockIdx.z * NUM_KV_HEADS + blockIdx.y, context = context_ids[blockIdx.z];
     const Place at = {blockIdx.x, threadIdx.x / 32, threadIdx.x % 32};
@@ -195,7 +196,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (context < 0)
         for (int i = at.rank * THREADS + threadIdx.x; i < HEADS_PER_KV * MAX_TOP_K; i += CLUSTER * THREADS)
             ids[list * HEADS_PER_KV * MAX_TOP_K + i] = -1;
-    if (context < 0 || (kLists > 1 && s.rows[0] != (int)blockIdx.z)) {  // the context's first row does it for all
+    if (context < 0 || (kLists > 1 && s.rows[0] != (int)blockIdx.z)) {  // the context's first batch row serves all
         if (at.rank == 0 && threadIdx.x == 0) counts[list] = 0;
         return;
     }
@@ -216,13 +217,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     find_slots(h, entries);
     use_slots(h, s, *slots, entries);
     wait_for_all_copies();
-    cluster_sync();  // all uses and all claims are known
+    cluster_sync();  // all slots in use and all claims are known
     age_slots(at, s, *slots);
     find_takers(h, s, entries);
     cluster_sync();  // all counts are known
     const int num_moved = find_threshold(at, s);
     replace_slots(at, s, *slots, old_key);
-    cluster_sync();  // it is known which slots go
+    cluster_sync();  // the evicted slots are known
     assign_slots(h, s, *slots, num_moved, from_rows + list * NUM_SLOTS, to_rows + list * NUM_SLOTS, entries);
     if (kLists == 1) done_reading();
     forget_old_keys(h, old_key);
@@ -231,7 +232,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (kLists == 1) {
         wait_for_readers();
     } else {
-        cluster_sync();  // all rows that moved have their slots
+        cluster_sync();  // all moved rows have their slots
         share_slots(h, s, entries);
     }
     for_entries(h, entries, [&](const Entry& entry, int number) {

@@ -1,6 +1,6 @@
-"""A cache of context rows on the device: rows selected before stay, only the others move. Decided on the device.
+"""An LRU cache of context rows on the device, managed by the device: only selected rows that are missing are moved.
 
-The host enqueues and never waits: a lookup and the gather of what it found missing can be part of a captured graph.
+The host enqueues and never waits, so a lookup and the gather of missing rows can be part of a captured CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ from offload.errors import OffloadError
 from offload.gather import RowGather, RowLists, make_row_lists
 
 NEVER_USED = 127  # the age of an empty slot; `slot_ages.cuh` has the others
-_CLUSTER, _THREADS = 8, 512  # blocks that decide about one KV head, and threads of each
-_ALONE_THREADS = 1024  # of the one block that does so where there are no clusters
-_FEW_ROUNDS, _ENTRY_BYTES = 16, 16  # as in the kernel: of more rounds a thread has what it holds in memory
-_RESIDENT_THREADS = 2048 * 148  # of a device, at most
-_LIST_SETS = 3  # lookups whose lists and ids live at the same time
-_MOST_IDS = 1 << 31  # of a lookup: places in its lists are int32
+_CLUSTER, _THREADS = 8, 512  # thread blocks of a cluster, which serves one KV head, and threads of each
+_ALONE_THREADS = 1024  # threads of the single block per KV head on GPUs without clusters
+_FEW_ROUNDS, _ENTRY_BYTES = 16, 16  # as in the kernel: with more rounds a thread's data is in local memory
+_RESIDENT_THREADS = 2048 * 148  # the most that a device runs at once
+_LIST_SETS = 3  # lookups whose lists and ids are valid at the same time
+_MOST_IDS = 1 << 31  # of a lookup: indices in its lists are int32
 _SOURCE = Path(__file__).with_name("slot_cache.cu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCacheShape:
-    """What a cache is made for. Rows of one KV head are shared by all requests that continue the same context."""
+    """The sizes of a slot cache. All requests that continue the same context share its rows of each KV head."""
 
     num_layers: int
     num_contexts: int  # loaded at the same time
     num_kv_heads: int
-    num_index_heads: int  # a multiple of num_kv_heads: neighbours share a KV head's rows
+    num_index_heads: int  # a multiple of num_kv_heads: consecutive ones share a KV head's rows
     context_capacity: int  # rows of the longest context
     num_slots: int  # rows on the device per layer, context and KV head
     max_top_k: int
     max_batch: int
-    row_bytes: int  # K and V of one key, whatever form they have
+    row_bytes: int  # K and V of one key, in any format
 
     def __post_init__(self) -> None:
         assert self.num_index_heads % self.num_kv_heads == 0
@@ -56,35 +56,35 @@ class SlotCacheShape:
 
     @property
     def block_slots(self) -> int:
-        """Slots that one block of the kernel looks after."""
+        """The number of slots that one thread block manages."""
         blocks, threads = _blocks()
         return -(-self.num_slots // (blocks * threads)) * threads
 
     @property
     def padded_slots(self) -> int:
-        """Slots that all blocks of a KV head look after: some do not exist."""
+        """The number of slots that all blocks of a KV head manage; those from num_slots on are padding."""
         return _blocks()[0] * self.block_slots
 
 
 def _blocks() -> tuple[int, int]:
-    """That decide about one KV head, a cluster of them, and threads of each."""
+    """Return the number of thread blocks that serve one KV head, as one cluster, and the threads of each."""
     return (_CLUSTER, _THREADS) if limits().is_hopper else (1, _ALONE_THREADS)
 
 
 def _block_bytes(blocks: int, block_slots: int) -> int:
-    """Of shared memory: an age, a place in the list of replaced slots, and a bit for each slot of all blocks."""
+    """Return a block's dynamic shared memory: ages, its part of the list of evicted slots, and a bit for every slot."""
     return block_slots * (1 + (4 if blocks > 1 else 2)) + blocks * block_slots // 8
 
 
 def max_slots() -> int:
-    """Rows of a KV head that the shared memory of its blocks has room for."""
+    """Return the most slots of a KV head that the shared memory of its blocks can manage."""
     blocks, threads = _blocks()
     room = limits().block_bytes - 1024 * (blocks + 1)
     return blocks * threads * (room // _block_bytes(blocks, threads))
 
 
 def slot_cache_bytes(shape: SlotCacheShape) -> int:
-    """Device memory of a `SlotCache` of that shape."""
+    """Return the device memory of a `SlotCache` of that shape."""
     heads = shape.num_layers * shape.num_contexts * shape.num_kv_heads
     state = heads * (shape.num_slots * 4 + shape.padded_slots + shape.context_capacity * 4)
     lists = shape.max_batch * shape.num_kv_heads * (8 * shape.num_slots + 20)
@@ -94,8 +94,10 @@ def slot_cache_bytes(shape: SlotCacheShape) -> int:
 
 
 def stack_bytes(shape: SlotCacheShape) -> int:
-    """Device memory that the driver sets aside besides, with the first lookup: what a thread holds and has no registers
-    for, of all threads that a device has room for."""
+    """Return the device memory that the driver reserves at the first lookup for the kernel's local memory.
+
+    It is what a thread cannot hold in registers, for as many threads as the device can run at once.
+    """
     lists = shape.max_batch * shape.num_index_heads // shape.num_kv_heads
     blocks, threads = _blocks()
     rounds = -(-lists * shape.max_top_k // (4 * blocks * threads)) * 4
@@ -106,11 +108,11 @@ def stack_bytes(shape: SlotCacheShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What a lookup yields; its tensors are written again by the third lookup after it."""
+    """The result of a lookup. The third lookup after it overwrites its tensors."""
 
-    # a slot of the row's context and KV head; -2 - key for a row that is read from the host; -1 padding
+    # a slot of the row's context and KV head; -2 - key: the row has to be read from the host; -1: padding
     ids: Tensor  # [batch, num_index_heads, max_top_k] int32
-    moves: RowLists  # the rows that must be gathered before any of these slots is read; batch * num_kv_heads lists
+    moves: RowLists  # batch * num_kv_heads lists of rows, to be gathered before any of these slots is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +120,17 @@ class LayerStatistics:
     """Sums over all lookups of one layer."""
 
     num_selected: int  # entries of the selections
-    num_found: int  # of these, with a row that was on the device already
+    num_found: int  # entries whose row was on the device already
     num_moved: int  # rows copied to the device; one may serve entries of several requests
-    num_spilled: int  # entries for whose row no slot was left
+    num_spilled: int  # entries whose row got no slot
 
 
 class SlotCache:
-    """State of all layers in a few tensors; contexts come and go in the places that it has for them."""
+    """The slot caches of all layers, in a few tensors, with a fixed number of places for contexts."""
 
     def __init__(self, shape: SlotCacheShape, device: torch.device, rows: Tensor | None = None) -> None:
-        """rows: the slots, of sizes as below, a layer's in one piece; None: its own."""
+        """rows: memory for the slots, [num_layers, num_contexts, num_kv_heads, num_slots, row_bytes] uint8, with each
+        layer contiguous; None: it is allocated."""
         self.shape = shape
         heads = (shape.num_layers, shape.num_contexts, shape.num_kv_heads)
 
@@ -137,7 +140,7 @@ class SlotCache:
         slots = *heads, shape.num_slots, shape.row_bytes
         self.rows = torch.zeros(slots, dtype=torch.uint8, device=device) if rows is None else rows
         assert self.rows.shape == slots and self.rows.dtype == torch.uint8 and self.rows[0].is_contiguous()
-        # where each layer's and context's rows are on the host: [num_kv_heads, context_len] of them each
+        # the host address of each layer's and context's rows [num_kv_heads, context_len]
         self.host_addresses = full((shape.num_layers, shape.num_contexts), 0, torch.int64)
         self.context_lens = full((shape.num_contexts,), 0, torch.int64)
         self._slot_of_key = full((*heads, shape.context_capacity), -1)
@@ -160,9 +163,9 @@ class SlotCache:
         )
 
     def load_context(self, context_id: int, addresses: Sequence[int], context_len: int) -> None:
-        """Give a place to a context; whatever the place held is forgotten.
+        """Assign a place to a context, and drop what the place held.
 
-        addresses: of each layer's rows, [num_kv_heads, context_len] of `row_bytes`, readable by the device.
+        addresses: of each layer's rows [num_kv_heads, context_len] of `row_bytes`, readable by the device.
         """
         assert len(addresses) == self.shape.num_layers, f"{len(addresses)} addresses for {self!r}"
         assert 0 < context_len <= self.shape.context_capacity, f"{context_len} rows are not what {self!r} was made for"
@@ -171,7 +174,7 @@ class SlotCache:
         self.context_lens[context_id] = context_len
 
     def reset(self, context_id: int) -> None:
-        """Forget which rows of a context are on the device."""
+        """Empty all slots of a context."""
         self._slot_of_key[:, context_id] = -1
         self._key_of_slot[:, context_id] = -1
         self._ages[:, context_id, :, : self.shape.num_slots] = NEVER_USED
@@ -180,10 +183,10 @@ class SlotCache:
         self,
         layer_idx: int,
         kv_indices: Tensor,  # [batch, num_index_heads, max_top_k] int32, ascending, unique, below the context's length
-        valid_len: Tensor,  # [batch, num_index_heads] int32; what lies behind it is not read
+        valid_len: Tensor,  # [batch, num_index_heads] int32; indices from there on are ignored
         context_ids: Tensor,  # [batch] int32, -1: idle
     ) -> Lookup:
-        """Decide where the selected rows of a layer are or will be. Nothing has moved yet: see `fetch`."""
+        """Look up the selected rows of a layer, and assign slots to missing ones. It moves no row: see `fetch`."""
         shape = self.shape
         batch = kv_indices.shape[0]
         assert batch <= shape.max_batch and kv_indices.shape[1:] == (shape.num_index_heads, shape.max_top_k)
@@ -220,21 +223,22 @@ class SlotCache:
         kv_indices: Tensor,
         valid_len: Tensor,
         context_ids: Tensor,
-        link: torch.cuda.Stream | None = None,  # for the rows' way; None: the current one
+        link: torch.cuda.Stream | None = None,  # the stream of the gather; None: the current one
     ) -> Tensor:
-        """Bring the selected rows to the device, as far as there are slots; returns `Lookup.ids`.
+        """Look up the selected rows and gather missing ones into their slots, as far as slots suffice.
 
-        The layer's next lookup, and the third of any, must come after the rows.
+        Returns `Lookup.ids`. The gather must finish before the layer's next lookup, and before the third lookup of any
+        layer.
         """
         lookup = self.look_up(layer_idx, kv_indices, valid_len, context_ids)
         if link is not None:
             link.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(link):  # None changes nothing
+        with torch.cuda.stream(link):  # None keeps the current stream
             self._gather.launch(lookup.moves)
         return lookup.ids
 
     def statistics(self) -> list[LayerStatistics]:
-        """Per layer, since the cache was made or `clear_statistics`. Waits for the device."""
+        """Return the counts of each layer since the cache was made or `clear_statistics`. Waits for the device."""
         return [LayerStatistics(*counts) for counts in self._statistics.tolist()]
 
     def clear_statistics(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies to a device out of host memory that is not page-locked, beside other work with the device."""
+"""Copies from pageable host memory to a device through page-locked staging buffers (double buffering)."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ PIECE_BYTES = 8 << 20
 
 
 def copy_to_device(rows: Tensor, place: Tensor) -> None:
-    """Enqueue it on the current stream; `rows` may change once the call returns.
+    """Copy `rows` to `place` on the current stream; `rows` may change once the call returns.
 
-    rows: in host memory; place: as large, of the same dtype; both contiguous. It goes by way of two page-locked pieces:
-    given to the driver as it is, it would hold all other calls of the driver up until the whole of it is copied.
+    rows: in host memory; place: of the same size and dtype; both contiguous. The copy uses two page-locked staging
+    buffers: a direct copy of pageable memory would block all other calls of the driver until it is complete.
     """
     assert rows.dtype == place.dtype, f"{rows.dtype} for {place.dtype}"
     source, target = _bytes_of(rows), _bytes_of(place)

@@ -1,10 +1,10 @@
-// Messages between a step and the host through pinned memory: the device posts rows and says so in a flag for each,
-// the host posts selections and says so in a flag for each head. A flag's value only grows: a reader that has waited for a value sees all that was
-// posted before it.
+// Messages between a step and the host through pinned memory: the device posts rows and raises a flag for each, the
+// host posts selections and raises a flag for each head. A flag's value only increases, and a reader that has waited
+// for a value sees everything that was posted before it.
 //
 // Compiled for THREADS.
 
-// All that the block's threads wrote is there for the host once it sees the flag.
+// Sets the flag after all writes of the block: the host sees them once it sees the flag.
 __device__ void raise(volatile long long* flag, long long value) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -13,7 +13,7 @@ __device__ void raise(volatile long long* flag, long long value) {
     }
 }
 
-// Block b posts row b.
+// Block b posts row b and raises its flag.
 extern "C" __global__ void __launch_bounds__(THREADS) post_rows(
     const unsigned* __restrict__ from,  // [num_rows, row_words]
     unsigned* __restrict__ to,          // [num_rows, row_words], pinned
@@ -25,12 +25,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) post_rows(
     raise(flags + blockIdx.x, *step * flags_per_step + flag_of_step);
 }
 
-// Block (head, part, row) waits for the head's flag and fetches a part of its selection; idle rows get none.
+// Block (head, part, row) waits for the head's flag and fetches a part of its selection; idle rows get an empty one.
 extern "C" __global__ void __launch_bounds__(THREADS) fetch_selections(
     const int* context_ids,                   // [num_rows], -1: idle
-    // Not volatile, whose reads of pinned memory cross the link word by word; not __restrict__, which would allow
+    // Not volatile: such reads of pinned memory would cross the link word by word. Not __restrict__: it would allow
     // reads before the wait.
-    const int* posted_kv_indices,             // [num_rows, num_heads * max_top_k], pinned; heads of a row lie widths apart
+    const int* posted_kv_indices,             // [num_rows, num_heads * max_top_k], pinned; head stride widths[row]
     const int* posted_valid_len,              // [num_rows, num_heads], pinned
     const int* widths,                        // [num_rows], pinned
     const volatile long long* flags,          // [num_rows, num_heads], pinned
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch_selections(
     int* chosen = kv_indices + place * max_top_k;
     const int stride = gridDim.y * THREADS;
     for (int base = blockIdx.y * THREADS + threadIdx.x; base < max_top_k; base += 4 * stride) {
-        int index[4];  // all under way before the first is used
+        int index[4];  // four loads in flight before the first is used
 #pragma unroll
         for (int i = 0; i < 4; ++i) index[i] = base + i * stride < found ? posted[base + i * stride] : -1;
 #pragma unroll

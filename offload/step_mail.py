@@ -1,7 +1,7 @@
-"""Memory through which a step on the device and processes of the host talk, without a call between them.
+"""Mailboxes in shared pinned memory between a step on the device and processes of the host, without CUDA calls.
 
-Kernels post queries and fetch selections, so a step that asks the host many times is still one captured graph. Each
-message has a flag whose value only grows; a waiting side looks at the flag.
+Kernels post queries and fetch selections, so a step that exchanges many messages with the host is still one captured
+CUDA graph. Each message has a flag whose value only increases; the waiting side polls the flag.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ _SOURCE = Path(__file__).with_name("step_mail.cu")
 
 
 class StepClock:
-    """Which step it is, for kernels: flags of a step are above all of earlier ones."""
+    """The number of the current step, for kernels: flag values of a step are above those of all earlier steps."""
 
     def __init__(self, flags_per_step: int, device: torch.device) -> None:
         self.flags_per_step = flags_per_step
@@ -26,17 +26,17 @@ class StepClock:
         self.on_device = torch.zeros(1, dtype=torch.int64, device=device)
 
     def advance(self) -> None:
-        """Enqueue the beginning of the next step."""
+        """Enqueue the increment of the step's number on the device."""
         self.step += 1
         self.on_device.fill_(self.step)
 
     def value(self, flag_of_step: int) -> int:
-        """What a flag has once that message of this step is there; flag_of_step: from 0, below flags_per_step."""
+        """Return the flag value of a message of this step. flag_of_step: the message, 0 to flags_per_step - 1."""
         return self.step * self.flags_per_step + flag_of_step
 
 
 class RowMail:
-    """Rows that the device posts: of each a flag, as soon as it is there."""
+    """Rows that the device posts to the host, each with a flag that is raised when the row is complete."""
 
     def __init__(self, num_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype, memory: SharedMemory) -> None:
         """row_shape and dtype: whole multiples of 4 bytes."""
@@ -47,7 +47,7 @@ class RowMail:
 
     @staticmethod
     def num_bytes(num_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """What it takes of the memory."""
+        """Return the bytes that it takes of the shared memory."""
         return piece_bytes((num_rows, *row_shape), dtype) + piece_bytes((num_rows,), torch.int64)
 
     def post(self, rows: Tensor, clock: StepClock, flag_of_step: int) -> None:
@@ -68,18 +68,18 @@ class RowMail:
 
 
 class SelectionMail:
-    """Selections that the host posts, and raises each head's flag for; the device waits for those of rows in use."""
+    """Selections that the host posts with a flag for each head; the device waits for those of rows in use."""
 
     def __init__(self, num_rows: int, num_heads: int, max_top_k: int, memory: SharedMemory) -> None:
         self.kv_indices = memory.zeros((num_rows, num_heads * max_top_k), torch.int32)
         self.valid_len = memory.zeros((num_rows, num_heads), torch.int32)
-        self.widths = memory.zeros((num_rows,), torch.int32)  # from one head's kv_indices to the next's
+        self.widths = memory.zeros((num_rows,), torch.int32)  # stride from one head's kv_indices to the next head's
         self.flags = memory.zeros((num_rows, num_heads), torch.int64)
         self._kernel = cuda_kernel(_SOURCE, "fetch_selections", {"THREADS": _THREADS})
 
     @staticmethod
     def num_bytes(num_rows: int, num_heads: int, max_top_k: int) -> int:
-        """What it takes of the memory."""
+        """Return the bytes that it takes of the shared memory."""
         small = piece_bytes((num_rows, num_heads), torch.int32) + piece_bytes((num_rows,), torch.int32)
         flags = piece_bytes((num_rows, num_heads), torch.int64)
         return piece_bytes((num_rows, num_heads * max_top_k), torch.int32) + small + flags
@@ -88,7 +88,7 @@ class SelectionMail:
         self,
         kv_indices: Tensor,  # [num_rows, num_heads, max_top_k] int32, written: -1 padded
         valid_len: Tensor,  # [num_rows, num_heads] int32, written
-        context_ids: Tensor,  # [num_rows] int32, -1: idle, nothing is waited for
+        context_ids: Tensor,  # [num_rows] int32; -1: idle, not waited for
         clock: StepClock,
         flag_of_step: int,
     ) -> None:

@@ -1,6 +1,6 @@
-"""Which pages lie in the slots of one tier, which of them are in use, and which was used least recently.
+"""The bookkeeping of a page cache: which page is in each slot, which slots are pinned, and the LRU order.
 
-State only, in batches: every call takes arrays of pages or slots, and costs a few numpy calls whatever their number.
+It holds no data. Calls are batched: each takes arrays of pages or slots and costs a few numpy calls.
 """
 
 import numpy as np
@@ -10,29 +10,29 @@ Pages = NDArray[np.int64]
 Slots = NDArray[np.int64]
 
 NOWHERE = -1
-_SHARE_LISTED = 8  # one in so many slots is listed for eviction at a time
+_SHARE_LISTED = 8  # candidates for eviction are listed for one in so many slots at a time
 
 
 class Tier:
-    """Owns the slots of a tier. Exact LRU, in which a slot that is pinned is never given to another page.
+    """Owns the slots of a tier: exact LRU, except that pinned slots are never evicted.
 
-    Not for several threads at once: its owner has the lock.
+    Not thread-safe: the owner holds a lock.
     """
 
-    BYTES_PER_PAGE = 4  # of the book-keeping
-    BYTES_PER_SLOT = 44  # of the book-keeping, and for a moment while the oldest is looked for
+    BYTES_PER_PAGE = 4  # of the bookkeeping
+    BYTES_PER_SLOT = 44  # of the bookkeeping, including temporaries of the search for the oldest
 
     def __init__(self, num_pages: int, num_slots: int):
         self._slot_of = np.full(num_pages, NOWHERE, np.int32)
         self._page_in = np.full(num_slots, NOWHERE, np.int32)
-        self._used_at = np.zeros(num_slots, np.int64)  # grows with every use
+        self._used_at = np.zeros(num_slots, np.int64)  # value of `_now` at the last use
         self._pins = np.zeros(num_slots, np.int32)
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._num_free = num_slots
         self._now = 0
         self._oldest: Slots = np.empty(0, np.int64)  # candidates for eviction, the least recently used first
         self._listed_at = self._oldest  # their `_used_at` when they were listed: differs once a slot is used again
-        self._listed_from = 0  # those before have been used since
+        self._listed_from = 0  # candidates before this index have been used since
 
     def __repr__(self) -> str:
         return f"<Tier {self.num_used}/{len(self._page_in)} slots used, {int((self._pins > 0).sum())} pinned>"
@@ -42,19 +42,19 @@ class Tier:
         return len(self._page_in) - self._num_free
 
     def look_up(self, pages: Pages) -> Slots:
-        """The slot of each page, NOWHERE where it has none."""
+        """Return the slot of each page, NOWHERE for pages without one."""
         return self._slot_of[pages].astype(np.int64)
 
     def page_in(self, slots: Slots) -> Pages:
         return self._page_in[slots].astype(np.int64)
 
     def use(self, slots: Slots) -> None:
-        """Remember that these were used now, the last of them last."""
+        """Mark slots as just used, in this order."""
         self._used_at[slots] = np.arange(self._now, self._now + len(slots))
         self._now += len(slots)
 
     def pin(self, slots: Slots) -> None:
-        """Keep what lies there until it is unpinned as often. No slot twice in one call."""
+        """Mark slots as used and protect them until they are unpinned as often. No slot twice in one call."""
         self._pins[slots] += 1
         self.use(slots)
 
@@ -66,9 +66,10 @@ class Tier:
         return self._pins[slots] > 0
 
     def put(self, pages: Pages, evict: bool = True) -> Slots:
-        """Slots for distinct pages without one: free, then least recently used ones; NOWHERE where all are pinned.
+        """Assign slots to distinct pages without one: free ones first, then (if `evict`) least recently used ones.
 
-        Pages that lay there before are nowhere now: where they have to be saved, make room with `oldest` first.
+        Returns NOWHERE for pages that get none. Pages that were in these slots are dropped: to save them, call `oldest`
+        first.
         """
         slots = np.full(len(pages), NOWHERE, np.int64)
         taken = min(len(pages), self._num_free)
@@ -95,15 +96,15 @@ class Tier:
         self._num_free += len(slots)
 
     def oldest(self, num_slots: int) -> Slots:
-        """The used slots whose use is longest ago, at most so many, pinned ones left out."""
+        """Return the least recently used slots that hold a page and are not pinned, at most `num_slots`."""
         found = self._still_oldest(num_slots)
-        if len(found) < num_slots:  # all others that were listed have been used since, and so have come last
+        if len(found) < num_slots:  # all other candidates were used since they were listed: list anew
             self._list_oldest(num_slots)
             found = self._still_oldest(num_slots)
         return found
 
     def _still_oldest(self, num_slots: int) -> Slots:
-        """The first of those listed that were not used since; what was, in front of them, is not looked at again."""
+        """Return the first candidates not used since they were listed; used ones at the front are never rechecked."""
         found, end = self._oldest[:0], self._listed_from
         while len(found) < num_slots and end < len(self._oldest):
             begin, end = end, min(end + 2 * num_slots + 64, len(self._oldest))

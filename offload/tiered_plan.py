@@ -1,4 +1,4 @@
-"""What a host budget is spent on, where a context's KV lies in files: arithmetic, before anything is allocated."""
+"""Divide a host budget for a context whose KV is in files: arithmetic only, before anything is allocated."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,13 +10,13 @@ from offload.host_tier import NUM_SCRATCHES, HostTier
 from offload.row_files import RowFiles
 from offload.tier import Tier
 
-_MAX_SCRATCH_BYTES = 2 << 20  # a disk is busy with that
-_MAX_PAGES = 1 << 31  # their numbers are int32
+_MAX_SCRATCH_BYTES = 2 << 20  # enough to keep a disk busy
+_MAX_PAGES = 1 << 31  # page numbers are int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieredPlan:
-    """How large everything is. A page is `page_rows` rows of a layer's KV head, the last of a head maybe fewer."""
+    """The sizes of all parts. A page is `page_rows` rows of one KV head of a layer; the last page may have fewer."""
 
     num_kv_heads: int
     context_len: int
@@ -27,7 +27,7 @@ class TieredPlan:
     num_slots: int  # pages that fit into the budget
     scratch_bytes: int  # of one read
     resident_bytes: int
-    fixed_bytes: int  # of the budget, that is not pages
+    fixed_bytes: int  # part of the budget that is not for pages
 
     @property
     def page_bytes(self) -> int:
@@ -39,7 +39,7 @@ class TieredPlan:
 
     @property
     def stream_bytes(self) -> int:
-        """Of one piece of a stream, all heads."""
+        """The bytes of one piece of a stream, all heads."""
         return self.num_kv_heads * self.stream_rows * self.row_bytes
 
 
@@ -52,10 +52,10 @@ def plan_tiers(
     page_rows: int | None,
     stream_rows: int,
 ) -> TieredPlan:
-    """Spend the budget. Raises TierError when it does not suffice for a page.
+    """Divide the budget. Raises TierError if it does not suffice for one page.
 
-    page_rows: None: one, because selected rows lie apart; more where a number for each row would take much of the
-    budget, or where the budget is too small for what small pages need besides.
+    page_rows: None: one row, because selected rows are scattered; more if the bookkeeping of such pages would take much
+    of the budget, or if the budget is too small for what small pages need besides.
     """
     for name, num_rows in (("page_rows", page_rows), ("stream_rows", stream_rows)):
         if num_rows is not None and num_rows < 1:
@@ -85,7 +85,7 @@ def _plan(
     slot_bytes = HostTier.slot_bytes(page_rows * row_bytes)
     resident_bytes = num_heads * sum(rows.stop - rows.start for rows in resident) * row_bytes
     stream_bytes = 2 * num_kv_heads * stream_rows * row_bytes
-    copies = 2 if page_rows * row_bytes < BLOCK_BYTES else 1  # small pieces are copied once before they lie in place
+    copies = 2 if page_rows * row_bytes < BLOCK_BYTES else 1  # small pieces go through a temporary copy
     scratches = copies * NUM_SCRATCHES
     least_bytes = RowFiles.least_scratch_bytes(max(page_rows, stream_rows) * row_bytes)
     without_scratch = resident_bytes + stream_bytes + num_pages * Tier.BYTES_PER_PAGE
@@ -95,7 +95,7 @@ def _plan(
             f"a host budget of {budget_bytes:,} bytes is too small for this context: sinks, windows, buffers and one "
             f"page need {needed_bytes:,} bytes; give at least that, or choose a shorter window"
         )
-    wanted_bytes = max(num_kv_heads * least_bytes, budget_bytes // 128)  # a piece of each head, or many rows
+    wanted_bytes = max(num_kv_heads * least_bytes, budget_bytes // 128)  # one piece of each head, or many rows
     room_bytes = (budget_bytes - without_scratch - slot_bytes) // scratches
     scratch_bytes = max(least_bytes, min(wanted_bytes, budget_bytes // 32, _MAX_SCRATCH_BYTES, room_bytes))
     scratch_bytes = scratch_bytes // BLOCK_BYTES * BLOCK_BYTES

@@ -1,7 +1,7 @@
-"""The context's KV in files, with what is used most in host memory: a context may be larger than memory.
+"""The context's KV in files, with recently used pages in host memory: a context may be larger than memory.
 
-The files are the artifact's own: nothing is written, and a page that goes is only forgotten. They are read past the
-system's page cache where the file system allows it, so that the budget is all the host memory that the context takes.
+The files are the artifact's own and are never written, so evicting a page only drops it. Reads bypass the page cache
+where the file system allows it, so that the budget is all the host memory that the context takes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ from offload.tiered_plan import plan_tiers
 
 
 class TieredStore:
-    """Owns the open files, the memory within the budget, and the thread that reads ahead. A `KvStore` for any threads.
+    """Owns the open files, the memory within the budget, and the read-ahead thread. A thread-safe `KvStore`.
 
-    One thread at a time can stream; another waits for it. Errors of the disk are DiskError, and no row is wrong.
+    One thread at a time can stream; another waits for it. Disk errors raise DiskError, and never yield wrong rows.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class TieredStore:
         layers: Sequence[FileSpan],  # per layer an array [num_kv_heads, context_len, 2, head_dim]
         shape: tuple[int, int, int],  # num_kv_heads, context_len, head_dim
         dtype: torch.dtype,
-        budget_bytes: int,  # of host memory, for everything but what a call returns
+        budget_bytes: int,  # of host memory, for everything except the tensors that `gather` returns
         *,
-        resident: Sequence[slice] = (),  # of each layer: rows that stay in memory once they were asked for
-        page_rows: int | None = None,  # rows that come and go together; None: as few as the budget allows
+        resident: Sequence[slice] = (),  # row ranges of each layer that stay in memory once they were read
+        page_rows: int | None = None,  # rows that are loaded and evicted together; None: as few as the budget allows
         stream_rows: int = STREAM_ROWS,
     ) -> None:
         self.plan = plan_tiers(len(layers), shape, dtype.itemsize, budget_bytes, resident, page_rows, stream_rows)
@@ -64,11 +64,11 @@ class TieredStore:
 
     @property
     def held_bytes(self) -> int:
-        """Host memory that is in use, or may be in the middle of a call."""
+        """The host memory in use, buffers included that are used only during a call."""
         return self.plan.fixed_bytes + self.tier.num_used * HostTier.slot_bytes(self.plan.page_bytes)
 
     def rows(self, layer_idx: int, rows: slice) -> Tensor:
-        """A resident range of rows, or an empty one: [num_kv_heads, num_rows, 2, head_dim]."""
+        """Return a range of rows [num_kv_heads, num_rows, 2, head_dim]; it must be resident, or empty."""
         num_kv_heads, _, head_dim = self._shape
         if rows.start >= rows.stop:
             return torch.empty(num_kv_heads, 0, 2, head_dim, dtype=self._dtype)
@@ -84,7 +84,7 @@ class TieredStore:
         return self._resident[place]
 
     def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
-        """Copy chosen rows together: see `KvStore.gather`."""
+        """See `KvStore.gather`."""
         numbers = row_numbers(self._shape, kv_indices).reshape(-1).numpy()
         out = torch.empty(*kv_indices.shape, 2, self._shape[2], dtype=self._dtype)
         into = out.view(-1).view(torch.uint8).numpy().reshape(-1, self.plan.row_bytes)
@@ -105,14 +105,14 @@ class TieredStore:
         return out
 
     def prefetch(self, layer_idx: int, kv_indices: Tensor) -> None:
-        """Read rows that will be gathered next and are not in memory, on a thread of the store's. Returns at once."""
+        """Load rows that will be gathered next into memory, on the read-ahead thread. Returns at once."""
         pages, _ = self._pages_of(layer_idx, row_numbers(self._shape, kv_indices).reshape(-1).numpy())
         self._ahead.submit(self._read_ahead, layer_idx, np.unique(pages))
 
     def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
-        """A range of rows piece after piece, the next one read meanwhile: see `KvStore.stream`.
+        """Yield a range of rows piece by piece, reading the next one ahead (double buffering): see `KvStore.stream`.
 
-        Nothing is evicted for it: a range that is larger than the budget would find nothing of itself the next time.
+        It evicts nothing: a range that is larger than the budget would evict its own pages before they are used again.
         """
         self._require_layer(layer_idx)
         buffers = self._buffers.get()
@@ -129,7 +129,7 @@ class TieredStore:
             self._buffers.put(buffers)
 
     def close(self) -> None:
-        """Give threads, files and memory back. No call may be under way."""
+        """End the threads, close the files and free the memory. No call may be in progress."""
         self._ahead.shutdown()
         self._files.close()
         self.tier.close()
@@ -142,7 +142,7 @@ class TieredStore:
         self.close()
 
     def _fill(self, buffer: Bytes, layer_idx: int, piece: slice) -> Tensor:
-        """Rows of all heads, from memory where they are there: [num_kv_heads, num_rows, 2, head_dim]."""
+        """Fill a buffer with rows of all heads, from cached pages or files: [num_kv_heads, num_rows, 2, head_dim]."""
         plan, (num_kv_heads, context_len, head_dim) = self.plan, self._shape
         num_bytes = (piece.stop - piece.start) * plan.row_bytes
         by_head = buffer[: num_kv_heads * num_bytes].reshape(num_kv_heads, num_bytes)
@@ -161,10 +161,10 @@ class TieredStore:
 
     def _read_ahead(self, layer_idx: int, pages: Numbers) -> None:
         with suppress(DiskError), self.tier.hold(layer_idx, pages, self._starts(pages)):
-            pass  # the gather meets the error again, and raises it
+            pass  # the gather runs into the same error and raises it
 
     def _pages_of(self, layer_idx: int, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """The pages of rows, which are counted over a layer's heads, and where in them the rows are."""
+        """Return the page of each row, and its index in the page. numbers: rows counted over a layer's heads."""
         self._require_layer(layer_idx)
         head, row = np.divmod(numbers, self._shape[1])
         page, in_page = np.divmod(row, self.plan.page_rows)
@@ -175,7 +175,7 @@ class TieredStore:
             raise TierError(f"the store has layers 0 to {self._num_layers - 1}, not {layer_idx}")
 
     def _starts(self, pages: Numbers) -> Numbers:
-        """Where pages begin in their layer's array, in bytes."""
+        """Return the offsets of pages in their layer's array, in bytes."""
         head, page = np.divmod(pages, self.plan.pages_per_head)
         row = (head % self._shape[0]) * self._shape[1] + page * self.plan.page_rows
         return np.asarray(row * self.plan.row_bytes)

@@ -1,4 +1,4 @@
-"""What decides which rows a step attends to: ours and those it is compared with, behind one interface."""
+"""Selectors decide which rows a step attends to: csattn's own and those it is compared with, behind one interface."""
 
 from csattn.selector_names import About
 from csattn.selectors.base import ContextLayer, ContextView, Prepared, Selector

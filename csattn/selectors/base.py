@@ -1,4 +1,4 @@
-"""The interface of all selectors: prepared once per layer of a context, then one object per request and layer."""
+"""The interface of all selectors: data prepared once per layer of a context, then one object per request and layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from csattn.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class ContextView:
-    """The part of a context that a selector may choose from, and how."""
+    """The part of a context that a selector may choose from, and the configuration of the search."""
 
     context_len: int
     softmax_scale: float
@@ -24,7 +24,7 @@ class ContextView:
 
     @property
     def middle(self) -> slice:
-        """The context without its resident sinks and window; empty when those cover it."""
+        """The context's rows without its resident sinks and window; empty if those cover it."""
         first = min(self.config.sink_len, self.context_len)
         return slice(first, max(first, self.context_len - self.config.window_len))
 
@@ -34,20 +34,20 @@ class ContextView:
 
     @property
     def everything_kept(self) -> bool:
-        """Whether top_k covers the whole middle, so that there is nothing to choose."""
+        """Whether top_k covers the whole middle, so that no choice is left."""
         num_middle: int = self.middle.stop - self.middle.start
         return self.top_k >= num_middle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContextLayer:
-    """What a selector may read of one layer of a context. Read in place, shared by all requests."""
+    """One layer of a context, as a selector may read it: in place, shared by all requests."""
 
     keys: Tensor  # [num_kv_heads, context_len, head_dim], after RoPE
-    values: Tensor  # the same
+    values: Tensor  # [num_kv_heads, context_len, head_dim]
     num_q_heads: int
-    # [num_q_heads, context_len] float32: each key's softmax weights, summed over the context's own queries.
-    # Asking for it may run the model over the context.
+    # returns [num_q_heads, context_len] float32: each key's softmax weight, summed over the context's own queries; a
+    # call may run the model over the context
     attention_received: Callable[[], Tensor]
 
     @property
@@ -58,49 +58,49 @@ class ContextLayer:
 class Selector(Protocol):
     """Chooses the far rows of one layer for one request.
 
-    What `append` and `select` change of a selector they replace, so that a shallow copy is a snapshot. Of the lists of
-    `csattn` it is none: they are made again of the rows that they were made of.
+    `append` and `select` replace attributes and never change them in place, so a shallow copy is a snapshot. The lists
+    of `csattn` are the exception: they are rebuilt from the rows that were appended.
     """
 
     @property
     def search_bytes(self) -> int:
-        """Bytes that the last `select` had to read to choose: keys as wide as the KV has them."""
+        """The bytes that the last `select` had to read to choose, with keys in the dtype of the KV."""
         ...
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        """Take over the oldest row of the tail's window. k, v: [num_kv_heads, head_dim], k after RoPE."""
+        """Add the row that leaves the tail's window to the choice. k, v: [num_kv_heads, head_dim], k after RoPE."""
         ...
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
-        """Choose for one token: of the middle, and of the rows that were appended. Not valid after the next call.
+        """Choose rows for one token among the middle and the appended rows. The result is valid until the next call.
 
         q: [num_q_heads, head_dim], after RoPE.
-        recent: [num_kv_heads, num_recent, 2, head_dim], the tail's resident rows: to weigh against, not to choose.
-        The last is the token's own, unless the search runs ahead of it.
+        recent: [num_kv_heads, num_recent, 2, head_dim], the tail's resident rows. They count in a softmax, but may not
+        be chosen. The last is the token's own, unless the search runs a layer ahead.
         """
         ...
 
 
 class Prepared(Protocol):
-    """What a selector has made of one layer of a context: made once, shared by all requests."""
+    """A selector's data for one layer of a context: made once, shared by all requests."""
 
     @property
     def index_bytes(self) -> int:
-        """Bytes that it holds beside the KV."""
+        """The bytes that it holds besides the KV."""
         ...
 
     def selector(self, view: ContextView) -> Selector:
-        """For a new request."""
+        """Make the selector of a new request."""
         ...
 
 
 def require_choice(
     name: str, chosen: object, view: ContextView, num_kv_heads: int, q_shape: tuple[int, ...], num_left: int
 ) -> None:
-    """Raise ArrayError unless a selector of somebody's own gave what `Selector.select` is to give.
+    """Raise ArrayError unless the result of a registered selector is what `Selector.select` has to return.
 
-    q_shape: of the query [num_q_heads, head_dim]; num_left: rows that were appended. Weights and a rest may be NaN, as
-    those of a query that is: what is attended to then is, too.
+    q_shape: [num_q_heads, head_dim]; num_left: the number of appended rows. `log_weights` and `rest` may be NaN, as
+    they are for a query that is NaN; attention's output then is NaN, too.
     """
     if not isinstance(chosen, Selection):
         raise ArrayError(f"selector {name} gave {chosen!r}; wanted a Selection of numpy arrays")

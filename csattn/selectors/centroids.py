@@ -1,7 +1,7 @@
-"""The artifact's lists with a request's own rows in them: CSAttention (arXiv:2604.08584), with the preset `paper` as
-published, with `lists` corrected. The sketch, which is not from there, is searched elsewhere.
+"""Search of the artifact's lists, to which a request's own rows are added: CSAttention (arXiv:2604.08584), as
+published with the preset `paper`, corrected with `lists`. The sketch is not from that paper and is searched elsewhere.
 
-Requests that have no rows in the lists yet are searched for together, without a `Selector`: so are all over a sketch.
+Requests without own rows in the lists are searched for together, without a `Selector`, and so are all over a sketch.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ from csattn.table.tail import ListTail
 
 
 class CentroidSelector:
-    """Searches a layer's lists, and tries to insert the rows that leave the tail's window into the request's own."""
+    """Searches a layer's lists, and tries to insert rows that leave the tail's window into the request's lists."""
 
     def __init__(self, index: LayerIndex, pool: SearchPool, num_q_heads: int, view: ContextView):
-        """pool: threads and scratch memory, shared by all layers and requests."""
+        """pool: the threads and scratch memory of searches, shared by all layers and requests."""
         self._index, self._pool, self._view = index, pool, view
         self._tail = ListTail(index)
         self.search_bytes = search_bytes(index, num_q_heads)
@@ -40,19 +40,23 @@ class CentroidSelector:
 
 
 def index_bytes(index: LayerIndex | SketchIndex) -> int:
-    """Of a layer's index, beside the KV and without `predictor_bytes`."""
+    """Return the bytes of a layer's index, without the KV and without `predictor_bytes`."""
     if isinstance(index, SketchIndex):
         return index.num_bytes
     return _num_bytes(*index.table.arrays.values(), index.codebooks, index.key_mean)
 
 
 def predictor_bytes(index: LayerIndex | SketchIndex) -> int:
-    """Of what predicts the next layer's queries, which only choices a layer ahead hold and read."""
+    """Return the bytes of the predictor of the next layer's queries, which only a search with lookahead = 1 reads."""
     return _num_bytes(index.next_query)
 
 
 def search_bytes(index: LayerIndex | SketchIndex, num_q_heads: int) -> int:
-    """What a search of one token reads: each code once for a group; or the centroids, and a list of each subspace."""
+    """Return the bytes that the search for one token reads.
+
+    Over a sketch, each code counts once for a group. Over lists, they are all centroids, and for each query head one
+    list of every subspace.
+    """
     if isinstance(index, SketchIndex):
         return _num_bytes(index.codes, index.key_mean, index.query_transform)
     of_list = list_bytes(index.table.list_len, index.context_len)

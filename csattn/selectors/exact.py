@@ -1,4 +1,4 @@
-"""The true Top-K: what an index can at best find, at the price of reading every key."""
+"""Exact Top-K, the best that an index can find, at the price of reading every key."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from csattn.selectors.top_rows import RowsSoFar, group_shares, top_rows
 
 @dataclass(frozen=True, slots=True)
 class PreparedExact:
-    """Nothing: the KV is read as it is."""
+    """Prepares nothing: the KV is read as it is."""
 
     layer: ContextLayer
 
@@ -50,8 +50,9 @@ class ExactSelector:
 
 
 def products(grouped: Tensor, keys: Tensor) -> Tensor:
-    """Of each query with the keys of its head; in float32, a head at a time, for no more is decoded at once.
+    """Return the products of each query with all keys of its KV head, in float32.
 
+    Keys are converted one head at a time, to hold no more of them in float32.
     grouped: [num_kv_heads, group_size, head_dim] float32; keys: [num_kv_heads, num_keys, head_dim] of any dtype and
     strides -> [num_kv_heads, group_size, num_keys] float32.
     """

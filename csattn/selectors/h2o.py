@@ -1,11 +1,12 @@
 """H2O (arXiv:2306.14048): rows that have received much attention stay, all others are evicted for good.
 
 As published: a row's score is its softmax weight summed over all queries so far, those of the context's own prefill
-included; after the prefill the top_k best rows of the middle stay, beside sinks and recent rows; a row that leaves the
-tail's window stands for election with what it has received there, and of all the row with the lowest score goes.
-Otherwise: a group's query heads share their rows, by the sum of their weights; the prefill is full attention (the
-paper's evicts meanwhile); sinks stay whatever they score; queries are those that were searched with, so predicted ones
-where the search looks ahead, and none where an earlier selection is used again.
+included. After the prefill the top_k best rows of the middle stay, besides sinks and recent rows. A row that leaves the
+tail's window joins them with the score it has accumulated there, and the row with the lowest score is evicted.
+
+Different: the query heads of a group share their rows, by the sum of their weights. The prefill is full attention (the
+paper's evicts rows meanwhile). Sinks stay whatever their score. Only queries that are searched with count: predicted
+ones if lookahead is 1, and none where a step reuses an earlier selection.
 """
 
 import numpy as np
@@ -19,7 +20,7 @@ from csattn.selectors.top_rows import group_shares, top_rows
 
 
 class PreparedH2o:
-    """What each key of the context has received of its prefill's attention: [num_kv_heads, context_len] float32."""
+    """received: [num_kv_heads, context_len] float32, the attention that each key has received during the prefill."""
 
     def __init__(self, layer: ContextLayer):
         self.keys = layer.keys
@@ -34,7 +35,7 @@ class PreparedH2o:
 
 
 class H2oSelector:
-    """The rows that are left, and the book of what they receive."""
+    """Keeps the rows that are left, and the attention that each has received."""
 
     search_bytes = 0  # scores come from attention that is computed anyway
 
@@ -67,7 +68,7 @@ class H2oSelector:
         return Selection(self._kept.to(torch.int32).numpy(), np.full(num_kv_heads, num_kept, np.int32))
 
     def _note_attention(self, q: Tensor, recent: Tensor) -> None:
-        """Add the query's softmax weights over all rows that are left to what those have received."""
+        """Add the query's softmax weights, over all rows that are left, to their scores."""
         num_kv_heads, num_resident, head_dim = self._resident_keys.shape
         num_kept, num_recent = self._kept.shape[1], recent.shape[1]
         keys = torch.cat([self._resident_keys, self._kept_keys, recent], dim=1)
@@ -80,7 +81,7 @@ class H2oSelector:
         self._received_recently = grown
 
     def _evict(self) -> None:
-        """Drop each head's row with the lowest score; of equal ones the latest."""
+        """Drop each head's row with the lowest score; the latest one on ties."""
         last = self._received.shape[1] - 1
         lowest = last - self._received.flip(1).argmin(1)
         stays = torch.ones_like(self._received, dtype=torch.bool).scatter_(1, lowest[:, None], False)

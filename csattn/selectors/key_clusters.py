@@ -5,17 +5,17 @@ from torch import Tensor
 
 
 def kmeans(points: Tensor, num_clusters: int, num_iterations: int, seed: int) -> Tensor:
-    """Centroids of each set by Lloyd's iterations from k-means++ seeds; a kind of device always gives the same.
+    """Return each set's centroids by Lloyd's iterations from k-means++ seeds; deterministic for a kind of device.
 
-    points: [num_sets, num_points, width] float32, at least one point -> [num_sets, num_clusters, width]. A cluster that
-    loses its last point stays where it is; where there are fewer distinct points than clusters, centroids repeat.
+    points: [num_sets, num_points, width] float32, at least one point -> [num_sets, num_clusters, width]. An empty
+    cluster keeps its centroid. With fewer distinct points than clusters, centroids repeat.
     """
     seeds = _spread_seeds(points, num_clusters, torch.Generator(points.device).manual_seed(seed))
     return torch.stack([_lloyd(*of_set, num_iterations) for of_set in zip(points, seeds, strict=True)])
 
 
 def nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
-    """The centroid at the least Euclidean distance; of equal ones the first.
+    """Return the index of the centroid at the least Euclidean distance; the first one on ties.
 
     points: [..., num_points, width], centroids: [..., num_clusters, width] -> [..., num_points] int64.
     """
@@ -24,13 +24,13 @@ def nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _spread_seeds(points: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
-    """k-means++: each next seed is a point, with a probability by its squared distance from the seeds so far."""
+    """k-means++: draw each next seed among the points in proportion to the squared distance to the nearest seed."""
     sets = torch.arange(len(points), device=points.device)
     seeds = [points[sets, torch.randint(points.shape[1], (len(points),), generator=generator, device=points.device)]]
     distance = torch.full(points.shape[:2], torch.inf, device=points.device)
     for _ in range(num_clusters - 1):
         distance = torch.minimum(distance, (points - seeds[-1][:, None]).square().sum(-1))
-        is_left = distance.amax(1, keepdim=True) > 0  # where all points are seeds already, any may repeat
+        is_left = distance.amax(1, keepdim=True) > 0  # if all points are seeds already, any may repeat
         new = torch.multinomial(torch.where(is_left, distance, 1.0), 1, generator=generator)[:, 0]
         seeds.append(points[sets, new])
     return torch.stack(seeds, dim=1)

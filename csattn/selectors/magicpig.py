@@ -1,11 +1,12 @@
-"""MagicPIG (arXiv:2410.16179): rows are sampled by locality-sensitive hashing and weighed by how likely that was.
+"""MagicPIG (arXiv:2410.16179): rows are sampled by locality-sensitive hashing and reweighted by importance sampling.
 
-As published: L tables of K signs of random projections, one set for all heads; keys are centred before they are hashed;
-a row is taken where its key and q meet in at least two tables, and its weight in the softmax is divided by the
-probability of that, given their angle. Every query head samples for itself. K = 10, L = 150 are the paper's; how many
-rows that reads follows from the data, and `keep` has no say in it. Otherwise: the mean is that of all the context's
-keys, sinks and window included; the tail's rows are hashed as they leave its window, with that mean (the paper keeps
-them all); no layer stays dense (the paper: layers 0 and 16).
+As published: L tables of K signs of random projections, one set for all heads. Keys are centred before they are hashed.
+A row is sampled if its key and q collide in at least two tables, and its weight in the softmax is divided by the
+probability of that, given their angle. Every query head samples for itself. K = 10 and L = 150 are the paper's. The
+number of rows read follows from the data; `keep` has no effect.
+
+Different: the mean is that of all the context's keys, sinks and window included. The tail's rows are hashed as they
+leave its window, with that mean (the paper keeps them all). No layer stays dense (the paper: layers 0 and 16).
 """
 
 import numpy as np
@@ -24,8 +25,8 @@ _KEYS_PER_BLOCK = 4096
 class PreparedMagicpig:
     """The projections, and L hash tables of the keys of each head.
 
-    rows: [num_kv_heads, num_tables, context_len] int32, by code and then ascending; bucket c of a table is
-    rows[..., starts[..., c] : starts[..., c + 1]], starts: [num_kv_heads, num_tables, 2**num_bits + 1] int32.
+    rows: [num_kv_heads, num_tables, context_len] int32, sorted by code, then by row. Bucket c of a table is
+    rows[..., starts[..., c] : starts[..., c + 1]], with starts [num_kv_heads, num_tables, 2**num_bits + 1] int32.
     """
 
     def __init__(self, layer: ContextLayer, num_bits: int = 10, num_tables: int = 150, seed: int = _SEED):
@@ -48,21 +49,21 @@ class PreparedMagicpig:
         return hash_codes(x, self.projections, self.num_tables)
 
     def meetings(self, kv_head: int, codes: Tensor) -> Tensor:
-        """In how many tables each key of the context shares a query's code: [context_len] int64.
+        """Count the tables in which each key of the context collides with a query: [context_len] int64.
 
         codes: [num_tables], the query's.
         """
         starts, tables = self.starts[kv_head], torch.arange(self.num_tables)
         first, last = starts[tables, codes.long()].long(), starts[tables, codes.long() + 1].long()
         sizes = last - first
-        # the buckets' places, one bucket after the other, in the tables laid end to end
+        # indices of the buckets' entries, bucket after bucket, in the concatenated tables
         begins = first + tables * self.rows.shape[2] - (sizes.cumsum(0) - sizes)
         places = begins.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
         return torch.bincount(self.rows[kv_head].flatten()[places], minlength=self.rows.shape[2])
 
     @property
     def index_bytes(self) -> int:
-        """With the keys' norms, which the paper keeps."""
+        """The bytes of the tables, and of the keys' norms, which the paper keeps."""
         num_kv_heads, _, context_len = self.rows.shape
         return self.rows.nbytes + self.starts.nbytes + 4 * num_kv_heads * context_len
 
@@ -71,7 +72,7 @@ class PreparedMagicpig:
 
 
 class MagicpigSelector:
-    """Rows that meet the query in two tables, each query head's own."""
+    """Samples the rows that collide with the query in at least two tables, for each query head."""
 
     def __init__(self, prepared: PreparedMagicpig, view: ContextView):
         self._prepared, self._view = prepared, view
@@ -98,7 +99,7 @@ class MagicpigSelector:
             rows.append(taken.nonzero()[:, 0])
             cosines = torch.cosine_similarity(self._centred_keys(kv_head, rows[-1]), query, dim=-1)
             chances.append(sampling_probability(cosines, prepared.num_bits, prepared.num_tables))
-        # a query reads the projections, and the row numbers in the buckets that it falls into
+        # a query reads the projections, and the row indices in the buckets that it falls into
         self.search_bytes = prepared.projections.nbytes + 4 * num_met
         selection = padded_selection(rows)
         log_weights = np.zeros(selection.kv_indices.shape, np.float32)
@@ -107,7 +108,7 @@ class MagicpigSelector:
         return Selection(selection.kv_indices, selection.valid_len, log_weights)
 
     def _centred_keys(self, kv_head: int, rows: Tensor) -> Tensor:
-        """The keys of these rows, ascending, less the mean: [num_rows, head_dim] float32."""
+        """Return the keys of these rows minus the mean: [num_rows, head_dim] float32. rows: ascending."""
         context_len = self._view.context_len
         first_of_tail = int(torch.searchsorted(rows, context_len))
         of_context = self._prepared.keys[kv_head, rows[:first_of_tail]]
@@ -116,14 +117,14 @@ class MagicpigSelector:
 
 
 def make_projections(head_dim: int, num_bits: int, num_tables: int, seed: int = _SEED) -> Tensor:
-    """Random directions, on the CPU: [head_dim, num_tables * num_bits] float32."""
+    """Draw random directions, on the CPU: [head_dim, num_tables * num_bits] float32."""
     return torch.randn(head_dim, num_tables * num_bits, generator=torch.Generator().manual_seed(seed))
 
 
 def hash_codes(x: Tensor, projections: Tensor, num_tables: int) -> Tensor:
-    """Signs of projections, as many for each table, as a number: [..., head_dim] -> [..., num_tables] int16.
+    """Pack the signs of each table's projections into a code: [..., head_dim] -> [..., num_tables] int16.
 
-    projections: [head_dim, num_tables * bits of a code].
+    projections: [head_dim, num_tables * num_bits].
     """
     signs = (x @ projections > 0).view(*x.shape[:-1], num_tables, -1)
     places = 1 << torch.arange(signs.shape[-1], device=x.device)
@@ -131,8 +132,11 @@ def hash_codes(x: Tensor, projections: Tensor, num_tables: int) -> Tensor:
 
 
 def sampling_probability(cosines: Tensor, num_bits: int, num_tables: int) -> Tensor:
-    """How likely two vectors with that cosine meet in at least two of the tables: like cosines, float64, above 0."""
+    """Return the probability that two vectors with that cosine collide in at least two tables.
+
+    The result has the shape of `cosines`, in float64, and is above 0.
+    """
     meets = (1 - cosines.double().clamp(-1, 1).arccos() / torch.pi).clamp_min(1e-9) ** num_bits
     at_most_one = (num_tables - 1) * torch.log1p(-meets.clamp(max=1 - 1e-12)) + torch.log1p((num_tables - 1) * meets)
-    rare = 0.5 * num_tables * (num_tables - 1) * meets**2  # to first order, where the difference from 1 is lost
+    rare = 0.5 * num_tables * (num_tables - 1) * meets**2  # leading order, where 1 - P(at most one) would cancel
     return torch.where(num_tables * meets < 1e-5, rare, -torch.expm1(at_most_one))

@@ -1,9 +1,9 @@
-"""PQCache (arXiv:2407.12820): keys as product-quantiser codes; a query's products with centroids give their scores.
+"""PQCache (arXiv:2407.12820): keys as product-quantiser codes; products of q with the centroids approximate logits.
 
-As published, groups included: head_dim in 2 parts, k-means with Euclidean distance over the context's keys in each, a
-row's group score is the sum over the group's query heads of its softmax share; a new key takes the codes of its nearest
-centroids. 256 centroids (8 bits) and 15 iterations, as CSAttention's authors gave it; its own default is 64 centroids.
-Sinks and window are clustered too, which a prepared context shares among requests of any window.
+As published, also for groups: head_dim is split into 2 parts, with k-means (Euclidean distance) over the context's keys
+in each. A row's group score is the sum of its softmax shares over the group's query heads. A new key gets the codes of
+its nearest centroids. 256 centroids (8 bits) and 15 iterations are the settings of CSAttention's comparison; PQCache's
+own default is 64 centroids. Sinks and window are clustered, too, so that requests with any window share the codes.
 """
 
 import numpy as np
@@ -20,13 +20,14 @@ _SEED = 1234
 
 
 class PreparedPqcache:
-    """Centroids [num_kv_heads, num_subspaces, num_centroids, subspace_dim] float32.
+    """The codebooks of a context's keys, and the keys' codes.
 
-    And the keys' codes [num_kv_heads, context_len, num_subspaces] uint8.
+    centroids: [num_kv_heads, num_subspaces, num_centroids, subspace_dim] float32.
+    codes: [num_kv_heads, context_len, num_subspaces] uint8.
     """
 
     def __init__(self, layer: ContextLayer, num_subspaces: int = 2, num_centroids: int = 256, num_iterations: int = 15):
-        """num_centroids: at most 256; fewer where the context is shorter."""
+        """num_centroids: at most 256; reduced to context_len for shorter contexts."""
         assert num_centroids <= 256, "a code is one byte"
         self.itemsize = layer.keys.itemsize
         num_centroids = min(num_centroids, layer.keys.shape[1])
@@ -43,7 +44,7 @@ class PreparedPqcache:
 
     @property
     def index_bytes(self) -> int:
-        """Centroids as wide as the KV."""
+        """The bytes of codes and centroids, with centroids in the dtype of the KV."""
         return self.codes.nbytes + self.centroids.numel() * self.itemsize
 
     def selector(self, view: ContextView) -> "PqcacheSelector":
@@ -51,7 +52,7 @@ class PreparedPqcache:
 
 
 class PqcacheSelector:
-    """Top-K by the group's summed softmax over approximate products."""
+    """Top-K by the group's summed softmax over approximate logits."""
 
     def __init__(self, prepared: PreparedPqcache, view: ContextView):
         self._prepared, self._view = prepared, view

@@ -1,4 +1,4 @@
-"""From a selector's name to what it makes of a layer of a context, for selectors of csattn and of others."""
+"""Prepare a layer of a context for the selector of a given name, csattn's own or a registered one."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from csattn.selectors.pqcache import PreparedPqcache
 from csattn.selectors.quest import PreparedQuest
 from csattn.selectors.sparq import PreparedSparq
 
-# all but `csattn`, whose index the artifact holds, and `window` and `full`, which do not choose
+# all but `csattn`, whose index is in the artifact, and `window` and `full`, which do not choose
 _FACTORIES: dict[str, Callable[[ContextLayer], Prepared]] = {
     "exact": PreparedExact,
     "quest": PreparedQuest,
@@ -23,14 +23,14 @@ _FACTORIES: dict[str, Callable[[ContextLayer], Prepared]] = {
     "h2o": PreparedH2o,
 }
 
-_CHOOSE_THE_BEST: tuple[SelectorName, ...] = ("csattn", "exact")  # by logit, or nearly so
+_CHOOSE_THE_BEST: tuple[SelectorName, ...] = ("csattn", "exact")  # choose rows by their logits, or nearly so
 
 
 def register(name: str, factory: Callable[[ContextLayer], Prepared], about: About) -> None:
-    """Make a selector of one's own known by that name in this process, to whatever decodes on the CPU.
+    """Register a user's selector under that name, for decoding on the CPU in this process.
 
-    factory: called for each layer of a context, in the order of layers; see `csattn.selectors.base` for what it gives.
-    Raises ConfigError for a name that is taken, or is no identifier.
+    factory: called for each layer of a context, in order; see `csattn.selectors.base` for what it has to return.
+    Raises ConfigError for a name that is taken or is no identifier.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"a selector's name is an identifier, got {name!r}; take letters, digits and _")
@@ -40,24 +40,25 @@ def register(name: str, factory: Callable[[ContextLayer], Prepared], about: Abou
 
 
 def prepare(name: SelectorName, layer: ContextLayer) -> Prepared:
-    """What that selector makes of a layer of a context, with the options of its paper."""
+    """Prepare a layer of a context for that selector, with the options of its paper."""
     return _FACTORIES[name](layer)
 
 
 def selector_for(name: str, view: ContextView) -> SelectorName:
-    """The selector that does what was asked for: `full`, where everything is kept anyway.
+    """Return the selector to use: `full` instead of the named one, if it would keep every row anyway.
 
-    Raises ConfigError for a name that is not one.
+    Raises ConfigError for an unknown name.
     """
     selector = selector_named(name)
     return "full" if view.everything_kept and ABOUT[selector].keeps_top_k else selector
 
 
 def resolve_rest(config: SearchConfig, name: SelectorName, layout: str, capped: bool = False) -> RestKind:
-    """How attention to the rows that a selector leaves out is made up for: what was asked for, or what suits the index.
+    """Return how a step attends to rows that are neither resident nor chosen: `config.rest`, or the index's default.
 
-    layout: of the artifact's index; capped: the model's logits are, of which what tells of the rest does not know.
-    Raises ConfigError for what does not go together; `full` leaves nothing out.
+    layout: of the artifact's index; capped: the model caps its logits, which estimates of the rest cannot reproduce.
+    The default is `sketch` for `csattn` over a sketch, otherwise `none`. `full` leaves no rows out, so it is `none`.
+    Raises ConfigError for a combination that does not work.
     """
     if name == "full" or config.rest == "none":
         return "none"

@@ -1,8 +1,9 @@
-"""Quest (arXiv:2406.10774): pages of keys, ranked by the largest product that a key of theirs could have with q.
+"""Quest (arXiv:2406.10774): pages of keys, ranked by an upper bound of q's product with any key of the page.
 
-As published: pages of 16, the least and the largest key of a page in each channel, both updated by new keys. Otherwise:
-a page's group score is the sum over the group's query heads of its softmax share among pages, as the paper has no
-groups; pages are cut off after exactly top_k rows; the tail begins a page of its own; no layer is dense (paper: two).
+As published: pages of 16 keys, with the minimum and maximum of each channel, both updated by new keys.
+
+Different: a page's group score is the sum of its softmax shares among pages over the group's query heads, as the paper
+has no groups. Pages are cut off after exactly top_k rows. The tail begins a new page. No layer is dense (paper: two).
 """
 
 import numpy as np
@@ -16,7 +17,7 @@ from csattn.selectors.top_rows import group_shares, joined, top_rows
 
 
 class PreparedQuest:
-    """Bounds of the context's pages: [num_kv_heads, num_pages, head_dim] each."""
+    """Lower and upper bounds of the keys in each page of the context: [num_kv_heads, num_pages, head_dim] each."""
 
     def __init__(self, layer: ContextLayer, page_size: int = 16):
         pages = torch.split(layer.keys, page_size, dim=1)
@@ -33,7 +34,7 @@ class PreparedQuest:
 
 
 class QuestSelector:
-    """The rows of the best pages."""
+    """Chooses the rows of the best pages."""
 
     def __init__(self, prepared: PreparedQuest, view: ContextView):
         self._prepared, self._view = prepared, view

@@ -1,9 +1,10 @@
-"""SparQ (arXiv:2312.04985): scores from the largest components of q alone, and the mean value for what is left out.
+"""SparQ (arXiv:2312.04985): logits from the largest components of q alone, and the mean value for rows left out.
 
-As published, groups as in the authors' code: the r components with the largest |q| summed over the group's query heads;
-logits from these, their temperature corrected by the share of |q| that they hold; rows by the sum of the group's
-logits; each head's output mixed with the mean of all values by the softmax share of the rows that are not attended to.
-r is a quarter of head_dim. The keys' second copy, in which components lie together, is counted and not made.
+As published, with groups as in the authors' code: the r components with the largest |q|, summed over the group's query
+heads, are used. Logits are computed from these, with the temperature corrected by the share of |q| that they hold. Rows
+are chosen by the sum of the group's logits. Each head's output is mixed with the mean of all values by the softmax
+share of the rows that are not attended to. r is a quarter of head_dim. The transposed copy of the keys, in which each
+component is contiguous, counts in `index_bytes` but is not made.
 """
 
 import numpy as np
@@ -17,17 +18,17 @@ from csattn.selectors.top_rows import RowsSoFar, mask_resident, top_rows
 
 
 class PreparedSparq:
-    """The keys as they are, and the sum of the values [num_kv_heads, head_dim] float32."""
+    """The keys, unchanged, and the sum of the values [num_kv_heads, head_dim] float32."""
 
     def __init__(self, layer: ContextLayer, num_components: int | None = None):
-        """num_components: r; a quarter of head_dim unless said."""
+        """num_components: r. Default: a quarter of head_dim."""
         self.keys = layer.keys
         self.num_components = num_components or max(1, layer.keys.shape[2] // 4)
         self.value_sum = layer.values.sum(1, dtype=torch.float32)
 
     @property
     def index_bytes(self) -> int:
-        """The paper holds the keys twice, so that components and rows are both read in one piece."""
+        """The bytes of the values' sum, and of the paper's second copy of the keys, with contiguous components."""
         return self.keys.nbytes + self.value_sum.nbytes
 
     def selector(self, view: ContextView) -> "SparqSelector":
@@ -35,7 +36,7 @@ class PreparedSparq:
 
 
 class SparqSelector:
-    """Rows by their approximate logits, and the rest by the mean value."""
+    """Chooses rows by approximate logits, and estimates the rest by the mean value."""
 
     def __init__(self, prepared: PreparedSparq, view: ContextView):
         self._prepared, self._view = prepared, view
@@ -66,7 +67,7 @@ class SparqSelector:
         return Selection(chosen.kv_indices, chosen.valid_len, rest=rest)
 
     def _approximate_logits(self, grouped: Tensor, recent: Tensor) -> Tensor:
-        """[num_kv_heads, group_size, num_keys] float32: of the context, the tail's indexed and its recent rows."""
+        """Return [num_kv_heads, group_size, num_keys] float32: the context's rows, then appended and recent ones."""
         size = grouped.abs()
         best = size.sum(1).topk(self._prepared.num_components).indices[:, None]  # [num_kv_heads, 1, r]
         covered = size.gather(2, best.expand(-1, grouped.shape[1], -1)).sum(-1, keepdim=True)
@@ -76,11 +77,11 @@ class SparqSelector:
         for keys in (self._prepared.keys, self._tail.rows, recent):
             part = keys.gather(2, best.expand(-1, keys.shape[1], -1)).float()
             logits.append(q_part @ part.transpose(1, 2))
-        # a q of zeros covers nothing, and all its products are 0
+        # an all-zero q has coverage 0, and all its products are 0
         return torch.cat(logits, dim=2) * self._view.softmax_scale / coverage.clamp_min(1e-12).sqrt()
 
     def _left_out(self, logits: Tensor, chosen: Selection) -> Tensor:
-        """The softmax share of rows that are neither resident nor chosen: [num_kv_heads, group_size]."""
+        """Return the softmax share of rows that are neither resident nor chosen: [num_kv_heads, group_size]."""
         shares = logits.softmax(-1)[..., : self._view.context_len + self._tail.num_rows]
         mask_resident(shares, self._view, 0.0)
         rows = torch.from_numpy(chosen.kv_indices).long()[:, None].expand(-1, shares.shape[1], -1)

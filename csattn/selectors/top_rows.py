@@ -1,4 +1,4 @@
-"""What most selectors end with, and what they keep: the best rows by their group scores, and rows that become more."""
+"""Helpers that most selectors share: the best rows by group scores, and a growing array of appended rows."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -12,12 +12,13 @@ from csattn.selectors.base import ContextView
 
 
 def top_rows(group_scores: Tensor, view: ContextView) -> Selection:
-    """The view's top_k best rows of each head, resident ones left out; of equal ones the first.
+    """Select each head's view.top_k best rows, without resident ones; the first ones on ties.
 
-    group_scores: [num_index_heads, num_keys] float; num_keys is context_len and the rows that have left the tail's
-    window. NaN counts as the greatest, as in a sort, and minus infinity as the least number. Changed in place.
+    group_scores: [num_index_heads, num_keys] float, changed in place; num_keys is context_len plus the number of rows
+    that have left the tail's window. NaN counts as the greatest, as in a sort, and minus infinity as the most negative
+    finite number.
     """
-    group_scores.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # minus infinity is what resident rows get
+    group_scores.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # minus infinity is reserved for resident rows
     mask_resident(group_scores, view)
     top_k = min(view.top_k, num_free(view, group_scores.shape[1]))
     num_heads = len(group_scores)
@@ -31,19 +32,19 @@ def top_rows(group_scores: Tensor, view: ContextView) -> Selection:
 
 
 def num_free(view: ContextView, num_keys: int) -> int:
-    """Of that many keys of context and tail, how many are not resident."""
+    """Return how many of the context's and the tail's num_keys keys are not resident."""
     num_middle: int = view.middle.stop - view.middle.start
     return num_middle + num_keys - view.context_len
 
 
 def mask_resident(group_scores: Tensor, view: ContextView, value: float | bool = -torch.inf) -> None:
-    """Write that value where the context's rows are resident. group_scores: [..., num_keys]."""
+    """Write `value` to the context's resident rows, in place. group_scores: [..., num_keys]."""
     group_scores[..., : view.middle.start] = value
     group_scores[..., view.middle.stop : view.context_len] = value
 
 
 def group_shares(logits: Tensor) -> Tensor:
-    """Each row's group score: its softmax shares, summed over the heads.
+    """Return each row's group score: its softmax shares summed over the query heads of the group.
 
     logits: [num_kv_heads, group_size, num_keys], scaled -> [num_kv_heads, num_keys] float32.
     """
@@ -51,16 +52,19 @@ def group_shares(logits: Tensor) -> Tensor:
 
 
 def joined(of_context: Tensor, of_tail: Tensor) -> Tensor:
-    """Both, one after the other: [num_kv_heads, num_rows, width]. Without a copy as long as the tail has no rows."""
+    """Concatenate to [num_kv_heads, num_rows, width]; without a copy if the tail has no rows."""
     return torch.cat([of_context, of_tail], dim=1) if of_tail.shape[1] else of_context
 
 
 class RowsSoFar:
-    """Rows that are appended one by one, side by side: [num_kv_heads, num_rows, width]."""
+    """An array of rows that are appended one by one: [num_kv_heads, num_rows, width].
+
+    Versions share memory: extending one a second time overwrites what the first extension appended.
+    """
 
     def __init__(self, like: Tensor):
         """like: [num_kv_heads, ..., width], for shape and dtype."""
-        self._room = like.new_empty(like.shape[0], 16, like.shape[-1])  # shared with those that have more rows
+        self._room = like.new_empty(like.shape[0], 16, like.shape[-1])  # shared with longer versions
         self.num_rows = 0
 
     @property
@@ -68,7 +72,7 @@ class RowsSoFar:
         return self._room[:, : self.num_rows]
 
     def with_row(self, row: Tensor) -> "RowsSoFar":
-        """These and one more, and these stay as they are. row: [num_kv_heads, width]."""
+        """Return these rows and one more; this object does not change. row: [num_kv_heads, width]."""
         more = copy(self)
         if self.num_rows == self._room.shape[1]:
             more._room = torch.cat([self._room, torch.empty_like(self._room)], dim=1)
@@ -78,7 +82,7 @@ class RowsSoFar:
 
 
 def padded_selection(rows: Sequence[Tensor]) -> Selection:
-    """A selection of these rows of each index head: ascending integers, as many as there are."""
+    """Make a selection of each index head's rows, given as ascending integers, of any number per head."""
     kv_indices = np.full((len(rows), max(len(of_head) for of_head in rows)), -1, np.int32)
     for head, of_head in enumerate(rows):
         kv_indices[head, : len(of_head)] = of_head.numpy()

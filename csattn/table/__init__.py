@@ -1,1 +1,1 @@
-"""Top-L lists, and what extends them while a request decodes."""
+"""Top-L lists of keys by centroid, and their extension by a request's own rows while it decodes."""

@@ -1,7 +1,7 @@
-"""The streaming update: keys that leave a request's window join the index of that request.
+"""The streaming update: keys that leave a request's window join the lists of that request.
 
-The shared table is never written. A tail holds what the request adds to it: row t of the tail is key
-context_len + t. A tail belongs to one request and one layer; it is not safe to append while a search reads it.
+The shared table is never written. A `ListTail` holds what one request adds to it in one layer: row t of the tail is key
+context_len + t. It is not safe to append while a search reads.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from csattn.table.lists import LARGEST_SCORE
 if TYPE_CHECKING:
     from csattn.index import LayerIndex
 
-FOUND_AT_ONCE, SAMPLE = 32, 64  # entries of a list that will leave, and that are looked at for a guess
+# the next entries of a list to leave, found in one scan; and entries that are sampled to guess how high it has to reach
+FOUND_AT_ONCE, SAMPLE = 32, 64
 
 
 class ListTail:
-    """Which entries of the shared lists still count, and the appended keys that took the others' places.
+    """Tracks which entries of the shared lists still count, and which appended keys have replaced the others.
 
-    Lists keep their length: a new key enters one whose lowest score it beats, and the lowest entry leaves; of equal
-    ones that of the last key. List (h, b, j) is now what is left of the shared list and num_inserted[h, b, j] inserted
-    entries. Which shared ones leave is told by the last to stay: see `kept_least`. They are looked for some at a time.
+    Lists keep their length: a new key enters a list whose lowest score it beats, and the lowest entry leaves; on ties,
+    that of the last key. List (h, b, j) consists of the remaining shared entries and of num_inserted[h, b, j] inserted
+    ones. The boundary of the remaining ones is the lowest that stays: see `kept_least`. The shared entries that leave
+    next are found FOUND_AT_ONCE at a time.
 
     All arrays are [num_index_heads, num_subspaces, num_centroids, ...].
     """
@@ -38,27 +40,27 @@ class ListTail:
         self._table = index.table
         lists = index.codebooks.shape[:3]
         self.num_rows = 0
-        self.num_inserted: NDArray[np.int32] = np.zeros(lists, np.int32)  # appended keys in each list
-        # [..., capacity], the highest score first, of equal ones the first key; scores are float16 values
+        self.num_inserted: NDArray[np.int32] = np.zeros(lists, np.int32)  # inserted keys in each list
+        # [..., capacity], in descending order of scores, on ties of keys ascending; scores are float16 values
         self.inserted_indices: NDArray[np.int32] = np.full((*lists, 16), -1, np.int32)
         self.inserted_scores: NDArray[np.float32] = np.zeros((*lists, 16), np.float32)
-        # the score of the lowest shared entry that counts, and its place in the list: others of that score count if
-        # their places are before it. Where nothing is inserted, all count.
+        # the score and the position in the list of the lowest shared entry that counts; other entries with that score
+        # count if their position is lower. If nothing is inserted, all count.
         self.kept_least: NDArray[np.float32] = self._table.least.astype(np.float32)
         self.kept_place: NDArray[np.int32] = np.full(lists, self._table.list_len, np.int32)
         self._lowest: NDArray[np.float32] = self.kept_least.copy()  # what a new key must beat
-        # [..., FOUND_AT_ONCE]: shared entries in the order in which they leave, by score and place; how many, and how
-        # many left before
+        # [..., FOUND_AT_ONCE]: scores and positions of shared entries in the order in which they leave; how many were
+        # found, and how many shared entries left before these
         self._leaving_scores: NDArray[np.float32] = np.empty((*lists, FOUND_AT_ONCE), np.float32)
         self._leaving_places: NDArray[np.int32] = np.empty((*lists, FOUND_AT_ONCE), np.int32)
         self._num_found: NDArray[np.int32] = np.zeros(lists, np.int32)
         self._left_before: NDArray[np.int32] = np.zeros(lists, np.int32)
 
     def append(self, k: NDArray[np.float32]) -> None:
-        """Try to insert one key into every list: k [num_kv_heads, head_dim], as it lies in the KV cache."""
+        """Try to insert one key into every list: k [num_kv_heads, head_dim], as in the KV cache."""
         if self.num_inserted.max(initial=0) == self.inserted_indices.shape[-1]:
             self._grow()
-        # float16 is what the lists hold; adding 0 turns -0.0, which no list may hold, into 0.0
+        # lists hold float16; adding 0 turns -0.0, which no list may hold, into 0.0
         held = score_key(k, self._index).clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float16)
         scores = held.astype(np.float32) + np.float32(0)
         table, num_lists = self._table, scores.size
@@ -81,7 +83,7 @@ class ListTail:
         self.num_rows += 1
 
     def entries(self, head: int, subspace: int, centroid: int) -> tuple[NDArray[np.int64], NDArray[np.float16]]:
-        """List (head, subspace, centroid) as it is now: its keys, ascending, and their scores, both [list_len]."""
+        """Return list (head, subspace, centroid), updated: its keys, ascending, and their scores, both [list_len]."""
         where = head, subspace, centroid
         keys, scores = self._table.entries(*where)
         inserted, least, place = self.num_inserted[where], self.kept_least[where], self.kept_place[where]
@@ -104,7 +106,7 @@ class ListTail:
 
 
 def score_key(k: NDArray[np.float32], index: LayerIndex) -> NDArray[np.float32]:
-    """Scores [num_index_heads, num_subspaces, num_centroids] of one new key k [num_kv_heads, head_dim]."""
+    """Return the scores [num_index_heads, num_subspaces, num_centroids] of one new key k [num_kv_heads, head_dim]."""
     head_dim = index.key_mean.shape[1]
     assert k.ndim == 2 and k.shape[1] == head_dim, f"k has shape {k.shape}, wanted [num_kv_heads, {head_dim}]"
     assert index.num_heads % k.shape[0] == 0, f"{k.shape[0]} KV heads do not divide {index.num_heads} index heads"
@@ -142,7 +144,7 @@ def _score_key(
 
 @exact_kernel
 def _insert_scores(
-    scores: NDArray[np.float32],  # [num_lists] of the new key; arrays are those of `ListTail`, list by list
+    scores: NDArray[np.float32],  # [num_lists], of the new key; all others are arrays of `ListTail`, one row a list
     kv_index: int,
     shared_scores: NDArray[np.int16],  # float16 bits
     list_len: int,
@@ -157,13 +159,13 @@ def _insert_scores(
     num_found: NDArray[np.int32],
     left_before: NDArray[np.int32],
 ) -> None:
-    """Insert the key into every list whose lowest score it beats; that entry leaves. There must be room."""
+    """Insert the key into every list whose lowest score it beats, and remove that entry. Capacity must suffice."""
     for i in range(len(scores)):
         score = scores[i]
         if not score > lowest[i]:
             continue
         inserted, own, own_indices = num_inserted[i], inserted_scores[i], inserted_indices[i]
-        # of equal scores the inserted key has the higher index, so it is the one that leaves
+        # on equal scores the inserted key has the higher index, so it leaves
         own_leaves = inserted > 0 and own[inserted - 1] == lowest[i]
         if own_leaves:
             inserted -= 1
@@ -200,12 +202,12 @@ def _find_leaving(
     place: int,
     num_left: int,
     scores: NDArray[np.float32],  # [FOUND_AT_ONCE], written
-    places: NDArray[np.int32],  # likewise
+    places: NDArray[np.int32],  # [FOUND_AT_ONCE], written
 ) -> int:
-    """The lowest of the num_left entries that are above `least`, or as low and before `place`: the first that leaves
-    first. How many: at least one, at most as there is room for.
+    """Find the next shared entries to leave, in that order; return how many: 1 to FOUND_AT_ONCE.
 
-    A sample tells up to which score twice that many may be expected: fewer come into question, and are put in order.
+    Candidates are the num_left entries above `least`, or equal to it at a position below `place`. A sample of the list
+    estimates up to which score twice FOUND_AT_ONCE candidates lie, so that few entries have to be sorted.
     """
     above, counted = 0.0, 1
     for candidate in range(0, list_len, max(1, list_len // SAMPLE)):
@@ -230,7 +232,7 @@ def _lowest_up_to(
     scores: NDArray[np.float32],
     places: NDArray[np.int32],
 ) -> int:
-    """What `_find_leaving` does, of scores up to `highest`. Most blocks have none: whole vectors pass over them."""
+    """Do the scan of `_find_leaving` for scores up to `highest`. Most vectors of entries have none and are skipped."""
     found = 0
     for first in range(0, list_len, LANES):
         block = floats_of_halves(load(U16x16, shared, first))

@@ -1,1 +1,1 @@
-"""Rows of a context in fewer bytes: formats by name, their definition, and what encodes and decodes them."""
+"""Codecs that keep a context's rows in fewer bytes: formats by name, their definition, encoders and decoders."""

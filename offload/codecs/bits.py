@@ -1,4 +1,4 @@
-"""Bits and floats inside kernels: words at any byte, half floats, which numba cannot convert."""
+"""Unaligned loads and stores of floats for numba kernels, and conversions of half floats, which numba lacks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
 @intrinsic
 def read_float(typing_context, memory, at, like):  # type: ignore[no-untyped-def]
-    """The float at byte `at` of an array of bytes, as float32. like: one of `csattn.cpu.addresses.KINDS`."""
+    """Return the float at byte `at` of an array of bytes, as float32. like: one of `csattn.cpu.addresses.KINDS`."""
 
     def build(builder: ir.IRBuilder, place: Any, _: Any) -> Any:
         return widened(builder, builder.load(_place_of(builder, place, like), align=1), like)
@@ -25,7 +25,7 @@ def read_float(typing_context, memory, at, like):  # type: ignore[no-untyped-def
 
 @intrinsic
 def write_float(typing_context, memory, at, like, value):  # type: ignore[no-untyped-def]
-    """Write the nearest such float, ties to even, to byte `at` and those behind it. A bfloat16 not of NaN."""
+    """Write `value`, rounded to the kind of `like` with ties to even, from byte `at` on. For bfloat16, no NaN."""
 
     def build(builder: ir.IRBuilder, place: Any, _: Any, value: Any) -> None:
         builder.store(narrowed(builder, value, like), _place_of(builder, place, like), align=1)
@@ -35,19 +35,19 @@ def write_float(typing_context, memory, at, like, value):  # type: ignore[no-unt
 
 @intrinsic
 def bits_of(typing_context, value):  # type: ignore[no-untyped-def]
-    """A float32's bits as uint32."""
+    """Return a float32's bits as uint32."""
     return types.uint32(types.float32), by_values(lambda builder, value: builder.bitcast(value, _I32))
 
 
 @intrinsic
 def float_of(typing_context, bits):  # type: ignore[no-untyped-def]
-    """The float32 of these bits."""
+    """Return the float32 with these bits."""
     return types.float32(types.uint32), by_values(lambda builder, bits: builder.bitcast(bits, _F32))
 
 
 @intrinsic
 def float_of_e4m3(typing_context, code):  # type: ignore[no-untyped-def]
-    """The value of an e4m3, as float32: its bits are those of a float16 of 2 ** -8 times the value."""
+    """Return the value of an e4m3 as float32: its bits, shifted, are the float16 of 2 ** -8 times the value."""
 
     def build(builder: ir.IRBuilder, code: Any) -> Any:
         wide = builder.zext(code, _I16)

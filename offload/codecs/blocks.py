@@ -1,4 +1,4 @@
-"""Q8_0, Q4_0 and e4m3 a whole vector of values at a time, in LLVM's own vector types, which fit any machine."""
+"""Encode and decode Q8_0, Q4_0 and e4m3, a vector of values at a time, in LLVM vector types, for any machine."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def _same(scalar: ir.Type, value: float, lanes: int = 32) -> ir.Constant:
 
 
 def _write_scaled(builder: ir.IRBuilder, q: Any, d: Any, to: Any) -> None:
-    """The integers times d, as float32."""
+    """Store the integers q times d at `to`, as float32."""
     values = builder.fmul(builder.sitofp(q, _vector(_F32, q.type.count)), _splat(builder, d, q.type.count))
     builder.store(values, builder.bitcast(to, values.type.as_pointer()), align=4)
 
@@ -84,7 +84,7 @@ def _load_block(builder: ir.IRBuilder, place: Any) -> Any:
 
 @intrinsic
 def largest_of_block(typing_context, x, first):  # type: ignore[no-untyped-def]
-    """The first of those of x[first : first + 32] that are farthest from 0; they are finite."""
+    """Return the value of x[first : first + 32] with the largest magnitude; the first on ties. All are finite."""
 
     def build(builder: ir.IRBuilder, block: Any) -> Any:
         values = _load_block(builder, block)
@@ -98,7 +98,7 @@ def largest_of_block(typing_context, x, first):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def write_q8_0(typing_context, x, first, coded, at, inverse):  # type: ignore[no-untyped-def]
-    """32 bytes from `at` on: x[first : first + 32] * inverse, to the nearest integer, halves away from zero."""
+    """Write 32 bytes from `at` on: x[first : first + 32] * inverse, rounded to nearest, ties away from zero."""
 
     def build(builder: ir.IRBuilder, block: Any, to: Any, inverse: Any) -> None:
         scaled = builder.fmul(_load_block(builder, block), _splat(builder, inverse))
@@ -110,7 +110,7 @@ def write_q8_0(typing_context, x, first, coded, at, inverse):  # type: ignore[no
 
 @intrinsic
 def write_q4_0(typing_context, x, first, coded, at, inverse):  # type: ignore[no-untyped-def]
-    """16 bytes from `at` on: min(15, x[first : first + 32] * inverse + 8.5), cut off, two in a byte."""
+    """Write 16 bytes from `at` on: min(15, x[first : first + 32] * inverse + 8.5), truncated, two in a byte."""
 
     def build(builder: ir.IRBuilder, block: Any, to: Any, inverse: Any) -> None:
         scaled = builder.fmul(_load_block(builder, block), _splat(builder, inverse))

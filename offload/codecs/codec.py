@@ -1,4 +1,4 @@
-"""What encodes and decodes whole arrays of vectors, and rows of a key and a value, compiled: bytes as `reference`."""
+"""Compiled encoders and decoders of vectors, and of rows of a key and a value; byte for byte as `reference`."""
 
 from dataclasses import dataclass
 
@@ -31,13 +31,13 @@ from offload.codecs.formats import (
 DONE, NOT_FINITE, TOO_LARGE = range(3)
 
 _INFINITE = np.uint32(0x7F800000)
-_TOO_LARGE_FLOAT16 = np.float32(65520)  # rounds to infinity, and so does all above
+_TOO_LARGE_FLOAT16 = np.float32(65520)  # this and all above rounds to infinity
 _TOO_LARGE_BFLOAT16 = np.uint32(0x7F7F8000)
 
 
 @dataclass(frozen=True, slots=True)
 class KvCodec:
-    """Rows of one head_dim in one pair of formats: each is one piece of bytes, the key's and behind them the value's.
+    """A codec of rows of one head_dim: a coded row is the key's bytes in one format, then the value's in another.
 
     Definition: `reference`. Calls release the GIL, and any number may run at the same time.
     """
@@ -54,16 +54,16 @@ class KvCodec:
 
     @property
     def v_offset(self) -> int:
-        """Bytes from where a row begins to its value."""
+        """The offset of the value in a coded row, in bytes."""
         return self.form.v_offset(self.head_dim)
 
     @property
     def readers(self) -> tuple[int, int]:
-        """Addresses of what decodes keys and values where they lie: see `reader_address`."""
+        """The addresses of the functions that decode keys and values in place: see `reader_address`."""
         return reader_address(self.form.k), reader_address(self.form.v)
 
     def encode(self, kv: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """[..., 2, head_dim] float32 -> [..., row_bytes]. Raises CodecError for what the formats cannot keep."""
+        """Encode [..., 2, head_dim] float32 to [..., row_bytes]. Raises CodecError for values that do not fit."""
         assert kv.dtype == np.float32 and kv.shape[-2:] == (2, self.head_dim), f"got {kv.shape} of {kv.dtype}"
         coded = np.empty((*kv.shape[:-2], self.row_bytes), np.uint8)
         rows, flat = np.ascontiguousarray(kv).reshape(-1, 2, self.head_dim), coded.reshape(-1)
@@ -75,13 +75,13 @@ class KvCodec:
         return coded
 
     def decode(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """[..., row_bytes] -> [..., 2, head_dim] float32."""
+        """Decode [..., row_bytes] to [..., 2, head_dim] float32."""
         flat = np.ascontiguousarray(rows).reshape(-1)
         numbers = np.arange(flat.size // self.row_bytes)
         return self.gather(flat, numbers).reshape(*rows.shape[:-1], 2, self.head_dim)
 
     def gather(self, rows: NDArray[np.uint8], numbers: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Rows numbers[i] of those that lie one behind the other in `rows`: [len(numbers), 2, head_dim] float32."""
+        """Decode rows numbers[i] of the contiguous coded rows in `rows`: [len(numbers), 2, head_dim] float32."""
         out = np.empty((len(numbers), 2, self.head_dim), np.float32)
         k, v = self.form.k.number, self.form.v.number
         gather_rows(k, v, rows.reshape(-1), self.row_bytes, self.v_offset, numbers, out)
@@ -98,7 +98,7 @@ def gather_rows(
     row_numbers: NDArray[np.int64],  # [num_chosen]
     out: NDArray[np.float32],  # [num_chosen, 2, head_dim], written
 ) -> None:
-    """Copy chosen rows together, as float32."""
+    """Decode chosen rows into contiguous memory."""
     head_dim = out.shape[2]
     for i in range(len(row_numbers)):
         at = row_numbers[i] * row_bytes
@@ -149,9 +149,10 @@ _READERS = {name: _reader_of(form) for name, form in FORMATS.items()}
 
 
 def reader_address(form: Format) -> int:
-    """Of a C function int64 (int64 rows, int64 num_rows, int64 head_dim, int64 out) that decodes wherever rows lie.
+    """Return the address of a C function int64 (int64 rows, int64 num_rows, int64 head_dim, int64 out) that decodes.
 
-    rows: address of int64[num_rows], where each vector begins; out: address of float32[num_rows, head_dim], written.
+    rows: address of int64[num_rows], the addresses of the coded vectors, which may lie anywhere; out: address of
+    float32[num_rows, head_dim], written.
     """
     return compiled_address(_READERS[form.name])
 
@@ -165,7 +166,10 @@ def encode_rows(
     row_bytes: int,
     v_offset: int,
 ) -> tuple[int, int]:
-    """DONE, or why rows cannot be written, and the number of the format that refuses: then some are written."""
+    """Encode rows; return DONE, or the reason of a failure, and the number of the format that caused it.
+
+    After a failure some rows have been written.
+    """
     for i in range(len(rows)):
         status = _encode(k_number, rows[i, 0], coded, i * row_bytes)
         if status != DONE:
@@ -178,7 +182,7 @@ def encode_rows(
 
 @exact_kernel
 def _encode(number: int, x: NDArray[np.float32], out: NDArray[np.uint8], at: int) -> int:
-    """Write a vector's bytes from byte `at` on."""
+    """Write a vector's bytes from byte `at` on; return DONE or the reason of a failure."""
     largest = _largest_bits(x)
     if largest >= _INFINITE:
         return NOT_FINITE
@@ -210,7 +214,7 @@ def _encode(number: int, x: NDArray[np.float32], out: NDArray[np.uint8], at: int
 
 @exact_kernel
 def _largest_bits(x: NDArray[np.float32]) -> np.uint32:
-    """Of the absolute values: floats without a sign are ordered as their bits are, NaN above infinity."""
+    """Return the bits of the largest absolute value; nonnegative floats order as their bits do, NaN above infinity."""
     largest = np.uint32(0)
     for j in range(len(x)):
         largest = max(largest, np.uint32(bits_of(x[j]) & np.uint32(0x7FFFFFFF)))
@@ -252,7 +256,7 @@ def _encode_fp8(x: NDArray[np.float32], largest: np.float32, out: NDArray[np.uin
         scaled = x[j] * inverse
         bits = bits_of(scaled)
         magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-        # normal numbers lose 20 bits of mantissa, ties to even; below 2 ** -6 the codes count 2 ** -9
+        # normal numbers drop 20 bits of mantissa, ties to even; below 2 ** -6, codes are multiples of 2 ** -9
         odd = np.uint32((magnitude >> np.uint32(20)) & np.uint32(1))
         normal = np.uint32((magnitude + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32(120 << 3)
         small = np.uint32((abs(scaled) * np.float32(512) + ROUNDER) - ROUNDER)

@@ -1,6 +1,6 @@
-"""The formats that keys and values can be kept in: what they are called, and how many bytes they take.
+"""The formats that keys and values can be kept in: their names and sizes.
 
-Light on purpose: settings and the command line read names here without waiting for numba.
+This module imports little on purpose: settings and the command line read names here without waiting for numba.
 """
 
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from offload.errors import CodecError
 BLOCK_LEN = 32  # values that share a scale in Q8_0 and Q4_0
 Q8_0_BYTES, Q4_0_BYTES = 34, 18  # of such a block
 FP8_HEAD_BYTES = 4  # the scale of a whole vector
-FLOAT32, BFLOAT16, FLOAT16, Q8_0, Q4_0, FP8 = range(6)  # by which kernels know the formats
+FLOAT32, BFLOAT16, FLOAT16, Q8_0, Q4_0, FP8 = range(6)  # the formats' numbers in kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one vector of head_dim values is written; `reference` says it to the byte."""
+    """The layout of one vector of head_dim values; `reference` defines its bytes."""
 
     name: str
     number: int
-    unit_len: int  # head_dim must be a multiple
-    unit_bytes: int  # that many values take
-    head_bytes: int = 0  # in front of the whole vector
+    unit_len: int  # head_dim must be a multiple of it
+    unit_bytes: int  # bytes of unit_len values
+    head_bytes: int = 0  # before the first unit of the vector
 
     def num_bytes(self, head_dim: int) -> int:
-        """Of one vector. Raises CodecError where the format has no place for such vectors."""
+        """Return the bytes of one vector. Raises CodecError if head_dim does not fit the format."""
         if head_dim < 1 or head_dim % self.unit_len:
             raise CodecError(
                 f"head_dim is {head_dim}, but {self.name} takes multiples of {self.unit_len} values; choose "
@@ -49,14 +49,14 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """How a row is kept: its key's bytes, then its value's."""
+    """The formats of a row's key and value; a row is its key's bytes, then its value's."""
 
     k: Format
     v: Format
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From `q8_0`, for both, or `k=q8_0,v=q4_0`. Raises CodecError for anything else."""
+        """Parse `q8_0`, for both, or `k=q8_0,v=q4_0`. Raises CodecError for anything else."""
         parts = [part.strip() for part in text.split(",")]
         if len(parts) == 1 and "=" not in text:
             return cls(_named(parts[0]), _named(parts[0]))
@@ -71,11 +71,11 @@ class KvFormat:
         return self.k.name if self.k == self.v else f"k={self.k.name},v={self.v.name}"
 
     def row_bytes(self, head_dim: int) -> int:
-        """Of one row: a key and its value."""
+        """Return the bytes of one row: a key and its value."""
         return self.k.num_bytes(head_dim) + self.v.num_bytes(head_dim)
 
     def v_offset(self, head_dim: int) -> int:
-        """Bytes from where a row begins to its value."""
+        """Return the offset of the value in a row, in bytes."""
         return self.k.num_bytes(head_dim)
 
 

@@ -1,4 +1,4 @@
-"""The KV of a layer becomes coded rows: in pieces, so that it is never there a second time as floats."""
+"""Encode the KV of a layer piece by piece, so that it is never copied as a whole in float32."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from offload.codecs.codec import KvCodec
 
-_PIECE_ROWS = 4096  # that a thread encodes at a time
+_PIECE_ROWS = 4096  # rows that a thread encodes at a time
 
 
 def encode_layer(
     kv: Tensor,  # [num_kv_heads, context_len, 2, head_dim] of any float dtype
     codec: KvCodec,
-    out: Tensor | None = None,  # like what is returned; rows may have more bytes, which stay as they are
+    out: Tensor | None = None,  # like the result, to be written; its rows may be longer: their last bytes do not change
 ) -> Tensor:
-    """Coded rows [num_kv_heads, context_len, row_bytes] uint8. Raises CodecError for what the formats cannot keep."""
+    """Encode to [num_kv_heads, context_len, row_bytes] uint8. Raises CodecError for values that do not fit."""
     num_kv_heads, context_len = kv.shape[:2]
     coded = torch.empty(num_kv_heads, context_len, codec.row_bytes, dtype=torch.uint8) if out is None else out
     pieces = [(head, first) for head in range(num_kv_heads) for first in range(0, context_len, _PIECE_ROWS)]
@@ -33,5 +33,5 @@ def encode_layer(
 
 
 def _num_cpus() -> int:
-    """That this process may run on."""
+    """Return how many CPUs this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

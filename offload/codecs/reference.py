@@ -1,18 +1,18 @@
-"""The formats to the byte, in plain numpy: what every faster encoder and decoder agrees with.
+"""The definition of the formats, in plain numpy: every faster encoder and decoder agrees with it byte for byte.
 
-Q8_0 and Q4_0 are those of llama.cpp (ggml-quants.c), every operation rounded to float32 where it is written:
+Q8_0 and Q4_0 are those of llama.cpp (ggml-quants.c), with every operation rounded to float32:
 
     q8_0  34 bytes for 32 values: d as float16, then 32 int8 q; x = q * d
-    q4_0  18 bytes for 32 values: d as float16, then 16 bytes, the j-th with q of value j in its low half and of value
-          j + 16 in its high one; x = (q - 8) * d
+    q4_0  18 bytes for 32 values: d as float16, then 16 bytes: byte j has q of value j in its low half, and of value
+          j + 16 in its high half; x = (q - 8) * d
     fp8   4 + head_dim bytes: d as float32, then a byte e4m3 (OCP FP8: 4 bits of exponent, 3 of mantissa, up to 448) for
-          each value; x = e4m3 * d. One scale for the whole vector: what a finer scale gives integers, the exponent
-          gives here, so blocks would only cost bytes.
+          each value; x = e4m3 * d. One scale serves the whole vector: the exponent already gives what integers gain
+          from a finer scale, so blocks would only cost bytes.
 
-Vectors must be finite. Where 1 / d is beyond float32 (values below 1e-36), every code stands for 0. A scale beyond
-float16, where llama.cpp would write infinity, is refused: then values are beyond 8 million in Q8_0 and half a million
-in Q4_0, and no model's keys are. A scale below what float16 has is 0, and its block too, as in llama.cpp: blocks of
-values up to 3.7e-6 in Q8_0 and 2.3e-7 in Q4_0. Up to 0.007 and 0.0004 it has fewer bits.
+Vectors must be finite. If 1 / d overflows float32 (values below 1e-36), every code is that of 0. A scale that overflows
+float16, where llama.cpp would write infinity, is refused: it takes values beyond 8 million in Q8_0 or half a million in
+Q4_0, which no model's keys reach. A scale that underflows float16 is 0, and so is its block, as in llama.cpp: blocks
+of values up to 3.7e-6 in Q8_0 and 2.3e-7 in Q4_0. Up to 0.007 and 0.0004, the scale is subnormal and has fewer bits.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ LARGEST_E4M3 = 448.0
 
 
 def encode(form: Format, values: Floats) -> Bytes:
-    """values: [..., head_dim] float32 -> [..., num_bytes] uint8. Raises CodecError for what cannot be written."""
+    """Encode [..., head_dim] float32 to [..., num_bytes] uint8. Raises CodecError for values that do not fit."""
     form.num_bytes(values.shape[-1])
     if not np.isfinite(values).all():
         raise not_finite(form)
@@ -48,7 +48,7 @@ def encode(form: Format, values: Floats) -> Bytes:
 
 
 def decode(form: Format, coded: Bytes, head_dim: int) -> Floats:
-    """coded: [..., num_bytes] uint8 -> [..., head_dim] float32."""
+    """Decode [..., num_bytes] uint8 to [..., head_dim] float32."""
     match form.name:
         case "float32":
             return np.ascontiguousarray(coded).view(np.float32)
@@ -71,7 +71,7 @@ def decode(form: Format, coded: Bytes, head_dim: int) -> Floats:
 
 
 def _encode_bfloat16(form: Format, values: Floats) -> Bytes:
-    """The nearest, ties to even."""
+    """Round to the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     if ((rounded & 0x7FFF) == 0x7F80).any():
@@ -90,7 +90,7 @@ def _encode_q8_0(form: Format, values: Floats) -> Bytes:
 
 def _encode_q4_0(form: Format, values: Floats) -> Bytes:
     blocks = values.reshape(*values.shape[:-1], -1, BLOCK_LEN)
-    first = np.abs(blocks).argmax(-1, keepdims=True)  # of equally large values the first one's sign counts
+    first = np.abs(blocks).argmax(-1, keepdims=True)  # on ties the first value's sign counts
     d = (np.take_along_axis(blocks, first, -1) + np.float32(0)) / np.float32(-8)  # -0.0 counts as 0.0
     q = np.minimum(15, (blocks * _inverse(d) + np.float32(8.5)).astype(np.uint8))
     pairs = q[..., : BLOCK_LEN // 2] | q[..., BLOCK_LEN // 2 :] << 4
@@ -103,7 +103,7 @@ def _encode_fp8(values: Floats) -> Bytes:
 
 
 def to_e4m3(x: Floats) -> Bytes:
-    """The nearest e4m3, ties to even, of values up to 448 or a little beyond."""
+    """Round values up to 448, or a little beyond, to the nearest e4m3, ties to even."""
     _, exponent = np.frexp(np.abs(x))  # abs(x) is in [2 ** (exponent - 1), 2 ** exponent)
     exponent = np.where(x == 0, -6, np.maximum(exponent - 1, -6))
     eighths = np.rint(np.ldexp(np.abs(x), 3 - exponent)).astype(np.int32)  # 8 ... 16 where normal, else 0 ... 8

@@ -43,7 +43,7 @@ def measured_on(machine: dict[str, Any]) -> str:
 
 
 def ratio_to_published(case: Case, cases: Iterable[Case]) -> float | None:
-    """Return the speed-up over the published method at the same size, with the same chunks or, failing that, its own."""
+    """Return the speed-up over the published method at the same size, with the same chunks or else the paper's."""
     same = [name for name in KEY if name not in ("variant", "query_chunk", "key_chunk")]
     others = [c for c in cases if c["variant"] == "published" and "ms" in c and all(c[n] == case[n] for n in same)]
     if "ms" not in case or not others:

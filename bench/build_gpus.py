@@ -3,9 +3,8 @@
     python -m bench.build_gpus --shape llama-3.1-8b --layers 16 --contexts 16 --context-len 65536 [--json FILE]
 
 Contexts are passages of a book, with a token for each byte; weights are random. A batch is timed from its start, so its
-seconds include starting processes and loading weights. `between_s` is the time from the artifact whose number is that
-of the GPUs to the last one. Gate: every artifact verifies, and is built once. Files go to the temporary directory
-(TMPDIR).
+seconds include starting processes and loading weights. With n GPUs, `between_s` is the time from the n-th finished
+artifact to the last. Gate: every artifact verifies, and is built once. Files go to the temporary directory (TMPDIR).
 """
 
 import argparse
@@ -65,7 +64,7 @@ def run(jobs: list[Job], store: Path, num_gpus: int) -> dict[str, Any]:
         "num_gpus": num_gpus,
         "seconds": round(report.seconds, 2),
         "first_s": round(ended_s[0], 2),
-        "between_s": round(ended_s[-1] - ended_s[num_gpus - 1], 2),  # without as many first artifacts as there are GPUs
+        "between_s": round(ended_s[-1] - ended_s[num_gpus - 1], 2),  # all but the first num_gpus artifacts
         "tokens": sum(result.context_len for result in report.results),
         "bytes": num_bytes,
     }

@@ -65,7 +65,7 @@ class Trial:
     """The effects of one kill. Times are in seconds from the kill."""
 
     outcomes: list[str]
-    end_s: list[float]  # of each stream
+    end_s: list[float]  # when each stream ended
     pause_s: list[float]  # the longest pause between two pieces of each stream
     ready_s: float
     back_s: float  # until another process has taken its place

@@ -40,7 +40,7 @@ from workers.serving.step_engine import StepRow
 KINDS = "chosen", "all", "compressed"
 DTYPE, TAIL_CAPACITY, WARM_UP_STEPS, PROFILED_STEPS = torch.bfloat16, 512, 16, 4
 SAID = 8  # first tokens, which must be the same in both placements
-PURPOSES = {  # part of a kernel's name -> what it is for
+PURPOSES = {  # part of a kernel's name -> its purpose
     "_score_kernel": "score",
     "select_": "choose",
     "count_far": "gather",

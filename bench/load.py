@@ -56,7 +56,7 @@ class Session:
     begins_s: float
     context: int
     questions: tuple[str, ...]
-    think_s: tuple[float, ...]  # before each of them
+    think_s: tuple[float, ...]  # pause before each question
 
 
 @dataclass(frozen=True, slots=True)

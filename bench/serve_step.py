@@ -4,9 +4,8 @@
                                [--model M --dtype bfloat16 --weights int4] [--store DIR] [--json FILE]
 
 Rows belong to as many requests, each of which decodes, or are all part of one request's question. Gate: each request's
-tokens and logits are the same bits among 16 rows as alone. All settings take turns, so that other load on the machine
-affects all of them. Reported with wall-clock time is the calling thread's CPU time, which is all CPU time if there is
-one thread.
+tokens and logits are bit-identical among 16 rows and alone. All settings take turns, so that other load on the machine
+affects all of them. The calling thread's CPU time is also reported; with one thread, it is all CPU time.
 """
 
 import argparse

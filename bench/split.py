@@ -2,9 +2,9 @@
 
     python -m bench.split [--devices 1,2] [--contexts 131072] [--batches 1] [--placements device,hybrid] [--json FILE]
 
-Each GPU has a process, which holds its share of the weights, or all of them while one GPU is timed. A case that does
-not fit is `refused`. If one GPU has room, the logits of one step must be those of one GPU, up to the order of sums;
-both are timed in the same run. `--devices 4` leaves one GPU out. In `host`, a layer's rows are searched while the layer
+Each GPU has a process with its share of the weights; the first one has all of them while one GPU is timed. A case that
+does not fit is `refused`. If one GPU has room, a step's logits must be those of one GPU, up to the order of sums; both
+are timed in the same run. `--devices 4` leaves one GPU out. In `host`, a layer's rows are searched while the layer
 before it is computed; each process has an equal share of the CPUs for its search threads.
 Rows and queries are those of `bench.decode`. As there, a step is the captured graph and the feeding of its tokens.
 `add_us` is the time of one sum over devices, in a graph with as many sums as a step. `least_us` has the time of the

@@ -28,7 +28,7 @@ class Prompt:
     question: NDArray[np.int32]  # at least one
 
     def set_up(self, question: str) -> "Prompt":
-        """Return the same ids, divided for one of `SET_UPS`."""
+        """Return the same ids, split into context and question for one of `SET_UPS`."""
         if question == "sparse":
             return self
         return Prompt(np.concatenate([self.context, self.question[:-1]]), self.question[-1:])
@@ -41,7 +41,7 @@ def answer_all(
     keep: float,
     questions: Sequence[NDArray[np.int32]],
     max_new_tokens: int,
-    **options: Any,  # of `generate`
+    **options: Any,  # passed to `generate`
 ) -> list[str]:
     """Return the model's answer to each question; questions do not see each other."""
     placement = "device" if loaded.device.type == "cuda" else "cpu"

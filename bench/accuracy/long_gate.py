@@ -23,7 +23,7 @@ SELECTORS = "exact", "window", "quest", "sparq", "pqcache", "h2o", "magicpig"  #
 
 
 def require_product(
-    loaded: LoadedModel,  # on the CPU, where the product's path runs
+    loaded: LoadedModel,  # on the CPU, where csattn's own path runs
     context: NDArray[np.int32],  # [context_len] token ids
     following: NDArray[np.int32],  # [num_tokens + 1]
 ) -> dict[str, tuple[float, float]]:

@@ -123,7 +123,7 @@ def vocabulary() -> list[str]:
 
 
 def _numbers(rng: Random, depths: Sequence[float], haystack: Callable[[int], list[str]]) -> Haystack:
-    """A haystack with a number at each depth."""
+    """Return a haystack with a number at each depth, and a question for each."""
     names = ["-".join(rng.sample(vocabulary(), 2)) for _ in depths]
     numbers = [str(number) for number in rng.sample(range(10**6, 10**7), len(depths))]
     needles = [

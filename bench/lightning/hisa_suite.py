@@ -97,7 +97,7 @@ def make_operands(kind: str, num_queries: int, num_keys: int, num_heads: int, k:
         meanings = torch.nn.functional.normalize(noise(num_keys // run + 2, 128), dim=1) * STRENGTH
         wanted = choose(len(meanings), num_queries, WANTED).gather(1, choose(WANTED, num_queries, num_heads))
         queries += meanings[wanted]
-        keys += meanings.repeat_interleave(run, 0)[run // 3 :][:num_keys]  # runs do not start where blocks do
+        keys += meanings.repeat_interleave(run, 0)[run // 3 :][:num_keys]  # runs do not start at block boundaries
         weights = weights.abs()
     (q, q_scale), (k8, k_scale) = quantise_fp8(queries), quantise_fp8(keys)
     return Operands(q, k8, weights * q_scale[..., 0], k_scale[:, 0])

@@ -6,7 +6,8 @@
 For each length and task: full attention, and `default` and exact Top-K (which drops the other rows) at 2 and 5 %. Each
 has a service of its own over one store, with the same samples; the first service computes the contexts, and the others
 find them. A small model fails some tasks with any attention, so the figure to look at is the difference from full
-attention over the samples, with its standard error. --outcomes saves each run's scores; a later call continues there.
+attention, taken sample by sample, with its standard error. --outcomes saves each run's scores; a later call continues
+there.
 """
 
 import argparse

@@ -16,7 +16,7 @@ def describe_heads(layer: ContextLayer, q: Tensor, top_k: int) -> dict[str, Tens
     q: [num_kv_heads, group_size, num_tokens, head_dim], of the tokens that follow.
 
     spectrum_*: share of the energy in each principal axis [head_dim], for the context's queries, its keys, and its
-    keys minus their mean. keys_by_query_axis: energy of the keys minus their mean, in each axis of the queries.
+    keys minus their mean. keys_by_query_axis: share of the energy of the keys minus their mean, in each query axis.
     mean_share: share of the keys' energy that is in their mean [1].
     share_*: each subspace's share of the sum of |q . k|, the largest first [NUM_SUBSPACES], without and with centring.
     in_list: in the order of share_centred, the share of the exact Top-K rows in a subspace's best quarter of the rows.

@@ -61,7 +61,7 @@ class SparqCodes(Codes):
 
     def __init__(self, layer: ContextLayer, adds_mean: bool = True):
         self._adds_mean, self._layer, self._prepared = adds_mean, layer, PreparedSparq(_rows(layer))
-        self.bytes_per_key = float(layer.k.shape[2] * _ITEM_BYTES)  # the keys' second copy
+        self.bytes_per_key = float(layer.k.shape[2] * _ITEM_BYTES)  # a second copy of the keys
 
     def group_scores(self, q: Tensor, top_k: int) -> Tensor:
         return self._part_of(q).sum(1) @ self._layer.k.mT

@@ -61,7 +61,7 @@ def random_model(
 ) -> LoadedModel:
     """Return a model of that shape with random weights in bfloat16."""
     layers = {} if num_layers is None else {"num_hidden_layers": num_layers}
-    config = config_named(shape_name, tie_word_embeddings=True, **layers)  # nothing is generated
+    config = config_named(shape_name, tie_word_embeddings=True, **layers)  # saves memory; nothing is generated
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     return wrap_model(model, tokenizer, f"random-{shape_name}")

@@ -47,7 +47,7 @@ class Layer:
             self._module = v4.DeepseekV4Attention(self.config, 0).eval()
         for name, parameter in self._module.named_parameters():
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=parameter.shape[-1] ** -0.5)
-        self._module.to(self.dtype)  # also norms: in some versions float32 norms would feed other matrices
+        self._module.to(self.dtype)  # norms too: some versions pass a float32 norm's output to matrices as it is
         self._weights = CompressedWeights.of(self._module, self._rotary)
 
     def tokens(self, num_tokens: int) -> Tensor:

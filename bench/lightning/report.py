@@ -14,7 +14,7 @@ TITLES = {
     6: "Table 6: chunks and k, time at 256K, recall at 16K",
     7: "Table 7: ablations, time at 256K, recall at 16K",
 }
-# table -> thousands of tokens -> milliseconds and GiB that the paper prints for its method
+# table -> tokens / 1024 -> milliseconds and GiB that the paper prints for its method
 PRINTED: dict[int, dict[int, tuple[float, float]]] = {
     3: {32: (31, 0.40), 64: (122, 0.59), 128: (485, 0.96), 256: (1935, 1.71), 512: (7730, 3.21), 1024: (30900, 6.21)},
     4: {32: (32, 0.64), 64: (127, 1.02), 128: (502, 1.77), 256: (2004, 3.27), 512: (7994, 6.27), 1024: (31973, 12.27)},

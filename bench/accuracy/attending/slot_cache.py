@@ -14,7 +14,7 @@ def count_hits(
     """Return the shares of the chosen rows that an LRU cache holds, and that the previous step chose too.
 
     They are counted over the last three quarters of the steps. An LRU cache holds the rows that were chosen last, so a
-    row's last step decides whether it is there. If only some of a step's rows fit, each is there with equal probability.
+    row's last step decides whether it is there. If only some of a step's rows fit, all have the same probability.
     """
     num_caches, num_steps, top_k = chosen.shape
     chosen = chosen.long()

@@ -118,9 +118,9 @@ class Devices:
         ranks = range(self.share.num_devices)
         own = self.room(2, len(ranks), batch_size, width, dtype=torch.int64)
         handle = self._handles[own.data_ptr()]
-        inboxes = [handle.get_buffer(rank, own.shape, own.dtype).data_ptr() for rank in ranks]
+        inboxes = tuple(handle.get_buffer(rank, own.shape, own.dtype).data_ptr() for rank in ranks)
         counts = torch.zeros(max(batch_size, width), dtype=torch.int32, device=self.device)
-        return Exchange(torch.tensor(inboxes, device=self.device), counts, self.share.rank)
+        return Exchange(inboxes, counts, self.share.rank)
 
     def add(self, x: Tensor) -> None:
         """Replace x, on CPUs, by the sum of all devices' x."""

@@ -20,13 +20,9 @@ SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in
 class Exchange:
     """Memory by which kernels on several GPUs sum what each has computed: see `exchange_kernels.sum_over_devices`."""
 
-    inboxes: Tensor  # [num_devices] int64: the address of each device's, [2, num_devices, batch_size, width] int64
-    counts: Tensor  # int32, one for each program: how many sums there have been
+    inboxes: tuple[int, ...]  # the address of each device's, [2, num_devices, batch_size, width] int64
+    counts: Tensor  # int32: how many sums each program has taken part in
     rank: int
-
-    @property
-    def num_devices(self) -> int:
-        return len(self.inboxes)
 
 
 @dataclass(frozen=True, slots=True)

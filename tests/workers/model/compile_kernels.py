@@ -28,7 +28,7 @@ TYPES = {
     " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
     " post comb matrix products sums biases pending position_bias",
     "*i32": "by_token counts counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
-    "*i64": "turns inboxes token_ids positions next_ids own slots written",
+    "*i64": "turns token_ids positions next_ids own slots written",
     "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale least",
     "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
     " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
@@ -190,6 +190,8 @@ def compile_for(capability: int, kernel: Any, constants: dict[str, Any]) -> None
     signature = {
         name: "constexpr" if name in chosen else type_of(name, chosen.get("FORMAT", "plain")) for name in names
     }
+    if "NUM_DEVICES" in chosen:
+        signature["inboxes"] = ("i64",) * chosen["NUM_DEVICES"]
     constexprs = {(names.index(name),): value for name, value in chosen.items()}
     compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", capability, 32))
     assert "ptx" in compiled.asm, f"{kernel.__name__} has become nothing"

@@ -39,7 +39,7 @@ def make_exchanges(
     """Make each rank's exchange and its inbox, as after `count` sums."""
     sizes = 2, num_devices, batch_size, hidden_size
     inboxes = [torch.zeros(sizes, dtype=torch.int64, device=DEVICE) for _ in range(num_devices)]
-    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
+    addresses = tuple(inbox.data_ptr() for inbox in inboxes)
     counts = [torch.full((hidden_size,), count, dtype=torch.int32, device=DEVICE) for _ in inboxes]
     return [(Exchange(addresses, counts[rank], rank), inboxes[rank]) for rank in range(num_devices)]
 

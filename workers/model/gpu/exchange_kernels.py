@@ -14,8 +14,9 @@ def sum_over_devices(
     at,  # places of its numbers among num_numbers
     inside,
     place,  # of the program in counts
-    inboxes,  # [NUM_DEVICES] int64: addresses of [2, NUM_DEVICES, num_numbers] int64
-    counts,  # int32: sums of each program so far
+    count,  # counts[place], loaded early: nothing else is to delay the words
+    counts,  # int32: how many sums each program has taken part in
+    inboxes,  # by rank, addresses of [2, NUM_DEVICES, num_numbers] int64
     num_numbers,
     RANK: tl.constexpr,
     NUM_DEVICES: tl.constexpr,
@@ -27,15 +28,15 @@ def sum_over_devices(
     take turns: a device writes to the same half two sums later, after it has read the sum in between, which its reader
     sent after it had read this one. Programs that wait do not keep out those they wait for: they are launched in order.
     """
-    count = tl.load(counts + place) + 1
+    count += 1
     half = (count & 1) * NUM_DEVICES * num_numbers
     tag = count.to(tl.int64) << 32
     words = tag | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     for rank in tl.static_range(NUM_DEVICES):
         if rank != RANK:
-            inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
+            inbox = inboxes[rank].to(tl.pointer_type(tl.int64))
             tl.store(inbox + half + RANK * num_numbers + at, words, mask=inside)
-    inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)) + half
+    inbox = inboxes[RANK].to(tl.pointer_type(tl.int64)) + half
     total = tl.zeros_like(own)
     for rank in tl.static_range(NUM_DEVICES):
         if rank == RANK:

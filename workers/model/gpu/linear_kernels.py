@@ -134,8 +134,8 @@ def linear_add_kernel(
     w_len,  # stride of the rows of w
     scales_len,  # stride from a group's scales to the next group's
     multiplier,
-    inboxes,  # of an `Exchange` over tiles, or w where there is one device
-    counts,
+    counts,  # this and inboxes: of an `Exchange` of tiles, or anything where there is one device
+    inboxes,
     RANK: tl.constexpr,
     NUM_DEVICES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -166,6 +166,7 @@ def linear_add_kernel(
     biases = tl.load(bias + row).to(tl.float32) if HAS_BIAS else 0.0
     if PDL:
         gdc_wait()
+    count = tl.load(counts + tile) if NUM_DEVICES > 1 else 0
     before = tl.load(hidden + at, mask=inside, other=0.0)
     acc, complete = _stream(
         x, w, scales, partials, counters, row, num_rows, num_k, w_len, scales_len, tile,
@@ -176,7 +177,8 @@ def linear_add_kernel(
         if HAS_BIAS:
             acc += biases[:, None]
         if NUM_DEVICES > 1:
-            acc = sum_over_devices(acc, at, inside, tile, inboxes, counts, num_rows * num_out, RANK, NUM_DEVICES)
+            num_numbers = num_rows * num_out
+            acc = sum_over_devices(acc, at, inside, tile, count, counts, inboxes, num_numbers, RANK, NUM_DEVICES)
         value = (before.to(tl.float32) + multiplier * acc).to(dtype).to(tl.float32)
         tl.store(hidden + at, value.to(dtype), mask=inside)
         tl.store(scaled + at, (value * weight[:, None]).to(dtype), mask=inside)

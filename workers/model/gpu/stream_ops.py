@@ -141,11 +141,11 @@ def written(stream: Stream, readers: Readers) -> tuple[Tensor, ...]:
     return stream.hidden, norm, stream.scaled, ahead, stream.scaled_ahead, stream.squares
 
 
-def summed_by(exchange: Exchange | None, anything: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, int]]:
+def summed_by(exchange: Exchange | None, anything: Tensor) -> tuple[tuple[Any, Any], dict[str, int]]:
     """Return a kernel's arguments and constants for `sum_over_devices`; without an exchange, of one device."""
     if exchange is None:
-        return (anything, anything), {"RANK": 0, "NUM_DEVICES": 1}
-    return (exchange.inboxes, exchange.counts), {"RANK": exchange.rank, "NUM_DEVICES": exchange.num_devices}
+        return (anything, (0,)), {"RANK": 0, "NUM_DEVICES": 1}
+    return (exchange.counts, exchange.inboxes), {"RANK": exchange.rank, "NUM_DEVICES": len(exchange.inboxes)}
 
 
 def row_constants(stream: Stream, readers: Readers) -> dict[str, Any]:

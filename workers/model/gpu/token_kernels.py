@@ -86,8 +86,8 @@ def add_normed_kernel(
     eps,
     multiplier,
     scale,
-    inboxes,  # of an `Exchange`, or anything where there is one device
-    counts,
+    counts,  # this and inboxes: of an `Exchange`, or anything where there is one device
+    inboxes,
     NUM_PARTS: tl.constexpr,
     RANK: tl.constexpr,
     NUM_DEVICES: tl.constexpr,
@@ -104,13 +104,14 @@ def add_normed_kernel(
     factor = tl.load(post_norm + i, mask=inside, other=0.0) if IS_NORMED else 1.0
     weight, ahead = norm_weights(norm, norm_ahead, hidden_size, HAS_NORM, AHEAD, BLOCK)
     wait_for_earlier(PDL)
+    count = tl.load(counts + row) if NUM_DEVICES > 1 else 0
     before = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         value += tl.load(x + (row * NUM_PARTS + part) * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     if NUM_DEVICES > 1:
         at, num_numbers = row * hidden_size + i, tl.num_programs(0) * hidden_size
-        value = sum_over_devices(value, at, inside, row, inboxes, counts, num_numbers, RANK, NUM_DEVICES)
+        value = sum_over_devices(value, at, inside, row, count, counts, inboxes, num_numbers, RANK, NUM_DEVICES)
     if IS_NORMED:
         value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / hidden_size + eps) * factor
     value = scale * (before + multiplier * value)

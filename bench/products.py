@@ -27,8 +27,8 @@ from csattn.models.quantized_weight import QuantizedWeight, WeightFormat
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import Linear
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.layers import expert_room
-from workers.model.ops import ExpertRoom, Normed, Readers, Stream, num_squares
+from workers.model.layers import expert_buffers
+from workers.model.ops import ExpertBuffers, Normed, Readers, Stream, num_squares
 from workers.model.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
@@ -96,13 +96,13 @@ def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> l
     x, stream, readers = step_of(num_rows, spec.hidden_size, spec.hidden_size)
     rooms = []
     for _ in range(MOST_SETS):
-        room = expert_room(of, spec.hidden_size, lambda *sizes, dtype=DTYPE: empty(num_rows, *sizes, dtype=dtype))
+        room = expert_buffers(of, spec.hidden_size, lambda *sizes, dtype=DTYPE: empty(num_rows, *sizes, dtype=dtype))
         chosen = torch.rand(num_rows, of.num_experts, device="cuda").topk(of.num_chosen).indices
         room.chosen.copy_(chosen)
         room.shares.fill_(1 / of.num_chosen)
         rooms.append(room)
 
-    def run(ops: TritonOps | TorchOps, room: ExpertRoom) -> Tensor:
+    def run(ops: TritonOps | TorchOps, room: ExpertBuffers) -> Tensor:
         ops.experts(x, weights, of, room)
         ops.experts_add(weights, of, room, 1.0, stream, readers)
         return room.parts

@@ -8,7 +8,7 @@ from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
 from csattn.artifact.layout import file_names, kv_file, plan
 from csattn.cache import cache_dir
 from csattn.config import preset
-from csattn.models.loader import DTYPES, are_copied, have_few_bits, is_to_be_converted, read_config
+from csattn.models.loader import DTYPES, are_copied, has_low_bit_weights, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import WeightBytes, conversion_bytes, is_converted_aside, weight_bytes
 from offload.budget import host_memory_bytes, require_host_memory
@@ -91,7 +91,7 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
     if is_converted or are_copied(config, dtype, weights):
         _require_room_for_copies(config, size, dtype, is_converted)
     needed = size.on_host if dtype == "bfloat16" else size.decoded
-    _tell_beyond_memory(needed, can_be_rounded=not have_few_bits(config, weights))
+    _tell_beyond_memory(needed, can_be_rounded=not has_low_bit_weights(config, weights))
 
 
 def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_converted: bool) -> None:

@@ -17,7 +17,7 @@ FORMAT_NAME = "csattn-artifact"
 FORMAT_VERSION = 5
 STATE, ALL, COMPRESSED = -1, -2, -3  # special values in `ModelGeometry.reaches`
 MOST_TOKENS = 2**31 - 1  # rows are numbered by int32
-AS_THEY_ARE = "none"  # noted in a manifest as the rounding of weights that were not rounded
+NOT_ROUNDED = "none"  # noted in a manifest as the rounding of weights that were not rounded
 
 _MAX_SHOWN = 200  # characters shown of a fault in a manifest
 
@@ -221,7 +221,7 @@ class Manifest:
 
     @property
     def weights(self) -> str | None:
-        """The format that the model's weights were rounded to, or AS_THEY_ARE; None if not noted, as in older ones."""
+        """The format that the model's weights were rounded to, or NOT_ROUNDED; None if not noted, as in older ones."""
         return self._noted("weights")
 
     @property

@@ -20,7 +20,7 @@ from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, is_whole, open_artifact, parse_manifest
-from csattn.artifact.tensor_file import how_to_heal
+from csattn.artifact.tensor_file import repair_advice
 from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, used_at
 from csattn.cache import cache_dir
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
@@ -141,7 +141,7 @@ class RemoteStore:
         if file.record != wanted:
             raise ArtifactCorruptError(
                 f"{self.url}/{artifact_id}/{name} is not what its manifest says: it is truncated or altered; "
-                f"{how_to_heal(f'{self.url}/{artifact_id}')}"
+                f"{repair_advice(f'{self.url}/{artifact_id}')}"
             )
 
     def _manifest(self, artifact_id: str) -> tuple[Manifest, bytes, bytes]:
@@ -154,7 +154,7 @@ class RemoteStore:
                 )
             data = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_FILE)))
             hash_line = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_HASH_FILE)))
-        manifest = parse_manifest(place, data, hash_line, how_to_heal(place))
+        manifest = parse_manifest(place, data, hash_line, repair_advice(place))
         if manifest.spec.artifact_id != artifact_id:
             raise ArtifactCorruptError(f"{place} holds the artifact {manifest.spec.artifact_id}; delete it")
         return manifest, data, hash_line

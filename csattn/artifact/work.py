@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
 from csattn.artifact.layout import (
     KV_DTYPES,
-    fault_of_index,
+    index_fault,
     index_arrays,
     index_file,
     layer_files,
@@ -60,7 +60,7 @@ class WorkDir:
 
     def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex | NoIndex) -> None:
         """Write the index of a layer whose KV or state is written already, then the layer's record."""
-        if fault := fault_of_index(index):
+        if fault := index_fault(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
         records = {next(layer_files(self.spec, layer_idx)): kv_record}
         arrays = index_arrays(index) | next_query_arrays(index.next_query)

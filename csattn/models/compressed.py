@@ -37,7 +37,7 @@ def compressed_states(artifact: Artifact) -> list[CompressedState]:
     ]
 
 
-def no_state(sizes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> CompressedState:
+def empty_state(sizes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> CompressedState:
     """Return a layer's state before any token. sizes: `ModelGeometry.compressed_sizes` of no tokens; dtype: of rows."""
     return CompressedState(
         **{name: torch.zeros(size, dtype=torch.float32 if name == "pending" else dtype) for name, size in sizes.items()}

@@ -9,20 +9,20 @@ from csattn.models.spec import Activation, ExpertsSpec
 
 def mlp_width(config: Any, layer_idx: int) -> int | None:
     """Return the width of the MLP that every token passes (dense, or of shared experts); None: no such MLP."""
-    has_experts = has(config, layer_idx)
+    is_moe = has_experts(config, layer_idx)
     if config.model_type == "llama4_text":
-        return int(config.intermediate_size if has_experts else config.intermediate_size_mlp)
+        return int(config.intermediate_size if is_moe else config.intermediate_size_mlp)
     if config.model_type == "gemma4_text":
         is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
-    if config.model_type in _SHARED and has_experts:
+    if config.model_type in _SHARED and is_moe:
         return int(config.moe_intermediate_size * getattr(config, _SHARED[config.model_type])) or None
-    return None if has_experts else int(config.intermediate_size)
+    return None if is_moe else int(config.intermediate_size)
 
 
 def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[ExpertsSpec, ...]:
     """Return the experts of a layer: the routed ones, then a shared expert with a gate of its own, if any."""
-    if not has(config, layer_idx):
+    if not has_experts(config, layer_idx):
         return ()
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     routed: dict[str, Any] = {
@@ -92,7 +92,7 @@ def _require_groups(groups: tuple[int, int], num_experts: int, num_chosen: int) 
         )
 
 
-def has(config: Any, layer_idx: int) -> bool:
+def has_experts(config: Any, layer_idx: int) -> bool:
     """Whether the layer has experts."""
     return config.model_type in _HAVE_EXPERTS and _HAVE_EXPERTS[config.model_type](config, layer_idx)
 

@@ -102,15 +102,15 @@ class Family:
     interleaved_indexer: bool | None = None  # as `IndexerSpec.interleaved`; None: no indexer
     compressed: bool = False  # compressed attention, and several residual streams
     mlp: str = "mlp"  # name of a layer's MLP module, which may hold experts
-    experts_beside: bool = False  # experts and their router are the layer's own modules
+    experts_in_layer: bool = False  # experts and their router are the layer's own modules
     router: str = "gate"  # name of the experts' router module
     inputs_first: bool = False  # an expert's weights are stored [num_in, num_out]
-    heeds: tuple[str, ...] = ()  # config fields that it reads, and other families lack or ignore
-    times_logits: str = "logit_scale"  # which of these fields multiplies logits
+    config_fields: tuple[str, ...] = ()  # config fields that it reads, and other families lack or ignore
+    logit_scale_field: str = "logit_scale"  # which of these fields multiplies logits
 
     def field(self, config: Any, name: str, otherwise: Any) -> Any:
-        """Return the config's field if this family heeds it, else `otherwise`."""
-        return getattr(config, name) if name in self.heeds else otherwise
+        """Return the config's field if this family reads it, else `otherwise`."""
+        return getattr(config, name) if name in self.config_fields else otherwise
 
 
 _MOST_STRETCHED = 1024.0
@@ -127,15 +127,15 @@ _GEMMA2_NORMS = (
     "post_feedforward_layernorm",
 )
 _GEMMA: dict[str, Any] = {"biases": _ATTENTION_BIAS, "scaled_embedding": True, "offset_norms": True}
-_GEMMA_HEEDS = ("query_pre_attn_scalar", "final_logit_softcapping")
-_GRANITE_HEEDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_GEMMA_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
+_GRANITE_FIELDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _COHERE: dict[str, Any] = {
     "norms": ("input_layernorm", None, None, None),
     "biases": _ATTENTION_BIAS,
     "interleaved": True,
     "centred": True,
     "parallel": True,
-    "heeds": ("logit_scale",),
+    "config_fields": ("logit_scale",),
 }
 _LATENTS: dict[str, Any] = {"biases": _ATTENTION_BIAS, "latents": True}
 _QWEN3_NEXT = Family(biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention=True)
@@ -153,7 +153,7 @@ FAMILIES = {
         sinks=True,
         limited=True,
         compressed=True,
-        heeds=("hc_sinkhorn_iters", "hc_eps", "index_topk"),
+        config_fields=("hc_sinkhorn_iters", "hc_eps", "index_topk"),
     ),
     "dots1": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "ernie4_5": Family(biases=_USE_BIAS, interleaved=True),
@@ -162,8 +162,8 @@ FAMILIES = {
     "exaone4": Family(_BEHIND, qk_norm="head", rotated="local"),
     "exaone_moe": Family(qk_norm="head", rotated="local"),
     "gemma": Family(**_GEMMA),
-    "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, heeds=(*_GEMMA_HEEDS, "attn_logit_softcapping")),
-    "gemma3_text": Family(_GEMMA2_NORMS, **_GEMMA, qk_norm="head", heeds=_GEMMA_HEEDS),
+    "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, config_fields=(*_GEMMA_FIELDS, "attn_logit_softcapping")),
+    "gemma3_text": Family(_GEMMA2_NORMS, **_GEMMA, qk_norm="head", config_fields=_GEMMA_FIELDS),
     "gemma4_text": Family(
         _GEMMA2_NORMS,
         biases=_ATTENTION_BIAS,
@@ -173,8 +173,8 @@ FAMILIES = {
         qk_norm="head",
         v_norm=True,
         router="router",
-        experts_beside=True,
-        heeds=("final_logit_softcapping",),
+        experts_in_layer=True,
+        config_fields=("final_logit_softcapping",),
     ),
     "glm": Family(biases=("attention_bias", False, False), interleaved=True),
     "glm4": Family(_GLM4_NORMS, biases=("attention_bias", False, False), interleaved=True),
@@ -182,15 +182,15 @@ FAMILIES = {
     "glm4_moe_lite": Family(**_LATENTS, interleaved="rope_interleave"),
     "glm_moe_dsa": Family(**_LATENTS, interleaved=True, interleaved_indexer=True),
     "gpt_oss": Family(biases=_ATTENTION_BIAS, sinks=True, router="router", inputs_first=True),
-    "granite": Family(biases=_BY_CONFIG, heeds=_GRANITE_HEEDS),
-    "granitemoe": Family(biases=_ATTENTION_BIAS, heeds=_GRANITE_HEEDS, mlp="block_sparse_moe", router="router"),
+    "granite": Family(biases=_BY_CONFIG, config_fields=_GRANITE_FIELDS),
+    "granitemoe": Family(biases=_ATTENTION_BIAS, config_fields=_GRANITE_FIELDS, mlp="block_sparse_moe", router="router"),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
     "hy_v3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "hyperclovax": Family(
         ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
         biases=_BY_CONFIG,
-        heeds=_GRANITE_HEEDS,
-        times_logits="logits_scaling",
+        config_fields=_GRANITE_FIELDS,
+        logit_scale_field="logits_scaling",
     ),
     "internlm3": Family(biases=_BY_CONFIG),
     "iquestcoder": Family(biases=_BY_CONFIG),
@@ -207,17 +207,17 @@ FAMILIES = {
     "mellum": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "minimax_m2": Family(qk_norm="projection"),
     "ministral": Family(),
-    "ministral3": Family(tempered=True, heeds=("sliding_window",)),
-    "mistral": Family(heeds=("sliding_window",)),
-    "mixtral": Family(heeds=("sliding_window",)),
+    "ministral3": Family(tempered=True, config_fields=("sliding_window",)),
+    "mistral": Family(config_fields=("sliding_window",)),
+    "mixtral": Family(config_fields=("sliding_window",)),
     "olmo2": Family(_BEHIND, biases=_ATTENTION_BIAS, qk_norm="projection"),
     "olmo3": Family(_BEHIND, biases=_ATTENTION_BIAS, qk_norm="projection"),
     "olmoe": Family(biases=_ATTENTION_BIAS, qk_norm="projection"),
-    "phi3": Family(heeds=("sliding_window",)),
+    "phi3": Family(config_fields=("sliding_window",)),
     "qwen2": Family(biases=(True, False, False)),
     "qwen2_moe": Family(biases=("qkv_bias", False, False)),
     "qwen3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
-    "qwen3_moe": Family(biases=_ATTENTION_BIAS, qk_norm="head", heeds=("sliding_window",)),
+    "qwen3_moe": Family(biases=_ATTENTION_BIAS, qk_norm="head", config_fields=("sliding_window",)),
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_NEXT,
     "qwen3_next": _QWEN3_NEXT,
@@ -270,7 +270,7 @@ def describe(config: Any) -> ModelSpec:
         ropes=(*(_rope(config, of_type, family) for of_type in rope_parameters(config).values()), *_unrotated(config)),
         centred=family.centred,
         embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
-        logit_multiplier=family.field(config, family.times_logits, 1.0 / family.field(config, "logits_scaling", 1.0)),
+        logit_multiplier=family.field(config, family.logit_scale_field, 1.0 / family.field(config, "logits_scaling", 1.0)),
         logit_cap=family.field(config, "final_logit_softcapping", None),
         tied_embedding=bool(config.tie_word_embeddings),
         head_bias=family.head_bias is not None and bool(getattr(config, family.head_bias)),

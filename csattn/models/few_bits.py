@@ -36,7 +36,7 @@ def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
 def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
     """Return the modules with the matrices of all experts of a layer, which may be quantized, by name."""
     spec, family = describe(model.config), FAMILIES[model.config.model_type]
-    block = "experts" if family.experts_beside else f"{family.mlp}.experts"
+    block = "experts" if family.experts_in_layer else f"{family.mlp}.experts"
     return [
         (f"model.layers.{i}.{block}", layer.get_submodule(block), of.experts[0])
         for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))
@@ -62,7 +62,7 @@ def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
             module.quantized = kept
 
 
-def forget_changed(model: Any) -> None:
+def drop_stale_quantized(model: Any) -> None:
     """Drop the quantized form of matrices that no longer equal what it decodes to, judged by some of their rows.
 
     Merged adapters, edits and another dtype change matrices.
@@ -85,7 +85,7 @@ def forget_changed(model: Any) -> None:
             del module.quantized
 
 
-def drop_few_bits(model: Any) -> None:
+def drop_quantized(model: Any) -> None:
     """Drop all quantized weights of a model that only prefills: it multiplies with decoded weights."""
     for module in model.modules():
         if hasattr(module, "quantized"):

@@ -31,7 +31,7 @@ from csattn.models.families import (
     stretch_positions,
     unsupported,
 )
-from csattn.models.few_bits import forget_changed, keep, round_weights
+from csattn.models.few_bits import drop_stale_quantized, keep, round_weights
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.lending import place
@@ -134,7 +134,7 @@ def load_model(
     Raises ModelError if the model cannot be found or loaded, or is of an unsupported kind, and ConfigError for an empty
     name, an unknown dtype or rounding, or a device that does not exist.
     """
-    rounding, name = require_numbers(dtype, weights), model_name(name)
+    rounding, name = require_dtype_and_rounding(dtype, weights), model_name(name)
     _require_device(device)
     source = _resolve(name, DTYPES[dtype])
     try:
@@ -191,7 +191,7 @@ def _require_device(device: str) -> None:
         raise ConfigError(f"this machine has no {wanted}; the last of its CUDA devices is cuda:{there - 1}")
 
 
-def require_numbers(dtype: str, weights: str | None) -> Rounding | None:
+def require_dtype_and_rounding(dtype: str, weights: str | None) -> Rounding | None:
     """Return the format that `load_model` rounds weights to. Raises ConfigError for an unknown dtype or rounding."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -276,10 +276,10 @@ def are_copied(config: Any, dtype: str, weights: str | None = None) -> bool:
 
     If the config does not name the dtype of the files, weights count as mapped, so that nothing is refused for it.
     """
-    return have_few_bits(config, weights) or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
+    return has_low_bit_weights(config, weights) or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
 
 
-def have_few_bits(config: Any, weights: str | None) -> bool:
+def has_low_bit_weights(config: Any, weights: str | None) -> bool:
     """Whether weights are quantized, as published or by rounding: quantized weights are not rounded again."""
     return weights is not None or getattr(config, "quantization_config", None) is not None
 
@@ -298,7 +298,7 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
         geometry=geometry_of(describe(model.config)),
         fingerprint=_fingerprint(model),
     )
-    forget_changed(model)
+    drop_stale_quantized(model)
     return loaded
 
 
@@ -453,9 +453,9 @@ def _fingerprint(model: Any) -> str:
     A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
     """
     digest = hashlib.sha256(json.dumps(dict(model.config.rope_parameters or {}), sort_keys=True).encode())
-    heeded = {name: getattr(model.config, name) for name in FAMILIES[model.config.model_type].heeds}
-    if any(value is not None for value in heeded.values()):
-        digest.update(json.dumps(heeded, sort_keys=True).encode())
+    field_values = {name: getattr(model.config, name) for name in FAMILIES[model.config.model_type].config_fields}
+    if any(value is not None for value in field_values.values()):
+        digest.update(json.dumps(field_values, sort_keys=True).encode())
     spec = describe(model.config)
     heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.softmax_scale
     activations = [layer.mlp and layer.mlp.activation for layer in spec.layers]
@@ -463,8 +463,8 @@ def _fingerprint(model: Any) -> str:
     are_turned_alike = all(layer.attention.rope == 0 for layer in spec.layers)
     if geometry_of(spec).reaches or not are_turned_alike or any(layer.experts for layer in spec.layers):
         digest.update(repr(replace(spec, max_positions=1)).encode())  # the number of positions may grow
-    heeded_buffers = LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS
-    buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(heeded_buffers))
+    weight_buffers = LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS
+    buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(weight_buffers))
     for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.is_meta:
             raise ModelError(f"weights are not in memory, {name} for one: they are offloaded; load the model whole")

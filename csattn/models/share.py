@@ -107,7 +107,7 @@ def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
     return replace(spec, layers=layers, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, local_heads=local_heads)
 
 
-def params_on_all(spec: ModelSpec, num_devices: int) -> int:
+def replicated_params(spec: ModelSpec, num_devices: int) -> int:
     """Return how many parameters are replicated on every device.
 
     The embedding, the output head if it cannot be divided, routers and biases of experts' outputs, the matrices that
@@ -120,7 +120,7 @@ def params_on_all(spec: ModelSpec, num_devices: int) -> int:
     return (spec.vocab_size * (1 + has_head) + of_experts) * spec.hidden_size + of_rows + of_streams
 
 
-def filling_bytes(weights: ModelWeights, num_devices: int) -> int:
+def padding_bytes(weights: ModelWeights, num_devices: int) -> int:
     """Return how many bytes of quantized weights each device takes beyond its equal part.
 
     A run is padded if a device's inputs end within it; a scale for a whole row is on every device.

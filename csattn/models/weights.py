@@ -106,7 +106,7 @@ class ExpertNorms:
     router: Tensor  # of the router's input
     before: Tensor  # of the experts' input
     behind: Tensor  # of the experts' output
-    behind_mlp: Tensor  # of the output of the dense MLP
+    post_mlp_norm: Tensor  # of the output of the dense MLP
 
 
 def by_expert(
@@ -201,7 +201,7 @@ class InputWeights:
 class LayerWeights:
     """The outputs of the layers in a tuple of Linears are concatenated. Norms are [hidden_size] float32, or None."""
 
-    before_attention: Tensor | None
+    input_norm: Tensor | None
     qkv: tuple[Linear, ...]
     gates: tuple[Linear, ...]  # of attention's output
     delta: DeltaWeights | None  # in place of qkv and gates, as are the next two
@@ -210,12 +210,12 @@ class LayerWeights:
     head_norms: HeadNorms | None
     sinks: Tensor | None  # [num_q_heads] float32
     out: Linear
-    behind_attention: Tensor | None
-    before_mlp: Tensor | None
+    post_attention_norm: Tensor | None
+    pre_mlp_norm: Tensor | None
     gate_up: tuple[Linear, ...]  # gates, then ups; an MLP without gates has ups alone; empty without an MLP
     down: Linear | None
     experts: tuple[ExpertWeights, ...]
-    behind_mlp: Tensor | None
+    post_mlp_norm: Tensor | None
     scale: float = 1.0  # factor of the stream that leaves the layer
     layer_input: LayerInputWeights | None = None
     attention_mix: StreamWeights | None = None  # mixing around attention, with several streams
@@ -322,7 +322,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
     of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
     heads = spec.heads_of(layer_idx)
     mlp = block
-    if of_layer.experts and not family.experts_beside:  # beside them a shared expert may serve all tokens
+    if of_layer.experts and not family.experts_in_layer:  # beside them a shared expert may serve all tokens
         mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
@@ -334,7 +334,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         of_k = _norm(attention.k_norm, family) if of_layer.attention.rows_of is None else of_q  # never read
         head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
     return LayerWeights(
-        before_attention=norms[0],
+        input_norm=norms[0],
         qkv=() if of_layer.latent or of_layer.compressed else _qkv(attention, of_layer.attention, heads),
         gates=_of_heads(attention.q_proj, heads, 1) if attention is not None and of_layer.attention.gated else (),
         delta=None if of_layer.delta is None else _delta(layer.linear_attn, of_layer.delta),
@@ -343,8 +343,8 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         head_norms=head_norms,
         sinks=None if of_layer.compressed or (sinks := _or_none(attention, "sinks")) is None else sinks.float(),
         out=_linear(_out_of(attention) if attention is not None else layer.linear_attn.out_proj),
-        behind_attention=norms[1],
-        before_mlp=norms[2],
+        post_attention_norm=norms[1],
+        pre_mlp_norm=norms[2],
         gate_up=()
         if of_layer.mlp is None
         else _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj") if family.gated else ("up_proj",)),
@@ -352,10 +352,10 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         experts=tuple(
             _shared(block)
             if number
-            else _routed(layer if family.experts_beside else block, experts, family, spec.vocab_size)
+            else _routed(layer if family.experts_in_layer else block, experts, family, spec.vocab_size)
             for number, experts in enumerate(of_layer.experts)
         ),
-        behind_mlp=norms[3],
+        post_mlp_norm=norms[3],
         scale=float(getattr(layer, LAYER_SCALE)) if of_layer.scaled else 1.0,
         layer_input=LayerInputWeights(
             gate=_linear(layer.per_layer_input_gate),

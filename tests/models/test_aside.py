@@ -14,7 +14,7 @@ from torch import Tensor
 from csattn.models import aside as aside_module
 from csattn.models import load_model
 from csattn.models.aside import MadeAside, aside, has_room_aside
-from csattn.models.few_bits import experts_of_layers, forget_changed, round_weights
+from csattn.models.few_bits import experts_of_layers, drop_stale_quantized, round_weights
 from csattn.models.quantized import read_state
 from tests.models.test_gguf_file import gguf_of, write_gguf
 from tests.models.test_quantized import in_mxfp4, quantize
@@ -194,14 +194,14 @@ def test_experts_that_were_changed_are_read_decoded(family: str, part: str) -> N
     model = make_model(family).bfloat16()
     round_weights(model, "int4")
     (_, module, spec), *_ = experts_of_layers(model)
-    forget_changed(model)
+    drop_stale_quantized(model)
     assert hasattr(module, "quantized")
     getattr(module, part).data[spec.num_experts - 1] += 1
-    forget_changed(model)
+    drop_stale_quantized(model)
     assert not hasattr(module, "quantized")
     assert all(hasattr(x, "quantized") for _, x, _ in experts_of_layers(model)[1:])
     model.float()
-    forget_changed(model)
+    drop_stale_quantized(model)
     assert not any(hasattr(x, "quantized") for x in model.modules())
 
 

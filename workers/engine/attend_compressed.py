@@ -13,7 +13,7 @@ from workers.engine.compressed_memory import CompressedMemory, LayerMemory, Seen
 from workers.engine.compressed_ops import CompressedOps
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
-from workers.model.ops import CompressedRoom
+from workers.model.ops import CompressedBuffers
 
 
 class AttendCompressed(StepAttention):
@@ -35,7 +35,7 @@ class AttendCompressed(StepAttention):
     def __repr__(self) -> str:
         return f"<AttendCompressed {self.memory!r}>"
 
-    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
+    def attend_compressed(self, layer_idx: int, room: CompressedBuffers, rows: StepRows) -> None:
         if layer_idx == 0:
             self._seen = self.memory.find(rows, self._weights)
         ops, weights, layer = self._ops, self._weights[layer_idx], self.memory.layers[layer_idx]

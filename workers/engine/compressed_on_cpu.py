@@ -40,7 +40,7 @@ class CompressedOnCpu:
         self._context_lens, self._tail_lens = torch.from_numpy(context_lens), torch.from_numpy(tail_lens)
 
     def attend(self, layer_idx: int) -> None:
-        """Compute `attended` from `projected` and `inputs` in the layer's `CompressedRoom`."""
+        """Compute `attended` from `projected` and `inputs` in the layer's `CompressedBuffers`."""
         states = [of_layers[layer_idx] for of_layers in self._contexts]
         self._layers[layer_idx].attend(states, self._slots, self._context_lens, self._tail_lens)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from workers.model.ops import CompressedRoom, DeltaState
+from workers.model.ops import CompressedBuffers, DeltaState
 
 
 class StepAttention:
@@ -56,7 +56,7 @@ class StepAttention:
         this layer, or of an earlier one, chooses. out: [batch_size, num_heads, kv_rank]."""
         raise AssertionError("no layer keeps latents")
 
-    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
+    def attend_compressed(self, layer_idx: int, room: CompressedBuffers, rows: StepRows) -> None:
         """Called instead of `attend` in layers of compressed attention: compute `attended` from `projected` and
         `inputs`. The attention owns everything that such a layer keeps of tokens."""
         raise AssertionError("no layer has compressed rows")

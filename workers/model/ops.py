@@ -88,7 +88,7 @@ class DeltaState:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRoom:
+class HeadBuffers:
     """The activations of layers with the same heads, which use these buffers one after another."""
 
     qkv: Tensor  # [batch_size, qkv_width]
@@ -99,7 +99,7 @@ class HeadRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertRoom:
+class ExpertBuffers:
     """The activations of MoE layers with the same experts, which use these buffers one after another."""
 
     logits: Tensor  # [batch_size, num_experts] float32: the router's
@@ -110,7 +110,7 @@ class ExpertRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsRoom:
+class StreamsBuffers:
     """Several residual streams of a step (hyper-connections). A branch reads a mixture of them, and adds to a `Stream`.
 
     Between two branches they are mixed: see `csattn.models.streams`.
@@ -123,7 +123,7 @@ class StreamsRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRoom:
+class DeltaBuffers:
     """The activations of layers of linear attention, which use these buffers one after another."""
 
     inputs: Tensor  # [batch_size, in_width]: the output of `DeltaWeights.inputs`
@@ -132,7 +132,7 @@ class DeltaRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentRoom:
+class LatentBuffers:
     """The activations of layers of latent attention (MLA), which use these buffers one after another."""
 
     inputs: Tensor  # [batch_size, sum of in_widths]
@@ -145,7 +145,7 @@ class LatentRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedRoom:
+class CompressedBuffers:
     """The activations of layers of compressed attention, which use these buffers one after another."""
 
     latents: Tensor  # [batch_size, q_rank]

@@ -24,15 +24,15 @@ from csattn.models.weights import (
 from workers.model.ops import (
     LEAST_SUM,
     SQUARES_BLOCK,
-    DeltaRoom,
+    DeltaBuffers,
     DeltaState,
-    ExpertRoom,
-    LatentRoom,
+    ExpertBuffers,
+    LatentBuffers,
     Normed,
     Readers,
     Rotation,
     Stream,
-    StreamsRoom,
+    StreamsBuffers,
 )
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -123,7 +123,7 @@ class TorchOps:
         weights: ExpertWeights,
         spec: ExpertsSpec,
         rows: StepRows,
-        room: ExpertRoom,  # `logits` are read; `chosen` and `shares` are written
+        room: ExpertBuffers,  # `logits` are read; `chosen` and `shares` are written
     ) -> None:
         """Choose each row's experts and compute their shares: MoE routing.
 
@@ -142,7 +142,7 @@ class TorchOps:
         room.chosen.copy_(ids)
         room.shares.copy_(of_chosen * spec.scale if scales is None else of_chosen * spec.scale * scales[ids])
 
-    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertBuffers) -> None:
         """gated = activation(gates(x)) * ups(x) for each chosen expert, with share * x for x if `spec.on_input`"""
         ids, scale = room.chosen.long(), _scale(x)
         by_share = room.shares if spec.on_input else torch.ones_like(room.shares)
@@ -160,7 +160,7 @@ class TorchOps:
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,  # `parts` is scratch memory
+        room: ExpertBuffers,  # `parts` is scratch memory
         multiplier: float,
         stream: Stream,  # all of it is written
         readers: Readers,
@@ -175,7 +175,7 @@ class TorchOps:
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,  # `parts` is scratch memory
+        room: ExpertBuffers,  # `parts` is scratch memory
         out: Tensor,  # [batch_size, hidden_size], of any float type
         adds: bool = False,
     ) -> None:
@@ -184,7 +184,7 @@ class TorchOps:
         total = room.parts.float().sum(1)
         out.copy_(out.float() + total if adds else total)
 
-    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertBuffers) -> None:
         ids, down = room.chosen.long(), weights.plain(room.gated.dtype).down
         products = torch.einsum("bki,bkhi->bkh", room.gated.float(), down[ids].float())
         if weights.down_bias is not None:
@@ -251,7 +251,7 @@ class TorchOps:
         weights: StreamWeights,
         spec: StreamsSpec,
         is_first: bool,  # the first of a step: the streams are not set yet, and `stream` is the token's embedding
-        room: StreamsRoom,  # all of it is written
+        room: StreamsBuffers,  # all of it is written
         stream: Stream,  # all of it is written
         readers: Readers,  # its `ahead` is None
     ) -> None:
@@ -341,7 +341,7 @@ class TorchOps:
         eps: float,
         rows: StepRows,
         state: DeltaState,  # written for the tails of rows that are not idle
-        room: DeltaRoom,  # `inputs` are read, `mixed` is scratch memory, `out` is written
+        room: DeltaBuffers,  # `inputs` are read, `mixed` is scratch memory, `out` is written
     ) -> None:
         """Gated DeltaNet: each row updates its request's recurrent state and reads it.
 
@@ -378,7 +378,7 @@ class TorchOps:
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,  # [num_tails, 1, tail_capacity, 2, head_dim]: one layer's
-        room: LatentRoom,  # `inputs` are read, `q_latents` written
+        room: LatentBuffers,  # `inputs` are read, `q_latents` written
     ) -> None:
         """Norm the queries' latents, if there are any. Rows that are not idle append their latents to their tail."""
         if spec.q_rank is not None:
@@ -393,7 +393,7 @@ class TorchOps:
         weights: LatentWeights,
         spec: LatentSpec,
         rotation: Rotation,
-        room: LatentRoom,  # `inputs` and `projected` are read, `queries` written
+        room: LatentBuffers,  # `inputs` and `projected` are read, `queries` written
     ) -> None:
         """Compute the queries of latents and of the indexer: see `csattn.models.latent.latent_queries`."""
         asked = latent_queries(room.inputs, room.projected, weights, spec, _turn(rotation))
@@ -403,7 +403,7 @@ class TorchOps:
             if place is not None and part is not None:
                 place.copy_(part)
 
-    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentBuffers) -> None:
         """values = each head's attended latent, projected up to its values"""
         room.values.copy_(latent_values(room.attended, weights))
 
@@ -437,7 +437,7 @@ class TorchOps:
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)
 
-    def likeliest(
+    def argmax(
         self,
         logits: Tensor,  # [batch_size, vocab_size] float32
         next_ids: Tensor,  # [batch_size] int64

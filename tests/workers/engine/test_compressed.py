@@ -34,7 +34,7 @@ from workers.engine.compressed_memory import CompressedMemory, compressed_bytes
 from workers.engine.compressed_on_cpu import CompressedOnCpu
 from workers.engine.compressed_ops import CompressedOps
 from workers.engine.cpu_engine import CpuEngine
-from workers.model.ops import CompressedRoom
+from workers.model.ops import CompressedBuffers
 from workers.serving.step_engine import NO_CONTEXT
 
 WHERE = ["cpu", "device"] if DEVICE.type == "cpu" else [pytest.param("device", marks=pytest.mark.gpu)]
@@ -68,7 +68,7 @@ class Steps:
     """Runs steps of some requests: rows are a request's number, its context's, and how many rows of its own it sees."""
 
     begin: Callable[[int, int], None]  # a request, over a context; -1: none
-    attend: Callable[[int, list[tuple[int, int, int]], CompressedRoom], None]  # a layer
+    attend: Callable[[int, list[tuple[int, int, int]], CompressedBuffers], None]  # a layer
 
 
 def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
@@ -83,7 +83,7 @@ def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
         memory.load(context_id, [state_on(of, "cpu") for of in of_layers], context_len)
     attention = AttendCompressed(shape, layers.weights, memory, DEVICE)
 
-    def attend(layer_idx: int, rows: list[tuple[int, int, int]], room: CompressedRoom) -> None:
+    def attend(layer_idx: int, rows: list[tuple[int, int, int]], room: CompressedBuffers) -> None:
         step = step_rows(rows)
         if layer_idx:  # which finds what it sees in the first layer
             attention._seen = memory.find(step, layers.weights)
@@ -106,7 +106,7 @@ def fill_rows(step: StepRows, rows: list[tuple[int, int, int]]) -> None:
 
 def on_cpu(layers: Layers, states: list[list[Any]]) -> Steps:
     spec, num_layers = describe(layers.model.config), len(layers.weights)
-    rooms: dict[int, CompressedRoom] = {i: room_of(layers, i) for i in range(num_layers)}
+    rooms: dict[int, CompressedBuffers] = {i: room_of(layers, i) for i in range(num_layers)}
     model: Any = SimpleNamespace(
         shape=SimpleNamespace(num_layers=num_layers),
         max_rows=MAX_ROWS,
@@ -120,7 +120,7 @@ def on_cpu(layers: Layers, states: list[list[Any]]) -> Steps:
         context_len = CONTEXT_LENS[context] if context >= 0 else 0
         attention.begin_request(tail, states[context] if context >= 0 else nothing, context_len)
 
-    def attend(layer_idx: int, rows: list[tuple[int, int, int]], room: CompressedRoom) -> None:
+    def attend(layer_idx: int, rows: list[tuple[int, int, int]], room: CompressedBuffers) -> None:
         tails, contexts, lens = map(list, zip(*rows, strict=True))
         context_lens = torch.tensor([CONTEXT_LENS[i] if i >= 0 else 0 for i in contexts]).numpy()
         attention.set_contexts([states[i] if i >= 0 else nothing for i in contexts])
@@ -138,14 +138,14 @@ def state_on(state: Any, device: str) -> Any:
     return type(state)(*(getattr(state, name).to(device) for name in ("window", "rows", "keys", "pending")))
 
 
-def room_of(layers: Layers, layer_idx: int) -> CompressedRoom:
+def room_of(layers: Layers, layer_idx: int) -> CompressedBuffers:
     of = describe(layers.model.config).layers[layer_idx].compressed
     assert of is not None
 
     def room(*sizes: int) -> Tensor:
         return torch.full(sizes, torch.nan, device=DEVICE)
 
-    return CompressedRoom(
+    return CompressedBuffers(
         latents=room(MAX_ROWS, of.q_rank),
         normed=room(MAX_ROWS, of.q_rank),
         projected=room(MAX_ROWS, of.q_width + of.index_q_width),
@@ -159,14 +159,14 @@ def products(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:
     return torch.cat([linear(x, each.weight) for each in linears], dim=-1)
 
 
-def project(weights: CompressedStepWeights, hidden: Tensor, room: CompressedRoom) -> None:
+def project(weights: CompressedStepWeights, hidden: Tensor, room: CompressedBuffers) -> None:
     latents = linear(hidden, weights.latents.weight)
     normed = rms_norm(latents, latents.shape[1:], weights.latent_norm, weights.eps)
     room.projected[: len(hidden)] = products(normed, weights.queries)
     room.inputs[: len(hidden)] = products(hidden, weights.inputs)
 
 
-def finish(layers: Layers, layer_idx: int, room: CompressedRoom, num_rows: int) -> Tensor:
+def finish(layers: Layers, layer_idx: int, room: CompressedBuffers, num_rows: int) -> Tensor:
     attention = layers.model.model.layers[layer_idx].self_attn
     groups = attention.o_a_proj.weight.view(len(room.attended), -1, room.attended.shape[2])
     return linear(

@@ -60,7 +60,7 @@ COMPRESSED = [
 READERS = [{"HAS_NORM": True, "AHEAD": True}, {"HAS_NORM": False, "AHEAD": False}]
 VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.begin_kernel, [ROW | readers | {"CENTRED": not readers["AHEAD"]} for readers in READERS]),
-    (token_kernels.turn_kernel, [{"BLOCK": 32}]),
+    (token_kernels.compute_rotation_kernel, [{"BLOCK": 32}]),
     (
         token_kernels.add_normed_kernel,
         [
@@ -86,7 +86,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (delta_kernels.gate_kernel, [{"BLOCK": 1024}]),
     (delta_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
     (
-        delta_kernels.remember_kernel,
+        delta_kernels.delta_rule_kernel,
         [DELTA | {"NUM_K_HEADS": 16, "NUM_V_HEADS": 32} | dict.fromkeys(("K_DIM", "V_DIM", "BLOCK_K", "BLOCK_V"), 128)],
     ),
     (
@@ -113,8 +113,8 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     ),
     (expert_kernels.experts_down_kernel, [EXPERTS | {"ON_INPUT": bias, "HAS_BIAS": bias} for bias in (False, True)]),
     (token_kernels.finish_logits_kernel, [{"HAS_CAP": cap, "BLOCK": 4096} for cap in (False, True)]),
-    (token_kernels.likeliest_of_part_kernel, [{"BLOCK": 4096}]),
-    (token_kernels.likeliest_kernel, [{"BLOCK": 32}]),
+    (token_kernels.argmax_of_part_kernel, [{"BLOCK": 4096}]),
+    (token_kernels.argmax_kernel, [{"BLOCK": 32}]),
     (compressed_kernels.take_up_kernel, COMPRESSED[:1]),
     (compressed_kernels.compress_kernel, COMPRESSED),
     (compressed_kernels.ask_kernel, COMPRESSED),

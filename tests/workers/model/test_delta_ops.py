@@ -9,7 +9,7 @@ from csattn.models.spec import DeltaSpec
 from csattn.models.weights import DeltaWeights
 from tests.workers.model.step_ops import DEVICE, DTYPES, EPS, make_linear, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import DeltaRoom, DeltaState
+from workers.model.ops import DeltaBuffers, DeltaState
 from workers.model.torch_ops import TorchOps
 
 DELTAS = [
@@ -36,8 +36,8 @@ def test_delta(spec: DeltaSpec, dtype: torch.dtype, versions: int) -> None:
     got, want = (DeltaState(*(state.clone() for state in states), turn) for _ in range(2))
     mixed = torch.full((2, 6, spec.num_channels), torch.nan, dtype=dtype, device=DEVICE)
     outs = torch.zeros(2, 6, spec.v_width, dtype=dtype, device=DEVICE)
-    TritonOps(DEVICE).delta(weights, spec, EPS, rows, got, DeltaRoom(inputs, mixed[0], outs[0]))
-    TorchOps().delta(weights, spec, EPS, rows, want, DeltaRoom(inputs, mixed[1], outs[1]))
+    TritonOps(DEVICE).delta(weights, spec, EPS, rows, got, DeltaBuffers(inputs, mixed[0], outs[0]))
+    TorchOps().delta(weights, spec, EPS, rows, want, DeltaBuffers(inputs, mixed[1], outs[1]))
     torch.testing.assert_close(outs[0], outs[1], **tolerance(dtype))
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(got.conv, want.conv, equal_nan=True, **close)

@@ -12,7 +12,7 @@ from csattn.models.spec import IndexerSpec, LatentSpec
 from csattn.models.weights import LatentWeights
 from tests.workers.model.step_ops import DEVICE, DTYPES, make_rotation, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import LatentRoom
+from workers.model.ops import LatentBuffers
 from workers.model.torch_ops import TorchOps
 
 INDEXER = IndexerSpec(num_heads=3, head_dim=13, interleaved=False)
@@ -32,7 +32,7 @@ def test_latents(spec: LatentSpec, interleaved: bool, dtype: torch.dtype) -> Non
     rows = make_rows([0, 1, -1, -1], [2, 0, 0, 1], [5, 0, 1, 2])
     weights, rotation = latent_weights(spec, dtype), make_rotation(4, spec.rope_dim // 2, interleaved)
     inputs, tail = randn(4, sum(spec.in_widths), dtype=dtype), randn(3, 1, 6, 2, -(-spec.row_width // 2), dtype=dtype)
-    got, want = (latent_room(spec, inputs, dtype) for _ in range(2))
+    got, want = (latent_buffers(spec, inputs, dtype) for _ in range(2))
     tails = tail.clone(), tail.clone()
     for ops, room, own in ((TritonOps(DEVICE), got, tails[0]), (TorchOps(), want, tails[1])):
         ops.append_latents(weights, spec, rotation, rows, own, room)
@@ -65,7 +65,7 @@ def latent_weights(spec: LatentSpec, dtype: torch.dtype) -> LatentWeights:
     )
 
 
-def latent_room(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -> LatentRoom:
+def latent_buffers(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -> LatentBuffers:
     """What is to be written is NaN."""
 
     def nan(*sizes: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -80,6 +80,6 @@ def latent_room(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -> L
         None if indexer is None else nan(indexer.num_heads, of=torch.float32),
     )
     q_latents = nan(spec.q_rank or 0)
-    return LatentRoom(
+    return LatentBuffers(
         inputs, q_latents, inputs if spec.q_rank is None else projected, asked, attended, nan(spec.v_width)
     )

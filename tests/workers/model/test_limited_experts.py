@@ -14,7 +14,7 @@ from csattn.batch import StepRows
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe
-from csattn.models.few_bits import forget_changed, round_weights
+from csattn.models.few_bits import drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import Rounding
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, Linear, _linear, _routed, by_expert
@@ -22,8 +22,8 @@ from tests.tiny import make_model
 from tests.workers.model.quantized import make_quantized
 from tests.workers.model.step_ops import DEVICE, EXPERTS, make_choice, make_room, randn, rows_of_tokens
 from workers.model.cpu.tape_ops import TapeOps
-from workers.model.layers import expert_room
-from workers.model.ops import ExpertRoom, Normed
+from workers.model.layers import expert_buffers
+from workers.model.ops import ExpertBuffers, Normed
 from workers.model.rows import RowBuffer
 from workers.model.torch_ops import TorchOps
 
@@ -83,7 +83,7 @@ def block_step(block: Any, spec: ExpertsSpec, width: int, x: Tensor, token_ids: 
     def zeros(*sizes: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.full((len(x), *sizes), NAN if dtype.is_floating_point else -1, dtype=dtype, device=DEVICE)
 
-    room, gated, out = expert_room(spec, HIDDEN_SIZE, zeros), zeros(width), zeros(HIDDEN_SIZE)
+    room, gated, out = expert_buffers(spec, HIDDEN_SIZE, zeros), zeros(width), zeros(HIDDEN_SIZE)
     gates_ups = (_linear(mlp.gate_proj), _linear(mlp.up_proj))
     if run is in_triton:  # which has them in one matrix
         gates_ups = (Linear(torch.cat([linear.weight for linear in gates_ups])),)
@@ -219,7 +219,7 @@ def test_experts_in_few_bits_give_what_decoded_ones_give(layer_idx: int, roundin
     with torch.no_grad():
         block.experts.gate_up_proj *= 4
     round_weights(model, rounding)
-    forget_changed(model)
+    drop_stale_quantized(model)
     spec, x = layer.experts[0], torch.randn(3, HIDDEN_SIZE)
     weights, rows = weights_of_block(block, spec), rows_of_tokens([0, 7, VOCAB_SIZE - 1])
     assert weights.quantized is not None and (weights.by_token is None) == (layer_idx == BY_SCORE)
@@ -239,7 +239,7 @@ def test_experts_in_few_bits_give_what_decoded_ones_give(layer_idx: int, roundin
 
 
 def _experts_step(
-    ops: Any, x: Tensor, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom, out: Tensor
+    ops: Any, x: Tensor, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertBuffers, out: Tensor
 ) -> None:
     ops.linear(Normed(x), [weights.router], room.logits)
     ops.choose_experts(weights, spec, rows, room)

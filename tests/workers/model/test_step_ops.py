@@ -100,8 +100,8 @@ def test_likeliest(vocab_size) -> None:
     logits[1, -1] = logits[2, 3] = logits[2, -1] = 9.0  # the last, and the first of two
     logits[3] = -torch.inf
     got, want = torch.full((2, 5), -1, device=DEVICE)
-    TritonOps(DEVICE).likeliest(logits, got)
-    TorchOps().likeliest(logits, want)
+    TritonOps(DEVICE).argmax(logits, got)
+    TorchOps().argmax(logits, want)
     assert got.tolist()[:3] == want.tolist()[:3] and got[4] == want[4]
     assert got[1] == vocab_size - 1 and got[2] == 3 and got[3] == 0
 
@@ -116,7 +116,7 @@ def test_likeliest_of_what_is_no_number_is_no_token(vocab_size, bad) -> None:
     logits[4, 1] = -torch.inf
     for ops in (TritonOps(DEVICE), TorchOps()):
         token_ids = torch.full((5,), 7, device=DEVICE)
-        ops.likeliest(logits, token_ids)
+        ops.argmax(logits, token_ids)
         assert token_ids.tolist() == [-1, -1, -1, -1, int(logits[4].argmax())]
 
 

@@ -16,7 +16,7 @@ from csattn.models.streams import mixture_of
 from csattn.models.weights import stream_weights
 from tests.workers.model.step_ops import DEVICE, DTYPES, EPS, make_stream, randn, tolerance
 from workers.model.cpu.tape_ops import TapeOps
-from workers.model.ops import Readers, Stream, StreamsRoom
+from workers.model.ops import Readers, Stream, StreamsBuffers
 from workers.model.torch_ops import TorchOps
 
 NAN = torch.nan
@@ -47,12 +47,12 @@ def make_modules(spec: StreamsSpec, hidden_size: int, branches: int, eps: float 
     return modules
 
 
-def make_room(spec: StreamsSpec, rows: int, hidden_size: int, dtype: torch.dtype) -> tuple[StreamsRoom, Stream]:
+def make_room(spec: StreamsSpec, rows: int, hidden_size: int, dtype: torch.dtype) -> tuple[StreamsBuffers, Stream]:
     """All of it is NaN until it is written, but what the step begins with."""
     sizes = (spec.num,), (spec.num, spec.num), (spec.num_mixes,)
     streams = torch.full((rows, spec.num, hidden_size), NAN, dtype=dtype, device=DEVICE)
     others = [torch.full((rows, *size), NAN, device=DEVICE) for size in sizes]
-    return StreamsRoom(streams, *others), make_stream(rows, hidden_size, dtype)
+    return StreamsBuffers(streams, *others), make_stream(rows, hidden_size, dtype)
 
 
 def read_in_transformers(spec: StreamsSpec, modules: list[Any], row: Tensor, given: Tensor) -> list[Tensor]:

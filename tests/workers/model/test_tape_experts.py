@@ -14,7 +14,7 @@ from tests.workers.model.quantized import KINDS, choose, make_quantized_experts
 from tests.workers.model.step_ops import EXPERTS, make_room
 from tests.workers.model.test_linear import poisoned
 from workers.model.cpu.tape_ops import TapeOps
-from workers.model.ops import ExpertRoom, Normed
+from workers.model.ops import ExpertBuffers, Normed
 from workers.model.torch_ops import TorchOps
 
 NAN = float("nan")
@@ -36,7 +36,7 @@ def run(
     weights: ExpertWeights,
     spec: ExpertsSpec,
     x: torch.Tensor,
-    room: ExpertRoom,
+    room: ExpertBuffers,
     kind: str,
     num_threads: int = 1,
     before: torch.Tensor | None = None,  # to which it is added
@@ -52,7 +52,7 @@ def run(
     return out
 
 
-def rooms(spec: ExpertsSpec, chosen: torch.Tensor, hidden_size: int, number: int) -> list[ExpertRoom]:
+def rooms(spec: ExpertsSpec, chosen: torch.Tensor, hidden_size: int, number: int) -> list[ExpertBuffers]:
     shares, made = torch.rand(len(chosen), spec.num_chosen), []
     for _ in range(number):
         logits = torch.zeros(len(chosen), spec.num_experts)

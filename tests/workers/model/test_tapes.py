@@ -20,7 +20,7 @@ from workers.model.cpu.linear_stage import linear_stage
 from workers.model.cpu.notes import Notes
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import CompressedRoom, DeltaState, ExpertRoom, Normed
+from workers.model.ops import CompressedBuffers, DeltaState, ExpertBuffers, Normed
 from workers.model.torch_ops import TorchOps
 
 TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS = [3, 250, 0, 3, 17], [90, 17, 0, 91, 40], [2, 0, 1, 2, 3], [3, 1, 1, 4, 5]
@@ -56,7 +56,7 @@ class Recorded:
         self.q += [part.clone() for part in (asked.q, asked.index_q, asked.index_weights) if part is not None]
         out.copy_(attended(asked.q)[..., : out.shape[-1]])
 
-    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
+    def attend_compressed(self, layer_idx: int, room: CompressedBuffers, rows: StepRows) -> None:
         self.q += [room.projected.clone(), room.inputs.clone()]
         attend_compressed(room, rows.batch_size)
 
@@ -64,7 +64,7 @@ class Recorded:
         pass
 
 
-def attend_compressed(room: CompressedRoom, num_rows: int) -> None:
+def attend_compressed(room: CompressedBuffers, num_rows: int) -> None:
     groups = attended(room.projected[:num_rows, : room.attended.shape[::2].numel()])
     room.attended[:, :num_rows] = groups.view(num_rows, len(room.attended), -1).transpose(0, 1)
 
@@ -243,7 +243,7 @@ def test_shares_of_nothing_are_none() -> None:
     logits[1, 3] = 1.0
     spec = ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=1, scores="sigmoid", normed=True, scale=1.5)
     ops = TapeOps("float32", np.array([2]))
-    room = ExpertRoom(logits, chosen, shares, shares, shares)
+    room = ExpertBuffers(logits, chosen, shares, shares, shares)
     ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), room)
     tape = ops.cut()
     tape.set_rows(2)

@@ -21,7 +21,7 @@ from workers.model.attention import StepAttention
 from workers.model.cpu.notes import RowTape
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import CompressedRoom, DeltaState, LatentRoom, Rotation
+from workers.model.ops import CompressedBuffers, DeltaState, LatentBuffers, Rotation
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -74,7 +74,7 @@ class CpuModel:
         layers = StepLayers(self._weights, between, list(self.maps), self._ops, rows, torch.float32)
         self._rotations = layers.rotations
         # for each layer, the buffers that its attention reads and writes instead of q and attended; None: it uses those
-        self.latents: list[LatentRoom | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
+        self.latents: list[LatentBuffers | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
         self._compressed = [layers.compressed(layer_idx) for layer_idx in range(shape.num_layers)]
         # for each layer, q [max_rows, num_q_heads, head_dim] and attended [max_rows, q_width]
         rooms = [layers.heads(layer_idx) for layer_idx in range(shape.num_layers)]
@@ -107,7 +107,7 @@ class CpuModel:
             place.conv[slot, 0] = torch.tensor(of_context["conv"])
             place.memory[slot, 0] = torch.tensor(of_context["memory"])
 
-    def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedRoom, CompressedStepWeights]:
+    def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedBuffers, CompressedStepWeights]:
         """Return the spec, buffers and weights of a layer of compressed attention."""
         spec, room = self.shape.layers[layer_idx].compressed, self._compressed[layer_idx]
         weights = self._weights.layers[layer_idx].compressed
@@ -184,7 +184,7 @@ class _Cutting(StepAttention):
     def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
         self.tapes.append(self._ops.cut())
 
-    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
+    def attend_compressed(self, layer_idx: int, room: CompressedBuffers, rows: StepRows) -> None:
         self.tapes.append(self._ops.cut())
 
     def end_step(self, rows: StepRows) -> None:

@@ -14,9 +14,9 @@ from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
 from csattn.cpu.jit import exact_kernel
 from csattn.models.spec import DeltaSpec
 from csattn.models.weights import DeltaWeights
-from workers.model.cpu.notes import Notes
+from workers.model.cpu.notes import StageRecorder
 from workers.model.cpu.scalars import sigmoid, softplus
-from workers.model.ops import DeltaRoom, DeltaState
+from workers.model.ops import DeltaBuffers, DeltaState
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise. A state has two versions: a
 # step reads the one that the request's turn selects and writes the other.
@@ -33,7 +33,7 @@ MIX = (
     "kept",  # [num_tails, 2, num_channels, conv_len - 1]
     "mixed",  # [num_rows, num_channels], written
 )
-REMEMBER = (
+DELTA_RULE = (
     "num_rows",
     "tail_ids",
     "tail_lens",
@@ -54,10 +54,10 @@ REMEMBER = (
     "out",  # [num_rows, num_v_heads * v_dim], written
 )
 BLOCK = 64  # channels
-_mix_at, _remember_at = words_at(MIX), words_at(REMEMBER)
+_mix_at, _delta_rule_at = words_at(MIX), words_at(DELTA_RULE)
 
 
-class TapeDeltaOps(Notes):
+class TapeDeltaOps(StageRecorder):
     """The part of `TapeOps` for layers of linear attention."""
 
     def delta(
@@ -67,7 +67,7 @@ class TapeDeltaOps(Notes):
         eps: float,
         rows: StepRows,
         state: DeltaState,
-        room: DeltaRoom,
+        room: DeltaBuffers,
     ) -> None:
         """state: it must have two versions."""
         told: dict[str, Any] = {
@@ -80,7 +80,7 @@ class TapeDeltaOps(Notes):
             "num_channels": spec.num_channels,
             "mixed": room.mixed,
         }
-        self._note(
+        self._record(
             mix_stage,
             MIX,
             reads=[room.inputs],
@@ -91,9 +91,9 @@ class TapeDeltaOps(Notes):
             kept=state.conv,
             **told,
         )
-        self._note(
-            remember_stage,
-            REMEMBER,
+        self._record(
+            delta_rule_stage,
+            DELTA_RULE,
             reads=[room.inputs, room.mixed],
             writes=[room.out],
             per_row=spec.num_v_heads,
@@ -150,10 +150,10 @@ def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     return 0
 
 
-def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+def delta_rule_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     """Update and read the memory. A piece is a value head of a row; a request's first row does the work of all of its
     rows."""
-    args = _remember_at(arguments)
+    args = _delta_rule_at(arguments)
     row, head = piece // args.num_v_heads, piece % args.num_v_heads
     rows = _rows_of(args, row)
     if len(rows) == 0:

@@ -17,9 +17,9 @@ from csattn.models.weights import ExpertWeights
 from workers.model.cpu.few_bits import FLOATS, FORMATS, multiply
 from workers.model.cpu.linear import TILE
 from workers.model.cpu.linear_stage import ACTIVATIONS, activate, num_groups
-from workers.model.cpu.notes import Notes
+from workers.model.cpu.notes import StageRecorder
 from workers.model.cpu.scalars import sigmoid, softplus
-from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
+from workers.model.ops import LEAST_SUM, ExpertBuffers, Normed, Readers, Stream
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
 CHOOSE = (
@@ -84,12 +84,12 @@ ADD_EXPERTS = (
 _choose_at, _experts_at, _add_at = words_at(CHOOSE), words_at(EXPERTS), words_at(ADD_EXPERTS)
 
 
-class TapeExpertOps(Notes):
+class TapeExpertOps(StageRecorder):
     """The part of `TapeOps` for MoE layers."""
 
-    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom) -> None:
+    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertBuffers) -> None:
         num_groups, num_kept = spec.groups
-        self._note(
+        self._record(
             choose_stage,
             CHOOSE,
             reads=[room.logits],
@@ -111,9 +111,9 @@ class TapeExpertOps(Notes):
             shares=room.shares,
         )
 
-    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertBuffers) -> None:
         bias = weights.gate_bias
-        self._note(
+        self._record(
             KindStage(experts_stage, self._kind),
             EXPERTS,
             reads=[x.x, room.chosen, room.shares],
@@ -138,7 +138,7 @@ class TapeExpertOps(Notes):
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,
+        room: ExpertBuffers,
         multiplier: float,
         stream: Stream,
         readers: Readers,
@@ -147,7 +147,7 @@ class TapeExpertOps(Notes):
         self._prepare(stream, readers)
 
     def experts_out(
-        self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor, adds: bool = False
+        self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertBuffers, out: Tensor, adds: bool = False
     ) -> None:
         self._add_experts(weights, spec, room, out, 1.0 if adds else None)
 
@@ -155,13 +155,13 @@ class TapeExpertOps(Notes):
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,
+        room: ExpertBuffers,
         out: Tensor,
         multiplier: float | None,  # None: the sum over experts replaces out; else it is added, times multiplier
     ) -> None:
         hidden_size = out.shape[1]
         kept = None if weights.quantized is None else weights.quantized.down
-        self._note(
+        self._record(
             KindStage(add_experts_stage, self._kind),
             ADD_EXPERTS,
             reads=[room.gated, room.chosen, room.shares, *([out] if multiplier is not None else [])],

@@ -13,9 +13,9 @@ from csattn.cpu.simd import LANES
 from csattn.models.spec import LatentSpec
 from csattn.models.weights import LatentWeights
 from workers.model.cpu.linear import TILE, add_up_rows, products
-from workers.model.cpu.notes import Notes
+from workers.model.cpu.notes import StageRecorder
 from workers.model.cpu.row_stages import inverse_rms, turn
-from workers.model.ops import LatentRoom, Rotation
+from workers.model.ops import LatentBuffers, Rotation
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
 APPEND = (
@@ -76,7 +76,7 @@ _EPS = np.float32(1e-6)  # `csattn.models.latent.EPS`
 _append_at, _ask_at, _values_at = words_at(APPEND), words_at(ASK), words_at(VALUES)
 
 
-class TapeLatentOps(Notes):
+class TapeLatentOps(StageRecorder):
     """The part of `TapeOps` for layers of latents."""
 
     def append_latents(
@@ -86,11 +86,11 @@ class TapeLatentOps(Notes):
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,
-        room: LatentRoom,
+        room: LatentBuffers,
     ) -> None:
         _, _, tail_capacity, _, head_dim = tail.shape
         indexer, (key_at, key_width, index_dim, _) = spec.indexer, spec.in_widths
-        self._note(
+        self._record(
             KindStage(append_stage, self._kind),
             APPEND,
             reads=[room.inputs],
@@ -115,12 +115,12 @@ class TapeLatentOps(Notes):
             **_turning(rotation),
         )
 
-    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentRoom) -> None:
+    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentBuffers) -> None:
         indexer, asked = spec.indexer, room.queries
         num_index_heads, index_dim = (0, 0) if indexer is None else (indexer.num_heads, indexer.head_dim)
         index = [] if asked.index_q is None or asked.index_weights is None else [asked.index_q, asked.index_weights]
         assert weights.up_k.stride()[1:] == (spec.kv_rank, 1)
-        self._note(
+        self._record(
             KindStage(ask_stage, self._kind),
             ASK,
             reads=[room.inputs, room.projected],
@@ -145,9 +145,9 @@ class TapeLatentOps(Notes):
             **_turning(rotation),
         )
 
-    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentBuffers) -> None:
         assert weights.up_v.stride()[1:] == (spec.kv_rank, 1)
-        self._note(
+        self._record(
             KindStage(values_stage, self._kind),
             VALUES,
             reads=[room.attended],

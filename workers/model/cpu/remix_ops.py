@@ -10,10 +10,10 @@ from csattn.cpu.lanes import fma
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from csattn.models.spec import StreamsSpec
 from csattn.models.weights import Linear, StreamWeights
-from workers.model.cpu.notes import Notes
+from workers.model.cpu.notes import StageRecorder
 from workers.model.cpu.row_stages import inverse_rms, write_scaled
 from workers.model.cpu.scalars import sigmoid
-from workers.model.ops import Readers, Stream, StreamsRoom
+from workers.model.ops import Readers, Stream, StreamsBuffers
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
 ADD = (
@@ -44,7 +44,7 @@ READ = (
 _add_at, _read_at = words_at(ADD), words_at(READ)
 
 
-class TapeRemixOps(Notes):
+class TapeRemixOps(StageRecorder):
     """The part of `TapeOps` for several streams. Products of all streams are normed afterwards, by a factor."""
 
     def remix(
@@ -52,13 +52,13 @@ class TapeRemixOps(Notes):
         weights: StreamWeights,
         spec: StreamsSpec,
         is_first: bool,
-        room: StreamsRoom,
+        room: StreamsBuffers,
         stream: Stream,
         readers: Readers,
     ) -> None:
         assert not stream.centred and readers.ahead is None, "several streams are not centred, nor read ahead"
         _, num, width = room.streams.shape
-        self._note(
+        self._record(
             add_stage,
             ADD,
             reads=[stream.hidden, room.streams, room.post, room.comb],
@@ -71,7 +71,7 @@ class TapeRemixOps(Notes):
             comb=None if is_first else room.comb,
         )
         self._linear(room.streams.flatten(1), Linear(weights.matrix), room.products)
-        self._note(
+        self._record(
             read_stage,
             READ,
             reads=[room.streams, room.products],

@@ -44,7 +44,7 @@ from workers.model.ops import Normed, Readers, Rotation, Stream
 class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
     """Records the operations that `TorchOps` defines as stages of a tape.
 
-    The stream's `scaled` is the normed stream; its `squares` are not used. `turn` and `likeliest` do nothing:
+    The stream's `scaled` is the normed stream; its `squares` are not used. `turn` and `argmax` do nothing:
     `CpuModel.set_rows` computes rotations, and the caller draws tokens.
     """
 
@@ -60,7 +60,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         readers: Readers,
     ) -> None:
         vocab_size, width = embedding.shape
-        self._note(
+        self._record(
             KindStage(embed_stage, self._kind),
             EMBED,
             reads=[],
@@ -119,7 +119,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         q: Tensor,
     ) -> None:
         num_kv_heads, tail_capacity = (0, 0) if tail is None else tail.shape[1:3]
-        self._note(
+        self._record(
             KindStage(rotate_stage, self._kind),
             ROTATE,
             reads=[qkv],
@@ -149,7 +149,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
             self._linear(of_group, linear.outputs(start, start + num_out), out[:, start:])
 
     def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
-        self._note(
+        self._record(
             add_norms_stage,
             ADD_NORMS,
             reads=[x, other],
@@ -164,7 +164,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
 
     def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
         _, num_kv_heads, tail_capacity, _, head_dim = tail.shape
-        self._note(
+        self._record(
             KindStage(copy_rows_stage, self._kind),
             COPY_ROWS,
             reads=[source],
@@ -180,7 +180,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
 
     def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
         num_layers, max_rows, width = out.shape
-        self._note(
+        self._record(
             KindStage(make_inputs_stage, self._kind),
             MAKE_INPUTS,
             reads=[projected],
@@ -200,7 +200,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         )
 
     def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
-        self._note(
+        self._record(
             take_input_stage,
             TAKE_INPUT,
             reads=[gates, given],
@@ -213,7 +213,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         width = x.shape[1]
-        self._note(gate_stage, GATE, reads=[x, gates], writes=[x], x=x, gates=gates, width=width)
+        self._record(gate_stage, GATE, reads=[x, gates], writes=[x], x=x, gates=gates, width=width)
 
     def predict_query(
         self,
@@ -225,7 +225,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         rows: StepRows,
         q: Tensor,
     ) -> None:
-        self._note(
+        self._record(
             predict_stage,
             PREDICT,
             reads=[early],
@@ -237,7 +237,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         )
 
     def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
-        self._note(
+        self._record(
             finish_logits_stage,
             FINISH_LOGITS,
             reads=[logits],
@@ -248,7 +248,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
             cap=None if cap is None else self._number(cap),
         )
 
-    def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
+    def argmax(self, logits: Tensor, next_ids: Tensor) -> None:
         pass
 
     def _linear(
@@ -264,7 +264,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         both = (linear,) if up is None else (linear, up)
         weights, scales, format, group_size = weights_of_product(both)
         groups = groups_of_piece(num_out, self._num_threads)
-        self._note(
+        self._record(
             KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # may not be the model's dtype
             LINEAR,
             reads=[x] if multiplier is None else [x, out],

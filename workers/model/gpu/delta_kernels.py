@@ -79,7 +79,7 @@ def _shifted(seen, j, CONV_LEN: tl.constexpr, BLOCK_LEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def remember_kernel(
+def delta_rule_kernel(
     inputs,  # [num_rows, in_width]: after the channels come the gates, then how much is written and forgotten
     mixed,  # [num_rows, num_channels]: queries, keys, values
     decay,  # [NUM_V_HEADS] float32

@@ -5,9 +5,9 @@ import triton
 from csattn.batch import StepRows
 from csattn.models.spec import DeltaSpec
 from csattn.models.weights import DeltaWeights
-from workers.model.gpu.delta_kernels import mix_kernel, remember_kernel
+from workers.model.gpu.delta_kernels import mix_kernel, delta_rule_kernel
 from workers.model.gpu.stream_ops import Launches
-from workers.model.ops import DeltaRoom, DeltaState
+from workers.model.ops import DeltaBuffers, DeltaState
 
 _MIX_BLOCK = 128
 
@@ -22,7 +22,7 @@ class TritonDeltaOps(Launches):
         eps: float,
         rows: StepRows,
         state: DeltaState,
-        room: DeltaRoom,
+        room: DeltaBuffers,
     ) -> None:
         num_rows, in_width = room.inputs.shape
         requests = {"VERSIONS": state.conv.shape[1], "BLOCK_ROWS": triton.next_power_of_2(num_rows)}
@@ -44,7 +44,7 @@ class TritonDeltaOps(Launches):
             **requests,
             **self._launch(),
         )
-        remember_kernel[(num_rows, spec.num_v_heads)](
+        delta_rule_kernel[(num_rows, spec.num_v_heads)](
             room.inputs,
             room.mixed,
             weights.decay,

@@ -13,13 +13,13 @@ from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel,
 from workers.model.gpu.quantized_ops import QuantizedOps
 from workers.model.gpu.stream_ops import TritonStreamOps
 from workers.model.gpu.tiles import BLOCK_N
-from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
+from workers.model.ops import LEAST_SUM, ExpertBuffers, Normed, Readers, Stream
 
 
 class TritonExpertOps(TritonStreamOps, QuantizedOps):
     """The part of `TritonOps` for MoE layers."""
 
-    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom) -> None:
+    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertBuffers) -> None:
         (num_groups, num_kept), bias, scales = spec.groups, weights.choice_bias, weights.scales
         choose_kernel[(len(room.logits),)](
             room.logits,
@@ -46,7 +46,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             **self._launch(),
         )
 
-    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertBuffers) -> None:
         """Gates and ups must be parts of one matrix, as `take_weights` joins them."""
         width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
         if (kept := weights.quantized) is not None:
@@ -83,7 +83,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,
+        room: ExpertBuffers,
         multiplier: float,
         stream: Stream,
         readers: Readers,
@@ -92,7 +92,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, 1.0, stream, readers)
 
     def experts_out(
-        self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor, adds: bool = False
+        self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertBuffers, out: Tensor, adds: bool = False
     ) -> None:
         self._write_parts(weights, spec, room)
         batch_size, hidden_size = out.shape
@@ -107,7 +107,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             **self._launch(),
         )
 
-    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertBuffers) -> None:
         """Write the output of each of a row's experts to `room.parts`."""
         hidden_size, bias = room.parts.shape[2], weights.down_bias
         if (kept := weights.quantized) is not None:

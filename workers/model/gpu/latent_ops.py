@@ -13,7 +13,7 @@ from csattn.models.weights import LatentWeights
 from workers.model.gpu.latent_kernels import append_latents_kernel, ask_latents_kernel, heads_product_kernel
 from workers.model.gpu.stream_ops import Launches
 from workers.model.gpu.tiles import BLOCK_N
-from workers.model.ops import LatentRoom, Rotation
+from workers.model.ops import LatentBuffers, Rotation
 
 
 class TritonLatentOps(Launches):
@@ -26,7 +26,7 @@ class TritonLatentOps(Launches):
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,
-        room: LatentRoom,
+        room: LatentBuffers,
     ) -> None:
         index_dim = 0 if spec.indexer is None else spec.indexer.head_dim
         append_latents_kernel[(rows.batch_size,)](
@@ -55,7 +55,7 @@ class TritonLatentOps(Launches):
             **self._launch(),
         )
 
-    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentRoom) -> None:
+    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentBuffers) -> None:
         asked, indexer, projected = room.queries, spec.indexer, room.projected
         num_index_heads, index_dim = (0, 0) if indexer is None else (indexer.num_heads, indexer.head_dim)
         ask_latents_kernel[(len(projected), spec.num_heads + num_index_heads)](
@@ -81,7 +81,7 @@ class TritonLatentOps(Launches):
         heads = projected[:, : spec.q_width].view(len(projected), spec.num_heads, -1)
         self._heads_product(heads[..., : spec.nope_dim], weights.up_k, asked.q[..., : spec.kv_rank])
 
-    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentBuffers) -> None:
         values = room.values.view(len(room.values), spec.num_heads, spec.v_dim)
         self._heads_product(room.attended, weights.up_v.transpose(1, 2), values)
 

@@ -7,7 +7,7 @@ from csattn.models.spec import StreamsSpec
 from csattn.models.weights import StreamWeights
 from workers.model.gpu.remix_kernels import add_to_streams_kernel, read_streams_kernel
 from workers.model.gpu.stream_ops import Launches, row_constants, written
-from workers.model.ops import Readers, Stream, StreamsRoom
+from workers.model.ops import Readers, Stream, StreamsBuffers
 
 _MOST_COLUMNS = 64  # of a program
 _WEIGHTS = 8192  # elements of the matrix that fit the registers of a program
@@ -24,7 +24,7 @@ class TritonRemixOps(Launches):
         weights: StreamWeights,
         spec: StreamsSpec,
         is_first: bool,
-        room: StreamsRoom,
+        room: StreamsBuffers,
         stream: Stream,
         readers: Readers,
     ) -> None:

@@ -23,9 +23,9 @@ from workers.model.gpu.stream_ops import summed_by, written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, tiles
 from workers.model.gpu.token_kernels import (
     finish_logits_kernel,
-    likeliest_kernel,
-    likeliest_of_part_kernel,
-    turn_kernel,
+    argmax_kernel,
+    argmax_of_part_kernel,
+    compute_rotation_kernel,
 )
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
@@ -51,7 +51,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
 
     def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
         half, of_temper = len(frequencies.angles), temper or Temper(beta=0.0, every=1)
-        turn_kernel[(rows.batch_size,)](
+        compute_rotation_kernel[(rows.batch_size,)](
             rows.positions,
             frequencies.angles,
             rotation.cos,
@@ -66,16 +66,16 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
             num_warps=1,
         )
 
-    def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
+    def argmax(self, logits: Tensor, next_ids: Tensor) -> None:
         batch_size, vocab_size = logits.shape
         num_parts = -(-vocab_size // _LOGITS_BLOCK)
         best = self._partials[: batch_size * num_parts]
         best_ids = self._partials[len(best) : 2 * len(best)].view(torch.int32)
-        likeliest_of_part_kernel[(batch_size, num_parts)](
+        argmax_of_part_kernel[(batch_size, num_parts)](
             logits, best, best_ids, vocab_size, BLOCK=_LOGITS_BLOCK, num_warps=8, **self._launch()
         )
         block = triton.next_power_of_2(num_parts)
-        likeliest_kernel[(batch_size,)](best, best_ids, next_ids, num_parts, BLOCK=block, num_warps=1, **self._launch())
+        argmax_kernel[(batch_size,)](best, best_ids, next_ids, num_parts, BLOCK=block, num_warps=1, **self._launch())
 
     def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
         self._linear(x, linears, out, gated=False, activation="none")

@@ -150,7 +150,7 @@ def random_weights(
             )
             if of.by_token
             else None,
-            norms=ExpertNorms(*torch.ones(4, spec.hidden_size, device=device)) if of.apart else None,
+            norms=ExpertNorms(*torch.ones(4, spec.hidden_size, device=device)) if of.has_own_norms else None,
             choice_bias=torch.zeros(of.num_experts, device=device) if of.has_choice_bias else None,
             gate_bias=gate_bias,
             up_bias=up_bias,

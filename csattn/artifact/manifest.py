@@ -126,13 +126,13 @@ class ModelGeometry:
         reach = self._reach(layer_idx)
         return context_len if reach in (0, ALL) else min(context_len, reach)
 
-    def lender(self, layer_idx: int) -> int:
+    def kv_source(self, layer_idx: int) -> int:
         """Return the layer whose rows this layer attends to."""
         return self.rows_of[layer_idx] if self.rows_of else layer_idx
 
     def num_stored(self, layer_idx: int, context_len: int) -> int:
         """Return how many rows of a context are stored for that layer; 0 if it attends to another's."""
-        return self.num_kept(layer_idx, context_len) if self.lender(layer_idx) == layer_idx else 0
+        return self.num_kept(layer_idx, context_len) if self.kv_source(layer_idx) == layer_idx else 0
 
     def _reach(self, layer_idx: int) -> int:
         return self.reaches[layer_idx] if self.reaches else 0

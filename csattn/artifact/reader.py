@@ -20,8 +20,8 @@ from csattn.artifact.layout import (
     MANIFEST_HASH_FILE,
     MAX_LAYERS,
     TOKENS_FILE,
-    index_fault,
     file_names,
+    index_fault,
     index_file,
     index_from_arrays,
     kv_file,
@@ -31,7 +31,7 @@ from csattn.artifact.layout import (
     take_next_query,
 )
 from csattn.artifact.manifest import NOT_ROUNDED, ArtifactSpec, Manifest, ModelGeometry, hash_token_ids
-from csattn.artifact.tensor_file import repair_advice, map_file, open_regular_file
+from csattn.artifact.tensor_file import map_file, open_regular_file, repair_advice
 from csattn.cpus import available_cpus
 from csattn.errors import (
     ArtifactCorruptError,
@@ -82,15 +82,15 @@ class Artifact:
 
         A local layer has only the last `ModelGeometry.num_kept` rows.
         """
-        lender = self.spec.model.lender(layer_idx)
-        return as_tensor(self._file(kv_file(lender))["kv"], self.spec.kv_dtype == "bfloat16")
+        kv_source = self.spec.model.kv_source(layer_idx)
+        return as_tensor(self._file(kv_file(kv_source))["kv"], self.spec.kv_dtype == "bfloat16")
 
     def layer_kv_place(self, layer_idx: int) -> tuple[Path, int, int]:
         """Return where the rows of `layer_kv` are contiguous on disk: file, offset of the first byte, number of bytes.
 
         For readers that do not map the file. The checks at opening cover it as well.
         """
-        self._file(name := kv_file(self.spec.model.lender(layer_idx)))
+        self._file(name := kv_file(self.spec.model.kv_source(layer_idx)))
         [(tensor, offset)] = plan(self.spec, name).tensors
         return self.path / name, offset, tensor.num_bytes
 

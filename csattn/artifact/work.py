@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
 from csattn.artifact.layout import (
     KV_DTYPES,
-    index_fault,
     index_arrays,
+    index_fault,
     index_file,
     layer_files,
     next_query_arrays,

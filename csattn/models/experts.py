@@ -61,7 +61,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
         case "minimax_m2":
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, normed=True),)
         case "gemma4_text":
-            return (ExpertsSpec(**routed, scores="softmax", normed=True, has_scales=True, apart=True),)
+            return (ExpertsSpec(**routed, scores="softmax", normed=True, has_scales=True, has_own_norms=True),)
         case "gpt_oss":
             # older transformers lack these fields
             if (getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)) != (1.702, 7.0):

@@ -183,7 +183,9 @@ FAMILIES = {
     "glm_moe_dsa": Family(**_LATENTS, interleaved=True, interleaved_indexer=True),
     "gpt_oss": Family(biases=_ATTENTION_BIAS, sinks=True, router="router", inputs_first=True),
     "granite": Family(biases=_BY_CONFIG, config_fields=_GRANITE_FIELDS),
-    "granitemoe": Family(biases=_ATTENTION_BIAS, config_fields=_GRANITE_FIELDS, mlp="block_sparse_moe", router="router"),
+    "granitemoe": Family(
+        biases=_ATTENTION_BIAS, config_fields=_GRANITE_FIELDS, mlp="block_sparse_moe", router="router"
+    ),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
     "hy_v3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "hyperclovax": Family(
@@ -270,7 +272,9 @@ def describe(config: Any) -> ModelSpec:
         ropes=(*(_rope(config, of_type, family) for of_type in rope_parameters(config).values()), *_unrotated(config)),
         centred=family.centred,
         embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
-        logit_multiplier=family.field(config, family.logit_scale_field, 1.0 / family.field(config, "logits_scaling", 1.0)),
+        logit_multiplier=family.field(
+            config, family.logit_scale_field, 1.0 / family.field(config, "logits_scaling", 1.0)
+        ),
         logit_cap=family.field(config, "final_logit_softcapping", None),
         tied_embedding=bool(config.tie_word_embeddings),
         head_bias=family.head_bias is not None and bool(getattr(config, family.head_bias)),
@@ -532,10 +536,10 @@ def _rows_of(config: Any, layer_idx: int) -> int | None:
     kind = layer_type(config, layer_idx)
     if layer_idx < first:
         return None
-    lenders = [i for i in range(first) if layer_type(config, i) == kind]
-    if not lenders:
+    kv_sources = [i for i in range(first) if layer_type(config, i) == kind]
+    if not kv_sources:
         raise ModelError(f"layers of this model attend to rows of others, and no {kind} layer before them has any")
-    return lenders[-1]
+    return kv_sources[-1]
 
 
 def _k_is_v(config: Any, layer_idx: int) -> bool:

@@ -20,11 +20,11 @@ from torch import Tensor
 from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
 from csattn.cache import cache_dir
 from csattn.errors import ModelError
-from csattn.models.aside import MadeAside
 from csattn.models.families import describe, rope_parameters
 from csattn.models.hub import first_line
+from csattn.models.mapped_files import ResultsToFiles
 from csattn.models.text_part import require_whole
-from csattn.models.weight_sizes import is_converted_aside, weight_bytes
+from csattn.models.weight_sizes import is_converted_on_disk, weight_bytes
 
 _SCRATCH = ".converting-"
 _LLAMA_3_ROPE = {  # of all Llama releases from 3.1 on
@@ -186,7 +186,7 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
             "CSATTN_CACHE"
         )
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
-    with MadeAside(Tensor.to) if is_converted_aside(needed) else nullcontext():
+    with ResultsToFiles(Tensor.to) if is_converted_on_disk(needed) else nullcontext():
         dequantised, found = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
@@ -240,13 +240,15 @@ def _require_taken_over(gguf: Path, config: Any) -> None:
     def told(name: str) -> int:
         return int(fields[f"{family}.{name}"].parts[-1][0]) if f"{family}.{name}" in fields else 0
 
-    window, turned = told("attention.sliding_window"), told("rope.dimension_count")
+    window, num_rotated = told("attention.sliding_window"), told("rope.dimension_count")
     if 0 < window < config.max_position_embeddings and window != getattr(config, "sliding_window", None):
         raise _passed_over(f"its layers attend through a window of {window} rows (attention.sliding_window), a field")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     of_all = rope_parameters(config).get("")  # with several RoPEs, the file's number is of some layers only
-    if turned and of_all and turned != int(head_dim * of_all.get("partial_rotary_factor", 1.0)):
-        raise _passed_over(f"positions turn {turned} of a head's {head_dim} dimensions (rope.dimension_count), a field")
+    if num_rotated and of_all and num_rotated != int(head_dim * of_all.get("partial_rotary_factor", 1.0)):
+        raise _passed_over(
+            f"positions turn {num_rotated} of a head's {head_dim} dimensions (rope.dimension_count), a field"
+        )
 
 
 def _scale_positions(config: Any, factors: Tensor) -> None:

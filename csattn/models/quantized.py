@@ -163,7 +163,8 @@ def read_state(
     quantization_config: Mapping[str, Any],
     dtype: torch.dtype,
     named: Callable[[str], str | None] = str,  # the model's name of a tensor; None: it has none
-    beside: Callable[[Tensor], Tensor] | None = None,  # stores decoded tensors with a quantized form; None: memory
+    store_decoded: Callable[[Tensor], Tensor]
+    | None = None,  # stores decoded tensors with a quantized form; None: memory
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """Return a checkpoint's tensors by their names in the model, and the quantized form of those that products read.
 
@@ -173,7 +174,7 @@ def read_state(
     quantization, files = Quantization.read(quantization_config), _Tensors(folder)
     state: dict[str, Tensor] = {}
     quantized: dict[str, QuantizedWeight] = {}
-    apart = None if beside is None else _Apart(state, beside)
+    mover = None if store_decoded is None else _DecodedMover(state, store_decoded)
     for name in files.names:
         if _is_part(files, name) or named(name) is None:
             continue
@@ -186,10 +187,10 @@ def read_state(
         state[place] = tensor
         if kept is not None:
             quantized[place] = kept
-            if apart is not None:
-                apart.put(place)
-    if apart is not None:
-        apart.end()
+            if mover is not None:
+                mover.put(place)
+    if mover is not None:
+        mover.end()
     return state, quantized
 
 
@@ -236,18 +237,18 @@ def _if_read(weight: QuantizedWeight | None) -> QuantizedWeight | None:
     return None if weight is None or int(weight.scales.max()) > FP4_MOST_EXPONENT else weight
 
 
-class _Apart:
-    """Moves decoded tensors of a state to `beside`: a layer's experts together, as each call may hold a file open."""
+class _DecodedMover:
+    """Passes decoded tensors of a state to `store_decoded`: a layer's experts together, as a call may hold a file open."""
 
-    def __init__(self, state: dict[str, Tensor], beside: Callable[[Tensor], Tensor]) -> None:
-        self._state, self._beside = state, beside
+    def __init__(self, state: dict[str, Tensor], store_decoded: Callable[[Tensor], Tensor]) -> None:
+        self._state, self._store_decoded = state, store_decoded
         self._block, self._places = "", list[str]()  # of experts not moved yet
 
     def put(self, place: str) -> None:
         """Move the tensor of this name. Experts of a block must follow each other; they move when the block ends."""
         block, is_of_experts, _ = place.partition(".experts.")
         if not is_of_experts:
-            self._state[place] = self._beside(self._state[place])
+            self._state[place] = self._store_decoded(self._state[place])
             return
         if block != self._block:
             self.end()
@@ -259,7 +260,7 @@ class _Apart:
         if not self._places:
             return
         tensors = [self._state[place] for place in self._places]
-        together = self._beside(torch.cat([tensor.flatten() for tensor in tensors]))
+        together = self._store_decoded(torch.cat([tensor.flatten() for tensor in tensors]))
         parts = torch.split(together, [tensor.numel() for tensor in tensors])
         for place, tensor, part in zip(self._places, tensors, parts, strict=True):
             self._state[place] = part.view(tensor.shape)

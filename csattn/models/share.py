@@ -34,7 +34,7 @@ def require_shares(spec: ModelSpec, num_devices: int) -> None:
         )
 
 
-def require_shares_of_few_bits(weights: ModelWeights, num_devices: int) -> None:
+def require_shares_of_quantized(weights: ModelWeights, num_devices: int) -> None:
     """Raise ConfigError if the inputs of quantized weights cannot be divided among so many devices.
 
     weights: the whole model's; its spec has passed `require_shares`.
@@ -78,7 +78,7 @@ def _fault(layer: LayerSpec) -> str | None:
         return "layers that attend to rows of others"
     if layer.attention.qk_norm == "projection":
         return "norms over all heads together"
-    return "experts with norms of their own" if any(of.apart for of in layer.experts) else None
+    return "experts with norms of their own" if any(of.has_own_norms for of in layer.experts) else None
 
 
 def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
@@ -124,7 +124,7 @@ def padding_bytes(weights: ModelWeights, num_devices: int) -> int:
     """Return how many bytes of quantized weights each device takes beyond its equal part.
 
     A run is padded if a device's inputs end within it; a scale for a whole row is on every device.
-    weights: the whole model's; they have passed `require_shares_of_few_bits`.
+    weights: the whole model's; they have passed `require_shares_of_quantized`.
     """
     matrices = [matrix for layer in weights.layers for matrix in _shared_by_inputs(layer)]
     return sum(

@@ -87,7 +87,7 @@ class ExpertWeights:
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
     scales: Tensor | None = None  # [num_experts] float32
     by_token: Tensor | None = None  # [vocab_size, num_chosen] int32: the experts of each token id (hash routing)
-    norms: "ExpertNorms | None" = None  # if `ExpertsSpec.apart`
+    norms: "ExpertNorms | None" = None  # if `ExpertsSpec.has_own_norms`
     quantized: QuantizedExperts | None = None  # the same matrices quantized: steps read these
 
     def plain(self, dtype: torch.dtype) -> "ExpertWeights":
@@ -101,12 +101,12 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNorms:
-    """Norms of experts with `ExpertsSpec.apart`: [hidden_size] float32 each."""
+    """Norms of experts with `ExpertsSpec.has_own_norms`: [hidden_size] float32 each."""
 
     router: Tensor  # of the router's input
-    before: Tensor  # of the experts' input
-    behind: Tensor  # of the experts' output
-    post_mlp_norm: Tensor  # of the output of the dense MLP
+    pre_experts: Tensor  # of the experts' input
+    post_experts: Tensor  # of the experts' output
+    post_mlp: Tensor  # of the output of the dense MLP
 
 
 def by_expert(
@@ -470,7 +470,7 @@ def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Li
 def _routed(block: Any, spec: ExpertsSpec, family: Family, vocab_size: int) -> ExpertWeights:
     router, experts = getattr(block, family.router), block.experts
     scales, norms = getattr(router, "per_expert_scale", None), None
-    if spec.apart:
+    if spec.has_own_norms:
         names = (f"{name}_layernorm_{number}" for name, number in _EXPERT_NORMS)
         of_router = router.scale.detach().float() * router.scalar_root_size
         norms = ExpertNorms(of_router, *(_norm(getattr(block, name), family) for name in names))

@@ -243,7 +243,7 @@ def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: p
     ):
         monkeypatch.setattr(loader, "place", Mock(side_effect=error))
         with pytest.raises(ContextError if isinstance(error, ContextError) else ModelError, match=match):
-            load_model(path, may_lend=True)
+            load_model(path, may_offload=True)
 
 
 @pytest.mark.parametrize("name", ["", "  ", 5, b"model"])

@@ -15,7 +15,7 @@ from csattn.models.families import describe
 from csattn.models.quantized_weight import CODES, RUN, QuantizedExperts, QuantizedWeight, WeightFormat
 from csattn.models.share import (
     require_shares,
-    require_shares_of_few_bits,
+    require_shares_of_quantized,
     share_of_head,
     share_of_layer,
     share_of_spec,
@@ -204,22 +204,22 @@ def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
     def matrix(num_in: int, group_size: int) -> QuantizedWeight:
         return make_quantized(3, num_in, "int4", group_size, True).to("cpu")
 
-    require_shares_of_few_bits(of(matrix(1024, 128)), 8)
-    require_shares_of_few_bits(of(matrix(1000, 0)), 1)
-    require_shares_of_few_bits(of(matrix(512, 32)), 8)
+    require_shares_of_quantized(of(matrix(1024, 128)), 8)
+    require_shares_of_quantized(of(matrix(1000, 0)), 1)
+    require_shares_of_quantized(of(matrix(512, 32)), 8)
     for quantized in (matrix(512, 128), matrix(1024, 256), matrix(128, 32), matrix(128, 0)):
         with pytest.raises(
             ConfigError, match=r"8 devices cannot share this model's weights of 8 or 4 bits: .*; 1 or 2 or 4 can, "
         ):
-            require_shares_of_few_bits(of(quantized), 8)
+            require_shares_of_quantized(of(quantized), 8)
     in_another_order = replace(matrix(1024, 128), order=torch.randperm(1024))
     with pytest.raises(ConfigError, match=r"2 devices .*; 1 can, and more may with weights of 16 bits"):
-        require_shares_of_few_bits(of(in_another_order), 2)
+        require_shares_of_quantized(of(in_another_order), 2)
     experts = ExpertWeights(
         Linear(torch.empty(0)), *3 * [torch.empty(0)], quantized=QuantizedExperts(matrix(64, 32), matrix(96, 32))
     )
     with pytest.raises(ConfigError, match=r"2 devices .*; 1 can"):
-        require_shares_of_few_bits(of(matrix(1024, 128), experts=(experts,)), 2)
+        require_shares_of_quantized(of(matrix(1024, 128), experts=(experts,)), 2)
 
 
 def test_a_vocabulary_that_cannot_be_shared_out_is_on_all_devices() -> None:

@@ -113,7 +113,7 @@ def attention(spec: ModelSpec) -> str:
         "windows": any(kind.reach is not None and not kind.reach.chunked for kind in kinds),
         "chunks": any(kind.reach is not None and kind.reach.chunked for kind in kinds),
         "heads of two widths": spec.local_heads is not None,
-        "rows of others in some layers": bool(spec.lenders),
+        "rows of others in some layers": bool(spec.kv_sources),
         "sink logits": any(kind.sinks for kind in kinds),
         "capped logits": any(kind.logit_cap is not None for kind in kinds),
         "no RoPE in some layers": any(is_unrotated(spec, kind) for kind in kinds),

@@ -271,7 +271,7 @@ def test_what_is_described_is_there(name: str) -> None:
             assert (of.by_token is not None) == experts.by_token
             biases = of.router.bias, of.gate_bias, of.up_bias, of.down_bias
             assert [bias is not None for bias in biases] == [experts.bias] * 4
-            assert (of.scales is not None) == experts.has_scales and (of.norms is not None) == experts.apart
+            assert (of.scales is not None) == experts.has_scales and (of.norms is not None) == experts.has_own_norms
         assert (layer.input_norm is None) == (not spec.pre_norm)
         assert (layer.pre_mlp_norm is None) == (not spec.pre_norm or spec.parallel)
         assert (layer.post_attention_norm is None) == (layer.post_mlp_norm is None) == (not spec.post_norm)

@@ -11,9 +11,9 @@ from csattn.build_options import BuildOptions
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
-from csattn.models.few_bits import drop_quantized
 from csattn.models.loader import is_to_be_converted, model_name, require_dtype_and_rounding
 from csattn.models.prompt import num_special, require_not_far_too_long
+from csattn.models.quantized_model import drop_quantized
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from index_build.pipeline import BuildReport, build_plan
 from index_build.plan import Plan, plan_text, plan_tokens
@@ -101,7 +101,7 @@ def show_loading(
 
 def _load(model: str | None, dtype: str, device: str, stretch: float, weights: str | None) -> LoadedModel:
     require_room_for_weights(model, dtype, weights)
-    return load_model(model, dtype, device, stretch, weights, may_lend=True)
+    return load_model(model, dtype, device, stretch, weights, may_offload=True)
 
 
 _load_model = _load

@@ -55,8 +55,8 @@ def _needs(
     devices = facts.probes["torch"].get("devices") or []
     wide = "" if devices else f", {gib(2 * size.decoded)} in float32, the default"
     text = f"{name} has {layers}; its weights take {gib(size.decoded)} in bfloat16{wide}."
-    if size.few_bits:
-        aside = f", and {gib(size.aside)} of disk for them decoded" if size.aside else ""
+    if size.quantized:
+        aside = f", and {gib(size.mapped)} of disk for them decoded" if size.mapped else ""
         text += f" There, with few bits, host memory has {gib(size.on_host)}{aside}; a GPU has {gib(size.on_gpu)}."
     if converting:
         text += (

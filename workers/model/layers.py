@@ -96,7 +96,7 @@ class StepLayers:
         heads = (spec.num_q_heads, spec.head_dim)
         is_gated = any(layer.attention.gated for layer in spec.layers)
         kinds_of_heads = {spec.heads, *map(spec.heads_of, range(spec.num_layers))}
-        self._heads = {of: _head_buffers(of, is_gated, bool(spec.lenders), zeros) for of in kinds_of_heads}
+        self._heads = {of: _head_buffers(of, is_gated, bool(spec.kv_sources), zeros) for of in kinds_of_heads}
         self._early = zeros(spec.heads.q_width)
         # two buffers in turn: a layer's predicted query must outlast the prediction for the layer after it
         self.q_ahead = (zeros(*heads), zeros(*heads))
@@ -105,7 +105,9 @@ class StepLayers:
         kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
         self._experts = {kind: expert_buffers(kind[1], spec.hidden_size, zeros) for kind in kinds}
         deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
-        self._deltas = {of: DeltaBuffers(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
+        self._deltas = {
+            of: DeltaBuffers(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas
+        }
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
         self._latents = {of: _latent_buffers(of, zeros) for of in latents}
         self._compressed = {of: _compressed_buffers(of, zeros) for of in set(spec.compressed)}
@@ -117,13 +119,13 @@ class StepLayers:
         width = spec.layer_input_width
         self._inputs = torch.zeros(spec.num_layers, batch_size, width, dtype=dtype, device=weights.device)
         self._projected, self._taken = zeros(spec.num_layers * width), zeros(width)
-        # the input and the output of experts that have norms of their own (`ExpertsSpec.apart`)
-        self._apart = [zeros(spec.hidden_size) for _ in range(2 * any(x.apart for _, x in kinds))]
+        # the input and the output of experts that have norms of their own (`ExpertsSpec.has_own_norms`)
+        self._expert_io = [zeros(spec.hidden_size) for _ in range(2 * any(x.has_own_norms for _, x in kinds))]
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
         self._logits_part: Tensor | None = None  # the logits of this device's share of the vocabulary
         if len(weights.head.weight) < spec.vocab_size:
             assert devices is not None, "somebody has the others"
-            self._logits_part = devices.room(batch_size, len(weights.head.weight))
+            self._logits_part = devices.shared_zeros(batch_size, len(weights.head.weight))
         self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the argmax of the logits, or -1
         # [batch_size, hidden_size]: after the last layer, what the logits are computed from
         self.last_hidden = self._stream.scaled
@@ -164,18 +166,16 @@ class StepLayers:
             self._ops.linear(Normed(self._stream.hidden), [weights.inputs.projection], self._projected)
             eps = weights.spec.norm_eps
             self._ops.make_inputs(self._projected, weights.inputs, eps, self._rows, self._inputs)
-            self._ops.break_chain()  # `turn` takes no part in programmatic dependent launch
+            self._ops.break_chain()  # `compute_rotation` takes no part in programmatic dependent launch
         for rope, frequencies, rotation in zip(weights.spec.ropes, weights.ropes, self.rotations, strict=True):
-            self._ops.turn(self._rows, frequencies, rope.temper, rotation)
+            self._ops.compute_rotation(self._rows, frequencies, rope.temper, rotation)
 
     def _predict(self, layer_idx: int) -> None:
         """Predict the query of layer `layer_idx` from the input of the layer before it."""
         layer, spec, stream = self._weights.layers[layer_idx], self._weights.spec, self._stream
         assert spec.streams is None, "of several, a layer reads a mixture of its own"
         early = stream.scaled if layer.input_norm is None else stream.scaled_ahead
-        self._ops.linear(
-            self._normed(layer.input_norm, early), _first(layer.qkv, spec.heads.q_width), self._early
-        )
+        self._ops.linear(self._normed(layer.input_norm, early), _first(layer.qkv, spec.heads.q_width), self._early)
         self._ops.predict_query(
             self._early,
             layer.head_norms,
@@ -205,8 +205,8 @@ class StepLayers:
             self._project_compressed(layer_idx, x, layer.compressed)
             return
         heads, tails = self.heads(layer_idx), self._attention.tails
-        lender = self._weights.spec.layers[layer_idx].attention.rows_of
-        projected = heads.qkv if lender is None else heads.alone
+        kv_source = self._weights.spec.layers[layer_idx].attention.rows_of
+        projected = heads.qkv if kv_source is None else heads.q_only
         assert projected is not None
         self._ops.linear(x, layer.qkv, projected)
         if layer.gates:
@@ -218,30 +218,30 @@ class StepLayers:
             self._weights.spec.norm_eps,
             self._rotation_in(layer_idx),
             self._rows,
-            tails[layer_idx] if lender is None else None,
+            tails[layer_idx] if kv_source is None else None,
             heads.q,
         )
-        if lender is not None:
-            self._ops.copy_rows(tails[lender], tails[layer_idx], self._rows)
+        if kv_source is not None:
+            self._ops.copy_rows(tails[kv_source], tails[layer_idx], self._rows)
 
     def _project_latents(self, layer_idx: int, x: Normed, weights: LatentWeights) -> None:
-        spec, room = self._weights.spec.layers[layer_idx].latent, self.latents(layer_idx)
+        spec, buffers = self._weights.spec.layers[layer_idx].latent, self.latents(layer_idx)
         rotation = self._rotation_in(layer_idx)
-        assert room is not None and spec is not None and rotation is not None
-        self._ops.linear(x, weights.inputs, room.inputs)
+        assert buffers is not None and spec is not None and rotation is not None
+        self._ops.linear(x, weights.inputs, buffers.inputs)
         tail = self._attention.tails[layer_idx]
-        self._ops.append_latents(weights, spec, rotation, self._rows, tail, room)
+        self._ops.append_latents(weights, spec, rotation, self._rows, tail, buffers)
         if weights.queries:
-            self._ops.linear(Normed(room.q_latents), weights.queries, room.projected)
-        self._ops.ask_latents(weights, spec, rotation, room)
+            self._ops.linear(Normed(buffers.q_latents), weights.queries, buffers.projected)
+        self._ops.project_latent_queries(weights, spec, rotation, buffers)
 
     def _project_compressed(self, layer_idx: int, x: Normed, weights: CompressedStepWeights) -> None:
-        room = self.compressed(layer_idx)
-        assert room is not None
-        self._ops.linear(x, [weights.latents], room.latents)
-        self._ops.norm(room.latents, weights.latent_norm, weights.eps, room.normed)
-        self._ops.linear(Normed(room.normed), weights.queries, room.projected)
-        self._ops.linear(x, weights.inputs, room.inputs)
+        buffers = self.compressed(layer_idx)
+        assert buffers is not None
+        self._ops.linear(x, [weights.latents], buffers.latents)
+        self._ops.norm(buffers.latents, weights.latent_norm, weights.eps, buffers.normed)
+        self._ops.linear(Normed(buffers.normed), weights.queries, buffers.projected)
+        self._ops.linear(x, weights.inputs, buffers.inputs)
 
     def heads(self, layer_idx: int) -> HeadBuffers:
         """Return the buffers of a layer whose heads attend to plain KV rows."""
@@ -262,12 +262,14 @@ class StepLayers:
             self._attention.attend_compressed(layer_idx, of_rows, self._rows)
             self._ops.break_chain()
             return
-        if (room := self.latents(layer_idx)) is not None:
-            self._attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
+        if (buffers := self.latents(layer_idx)) is not None:
+            self._attention.attend_latents(layer_idx, buffers.queries, self._rows, buffers.attended)
         else:
             heads = self.heads(layer_idx)
             self._attention.attend(layer_idx, heads.q, self._rows, heads.attended)
-        if room is not None or not self._attention.in_graph:  # work on other streams has joined, or a graph begins here
+        if (
+            buffers is not None or not self._attention.in_graph
+        ):  # work on other streams has joined, or a graph begins here
             self._ops.break_chain()
 
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:
@@ -282,9 +284,9 @@ class StepLayers:
             of_delta = self._delta_buffers(layer_idx)
             self._ops.delta(layer.delta, spec.delta, eps, self._rows, self._state(layer_idx), of_delta)
             attended = of_delta.out
-        if (room := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
-            self._ops.latent_values(layer.latent, spec.latent, room)
-            attended = room.values
+        if (buffers := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
+            self._ops.latent_values(layer.latent, spec.latent, buffers)
+            attended = buffers.values
         if (of_rows := self.compressed(layer_idx)) is not None and layer.compressed is not None:
             self._ops.grouped(of_rows.attended, layer.compressed.groups, of_rows.grouped)
             attended = of_rows.grouped
@@ -332,22 +334,22 @@ class StepLayers:
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
         x = self._normed(layer.input_norm if spec.parallel else layer.pre_mlp_norm, self._stream.scaled)
         adds: list[Callable[[Readers], None]] = []
-        is_apart = any(of.apart for of in spec.experts)
-        if is_apart:
-            adds.append(self._beside_experts(layer_idx, x))
+        has_own_norms = any(of.has_own_norms for of in spec.experts)
+        if has_own_norms:
+            adds.append(self._mlp_and_experts(layer_idx, x))
         elif spec.mlp is not None:
             gated = self._gated[spec.mlp.intermediate_size]
             self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
             assert layer.down is not None
             norm, times = layer.post_mlp_norm, spec.residual_multiplier
             adds.append(partial(self._add, gated, layer.down, norm, times, scale=self._scale_after_mlp(layer_idx)))
-        together = () if is_apart else zip(spec.experts, layer.experts, strict=True)
+        together = () if has_own_norms else zip(spec.experts, layer.experts, strict=True)
         for number, (of, weights) in enumerate(together):
-            room = self._experts[number, of]
-            self._ops.linear(x, [weights.router], room.logits)
-            self._ops.choose_experts(weights, of, self._rows, room)
-            self._ops.experts(x, weights, of, room)
-            adds.append(partial(self._ops.experts_add, weights, of, room, spec.residual_multiplier, self._stream))
+            buffers = self._experts[number, of]
+            self._ops.linear(x, [weights.router], buffers.logits)
+            self._ops.choose_experts(weights, of, self._rows, buffers)
+            self._ops.experts(x, weights, of, buffers)
+            adds.append(partial(self._ops.experts_add, weights, of, buffers, spec.residual_multiplier, self._stream))
         if spec.experts and self._devices is not None:
             adds = [partial(self._add_shares, layer_idx)]
         if layer.layer_input is not None:
@@ -382,23 +384,23 @@ class StepLayers:
         eps = self._weights.spec.norm_eps
         self._ops.add_normed(self._branch, weights.norm, eps, 1.0, layer.scale, self._stream, readers)
 
-    def _beside_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
+    def _mlp_and_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
         """Compute the MLP, and experts that have norms of their own. Return the call that adds both to the stream.
 
         x: the input of the MLP.
         """
         layer, spec, ops = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._ops
         (of,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
-        norms, room, (read, given) = weights.norms, self._experts[0, of], self._apart
+        norms, buffers, (read, given) = weights.norms, self._experts[0, of], self._expert_io
         assert spec.mlp is not None and layer.down is not None and norms is not None and branch is not None
         gated = self._gated[spec.mlp.intermediate_size]
         ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
         ops.linear(Normed(gated), [layer.down], branch)
-        ops.linear(ops.read_normed(self._stream, norms.router, eps, read), [weights.router], room.logits)
-        ops.choose_experts(weights, of, self._rows, room)
-        ops.experts(ops.read_normed(self._stream, norms.before, eps, read), weights, of, room)
-        ops.experts_out(weights, of, room, given)
-        ops.add_norms(branch, norms.post_mlp_norm, given, norms.behind, eps)
+        ops.linear(ops.read_normed(self._stream, norms.router, eps, read), [weights.router], buffers.logits)
+        ops.choose_experts(weights, of, self._rows, buffers)
+        ops.experts(ops.read_normed(self._stream, norms.pre_experts, eps, read), weights, of, buffers)
+        ops.experts_out(weights, of, buffers, given)
+        ops.add_norms(branch, norms.post_mlp, given, norms.post_experts, eps)
         return partial(
             ops.add_normed,
             branch,
@@ -472,8 +474,8 @@ class StepLayers:
 def _head_buffers(of: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[..., Tensor]) -> HeadBuffers:
     """lends: whether some layers attend to the rows of others."""
     heads = of.num_q_heads, of.head_dim
-    gates, alone = (zeros(of.q_width) if there else None for there in (is_gated, lends))
-    return HeadBuffers(zeros(of.qkv_width), zeros(*heads), zeros(*heads), gates, alone)
+    gates, q_only = (zeros(of.q_width) if there else None for there in (is_gated, lends))
+    return HeadBuffers(zeros(of.qkv_width), zeros(*heads), zeros(*heads), gates, q_only)
 
 
 def expert_buffers(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertBuffers:

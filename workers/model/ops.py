@@ -78,13 +78,13 @@ class Rotation:
 class DeltaState:
     """The recurrent state that requests keep in a layer of linear attention instead of KV rows, indexed by tail.
 
-    There are one or two versions of it. A step reads version `turn` of a request and writes the other one; a single
+    There are one or two versions of it. A step reads that `version` of a request and writes the other one; a single
     version is updated in place.
     """
 
     conv: Tensor  # [num_tails, versions, num_channels, conv_len - 1] float32: the last inputs of each channel
     memory: Tensor  # [num_tails, versions, num_v_heads, k_dim, v_dim] float32
-    turn: Tensor  # [num_tails] int64
+    version: Tensor  # [num_tails] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class HeadBuffers:
     q: Tensor  # [batch_size, num_q_heads, head_dim]
     attended: Tensor  # [batch_size, num_q_heads, head_dim]
     gates: Tensor | None  # [batch_size, q_width]
-    alone: Tensor | None  # [batch_size, q_width]: queries alone, for layers that attend to another layer's rows
+    q_only: Tensor | None  # [batch_size, q_width]: queries alone, for layers that attend to another layer's rows
 
 
 @dataclass(frozen=True, slots=True)

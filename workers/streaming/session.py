@@ -40,7 +40,7 @@ class StreamSession:
         kinds = {(x.rope, x.reach, x.sinks, x.logit_cap) for x in (layer.attention for layer in spec.layers)}
         if (
             kinds != {(0, None, False, None)}
-            or spec.lenders
+            or spec.kv_sources
             or spec.ropes[0].temper is not None
             or len(spec.indexed_layers) < spec.num_layers
         ):

@@ -28,7 +28,7 @@ TYPES = {
     " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
     " post comb matrix products sums biases pending position_bias",
     "*i32": "by_token counts counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
-    "*i64": "turns inboxes token_ids positions next_ids own slots written",
+    "*i64": "versions inboxes token_ids positions next_ids own slots written",
     "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale least",
     "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
     " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
@@ -115,12 +115,12 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.finish_logits_kernel, [{"HAS_CAP": cap, "BLOCK": 4096} for cap in (False, True)]),
     (token_kernels.argmax_of_part_kernel, [{"BLOCK": 4096}]),
     (token_kernels.argmax_kernel, [{"BLOCK": 32}]),
-    (compressed_kernels.take_up_kernel, COMPRESSED[:1]),
+    (compressed_kernels.append_kernel, COMPRESSED[:1]),
     (compressed_kernels.compress_kernel, COMPRESSED),
-    (compressed_kernels.ask_kernel, COMPRESSED),
-    (compressed_kernels.turn_back_kernel, COMPRESSED[:1]),
+    (compressed_kernels.make_queries_kernel, COMPRESSED),
+    (compressed_kernels.unrotate_kernel, COMPRESSED[:1]),
     (latent_kernels.append_latents_kernel, LATENTS),
-    (latent_kernels.ask_latents_kernel, LATENTS),
+    (latent_kernels.make_latent_queries_kernel, LATENTS),
     (latent_kernels.heads_product_kernel, [{"BLOCK_M": rows, **HEAD_TILES} for rows in (16, 64)]),
     (
         linear_kernels.linear_kernel,

@@ -43,8 +43,8 @@ def _latent_rows(layer: Any, spec: ModelSpec) -> Tensor:
     """As csattn keeps them: pairs of dimensions that turn together lie side by side, where the model has them so."""
     index_keys, latent = getattr(layer, "indexer_keys", None), spec.layers[0].latent
     assert latent is not None
-    turned = _beside(layer.values[0, 0]) if spec.ropes[0].interleaved else layer.values[0, 0]
-    parts = [layer.keys[0, 0], turned]
+    rotated = _beside(layer.values[0, 0]) if spec.ropes[0].interleaved else layer.values[0, 0]
+    parts = [layer.keys[0, 0], rotated]
     if index_keys is not None and latent.indexer is not None:
         of_pairs, others = index_keys[0].split([latent.rope_dim, latent.indexer.head_dim - latent.rope_dim], dim=-1)
         parts += [_beside(of_pairs) if latent.indexer.interleaved else of_pairs, others]

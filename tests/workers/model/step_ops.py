@@ -91,7 +91,7 @@ def make_linear(num_out: int, num_in: int, dtype: torch.dtype, bias: bool = Fals
     return Linear(weight, randn(num_out, dtype=dtype) if bias else None)
 
 
-def make_room(
+def make_expert_buffers(
     spec: ExpertsSpec, batch_size: int, hidden_size: int, dtype: torch.dtype, logits: torch.Tensor
 ) -> ExpertBuffers:
     """What is to be written is NaN, or no expert."""

@@ -29,11 +29,11 @@ def test_delta(spec: DeltaSpec, dtype: torch.dtype, versions: int) -> None:
     decay, decay_bias = torch.rand(2, spec.num_v_heads, device=DEVICE)
     norm, conv = 1 + randn(spec.v_dim, scale=0.2), randn(spec.num_channels, spec.conv_len)
     weights = DeltaWeights((make_linear(spec.in_width, 8, dtype),), conv, decay, decay_bias, norm)
-    turn = torch.tensor([0, 0, versions - 1, 0, 0, 0], device=DEVICE)
+    version = torch.tensor([0, 0, versions - 1, 0, 0, 0], device=DEVICE)
     states = [randn(6, versions, *sizes) for sizes in spec.parts]
     for state in states:
         state[[0, 1, 4]] = torch.nan  # of no row that counts
-    got, want = (DeltaState(*(state.clone() for state in states), turn) for _ in range(2))
+    got, want = (DeltaState(*(state.clone() for state in states), version) for _ in range(2))
     mixed = torch.full((2, 6, spec.num_channels), torch.nan, dtype=dtype, device=DEVICE)
     outs = torch.zeros(2, 6, spec.v_width, dtype=dtype, device=DEVICE)
     TritonOps(DEVICE).delta(weights, spec, EPS, rows, got, DeltaBuffers(inputs, mixed[0], outs[0]))

@@ -34,11 +34,11 @@ def test_latents(spec: LatentSpec, interleaved: bool, dtype: torch.dtype) -> Non
     inputs, tail = randn(4, sum(spec.in_widths), dtype=dtype), randn(3, 1, 6, 2, -(-spec.row_width // 2), dtype=dtype)
     got, want = (latent_buffers(spec, inputs, dtype) for _ in range(2))
     tails = tail.clone(), tail.clone()
-    for ops, room, own in ((TritonOps(DEVICE), got, tails[0]), (TorchOps(), want, tails[1])):
-        ops.append_latents(weights, spec, rotation, rows, own, room)
-        room.projected.copy_(want.projected)
-        ops.ask_latents(weights, spec, rotation, room)
-        ops.latent_values(weights, spec, room)
+    for ops, buffers, own in ((TritonOps(DEVICE), got, tails[0]), (TorchOps(), want, tails[1])):
+        ops.append_latents(weights, spec, rotation, rows, own, buffers)
+        buffers.projected.copy_(want.projected)
+        ops.project_latent_queries(weights, spec, rotation, buffers)
+        ops.latent_values(weights, spec, buffers)
     own = tuple(tail.flatten(3)[..., : spec.row_width] for tail in tails)
     torch.testing.assert_close(*own, **tolerance(dtype))
     behind = (tail.flatten(3)[..., spec.row_width :] for tail in (tails[0], tail))
@@ -74,12 +74,12 @@ def latent_buffers(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -
     indexer, seed = spec.indexer, torch.Generator().manual_seed(1)
     projected = torch.randn(len(inputs), spec.q_width + spec.index_q_width, generator=seed).to(DEVICE, dtype)
     attended = torch.randn(len(inputs), spec.num_heads, spec.kv_rank, generator=seed).to(DEVICE, dtype)
-    asked = LatentQueries(
+    queries = LatentQueries(
         nan(spec.num_heads, spec.key_width),
         None if indexer is None else nan(indexer.num_heads, indexer.head_dim),
         None if indexer is None else nan(indexer.num_heads, of=torch.float32),
     )
     q_latents = nan(spec.q_rank or 0)
     return LatentBuffers(
-        inputs, q_latents, inputs if spec.q_rank is None else projected, asked, attended, nan(spec.v_width)
+        inputs, q_latents, inputs if spec.q_rank is None else projected, queries, attended, nan(spec.v_width)
     )

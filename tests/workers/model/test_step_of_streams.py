@@ -35,7 +35,7 @@ TOKENS = [3, 250, 0, 17]
 class Alone:
     """All devices that share a model are this one."""
 
-    def room(self, batch_size: int, width: int) -> Tensor:
+    def buffers(self, batch_size: int, width: int) -> Tensor:
         return torch.full((batch_size, width), torch.nan, device=DEVICE)
 
     def add_over_devices(self, x: Tensor) -> Tensor:

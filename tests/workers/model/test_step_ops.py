@@ -76,8 +76,8 @@ def test_turn(batch_size, half, temper) -> None:
     if temper is None:
         for rotation in (got, want):
             rotation.q_scale.fill_(1)
-    TritonOps(DEVICE).turn(rows, frequencies, temper, got)
-    TorchOps().turn(rows, frequencies, temper, want)
+    TritonOps(DEVICE).compute_rotation(rows, frequencies, temper, got)
+    TorchOps().compute_rotation(rows, frequencies, temper, want)
     for field in ("cos", "sin", "q_scale"):
         torch.testing.assert_close(getattr(got, field), getattr(want, field), **tolerance(torch.float32))
     assert temper is None or got.q_scale[-1] > 1

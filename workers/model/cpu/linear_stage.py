@@ -11,8 +11,8 @@ from csattn.cpu.floats import exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
-from workers.model.cpu.few_bits import multiply
 from workers.model.cpu.linear import TILE
+from workers.model.cpu.quantized_products import multiply
 
 # Arguments of the stage: sizes and addresses, of float32 arrays unless stated otherwise.
 LINEAR = (

@@ -10,9 +10,9 @@ from csattn.cpu.lanes import fma
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from csattn.models.spec import StreamsSpec
 from csattn.models.weights import Linear, StreamWeights
-from workers.model.cpu.notes import StageRecorder
 from workers.model.cpu.row_stages import inverse_rms, write_scaled
 from workers.model.cpu.scalars import sigmoid
+from workers.model.cpu.stage_recorder import StageRecorder
 from workers.model.ops import Readers, Stream, StreamsBuffers
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
@@ -52,41 +52,41 @@ class TapeRemixOps(StageRecorder):
         weights: StreamWeights,
         spec: StreamsSpec,
         is_first: bool,
-        room: StreamsBuffers,
+        buffers: StreamsBuffers,
         stream: Stream,
         readers: Readers,
     ) -> None:
         assert not stream.centred and readers.ahead is None, "several streams are not centred, nor read ahead"
-        _, num, width = room.streams.shape
+        _, num, width = buffers.streams.shape
         self._record(
             add_stage,
             ADD,
-            reads=[stream.hidden, room.streams, room.post, room.comb],
-            writes=[room.streams],
-            streams=room.streams,
+            reads=[stream.hidden, buffers.streams, buffers.post, buffers.comb],
+            writes=[buffers.streams],
+            streams=buffers.streams,
             num=num,
             width=width,
             given=stream.hidden,
-            post=None if is_first else room.post,
-            comb=None if is_first else room.comb,
+            post=None if is_first else buffers.post,
+            comb=None if is_first else buffers.comb,
         )
-        self._linear(room.streams.flatten(1), Linear(weights.matrix), room.products)
+        self._linear(buffers.streams.flatten(1), Linear(weights.matrix), buffers.products)
         self._record(
             read_stage,
             READ,
-            reads=[room.streams, room.products],
-            writes=[room.post, room.comb, stream.hidden, stream.scaled],
-            streams=room.streams,
+            reads=[buffers.streams, buffers.products],
+            writes=[buffers.post, buffers.comb, stream.hidden, stream.scaled],
+            streams=buffers.streams,
             num=num,
             width=width,
-            products=room.products,
+            products=buffers.products,
             num_mixes=spec.num_mixes,
             bias=weights.bias,
             scales=weights.scales,
             iterations=spec.iterations,
             least=self._number(spec.eps),
-            post=None if weights.joins else room.post,
-            comb=None if weights.joins else room.comb,
+            post=None if weights.joins else buffers.post,
+            comb=None if weights.joins else buffers.comb,
             hidden=stream.hidden,
             norm=readers.norm,
             out=stream.scaled,

@@ -163,13 +163,13 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
         at = head * head_dim
         if q_norm != 0:
             _normalise_head(heads, at, head_dim, q_norm + head * skip, q_scale, eps)
-        turn(heads, at, head_dim, cos, sin, interleaved, q, at)
+        rotate_pairs(heads, at, head_dim, cos, sin, interleaved, q, at)
     for i in range(q_width):
         q[i] *= by_row
     capacity = args.tail_capacity
     tail_id = word_of(args.tail_ids, row)
     place = word_of(args.tail_lens, row) - 1
-    turned = np.empty(head_dim, np.float32)
+    rotated = np.empty(head_dim, np.float32)
     for head in range(num_kv_heads):
         k_at = q_width + head * head_dim
         v_at = k_at + kv_width
@@ -177,11 +177,11 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
             _normalise_head(heads, k_at, head_dim, k_norm + head * skip, k_scale, eps)
         if v_norm != 0:
             _normalise_head(heads, v_at, head_dim, v_norm, np.float32(0.0), eps)
-        turn(heads, k_at, head_dim, cos, sin, interleaved, turned, 0)
+        rotate_pairs(heads, k_at, head_dim, cos, sin, interleaved, rotated, 0)
         at = ((tail_id * num_kv_heads + head) * capacity + place) * 2 * head_dim
         kv = array_at(args.tails + at * itemsize, 2 * head_dim, like)
         for i in range(head_dim):
-            store_float(kv, i, turned[i])
+            store_float(kv, i, rotated[i])
             store_float(kv, head_dim + i, heads[v_at + i])
     return 0
 
@@ -211,7 +211,7 @@ def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
         mapped[i] += matrix[head_dim * head_dim + i]
     half, interleaved = args.half, args.interleaved != 0
     cos, sin, q = floats_of(args.cos, row, half), floats_of(args.sin, row, half), floats_of(args.q, piece, head_dim)
-    turn(mapped, 0, head_dim, cos, sin, interleaved, q, 0)
+    rotate_pairs(mapped, 0, head_dim, cos, sin, interleaved, q, 0)
     by_row = _of_row(args.q_scale, row)
     for i in range(head_dim):
         q[i] *= by_row
@@ -344,7 +344,7 @@ def _normalise_head(
 
 
 @exact_kernel
-def turn(
+def rotate_pairs(
     x: NDArray[np.float32],
     at: int,
     head_dim: int,

@@ -14,9 +14,9 @@ from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.cpu.delta_ops import TapeDeltaOps
 from workers.model.cpu.expert_ops import TapeExpertOps
-from workers.model.cpu.few_bits import FLOATS, FORMATS
 from workers.model.cpu.latent_ops import TapeLatentOps
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, groups_of_piece, linear_stage, num_groups
+from workers.model.cpu.quantized_products import FLOATS, FORMATS
 from workers.model.cpu.remix_ops import TapeRemixOps
 from workers.model.cpu.row_stages import (
     ADD_NORMS,
@@ -44,7 +44,7 @@ from workers.model.ops import Normed, Readers, Rotation, Stream
 class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
     """Records the operations that `TorchOps` defines as stages of a tape.
 
-    The stream's `scaled` is the normed stream; its `squares` are not used. `turn` and `argmax` do nothing:
+    The stream's `scaled` is the normed stream; its `squares` are not used. `compute_rotation` and `argmax` do nothing:
     `CpuModel.set_rows` computes rotations, and the caller draws tokens.
     """
 
@@ -74,7 +74,9 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         )
         self._prepare(stream, readers)
 
-    def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+    def compute_rotation(
+        self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation
+    ) -> None:
         pass
 
     def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:

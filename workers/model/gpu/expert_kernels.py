@@ -59,15 +59,15 @@ def choose_kernel(
     ranked = tl.where(inside, scores + offsets, least)
     if NUM_GROUPS > 1:
         group = e // (num_experts // NUM_GROUPS)
-        worth = tl.full((BLOCK,), least, tl.float32)
+        group_scores = tl.full((BLOCK,), least, tl.float32)
         for g in tl.static_range(NUM_GROUPS):
             of_group = tl.where(group == g, ranked, least)
             best = tl.max(of_group, axis=0)
             at = _first(of_group == best, e, num_experts)
-            worth = tl.where(group == g, best + tl.max(tl.where(e == at, least, of_group), axis=0), worth)
+            group_scores = tl.where(group == g, best + tl.max(tl.where(e == at, least, of_group), axis=0), group_scores)
         kept = e < 0
         for _ in tl.static_range(NUM_KEPT):
-            left = tl.where(kept, least, worth)
+            left = tl.where(kept, least, group_scores)
             at = _first((left == tl.max(left, axis=0)) & (kept == 0), e, num_experts)
             kept = kept | (group == at // (num_experts // NUM_GROUPS))
         ranked = tl.where(kept, ranked, least)

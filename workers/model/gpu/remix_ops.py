@@ -24,12 +24,12 @@ class TritonRemixOps(Launches):
         weights: StreamWeights,
         spec: StreamsSpec,
         is_first: bool,
-        room: StreamsBuffers,
+        buffers: StreamsBuffers,
         stream: Stream,
         readers: Readers,
     ) -> None:
         assert not stream.centred and readers.ahead is None, "several streams are not centred, nor read ahead"
-        batch_size, num, hidden_size = room.streams.shape
+        batch_size, num, hidden_size = buffers.streams.shape
         num_out = len(weights.bias)
         block_num, block_out = triton.next_power_of_2(num), triton.next_power_of_2(num_out)
         columns = max(1, min(_MOST_COLUMNS, _WEIGHTS // (block_num * block_out)))
@@ -38,7 +38,7 @@ class TritonRemixOps(Launches):
         sums = self._partials[len(products) : len(products) + batch_size * num_parts]
         assert len(sums) == batch_size * num_parts, "they fit the room of split sums"
         add_to_streams_kernel[(num_parts, triton.cdiv(batch_size, _ROWS))](
-            *(stream.hidden, room.post, room.comb, weights.matrix, room.streams, products, sums),
+            *(stream.hidden, buffers.post, buffers.comb, weights.matrix, buffers.streams, products, sums),
             *(batch_size, num_out, hidden_size),
             FIRST=is_first,
             NUM=num,
@@ -51,7 +51,17 @@ class TritonRemixOps(Launches):
         )
         hidden, *prepared = written(stream, readers)
         read_streams_kernel[(batch_size,)](
-            *(room.streams, products, sums, weights.bias, weights.scales, room.post, room.comb, hidden, *prepared),
+            *(
+                buffers.streams,
+                products,
+                sums,
+                weights.bias,
+                weights.scales,
+                buffers.post,
+                buffers.comb,
+                hidden,
+                *prepared,
+            ),
             *(len(stream.squares), num_parts, num_out, hidden_size, readers.eps, spec.eps, spec.iterations),
             JOINS=weights.joins,
             NUM=num,

@@ -22,10 +22,10 @@ from workers.model.gpu.remix_ops import TritonRemixOps
 from workers.model.gpu.stream_ops import summed_by, written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, tiles
 from workers.model.gpu.token_kernels import (
-    finish_logits_kernel,
     argmax_kernel,
     argmax_of_part_kernel,
     compute_rotation_kernel,
+    finish_logits_kernel,
 )
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
@@ -49,7 +49,9 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
         self._partials = torch.empty(sums, dtype=torch.float32, device=device)
         self._counters = torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
 
-    def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+    def compute_rotation(
+        self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation
+    ) -> None:
         half, of_temper = len(frequencies.angles), temper or Temper(beta=0.0, every=1)
         compute_rotation_kernel[(rows.batch_size,)](
             rows.positions,

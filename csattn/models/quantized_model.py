@@ -44,7 +44,7 @@ def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
     ]
 
 
-def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
+def attach_quantized(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
     """Set the attribute `quantized` of modules, so that products read these matrices; only in models in bfloat16.
 
     Matrices of experts are removed from the dict.
@@ -141,16 +141,16 @@ def _gates_then_ups(spec: ExpertsSpec) -> Tensor:
     return (torch.arange(spec.num_experts)[:, None] * len(rows) + in_order).flatten()
 
 
-def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Tensor] | None = None) -> None:
+def round_weights(model: Any, rounding: Rounding, store_decoded: Callable[[Tensor], Tensor] | None = None) -> None:
     """Quantize the weights of linear modules and experts in a model's layers by rounding.
 
-    beside: stores decoded weights, like `aside`; None: in memory.
+    store_decoded: stores decoded weights, like `to_mapped_file`; None: in memory.
     """
-    beside = beside or (lambda decoded: decoded)
+    store_decoded = store_decoded or (lambda decoded: decoded)
     quantized = {}
     for name, module in linears_of_layers(model):
         weight = QuantizedWeight.rounded(module.weight.data, rounding)
-        module.weight.data = beside(weight.decoded(module.weight.dtype))
+        module.weight.data = store_decoded(weight.decoded(module.weight.dtype))
         quantized[f"{name}.weight"] = weight
     inputs_first = FAMILIES[model.config.model_type].inputs_first
     for name, module, _ in experts_of_layers(model):
@@ -160,6 +160,6 @@ def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Ten
             whole = joined([QuantizedWeight.rounded(matrix, rounding) for matrix in matrices])
             assert whole is not None, "they are of a kind"
             decoded = whole.decoded(matrices.dtype).view(matrices.shape)
-            parameter.data = beside(decoded.mT if inputs_first else decoded)
+            parameter.data = store_decoded(decoded.mT if inputs_first else decoded)
             quantized[f"{name}.{part}"] = whole
-    keep(model, quantized)
+    attach_quantized(model, quantized)

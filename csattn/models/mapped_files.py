@@ -21,8 +21,8 @@ _IN_MEMORY = {"ramfs", "tmpfs"}
 _MOST_SHARE = 0.5  # of the disk's free space: contexts are built there, too
 
 
-def has_room_aside(num_bytes: int) -> bool:
-    """Whether so many bytes can be put aside: the cache directory is writable and on a disk with enough room."""
+def has_disk_space(num_bytes: int) -> bool:
+    """Whether so many bytes can go to mapped files: the cache directory is writable and on a disk with enough room."""
     place = next(path for path in (cache_dir(), *cache_dir().absolute().parents) if os.path.isdir(path))
     if _lies_in_memory(place) or not os.access(place, os.W_OK | os.X_OK):
         return False
@@ -41,7 +41,7 @@ def _lies_in_memory(place: Path) -> bool:
     return False
 
 
-def aside(tensor: Tensor) -> Tensor:
+def to_mapped_file(tensor: Tensor) -> Tensor:
     """Move a tensor to an unnamed file, which is deleted with it, and return it mapped from there.
 
     Return the tensor itself if it is small, not on the CPU, or cannot be written. The mapping is private
@@ -61,8 +61,8 @@ def aside(tensor: Tensor) -> Tensor:
     return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
 
 
-class MadeAside(TorchFunctionMode):
-    """While open, tensors that these functions return in this thread are put aside: a loader's weights, one by one."""
+class ResultsToFiles(TorchFunctionMode):
+    """While open, tensors that these functions return in this thread go to mapped files: a loader's weights, one by one."""
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         super().__init__()
@@ -73,4 +73,4 @@ class MadeAside(TorchFunctionMode):
         if func not in self._functions or not isinstance(made, Tensor):
             return made
         trim_heap()  # frees what earlier tensors were made from
-        return aside(made)
+        return to_mapped_file(made)

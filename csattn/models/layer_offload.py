@@ -13,8 +13,8 @@ MOST_SHARE = 0.75  # of the device's free memory, for weights: activations need 
 
 def place(model: Any, device: str) -> Any:
     """Move a model to a device; its layers stay on the host unless the device has room for all of them."""
-    model.layers_are_lent = not _has_room(model, device)
-    if not model.layers_are_lent:
+    model.layers_are_offloaded = not _has_room(model, device)
+    if not model.layers_are_offloaded:
         return model.to(device)
     body = model.model
     for name, part in body.named_children():
@@ -26,13 +26,13 @@ def place(model: Any, device: str) -> Any:
 
 
 @contextmanager
-def lent(model: Any, layer_idx: int, parts: tuple[str, ...] = ()) -> Iterator[Any]:
+def layer_on_device(model: Any, layer_idx: int, parts: tuple[str, ...] = ()) -> Iterator[Any]:
     """Yield a layer of a placed model with its weights on the model's device, copied there while open if necessary.
 
     parts: submodules of the layer to copy; default: all of it.
     """
     layer = model.model.layers[layer_idx]
-    if not are_lent(model):
+    if not is_offloaded(model):
         yield layer
         return
     modules = [getattr(layer, part) for part in parts if hasattr(layer, part)] or [layer]
@@ -47,9 +47,9 @@ def lent(model: Any, layer_idx: int, parts: tuple[str, ...] = ()) -> Iterator[An
             tensor.data = home
 
 
-def are_lent(model: Any) -> bool:
+def is_offloaded(model: Any) -> bool:
     """Whether the model's layers stay on the host."""
-    return getattr(model, "layers_are_lent", False)
+    return getattr(model, "layers_are_offloaded", False)
 
 
 def _has_room(model: Any, device: str) -> bool:

@@ -62,7 +62,7 @@ def to_mapped_file(tensor: Tensor) -> Tensor:
 
 
 class ResultsToFiles(TorchFunctionMode):
-    """While open, tensors that these functions return in this thread go to mapped files: a loader's weights, one by one."""
+    """While open, tensors that these functions return in this thread go to mapped files: weights, one by one."""
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         super().__init__()

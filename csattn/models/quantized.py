@@ -238,7 +238,7 @@ def _if_read(weight: QuantizedWeight | None) -> QuantizedWeight | None:
 
 
 class _DecodedMover:
-    """Passes decoded tensors of a state to `store_decoded`: a layer's experts together, as a call may hold a file open."""
+    """Passes decoded tensors to `store_decoded`: a layer's experts together, as each call may hold a file open."""
 
     def __init__(self, state: dict[str, Tensor], store_decoded: Callable[[Tensor], Tensor]) -> None:
         self._state, self._store_decoded = state, store_decoded

@@ -96,7 +96,7 @@ def conversion_bytes(config: Any, item_bytes: int) -> int:
 
 
 def is_converted_on_disk(all_bytes: int) -> bool:
-    """Whether a conversion keeps so many bytes of weights in mapped files: the disk has room for them and the saved copy."""
+    """Whether a conversion keeps such weights in mapped files: the disk has room for them and for the saved copy."""
     return has_disk_space(all_bytes * 11 // 10)
 
 

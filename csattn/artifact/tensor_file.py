@@ -166,9 +166,9 @@ def _pieces(spec: TensorSpec, array: NDArray[Any] | torch.Tensor) -> Iterator[me
     assert array.shape == spec.shape, f"{spec.name} has shape {array.shape} instead of {spec.shape}"
     assert array.dtype == dtype, f"{spec.name} has dtype {array.dtype} instead of {dtype}"
     rows = np.atleast_1d(array)
-    at_once = max(1, _PIECE_BYTES * len(rows) // max(1, array.nbytes))
-    for start in range(0, len(rows), at_once):
-        yield np.ascontiguousarray(rows[start : start + at_once]).reshape(-1).view(np.uint8).data
+    chunk_rows = max(1, _PIECE_BYTES * len(rows) // max(1, array.nbytes))
+    for start in range(0, len(rows), chunk_rows):
+        yield np.ascontiguousarray(rows[start : start + chunk_rows]).reshape(-1).view(np.uint8).data
 
 
 def map_read_only(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:

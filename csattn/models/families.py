@@ -36,7 +36,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 _NORM_BIASES = "its norms have biases"
-_NORMS_BEHIND_ROPE = "it norms queries and keys behind RoPE"
+_NORMS_AFTER_ROPE = "it norms queries and keys behind RoPE"
 _CONVOLUTIONS = "most of its layers are convolutions"
 _STATE_SPACE = "it has layers with state spaces (Mamba)"
 # families that users may try, and why they are refused
@@ -46,8 +46,8 @@ _REFUSED = {
     "gemma3": "it sees images besides; load its text model, a gemma3_text",
     "gemma4": "it sees images besides; load its text model, a gemma4_text",
     "granitemoehybrid": _STATE_SPACE,
-    "hunyuan_v1_dense": _NORMS_BEHIND_ROPE,
-    "hunyuan_v1_moe": _NORMS_BEHIND_ROPE,
+    "hunyuan_v1_dense": _NORMS_AFTER_ROPE,
+    "hunyuan_v1_moe": _NORMS_AFTER_ROPE,
     "jais2": _NORM_BIASES,
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
@@ -108,17 +108,17 @@ class Family:
     config_fields: tuple[str, ...] = ()  # config fields that it reads, and other families lack or ignore
     logit_scale_field: str = "logit_scale"  # which of these fields multiplies logits
 
-    def field(self, config: Any, name: str, otherwise: Any) -> Any:
-        """Return the config's field if this family reads it, else `otherwise`."""
-        return getattr(config, name) if name in self.config_fields else otherwise
+    def field(self, config: Any, name: str, default: Any) -> Any:
+        """Return the config's field if this family reads it, else `default`."""
+        return getattr(config, name) if name in self.config_fields else default
 
 
-_MOST_STRETCHED = 1024.0
-_MOST_NORM_MIN = 1e-6  # the largest accepted `moe_norm_min`: sums of shares are hardly ever less
+_MAX_STRETCH = 1024.0
+_MAX_NORM_MIN = 1e-6  # the largest accepted `moe_norm_min`: sums of shares are hardly ever less
 _BY_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
 _ATTENTION_BIAS = ("attention_bias", "attention_bias", False)
 _USE_BIAS = ("use_bias", "use_bias", "use_bias")
-_BEHIND = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _GEMMA2_NORMS = (
     "input_layernorm",
@@ -159,7 +159,7 @@ FAMILIES = {
     "ernie4_5": Family(biases=_USE_BIAS, interleaved=True),
     "ernie4_5_moe": Family(biases=_USE_BIAS, interleaved=True, head_bias="use_bias"),
     "exaone": Family(biases=_BY_CONFIG),
-    "exaone4": Family(_BEHIND, qk_norm="head", rotated="local"),
+    "exaone4": Family(_POST_NORMS, qk_norm="head", rotated="local"),
     "exaone_moe": Family(qk_norm="head", rotated="local"),
     "gemma": Family(**_GEMMA),
     "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, config_fields=(*_GEMMA_FIELDS, "attn_logit_softcapping")),
@@ -212,8 +212,8 @@ FAMILIES = {
     "ministral3": Family(tempered=True, config_fields=("sliding_window",)),
     "mistral": Family(config_fields=("sliding_window",)),
     "mixtral": Family(config_fields=("sliding_window",)),
-    "olmo2": Family(_BEHIND, biases=_ATTENTION_BIAS, qk_norm="projection"),
-    "olmo3": Family(_BEHIND, biases=_ATTENTION_BIAS, qk_norm="projection"),
+    "olmo2": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),
+    "olmo3": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),
     "olmoe": Family(biases=_ATTENTION_BIAS, qk_norm="projection"),
     "phi3": Family(config_fields=("sliding_window",)),
     "qwen2": Family(biases=(True, False, False)),
@@ -349,8 +349,8 @@ def stretch_positions(config: Any, factor: float) -> None:
     """
     if factor == 1.0:
         return
-    if not 1.0 < factor <= _MOST_STRETCHED:
-        raise ModelError(f"a model's positions can be stretched by a factor of 1 to {_MOST_STRETCHED:g}, got {factor}")
+    if not 1.0 < factor <= _MAX_STRETCH:
+        raise ModelError(f"a model's positions can be stretched by a factor of 1 to {_MAX_STRETCH:g}, got {factor}")
     if "" not in rope_parameters(config):
         raise ModelError(
             "this model's layers turn positions differently, so they cannot be stretched; load it as it is"
@@ -391,10 +391,10 @@ def _require_reproduced(config: Any, family: Family) -> None:
         raise ModelError("this model has no norms behind attention and MLP, and csattn wants them in its family")
     if config.model_type == "cohere" and config.use_qk_norm:
         raise ModelError("this model norms each head's queries and keys by weights of its own, which csattn does not")
-    if config.model_type == "ernie4_5_moe" and not (config.moe_norm_min or 0.0) <= _MOST_NORM_MIN:  # NaN is refused too
+    if config.model_type == "ernie4_5_moe" and not (config.moe_norm_min or 0.0) <= _MAX_NORM_MIN:  # NaN is refused too
         raise ModelError(
             f"this model divides experts' shares by no less than {config.moe_norm_min} (moe_norm_min), csattn by their "
-            f"sum; use one whose moe_norm_min is {_MOST_NORM_MIN:g} at most"
+            f"sum; use one whose moe_norm_min is {_MAX_NORM_MIN:g} at most"
         )
 
 

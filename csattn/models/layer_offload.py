@@ -8,7 +8,7 @@ import torch
 
 from csattn.cuda import free_device_bytes
 
-MOST_SHARE = 0.75  # of the device's free memory, for weights: activations need some, too
+MAX_SHARE = 0.75  # of the device's free memory, for weights: activations need some, too
 
 
 def place(model: Any, device: str) -> Any:
@@ -37,14 +37,14 @@ def layer_on_device(model: Any, layer_idx: int, parts: tuple[str, ...] = ()) -> 
         return
     modules = [getattr(layer, part) for part in parts if hasattr(layer, part)] or [layer]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    homes = [tensor.data for tensor in tensors]
+    host_data = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
             tensor.data = tensor.data.to(model.device, copy=True)
         yield layer
     finally:
-        for tensor, home in zip(tensors, homes, strict=True):
-            tensor.data = home
+        for tensor, on_host in zip(tensors, host_data, strict=True):
+            tensor.data = on_host
 
 
 def is_offloaded(model: Any) -> bool:
@@ -56,4 +56,4 @@ def _has_room(model: Any, device: str) -> bool:
     if torch.device(device).type != "cuda":
         return True
     needed = sum(int(parameter.nbytes) for parameter in model.parameters())
-    return needed <= MOST_SHARE * free_device_bytes(device)
+    return needed <= MAX_SHARE * free_device_bytes(device)

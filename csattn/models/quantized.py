@@ -23,7 +23,7 @@ from torch import Tensor
 
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ModelError
-from csattn.models.quantized_weight import FP4_MOST_EXPONENT, QuantizedWeight, WeightFormat, joined
+from csattn.models.quantized_weight import FP4_MAX_EXPONENT, QuantizedWeight, WeightFormat, joined
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 _EXPERT_DTYPES = ("fp8", "fp4")  # of the method `fp8`
@@ -104,14 +104,14 @@ class Quantization:
         )
 
     @property
-    def kept_experts(self) -> tuple[WeightFormat, int] | None:
-        """Like `kept`, for the matrices of experts."""
+    def expert_format(self) -> tuple[WeightFormat, int] | None:
+        """Like `linear_format`, for the matrices of experts."""
         if self.fp4_experts:
             return "fp4", _FP4_GROUP
-        return self.kept if self.in_order else None
+        return self.linear_format if self.in_order else None
 
     @property
-    def kept(self) -> tuple[WeightFormat, int] | None:
+    def linear_format(self) -> tuple[WeightFormat, int] | None:
         """Format and group size in which products read quantized linear layers; None: only decoded ones are kept."""
         is_fp8 = self.method in ("fp8", "fbgemm_fp8") or (self.num_bits == 8 and self.is_float)
         format: WeightFormat = "fp8" if is_fp8 else "int4"
@@ -137,7 +137,7 @@ class _Matrix:
             numbers = numbers - self.zeros.float()[:, self.groups]
         return numbers * self.scales[:, self.groups]
 
-    def kept(self) -> QuantizedWeight | None:
+    def to_quantized(self) -> QuantizedWeight | None:
         """Return the matrix in the layout that products read; None if they cannot."""
         is_fp8 = self.numbers.dtype == torch.float8_e4m3fn
         if not is_fp8 and (self.numbers.dtype != torch.uint8 or self.num_bits != 4):
@@ -179,14 +179,14 @@ def read_state(
         if _is_part(files, name) or named(name) is None:
             continue
         try:
-            whole, tensor, kept = _decoded(files, name, quantization, dtype)
+            whole, tensor, quantized_form = _decoded(files, name, quantization, dtype)
         except (RuntimeError, IndexError) as error:  # from torch, for shapes that do not fit
             whole, what = name.removesuffix("_blocks"), str(error).splitlines()[0]
             raise ModelError(f"{whole} cannot be decoded: {what}; the checkpoint is damaged") from error
         place = named(whole) or whole
         state[place] = tensor
-        if kept is not None:
-            quantized[place] = kept
+        if quantized_form is not None:
+            quantized[place] = quantized_form
             if mover is not None:
                 mover.put(place)
     if mover is not None:
@@ -214,13 +214,17 @@ def _decoded(
         whole = name.removesuffix("_blocks")
         experts = _mxfp4(files.read(name), files.read(f"{whole}_scales"))
         decoded = torch.stack([expert.decoded(dtype).T for expert in experts])  # [experts, num_in, num_out]
-        return whole, decoded, _if_read(joined(experts))
+        return whole, decoded, _if_readable(joined(experts))
     if quantization.method == "fp8" and files.dtype(name) == torch.int8:
         pairs = _fp4(module, files.read(name), files.scale(module))
-        return name, pairs.decoded(dtype), _if_read(pairs)
+        return name, pairs.decoded(dtype), _if_readable(pairs)
     if (matrix := _matrix(files, name, quantization)) is not None:
-        kept = matrix.kept()
-        return f"{module}.weight", matrix.decoded().to(dtype) if kept is None else kept.decoded(dtype), kept
+        quantized = matrix.to_quantized()
+        return (
+            f"{module}.weight",
+            matrix.decoded().to(dtype) if quantized is None else quantized.decoded(dtype),
+            quantized,
+        )
     tensor = files.read(name)
     if tensor.dtype == torch.float8_e8m0fnu:
         raise ModelError(f"the checkpoint has {name} and not the weights that these scales are of; fetch it whole")
@@ -232,9 +236,9 @@ def _decoded(
     return name, tensor, None
 
 
-def _if_read(weight: QuantizedWeight | None) -> QuantizedWeight | None:
+def _if_readable(weight: QuantizedWeight | None) -> QuantizedWeight | None:
     """Return a matrix of 4-bit floats; None if a scale is too large for products to read."""
-    return None if weight is None or int(weight.scales.max()) > FP4_MOST_EXPONENT else weight
+    return None if weight is None or int(weight.scales.max()) > FP4_MAX_EXPONENT else weight
 
 
 class _DecodedMover:

@@ -57,9 +57,9 @@ def attach_quantized(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
     of_experts = [(found.groups(), name) for name in quantized if (found := _OF_EXPERT.search(name))]
     parts = {key: quantized.pop(name) for key, name in of_experts}
     for name, module, spec in experts_of_layers(model):
-        kept = _experts_in_one(name, spec, quantized) or _experts_by_one(name.split(".")[2], spec, parts)
-        if kept is not None:
-            module.quantized = kept
+        experts = _experts_in_one(name, spec, quantized) or _experts_by_one(name.split(".")[2], spec, parts)
+        if experts is not None:
+            module.quantized = experts
 
 
 def drop_stale_quantized(model: Any) -> None:
@@ -68,19 +68,19 @@ def drop_stale_quantized(model: Any) -> None:
     Merged adapters, edits and another dtype change matrices.
     """
     for module in model.modules():
-        kept = getattr(module, "quantized", None)
-        if isinstance(kept, QuantizedWeight) and not _is_decoded(module.weight.data[None], kept, model.dtype):
+        quantized = getattr(module, "quantized", None)
+        if isinstance(quantized, QuantizedWeight) and not _is_decoded(module.weight.data[None], quantized, model.dtype):
             del module.quantized
     inputs_first = FAMILIES[model.config.model_type].inputs_first
     for _, module, spec in experts_of_layers(model):
         if not hasattr(module, "quantized"):
             continue
-        kept, gates_ups, downs = module.quantized, module.gate_up_proj.data, module.down_proj.data
+        quantized, gates_ups, downs = module.quantized, module.gate_up_proj.data, module.down_proj.data
         if inputs_first:
             gates_ups, downs = gates_ups.mT, downs.mT
         places = _gates_then_ups(spec) if spec.activation == "clamped" else None
-        if not _is_decoded(gates_ups, kept.gate_up, model.dtype, places) or not _is_decoded(
-            downs, kept.down, model.dtype
+        if not _is_decoded(gates_ups, quantized.gate_up, model.dtype, places) or not _is_decoded(
+            downs, quantized.down, model.dtype
         ):
             del module.quantized
 
@@ -94,16 +94,16 @@ def drop_quantized(model: Any) -> None:
 
 
 def _is_decoded(
-    weight: Tensor,  # [num_matrices, num_out, num_in]; `kept` has the matrices stacked
-    kept: QuantizedWeight,
+    weight: Tensor,  # [num_matrices, num_out, num_in]; `quantized` has the matrices stacked
+    quantized: QuantizedWeight,
     dtype: torch.dtype,  # the model's; some of its matrices may be float32
-    places: Tensor | None = None,  # [num_matrices * num_out]: the row of the weight for each row kept
+    places: Tensor | None = None,  # [num_matrices * num_out]: the row of the weight for each row quantized
 ) -> bool:
     num_matrices, num_out, _ = weight.shape
-    rows = torch.arange(0, len(kept), max(1, len(kept) // max(_SAMPLED_ROWS, 2 * num_matrices)))
+    rows = torch.arange(0, len(quantized), max(1, len(quantized) // max(_SAMPLED_ROWS, 2 * num_matrices)))
     at = rows if places is None else places[rows]
     there = weight[at // num_out, at % num_out]
-    return dtype == torch.bfloat16 and torch.equal(there.to("cpu", dtype), kept.outputs(rows).decoded(dtype))
+    return dtype == torch.bfloat16 and torch.equal(there.to("cpu", dtype), quantized.outputs(rows).decoded(dtype))
 
 
 def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:

@@ -49,31 +49,31 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
     item_bytes: of a weight, 4 or 2; some families have a few in float32. weights: as in `load_model`.
     Raises ModelError for an unsupported quantization.
     """
-    model = _without_memory(config, torch.float32 if item_bytes == 4 else torch.bfloat16)
-    kept: tuple[WeightFormat, int] | None = None
-    of_experts: tuple[WeightFormat, int] | None = None
+    model = _meta_model(config, torch.float32 if item_bytes == 4 else torch.bfloat16)
+    linear_format: tuple[WeightFormat, int] | None = None
+    expert_format: tuple[WeightFormat, int] | None = None
     skipped: list[str] = []
     if (published := getattr(config, "quantization_config", None)) is not None:
         quantization, left_out = Quantization.read(published), published.get("modules_to_not_convert") or []
         skipped = [named_as_text(name) for name in left_out]
         if config.model_type == "deepseek_v4":
             skipped += deepseek_files.PLAIN
-        kept, of_experts = quantization.kept, quantization.kept_experts
+        linear_format, expert_format = quantization.linear_format, quantization.expert_format
     elif weights is not None:
-        kept = of_experts = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
+        linear_format = expert_format = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
     quantized = linears = experts = 0
     for name, linear in linears_of_layers(model):
-        if kept is not None and not any(part in name for part in skipped):
-            quantized += QuantizedWeight.size(*kept, *linear.weight.shape)
+        if linear_format is not None and not any(part in name for part in skipped):
+            quantized += QuantizedWeight.size(*linear_format, *linear.weight.shape)
             linears += linear.weight.numel() * item_bytes
     for name, _, of in experts_of_layers(model):
-        if of_experts is None or any(part in name for part in skipped):
+        if expert_format is None or any(part in name for part in skipped):
             continue
         for num_out, num_in in (
             (2 * of.intermediate_size, config.hidden_size),
             (config.hidden_size, of.intermediate_size),
         ):
-            quantized += QuantizedWeight.size(*of_experts, of.num_experts * num_out, num_in)
+            quantized += QuantizedWeight.size(*expert_format, of.num_experts * num_out, num_in)
             experts += of.num_experts * num_out * num_in * item_bytes
     # modules that transformers loads in float32; since 5.20 it also creates some in float32
     wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -90,7 +90,7 @@ def conversion_bytes(config: Any, item_bytes: int) -> int:
     The largest tensor is there three times in float32, with temporaries (3.5 times in all); all weights stay in memory
     if the disk has no room for mapped files.
     """
-    sizes: list[int] = [parameter.numel() for parameter in _without_memory(config, torch.float32).parameters()]
+    sizes: list[int] = [parameter.numel() for parameter in _meta_model(config, torch.float32).parameters()]
     all_bytes = sum(sizes) * item_bytes
     return all_bytes * (not is_converted_on_disk(all_bytes)) + 7 * max(sizes) * torch.float32.itemsize // 2
 
@@ -100,7 +100,7 @@ def is_converted_on_disk(all_bytes: int) -> bool:
     return has_disk_space(all_bytes * 11 // 10)
 
 
-def _without_memory(config: Any, dtype: torch.dtype) -> Any:
+def _meta_model(config: Any, dtype: torch.dtype) -> Any:
     """Make a model on the meta device: shapes and dtypes without memory."""
     from transformers import AutoModelForCausalLM
 
@@ -110,10 +110,10 @@ def _without_memory(config: Any, dtype: torch.dtype) -> Any:
 
 def device_bytes(model: Any) -> int:
     """Return the bytes of a loaded model's weights as a GPU keeps them: quantized ones without the decoded."""
-    kept = [module for module in model.modules() if hasattr(module, "quantized")]
+    modules = [module for module in model.modules() if hasattr(module, "quantized")]
     plain = (
         module.weight.nbytes if hasattr(module, "weight") else module.gate_up_proj.nbytes + module.down_proj.nbytes
-        for module in kept
+        for module in modules
     )
-    saved = sum(plain) - sum(module.quantized.nbytes for module in kept)
+    saved = sum(plain) - sum(module.quantized.nbytes for module in modules)
     return int(sum(parameter.nbytes for parameter in model.parameters()) - saved)

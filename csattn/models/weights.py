@@ -303,8 +303,8 @@ def weights_of(model: Any) -> ModelWeights:
 def _frequencies(body: Any, layer_type: str) -> Frequencies:
     angles, scale = model_frequencies(body.rotary_emb, layer_type)
     # Llama 4 norms heads after RoPE, which cancels RoPE's factor; a step norms them before
-    is_taken_off = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
-    return Frequencies(angles, 1.0 if is_taken_off else scale)
+    drops_scale = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
+    return Frequencies(angles, 1.0 if drops_scale else scale)
 
 
 def _inputs(body: Any, family: Family) -> InputWeights:
@@ -520,8 +520,8 @@ def _shared(block: Any) -> ExpertWeights:
     mlp = block.shared_expert
     linears = [_linear(module) for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     gates, ups, down = (linear.weight[None] for linear in linears)
-    kept = [linear.quantized for linear in linears if linear.quantized is not None]
-    quantized = QuantizedExperts.of(kept[:2], kept[2:]) if len(kept) == len(linears) else None
+    matrices = [linear.quantized for linear in linears if linear.quantized is not None]
+    quantized = QuantizedExperts.of(matrices[:2], matrices[2:]) if len(matrices) == len(linears) else None
     return ExpertWeights(router=_linear(block.shared_expert_gate), gates=gates, ups=ups, down=down, quantized=quantized)
 
 

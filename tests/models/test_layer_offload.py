@@ -20,7 +20,7 @@ def addresses(model: Any) -> list[int]:
 @pytest.mark.parametrize(
     "family", ["llama", "gpt_oss", "qwen3_next", "deepseek_v32", "gemma3_text", "gemma4_text", "phi3"]
 )
-def test_a_prefill_by_lent_layers_is_the_same(family: str) -> None:
+def test_a_prefill_by_offloaded_layers_is_the_same(family: str) -> None:
     model, ids = make_model(family), torch.from_numpy(token_ids(70)).long()
     want = [leaving.clone() for _, leaving in prefill(model, ids, chunk_len=32)]
     homes, layers, seen = addresses(model), model.model.layers, []
@@ -33,7 +33,7 @@ def test_a_prefill_by_lent_layers_is_the_same(family: str) -> None:
     assert addresses(model) == homes
 
 
-def test_what_was_lent_is_home_after_an_error() -> None:
+def test_what_was_copied_is_home_after_an_error() -> None:
     model = make_model()
     model.layers_are_offloaded = True
     homes = addresses(model)
@@ -62,7 +62,7 @@ def test_room_is_what_is_free_on_the_device(free_bytes: int, monkeypatch: pytest
     )
 
 
-def test_parts_of_a_layer_are_lent_alone() -> None:
+def test_parts_of_a_layer_are_copied_alone() -> None:
     model = make_model()
     model.layers_are_offloaded = True
     mlp, q = (part.weight for part in (model.model.layers[0].mlp.up_proj, model.model.layers[0].self_attn.q_proj))

@@ -23,7 +23,7 @@ from tests.tiny import make_model, save
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(mapped_files, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(mapped_files, "_MIN_BYTES", 1)
     monkeypatch.setattr(mapped_files, "_IN_MEMORY", set())  # temporary directories may be
     return tmp_path / "cache"
 
@@ -66,7 +66,7 @@ def test_where_there_is_no_file_they_stay_where_they_are(cache: Path, monkeypatc
         of_test.setattr("tempfile.TemporaryFile", lambda **_: Full())
         assert to_mapped_file(here) is here
     with monkeypatch.context() as of_test:
-        of_test.setattr(mapped_files, "_LEAST_BYTES", here.nbytes + 1)
+        of_test.setattr(mapped_files, "_MIN_BYTES", here.nbytes + 1)
         assert to_mapped_file(here) is here
     nowhere = cache / "file"
     nowhere.write_text("no directory")

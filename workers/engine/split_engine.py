@@ -112,7 +112,7 @@ class SplitEngine:
         """Load a context in all processes at the same time. `meanwhile` is not called."""
         require_new_context(context_id, self._context_ids, artifact, self.max_positions)
         with self._all_at_once("add_context", context_id, artifact.path):
-            with self._devices.together():
+            with self._devices.all_or_none():
                 pass  # returns when all have opened it
             self._engine.add_context(context_id, artifact)
         self._context_ids.add(context_id)

@@ -101,7 +101,7 @@ class Devices:
             return torch.zeros(sizes, dtype=dtype, device=self.device)
         import torch.distributed._symmetric_memory as symmetric  # slow, and with requirements of its own
 
-        with self.together():
+        with self.all_or_none():
             zeros: Tensor = symmetric.empty(sizes, dtype=dtype, device=self.device).zero_()
             torch.cuda.synchronize(self.device)  # after the rendezvous others may write to it
         with ends_within(MEET_S, _NOT_MET):
@@ -145,7 +145,7 @@ class Devices:
         handle.barrier(channel=1)  # all have read the others' parts
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def all_or_none(self) -> Iterator[None]:
         """Make the body succeed in all processes or raise in all."""
         try:
             yield
@@ -193,7 +193,7 @@ class Devices:
     def _reads_others(self) -> bool:
         """Try symmetric memory; return whether each device can read the others' on this machine."""
         try:
-            with self.together():
+            with self.all_or_none():
                 self._name_group()
             ones = self.shared_zeros(4, 8).fill_(1 + self.share.rank)
             torch.cuda.synchronize()

@@ -118,7 +118,7 @@ class StepLayers:
             self._branch = zeros(spec.hidden_size)
         width = spec.layer_input_width
         self._inputs = torch.zeros(spec.num_layers, batch_size, width, dtype=dtype, device=weights.device)
-        self._projected, self._taken = zeros(spec.num_layers * width), zeros(width)
+        self._projected, self._input_gates = zeros(spec.num_layers * width), zeros(width)
         # the input and the output of experts that have norms of their own (`ExpertsSpec.has_own_norms`)
         self._expert_io = [zeros(spec.hidden_size) for _ in range(2 * any(x.has_own_norms for _, x in kinds))]
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
@@ -378,9 +378,9 @@ class StepLayers:
         """Add what the layer computes from its own input of each token, besides the stream: see `InputWeights`."""
         mlp, layer = self._weights.spec.layers[layer_idx].mlp, self._weights.layers[layer_idx]
         assert mlp is not None and self._branch is not None and self._devices is None
-        self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._taken)
-        self._ops.take_input(self._taken, mlp.activation, self._inputs[layer_idx])
-        self._ops.linear(Normed(self._taken), [weights.projection], self._branch)
+        self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._input_gates)
+        self._ops.gate_input(self._input_gates, mlp.activation, self._inputs[layer_idx])
+        self._ops.linear(Normed(self._input_gates), [weights.projection], self._branch)
         eps = self._weights.spec.norm_eps
         self._ops.add_normed(self._branch, weights.norm, eps, 1.0, layer.scale, self._stream, readers)
 

@@ -328,7 +328,7 @@ class TorchOps:
         own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
         out.copy_(((made + own) * 2**-0.5).transpose(0, 1))
 
-    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+    def gate_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
         """gates = activation(gates) * given, both [batch_size, layer_input_width]"""
         gates.copy_(ACTIVATIONS[activation](gates.float()) * given.float())
 
@@ -349,11 +349,11 @@ class TorchOps:
 
         The rows of a request must come in the order of its tokens.
         """
-        versions, kept = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
+        versions, new_states = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
         for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
             tail = int(rows.tail_ids[row])
             version = int(state.version[tail])
-            conv, memory = kept.get(tail) or (state.conv[tail, version], state.memory[tail, version])
+            conv, memory = new_states.get(tail) or (state.conv[tail, version], state.memory[tail, version])
             widths = [spec.num_channels, spec.v_width, spec.num_v_heads, spec.num_v_heads]
             channels, z, write, forget = torch.split(buffers.inputs[row].float(), widths)
             seen = torch.cat([conv, channels[:, None]], dim=1)
@@ -362,14 +362,14 @@ class TorchOps:
             q, k = (
                 _unit(x.view(-1, spec.k_dim)).repeat_interleave(spec.num_v_heads // spec.num_k_heads, 0) for x in (q, k)
             )
-            kept_share = torch.exp(-weights.decay * functional.softplus(forget + weights.decay_bias))
-            memory = memory * kept_share[:, None, None]
+            decay_factor = torch.exp(-weights.decay * functional.softplus(forget + weights.decay_bias))
+            memory = memory * decay_factor[:, None, None]
             change = (v.view(-1, spec.v_dim) - torch.einsum("hkv,hk->hv", memory, k)) * write.sigmoid()[:, None]
             memory = memory + k[:, :, None] * change[:, None]
             read = torch.einsum("hkv,hk->hv", memory, q) * spec.k_dim**-0.5
             buffers.out[row] = (_norm(read, weights.norm, eps) * functional.silu(z.view(read.shape))).flatten()
-            kept[tail] = seen[:, 1:], memory
-        for tail, (conv, memory) in kept.items():
+            new_states[tail] = seen[:, 1:], memory
+        for tail, (conv, memory) in new_states.items():
             version = (int(state.version[tail]) + 1) % versions
             state.conv[tail, version], state.memory[tail, version] = conv, memory
 

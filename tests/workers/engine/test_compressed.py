@@ -106,12 +106,12 @@ def fill_rows(step: StepRows, rows: list[tuple[int, int, int]]) -> None:
 
 def on_cpu(layers: Layers, states: list[list[Any]]) -> Steps:
     spec, num_layers = describe(layers.model.config), len(layers.weights)
-    rooms: dict[int, CompressedBuffers] = {i: room_of(layers, i) for i in range(num_layers)}
+    buffers_of_layers: dict[int, CompressedBuffers] = {i: buffers_of(layers, i) for i in range(num_layers)}
     model: Any = SimpleNamespace(
         shape=SimpleNamespace(num_layers=num_layers),
         max_rows=MAX_ROWS,
-        tails=[torch.full((NUM_TAILS, 1, CAPACITY, 2, spec.head_dim), torch.nan) for _ in rooms],
-        compressed=lambda i: (spec.layers[i].compressed, rooms[i], layers.weights[i]),
+        tails=[torch.full((NUM_TAILS, 1, CAPACITY, 2, spec.head_dim), torch.nan) for _ in buffers_of_layers],
+        compressed=lambda i: (spec.layers[i].compressed, buffers_of_layers[i], layers.weights[i]),
     )
     attention = CompressedOnCpu(model)
     nothing = [layers.whole(layer_idx).state for layer_idx in range(num_layers)]
@@ -125,7 +125,7 @@ def on_cpu(layers: Layers, states: list[list[Any]]) -> Steps:
         context_lens = torch.tensor([CONTEXT_LENS[i] if i >= 0 else 0 for i in contexts]).numpy()
         attention.set_contexts([states[i] if i >= 0 else nothing for i in contexts])
         attention.set_lens(tails, context_lens, torch.tensor(lens).numpy())
-        mine = rooms[layer_idx]
+        mine = buffers_of_layers[layer_idx]
         mine.inputs.copy_(buffers.inputs)
         mine.projected.copy_(buffers.projected)
         attention.attend(layer_idx)
@@ -138,7 +138,7 @@ def state_on(state: Any, device: str) -> Any:
     return type(state)(*(getattr(state, name).to(device) for name in ("window", "rows", "keys", "pending")))
 
 
-def room_of(layers: Layers, layer_idx: int) -> CompressedBuffers:
+def buffers_of(layers: Layers, layer_idx: int) -> CompressedBuffers:
     of = describe(layers.model.config).layers[layer_idx].compressed
     assert of is not None
 
@@ -197,7 +197,7 @@ def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int,
             before = contexts[context] if context >= 0 else contexts[0]
             wanted[tail] = layers.whole(layer_idx).append(torch.cat((before, own[tail])))[len(before) :]
             steps.begin(tail, context)
-        buffers, done = room_of(layers, layer_idx), dict.fromkeys(requests, 0)
+        buffers, done = buffers_of(layers, layer_idx), dict.fromkeys(requests, 0)
         while min(done.values()) < CAPACITY:
             rows: list[tuple[int, int, int]] = []
             for tail, context in requests.items():
@@ -229,7 +229,7 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
     rows = make_step_rows(5, DEVICE)
     step = [(0, 3, 1), (1, 2, 7), (1, 2, 8), (2, -1, 4)]
     fill_rows(rows, step)
-    spec, weights, buffers = shape.compressed[layer_idx], layers.weights[layer_idx], room_of(layers, layer_idx)
+    spec, weights, buffers = shape.compressed[layer_idx], layers.weights[layer_idx], buffers_of(layers, layer_idx)
     buffers.inputs.normal_()
     buffers.projected.normal_()
     attended = torch.randn(5, spec.num_heads, spec.head_dim, device=DEVICE)

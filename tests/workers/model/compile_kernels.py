@@ -24,8 +24,8 @@ from workers.model.gpu import (
 
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
-    "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv kept memory decay"
-    " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
+    "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv conv_state memory"
+    " decay decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
     " post comb matrix products sums biases pending position_bias",
     "*i32": "by_token counts counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
     "*i64": "versions inboxes token_ids positions next_ids own slots written",
@@ -82,7 +82,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (expert_kernels.sum_parts_kernel, [{"NUM_PARTS": 3, "BLOCK": 1024, "ADDS": adds} for adds in (False, True)]),
     (head_kernels.copy_rows_kernel, [{"BLOCK": 512}]),
     (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
-    (input_kernels.take_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
+    (input_kernels.gate_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
     (delta_kernels.gate_kernel, [{"BLOCK": 1024}]),
     (delta_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
     (

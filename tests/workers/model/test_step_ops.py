@@ -373,8 +373,8 @@ def test_what_layers_take_of_each_token(width, dtype) -> None:
     torch.testing.assert_close(got, want, **tolerance(dtype))
     gates = randn(3, width, dtype=dtype)
     taken = gates.clone()
-    TritonOps(DEVICE).take_input(taken, "gelu_tanh", got[1])
-    TorchOps().take_input(gates, "gelu_tanh", got[1])
+    TritonOps(DEVICE).gate_input(taken, "gelu_tanh", got[1])
+    TorchOps().gate_input(gates, "gelu_tanh", got[1])
     torch.testing.assert_close(taken, gates, **tolerance(dtype))
 
 

@@ -67,11 +67,11 @@ class CpuModel:
         # for each request, the version of its recurrent states that a step reads
         self._versions = np.zeros(num_tails, np.int64)
         self.states = [None if x.delta is None else _make_state(x.delta, self._versions) for x in shape.layers]
-        between = _Cutting(self.tails, self.states, self._ops)
+        cutter = _TapeCutter(self.tails, self.states, self._ops)
         token_ids, tail_ids, tail_lens = map(torch.from_numpy, (self.token_ids, self.tail_ids, self.tail_lens))
         rows = make_step_rows(max_rows, model.device)  # tapes do not read its positions and contexts
         rows = replace(rows, token_ids=token_ids, tail_ids=tail_ids, tail_lens=tail_lens)
-        layers = StepLayers(self._weights, between, list(self.maps), self._ops, rows, torch.float32)
+        layers = StepLayers(self._weights, cutter, list(self.maps), self._ops, rows, torch.float32)
         self._rotations = layers.rotations
         # for each layer, the buffers that its attention reads and writes instead of q and attended; None: it uses those
         self.latents: list[LatentBuffers | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
@@ -91,16 +91,16 @@ class CpuModel:
         self.after: dict[bool, list[Tape]] = {}
         self._tapes: list[RowTape] = []
         for ahead in (False, True):
-            between.tapes.clear()
+            cutter.tapes.clear()
             *to_last_layer, head, end = layers.calls(ahead)
             for call in to_last_layer:
                 call.run()
-            tapes = [*between.tapes, self._ops.cut()]
+            tapes = [*cutter.tapes, self._ops.cut()]
             self._tapes += tapes
             self.begin[ahead], *self.after[ahead] = (tape.tape for tape in tapes)
             head.run()
             end.run()
-            self._head = between.tapes[-1]  # the same for both values of ahead
+            self._head = cutter.tapes[-1]  # the same for both values of ahead
         self._num_taped = 0  # the number of rows that the tapes are set for
 
     def begin_request(self, slot: int, states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
@@ -171,7 +171,7 @@ def _make_state(spec: DeltaSpec, versions: NDArray[np.int64]) -> DeltaState:
     return DeltaState(*map(torch.from_numpy, (conv, memory, versions)))
 
 
-class _Cutting(StepAttention):
+class _TapeCutter(StepAttention):
     """Stands in for attention while a step is recorded: where the step would attend, a tape ends."""
 
     lookahead = True

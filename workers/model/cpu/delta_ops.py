@@ -30,7 +30,7 @@ MIX = (
     "num_channels",
     "conv",  # [num_channels, conv_len]
     "conv_len",
-    "kept",  # [num_tails, 2, num_channels, conv_len - 1]
+    "conv_state",  # [num_tails, 2, num_channels, conv_len - 1]
     "mixed",  # [num_rows, num_channels], written
 )
 DELTA_RULE = (
@@ -88,7 +88,7 @@ class TapeDeltaOps(StageRecorder):
             per_row=mix_pieces(spec.num_channels),
             conv=weights.conv,
             conv_len=spec.conv_len,
-            kept=state.conv,
+            conv_state=state.conv,
             **common,
         )
         self._record(
@@ -130,8 +130,8 @@ def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     version = word_of(args.versions, tail)
     count, places = min(BLOCK, num_channels - first), num_channels * (size - 1)
     conv = array_at(args.conv, num_channels * size, np.float32(0))
-    before = floats_of(args.kept, 2 * tail + version, places)
-    after = floats_of(args.kept, 2 * tail + 1 - version, places)
+    before = floats_of(args.conv_state, 2 * tail + version, places)
+    after = floats_of(args.conv_state, 2 * tail + 1 - version, places)
     seen = np.empty(size, np.float32)
     for channel in range(first, first + count):
         for i in range(size - 1):
@@ -179,11 +179,11 @@ def delta_rule_stage(arguments: int, piece: int, thread: int, unused: int) -> in
         v_at, z_at = 2 * k_width + head * v_dim, num_channels + head * v_dim
         numbers_at = num_channels + num_v_heads * v_dim
         write = sigmoid(inputs[numbers_at + head])
-        kept = np.exp(-decay * softplus(inputs[numbers_at + num_v_heads + head] + decay_bias))
+        decay_factor = np.exp(-decay * softplus(inputs[numbers_at + num_v_heads + head] + decay_bias))
         change[:], read[:] = 0.0, 0.0
         for i in range(k_dim):
             for j in range(v_dim):
-                memory[i * v_dim + j] *= kept
+                memory[i * v_dim + j] *= decay_factor
                 change[j] += memory[i * v_dim + j] * k[i]
         for j in range(v_dim):
             change[j] = (mixed[v_at + j] - change[j]) * write

@@ -160,7 +160,7 @@ class TapeExpertOps(StageRecorder):
         multiplier: float | None,  # None: the sum over experts replaces out; else it is added, times multiplier
     ) -> None:
         hidden_size = out.shape[1]
-        kept = None if weights.quantized is None else weights.quantized.down
+        quantized = None if weights.quantized is None else weights.quantized.down
         self._record(
             KindStage(add_experts_stage, self._kind),
             ADD_EXPERTS,
@@ -172,10 +172,10 @@ class TapeExpertOps(StageRecorder):
             chosen=buffers.chosen,
             shares=None if spec.on_input else buffers.shares,
             num_chosen=spec.num_chosen,
-            format=FLOATS if kept is None else FORMATS.index(kept.format),
-            group_size=0 if kept is None else kept.group_size,
-            down=weights.down if kept is None else kept.words,
-            scales=None if kept is None else kept.scales.contiguous(),
+            format=FLOATS if quantized is None else FORMATS.index(quantized.format),
+            group_size=0 if quantized is None else quantized.group_size,
+            down=weights.down if quantized is None else quantized.words,
+            scales=None if quantized is None else quantized.scales.contiguous(),
             num_weights=spec.num_experts * hidden_size,
             bias=weights.down_bias,
             num_out=hidden_size,
@@ -203,13 +203,13 @@ def _gates_and_ups(weights: ExpertWeights, spec: ExpertsSpec) -> dict[str, Any]:
             "expert_outputs": 0,
             "row_stride": gates.stride(1),
         }
-    kept = weights.quantized.gate_up
-    scales = kept.scales.contiguous()
+    quantized = weights.quantized.gate_up
+    scales = quantized.scales.contiguous()
     return {
-        "format": FORMATS.index(kept.format),
-        "group_size": kept.group_size,
-        "gates": kept.words,
-        "ups": kept.words[spec.intermediate_size :].data_ptr(),
+        "format": FORMATS.index(quantized.format),
+        "group_size": quantized.group_size,
+        "gates": quantized.words,
+        "ups": quantized.words[spec.intermediate_size :].data_ptr(),
         "gate_scales": scales,
         "up_scales": scales[:, spec.intermediate_size :].data_ptr(),
         "num_weights": num_weights,

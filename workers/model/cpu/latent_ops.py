@@ -210,9 +210,9 @@ def append_stage(arguments: int, row: int, thread: int, like: Any) -> int:
         rotate_pairs(normed, 0, index_dim, cos, sin, args.index_interleaved != 0, made, kv_rank + 2 * half)
     tail_id = word_of(args.tail_ids, row)
     place = word_of(args.tail_lens, row) - 1
-    kept = array_at(args.tails + (tail_id * args.tail_capacity + place) * args.width * itemsize, args.width, like)
+    tail_row = array_at(args.tails + (tail_id * args.tail_capacity + place) * args.width * itemsize, args.width, like)
     for i in range(args.width):
-        store_float(kept, i, made[i])
+        store_float(tail_row, i, made[i])
     return 0
 
 

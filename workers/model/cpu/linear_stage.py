@@ -36,7 +36,7 @@ LINEAR = (
 )
 _linear_at = words_at(LINEAR)
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited")
-MOST_GROUPS, PIECES_OF_THREAD = 16, 4
+MAX_GROUPS, PIECES_OF_THREAD = 16, 4
 NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED, LIMITED = range(8)
 
 
@@ -50,7 +50,7 @@ def groups_of_piece(num_out: int, num_threads: int) -> int:
 
     Weights are prefetched within a piece, so it has many groups, but few enough that every thread gets several pieces.
     """
-    return max(1, min(MOST_GROUPS, num_groups(num_out) // (PIECES_OF_THREAD * num_threads)))
+    return max(1, min(MAX_GROUPS, num_groups(num_out) // (PIECES_OF_THREAD * num_threads)))
 
 
 def linear_stage(arguments: int, piece: int, thread: int, like: Any) -> int:

@@ -98,12 +98,12 @@ MAKE_INPUTS = (
     "out",  # [num_layers, max_rows, width], written
     "max_rows",
 )
-TAKE_INPUT = ("gates", "activation", "given", "width")  # gates = activation(gates) * given, rows of width
+GATE_INPUT = ("gates", "activation", "given", "width")  # gates = activation(gates) * given, rows of width
 GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
 FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # logits: [num_rows, vocab_size], written; cap 0: none
 _embed_at, _prepare_at, _rotate_at = words_at(EMBED), words_at(PREPARE), words_at(ROTATE)
 _add_norms_at, _copy_rows_at = words_at(ADD_NORMS), words_at(COPY_ROWS)
-_make_inputs_at, _take_input_at = words_at(MAKE_INPUTS), words_at(TAKE_INPUT)
+_make_inputs_at, _gate_input_at = words_at(MAKE_INPUTS), words_at(GATE_INPUT)
 _predict_at, _gate_at, _finish_logits_at = words_at(PREDICT), words_at(GATE), words_at(FINISH_LOGITS)
 
 
@@ -259,8 +259,8 @@ def make_inputs_stage(arguments: int, row: int, thread: int, like: Any) -> int:
     return 0
 
 
-def take_input_stage(arguments: int, row: int, thread: int, unused: int) -> int:
-    args = _take_input_at(arguments)
+def gate_input_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    args = _gate_input_at(arguments)
     gates, given = floats_of(args.gates, row, args.width), floats_of(args.given, row, args.width)
     x, factors = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     for first in range(0, args.width, LANES):

@@ -24,19 +24,19 @@ from workers.model.cpu.row_stages import (
     EMBED,
     FINISH_LOGITS,
     GATE,
+    GATE_INPUT,
     MAKE_INPUTS,
     PREDICT,
     ROTATE,
-    TAKE_INPUT,
     add_norms_stage,
     copy_rows_stage,
     embed_stage,
     finish_logits_stage,
+    gate_input_stage,
     gate_stage,
     make_inputs_stage,
     predict_stage,
     rotate_stage,
-    take_input_stage,
 )
 from workers.model.ops import Normed, Readers, Rotation, Stream
 
@@ -201,10 +201,10 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
             max_rows=max_rows,
         )
 
-    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+    def gate_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
         self._record(
-            take_input_stage,
-            TAKE_INPUT,
+            gate_input_stage,
+            GATE_INPUT,
             reads=[gates, given],
             writes=[gates],
             gates=gates,
@@ -314,10 +314,10 @@ def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Te
     They are quantized weights if all layers have them in the same format, with the same group size and their inputs in
     the original order; else floats.
     """
-    kept = [x.quantized for x in linears if x.quantized is not None]
-    kept = [x for x in kept if x.format in FORMATS and x.order is None]
-    kinds = {(x.format, x.group_size) for x in kept}
-    if len(kept) < len(linears) or len(kinds) > 1:
+    quantized = [x.quantized for x in linears if x.quantized is not None]
+    quantized = [x for x in quantized if x.format in FORMATS and x.order is None]
+    kinds = {(x.format, x.group_size) for x in quantized}
+    if len(quantized) < len(linears) or len(kinds) > 1:
         return [x.weight for x in linears], [None for _ in linears], FLOATS, 0
     [(format, group_size)] = kinds
-    return [x.words for x in kept], [x.scales.contiguous() for x in kept], FORMATS.index(format), group_size
+    return [x.words for x in quantized], [x.scales.contiguous() for x in quantized], FORMATS.index(format), group_size

@@ -30,7 +30,7 @@ def mix_kernel(
     tail_lens,  # [num_rows] int32; 0: the row is idle
     tail_ids,
     versions,  # [num_tails] int64
-    kept,  # [num_tails, VERSIONS, num_channels, CONV_LEN - 1] float32
+    conv_state,  # [num_tails, VERSIONS, num_channels, CONV_LEN - 1] float32
     mixed,  # [num_rows, num_channels] <- silu(the convolution of the channels' last inputs)
     num_rows,
     in_width,
@@ -56,7 +56,7 @@ def mix_kernel(
         version_stride = num_channels * (CONV_LEN - 1)
         is_kept = inside & (j < CONV_LEN - 1)[None, :]
         # each channel's last inputs; the last column is for the row's own input
-        seen = tl.load(kept + of_tail + version * version_stride + places, mask=is_kept, other=0.0)
+        seen = tl.load(conv_state + of_tail + version * version_stride + places, mask=is_kept, other=0.0)
         for other in range(row, num_rows):
             if _is_of(tail_lens, tail_ids, other, tail):
                 own = tl.load(inputs + other * in_width + c, mask=c < num_channels, other=0.0).to(tl.float32)
@@ -65,7 +65,7 @@ def mix_kernel(
                 value = (total * tl.sigmoid(total)).to(mixed.dtype.element_ty)
                 tl.store(mixed + other * num_channels + c, value, mask=c < num_channels)
                 seen = _shifted(seen, j, CONV_LEN, BLOCK_LEN)
-        tl.store(kept + of_tail + (version + 1) % VERSIONS * version_stride + places, seen, mask=is_kept)
+        tl.store(conv_state + of_tail + (version + 1) % VERSIONS * version_stride + places, seen, mask=is_kept)
 
 
 @triton.jit

@@ -49,10 +49,10 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
         """Gates and ups must be parts of one matrix, as `take_weights` joins them."""
         width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
-        if (kept := weights.quantized) is not None:
+        if (quantized := weights.quantized) is not None:
             shares = buffers.shares if spec.on_input else None
             self._multiply_experts(
-                x, kept.gate_up, bias, buffers.chosen, False, shares, None, buffers.gated, True, spec.activation
+                x, quantized.gate_up, bias, buffers.chosen, False, shares, None, buffers.gated, True, spec.activation
             )
             return
         num_squares = 1 if squares is None else len(squares)
@@ -110,11 +110,11 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
     def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
         """Write the output of each of a row's experts to `buffers.parts`."""
         hidden_size, bias = buffers.parts.shape[2], weights.down_bias
-        if (kept := weights.quantized) is not None:
+        if (quantized := weights.quantized) is not None:
             gated = Normed(buffers.gated.flatten(0, 1))
             shares = None if spec.on_input else buffers.shares
             self._multiply_experts(
-                gated, kept.down, bias, buffers.chosen, True, None, shares, buffers.parts, False, "none"
+                gated, quantized.down, bias, buffers.chosen, True, None, shares, buffers.parts, False, "none"
             )
             return
         experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](

@@ -42,7 +42,7 @@ def make_inputs_kernel(
 
 
 @triton.jit
-def take_input_kernel(gates, given, num, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gate_input_kernel(gates, given, num, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """gates = activation(gates) * given, both of `num` elements."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait_for_earlier(PDL)

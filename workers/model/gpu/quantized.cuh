@@ -30,7 +30,7 @@ constexpr int UNIT_BYTES = 128, RUNS = FORMAT == FP8 ? 1 : 2;  // of an output i
 constexpr int TILE = 32, SUMS = 2 * 4;                                        // outputs of a tile (two mma); sums of a lane
 constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;             // of a run
 constexpr int PARTS_OF_GROUP = PARTS / SCALES;
-constexpr bool AT_ONCE = GROUP == 0 || FORMAT == FP4;  // one sum covers all groups
+constexpr bool ONE_SUM = GROUP == 0 || FORMAT == FP4;  // one sum covers all groups
 constexpr int FINISHERS = 2, SUM_BUFFERS = 2;  // warps that finish sums; buffers of sums, which tiles take in turn
 static_assert(TILE == SQUARES_BLOCK, "a tile's outputs are a part of the squares");
 static_assert(ROWS <= 8 && WARPS == MULTIPLIERS + FINISHERS, "rows are the narrow side of a product");
@@ -280,7 +280,7 @@ __device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Ha
         }
         products.add_inputs(x0, x1);
     }
-    if (!AT_ONCE && (P + 1) % PARTS_OF_GROUP == 0) {
+    if (!ONE_SUM && (P + 1) % PARTS_OF_GROUP == 0) {
         products.add_to(sums, scales);
         products.begin();
     }
@@ -308,7 +308,7 @@ __device__ __forceinline__ void multiply_units(Ring<Work>& ring, UnitCursor& at,
             multiply_parts<0>(codes, Half{stage, weights, number, at.unit, half}, scales, products, sums);
         }
     }
-    if (AT_ONCE) products.add_to(sums, scales);
+    if (ONE_SUM) products.add_to(sums, scales);
 }
 
 // Hands sums from the multipliers to the finishers, double buffered, with two mbarriers for each buffer.

@@ -6,10 +6,10 @@ from torch import Tensor
 from csattn.models.spec import StreamsSpec
 from csattn.models.weights import StreamWeights
 from workers.model.gpu.remix_kernels import add_to_streams_kernel, read_streams_kernel
-from workers.model.gpu.stream_ops import Launches, row_constants, written
+from workers.model.gpu.stream_ops import Launches, row_constants, stream_arguments
 from workers.model.ops import Readers, Stream, StreamsBuffers
 
-_MOST_COLUMNS = 64  # of a program
+_MAX_COLUMNS = 64  # of a program
 _WEIGHTS = 8192  # elements of the matrix that fit the registers of a program
 _ROWS = 4  # that a program processes one after another
 
@@ -32,7 +32,7 @@ class TritonRemixOps(Launches):
         batch_size, num, hidden_size = buffers.streams.shape
         num_out = len(weights.bias)
         block_num, block_out = triton.next_power_of_2(num), triton.next_power_of_2(num_out)
-        columns = max(1, min(_MOST_COLUMNS, _WEIGHTS // (block_num * block_out)))
+        columns = max(1, min(_MAX_COLUMNS, _WEIGHTS // (block_num * block_out)))
         num_parts = triton.cdiv(hidden_size, columns)
         products = self._partials[: batch_size * num_parts * num_out]
         sums = self._partials[len(products) : len(products) + batch_size * num_parts]
@@ -49,7 +49,7 @@ class TritonRemixOps(Launches):
             num_warps=4,
             **self._launch(),
         )
-        hidden, *prepared = written(stream, readers)
+        hidden, *prepared = stream_arguments(stream, readers)
         read_streams_kernel[(batch_size,)](
             *(
                 buffers.streams,

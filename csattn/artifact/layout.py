@@ -217,8 +217,8 @@ def _lists_fault(index: LayerIndex) -> str | None:
     in_last_chunk = (table.context_len - 1) % CHUNK_KEYS + 1
     for listed, starts, scores, least in zip(table.listed, table.starts, table.scores, table.least, strict=True):
         counts = _BITS_OF_BYTES[listed.view(np.uint8)].sum(axis=-1, dtype=np.int64)  # of each chunk
-        behind = unpack_bits(listed[..., -1, :])[..., in_last_chunk:]
-        if (counts.sum(axis=-1) != table.list_len).any() or behind.any():
+        past_end = unpack_bits(listed[..., -1, :])[..., in_last_chunk:]
+        if (counts.sum(axis=-1) != table.list_len).any() or past_end.any():
             return f"listed does not have {table.list_len} of the context's {table.context_len} rows in each list"
         if (np.cumsum(counts, axis=-1) - counts != starts).any():
             return "starts are not where the scores of listed rows begin"

@@ -26,7 +26,7 @@ from csattn.share import Share
 from tests.tiny import ALL_FAMILIES, loaded, tiny_config
 from tests.workers.model.quantized import KINDS, KINDS_OF_EXPERTS, make_quantized, make_quantized_experts
 from tests.workers.model.step_ops import EXPERTS
-from workers.model.layers import expert_room
+from workers.model.layers import expert_buffers
 from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
 
@@ -56,12 +56,12 @@ def experts_out(weights: ExpertWeights, spec: ExpertsSpec, x: Tensor) -> Tensor:
     def zeros(*sizes: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.zeros(len(x), *sizes, dtype=dtype)
 
-    room = expert_room(spec, x.shape[1], zeros)
-    room.logits.copy_(product(x, weights.router.weight, weights.router.bias))
+    buffers = expert_buffers(spec, x.shape[1], zeros)
+    buffers.logits.copy_(product(x, weights.router.weight, weights.router.bias))
     ops, out = TorchOps(), torch.full_like(x, torch.nan)
-    ops.choose_experts(weights, spec, make_step_rows(len(x), x.device), room)
-    ops.experts(Normed(x), weights, spec, room)
-    ops.experts_out(weights, spec, room, out)
+    ops.choose_experts(weights, spec, make_step_rows(len(x), x.device), buffers)
+    ops.experts(Normed(x), weights, spec, buffers)
+    ops.experts_out(weights, spec, buffers, out)
     return out
 
 

@@ -137,7 +137,7 @@ def mlps(spec: ModelSpec) -> str:
 def of_layer(layer: LayerSpec) -> str:
     if not layer.experts:
         return "dense"
-    if layer.experts[0].apart:
+    if layer.experts[0].has_own_norms:
         return "dense beside experts"
     return "experts, one of them shared" if len(layer.experts) > 1 or layer.mlp is not None else "experts"
 

@@ -391,16 +391,16 @@ class StepLayers:
         """
         layer, spec, ops = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._ops
         (of,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
-        norms, buffers, (read, given) = weights.norms, self._experts[0, of], self._expert_io
+        norms, buffers, (expert_in, expert_out) = weights.norms, self._experts[0, of], self._expert_io
         assert spec.mlp is not None and layer.down is not None and norms is not None and branch is not None
         gated = self._gated[spec.mlp.intermediate_size]
         ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
         ops.linear(Normed(gated), [layer.down], branch)
-        ops.linear(ops.read_normed(self._stream, norms.router, eps, read), [weights.router], buffers.logits)
+        ops.linear(ops.read_normed(self._stream, norms.router, eps, expert_in), [weights.router], buffers.logits)
         ops.choose_experts(weights, of, self._rows, buffers)
-        ops.experts(ops.read_normed(self._stream, norms.pre_experts, eps, read), weights, of, buffers)
-        ops.experts_out(weights, of, buffers, given)
-        ops.add_norms(branch, norms.post_mlp, given, norms.post_experts, eps)
+        ops.experts(ops.read_normed(self._stream, norms.pre_experts, eps, expert_in), weights, of, buffers)
+        ops.experts_out(weights, of, buffers, expert_out)
+        ops.add_norms(branch, norms.post_mlp, expert_out, norms.post_experts, eps)
         return partial(
             ops.add_normed,
             branch,

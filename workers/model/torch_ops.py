@@ -262,11 +262,11 @@ class TorchOps:
 
         hidden becomes 0, to which the next branch adds; or, if the weights join the streams, the mixture.
         """
-        given = stream.hidden.float()
+        branch_out = stream.hidden.float()
         if is_first:
-            buffers.streams.copy_(given[:, None])
+            buffers.streams.copy_(branch_out[:, None])
         else:
-            buffers.streams.copy_(mixed_streams(buffers.streams.float(), given, buffers.post, buffers.comb))
+            buffers.streams.copy_(mixed_streams(buffers.streams.float(), branch_out, buffers.post, buffers.comb))
         streams = buffers.streams.float()
         mixture = mixture_of(streams, weights, spec, readers.eps)
         stream.hidden.copy_(joined_streams(streams, mixture.pre))
@@ -328,9 +328,9 @@ class TorchOps:
         own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
         out.copy_(((made + own) * 2**-0.5).transpose(0, 1))
 
-    def gate_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
-        """gates = activation(gates) * given, both [batch_size, layer_input_width]"""
-        gates.copy_(ACTIVATIONS[activation](gates.float()) * given.float())
+    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
+        """gates = activation(gates) * layer_input, both [batch_size, layer_input_width]"""
+        gates.copy_(ACTIVATIONS[activation](gates.float()) * layer_input.float())
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         """x *= sigmoid(gates), both [batch_size, q_width]"""

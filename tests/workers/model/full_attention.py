@@ -72,8 +72,8 @@ class FullAttention:
         seen = torch.cat([seen_context, seen_tail], dim=-1)
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is not None:
-            beside = sinks.float().view(1, num_kv_heads, -1, 1).expand(batch_size, -1, -1, -1)
-            scores = torch.cat([scores, beside], dim=-1)
+            sink_logits = sinks.float().view(1, num_kv_heads, -1, 1).expand(batch_size, -1, -1, -1)
+            scores = torch.cat([scores, sink_logits], dim=-1)
         weights = scores.softmax(-1).nan_to_num(0.0)[..., : seen.shape[-1]]  # idle rows see nothing
         num_scores = num_contexts * max_context_len
         on_context = weights[..., :num_scores].reshape(*grouped.shape[:3], num_contexts, max_context_len)

@@ -166,14 +166,14 @@ def test_what_lies_behind_a_row_is_not_read(kind) -> None:
     poison = torch.full_like(whole.scales, NAN)
     poison[:, 3:43] = whole.scales[:, 3:43]
     linear = Linear(whole.words, None, whole).outputs(3, 43)
-    beside = QuantizedWeight(whole.format, whole.words, poison, 200, whole.group_size, whole.has_zeros).outputs(
+    poisoned = QuantizedWeight(whole.format, whole.words, poison, 200, whole.group_size, whole.has_zeros).outputs(
         slice(3, 43)
     )
     buffer = torch.full((6 * 200 + 500,), NAN, dtype=torch.bfloat16, device=DEVICE)
     x = buffer[200:800].view(3, 200)
     x.copy_(randn(3, 200))
     got, want = torch.full((2, 3, 40), NAN, device=DEVICE)
-    TritonOps(DEVICE).linear(Normed(x), [Linear(linear.weight, None, beside)], got)
+    TritonOps(DEVICE).linear(Normed(x), [Linear(linear.weight, None, poisoned)], got)
     TorchOps().linear(Normed(x.float()), [linear], want)
     torch.testing.assert_close(got, want, **CLOSE)
 

@@ -156,10 +156,10 @@ def test_linear_is_the_norm_and_the_product() -> None:
 
 def test_linears_side_by_side_are_one_of_all_their_outputs() -> None:
     stream, whole = prepared(3, 100, torch.float32), make_linear(70, 100, torch.float32, bias=True)
-    together, apart = randn(2, 3, 70)
+    together, separate = randn(2, 3, 70)
     TorchOps().linear(normed(stream), [whole], together)
-    TorchOps().linear(normed(stream), [whole.outputs(0, 33), whole.outputs(33, 70)], apart)
-    torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-5)
+    TorchOps().linear(normed(stream), [whole.outputs(0, 33), whole.outputs(33, 70)], separate)
+    torch.testing.assert_close(separate, together, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_may_be_wider_than_the_model() -> None:

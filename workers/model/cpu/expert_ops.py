@@ -238,7 +238,7 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     if args.bias != 0:
         ranked += array_at(args.bias, num_experts, np.float32(0))
     if args.num_groups > 1:
-        _keep_groups(ranked, args.num_groups, args.num_kept)
+        _mask_groups(ranked, args.num_groups, args.num_kept)
     chosen = array_at(args.chosen + 4 * row * num_chosen, num_chosen, np.int32(0))
     shares = floats_of(args.shares, row, num_chosen)
     if args.by_token != 0:
@@ -285,7 +285,7 @@ def _largest(x: NDArray[np.float32]) -> int:
 
 
 @exact_kernel
-def _keep_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) -> None:
+def _mask_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) -> None:
     """Set experts to -inf outside the num_kept groups with the largest sums of their two best scores."""
     size = len(ranked) // num_groups
     group_scores, kept = np.empty(num_groups, np.float32), np.zeros(num_groups, np.bool_)

@@ -70,8 +70,8 @@ def _write_group(args, first, like):  # type: ignore[no-untyped-def]
     count = min(LANES, num_out - first)
     x = array_at(args.x, num_rows * num_in, np.float32(0))
     out = array_at(args.out, num_rows * width, np.float32(0))
-    room = (num_rows + TILE) * LANES
-    sums = np.empty(room, np.float32)
+    size = (num_rows + TILE) * LANES
+    sums = np.empty(size, np.float32)
     format, group_size = args.format, args.group_size
     multiply(
         x, num_rows, format, group_size, args.weight, args.scales, num_out, num_in, first, count, num_in, like, sums
@@ -79,7 +79,7 @@ def _write_group(args, first, like):  # type: ignore[no-untyped-def]
     if args.bias != 0:
         _add_bias(sums, num_rows, array_at(args.bias, num_out, like), first, count)
     if args.activation != NONE:
-        factors = np.empty(room, np.float32)
+        factors = np.empty(size, np.float32)
         if args.up_weight != 0:
             multiply(
                 x, num_rows, format, group_size, args.up_weight, args.up_scales, num_out, num_in, first, count, num_in,

@@ -20,8 +20,8 @@ ADD = (
     "streams",  # [num_rows, num, width], written
     "num",
     "width",
-    "given",  # [num_rows, width]: the output of a branch
-    "post",  # [num_rows, num]; 0: every stream becomes given
+    "branch_out",  # [num_rows, width]: the output of a branch
+    "post",  # [num_rows, num]; 0: every stream becomes branch_out
     "comb",  # [num_rows, num, num]
 )
 READ = (
@@ -66,7 +66,7 @@ class TapeRemixOps(StageRecorder):
             streams=buffers.streams,
             num=num,
             width=width,
-            given=stream.hidden,
+            branch_out=stream.hidden,
             post=None if is_first else buffers.post,
             comb=None if is_first else buffers.comb,
         )
@@ -102,10 +102,10 @@ def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     """Mix the streams and add a branch's output to them. A piece is a row, as in the other stage."""
     args = _add_at(arguments)
     num, width = args.num, args.width
-    streams, given = floats_of(args.streams, row, num * width), floats_of(args.given, row, width)
+    streams, branch_out = floats_of(args.streams, row, num * width), floats_of(args.branch_out, row, width)
     if args.post == 0:
         for j in range(num):
-            streams[j * width : (j + 1) * width] = given
+            streams[j * width : (j + 1) * width] = branch_out
         return 0
     post, comb = floats_of(args.post, row, num), floats_of(args.comb, row, num * num)
     before = np.empty(num * LANES, np.float32)  # old values of some columns, whose streams are overwritten one by one
@@ -113,7 +113,7 @@ def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     for first in range(0, whole, LANES):
         for i in range(num):
             store(before, i * LANES, load(F32x16, streams, i * width + first))
-        added = load(F32x16, given, first)
+        added = load(F32x16, branch_out, first)
         for j in range(num):
             total = fill(F32x16, post[j]) * added
             for i in range(num):
@@ -123,7 +123,7 @@ def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         for i in range(num):
             before[i] = streams[i * width + column]
         for j in range(num):
-            last = post[j] * given[column]
+            last = post[j] * branch_out[column]
             for i in range(num):
                 last += comb[i * num + j] * before[i]
             streams[j * width + column] = last

@@ -98,7 +98,7 @@ MAKE_INPUTS = (
     "out",  # [num_layers, max_rows, width], written
     "max_rows",
 )
-GATE_INPUT = ("gates", "activation", "given", "width")  # gates = activation(gates) * given, rows of width
+GATE_INPUT = ("gates", "activation", "layer_input", "width")  # gates = activation(gates) * layer_input, rows of width
 GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
 FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # logits: [num_rows, vocab_size], written; cap 0: none
 _embed_at, _prepare_at, _rotate_at = words_at(EMBED), words_at(PREPARE), words_at(ROTATE)
@@ -261,12 +261,12 @@ def make_inputs_stage(arguments: int, row: int, thread: int, like: Any) -> int:
 
 def gate_input_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     args = _gate_input_at(arguments)
-    gates, given = floats_of(args.gates, row, args.width), floats_of(args.given, row, args.width)
+    gates, layer_input = floats_of(args.gates, row, args.width), floats_of(args.layer_input, row, args.width)
     x, factors = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     for first in range(0, args.width, LANES):
         count = min(LANES, args.width - first)
         for i in range(count):
-            x[i], factors[i] = gates[first + i], given[first + i]
+            x[i], factors[i] = gates[first + i], layer_input[first + i]
         activate(args.activation, x, factors, 0, count)
         for i in range(count):
             gates[first + i] = x[i]

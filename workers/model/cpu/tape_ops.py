@@ -201,15 +201,15 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
             max_rows=max_rows,
         )
 
-    def gate_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
         self._record(
             gate_input_stage,
             GATE_INPUT,
-            reads=[gates, given],
+            reads=[gates, layer_input],
             writes=[gates],
             gates=gates,
             activation=ACTIVATIONS.index(activation),
-            given=given,
+            layer_input=layer_input,
             width=gates.shape[1],
         )
 

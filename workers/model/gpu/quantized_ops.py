@@ -171,10 +171,10 @@ def _kernel(
     sums = 2 * 8 * 32 * 4
     more = {"MAX_PAIRS": _MAX_PAIRS, "MAX_STEP_ROWS": MAX_BATCH_SIZE} if source == _OF_EXPERTS else {}
     more_bytes = 6 * _MAX_PAIRS + 8 if more else 0
-    room, multipliers = limits().block_bytes - _BARRIER_BYTES - more_bytes, _MAX_MULTIPLIERS
-    while multipliers > 1 and room // multipliers < sums + 2 * stage:
+    free_bytes, multipliers = limits().block_bytes - _BARRIER_BYTES - more_bytes, _MAX_MULTIPLIERS
+    while multipliers > 1 and free_bytes // multipliers < sums + 2 * stage:
         multipliers //= 2
-    stages, threads = min(_MAX_STAGES, (room // multipliers - sums) // stage), 32 * (multipliers + _FINISHERS)
+    stages, threads = min(_MAX_STAGES, (free_bytes // multipliers - sums) // stage), 32 * (multipliers + _FINISHERS)
     defines = {
         **more,
         "THREADS": threads,

@@ -235,9 +235,9 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
             **self._launch(),
         )
 
-    def gate_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
+    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
         gate_input_kernel[(triton.cdiv(gates.numel(), _GATE_BLOCK),)](
-            gates, given, gates.numel(), ACTIVATION=activation, BLOCK=_GATE_BLOCK, num_warps=4, **self._launch()
+            gates, layer_input, gates.numel(), ACTIVATION=activation, BLOCK=_GATE_BLOCK, num_warps=4, **self._launch()
         )
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
